@@ -1,0 +1,88 @@
+"""Packaging. The requirements live here, because the Makefile's environment is rebuilt when this file changes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def read_version() -> str:
+    """The one version of the project, read without importing the package."""
+    found = re.search(r'^__version__ = "([^"]+)"$', (HERE / "srt/__init__.py").read_text("utf-8"), re.MULTILINE)
+    if found is None:
+        raise RuntimeError("srt/__init__.py does not define __version__")
+    return found.group(1)
+
+
+# torch is capped where an open range would replace a host's build by one with gigabytes of CUDA libraries.
+INSTALL_REQUIRES = [
+    "google-re2>=1.1",
+    "httptools>=0.6,<1",
+    "huggingface_hub>=1,<2",
+    "jinja2>=3.1,<4",
+    "msgpack>=1.0,<2",
+    "numpy>=1.26,<3",
+    "orjson>=3.10,<4",
+    "pydantic>=2.7,<3",
+    "pyzmq>=26,<28",
+    "safetensors>=0.5,<1",
+    "starlette>=0.40,<2",
+    "tokenizers>=0.21,<1",
+    "torch>=2.11,<2.14",
+    "transformers>=5,<6",
+    "uvicorn>=0.30,<1",
+    "uvloop>=0.20,<1",
+]
+
+TEST_REQUIRES = [
+    "httpx>=0.27,<1",
+    "hypothesis>=6.100,<7",
+    "openai>=2,<3",
+    "psutil>=6,<8",
+    "pytest>=8,<10",
+    "pytest-timeout>=2.3,<3",
+    "triton>=3.3,<4",
+]
+
+EXTRAS_REQUIRE = {
+    # Triton comes with the CUDA builds of torch.
+    "cuda": ["flashinfer-python>=0.6,<0.7", "nvidia-ml-py>=12"],
+    "test": TEST_REQUIRES,
+    "dev": [
+        *TEST_REQUIRES,
+        "import-linter>=2.4,<3",
+        "mypy>=1.15,<3",
+        "pre-commit>=4,<5",
+        "ruff>=0.12,<1",
+    ],
+}
+
+setup(
+    # The import name is `srt`; on package indexes that name belongs to a subtitle parser.
+    name="srt-serve",
+    version=read_version(),
+    description="A serving runtime for large language models: fast, survivable, and small enough to read",
+    long_description=(HERE / "README.md").read_text("utf-8") if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["srt", "srt.*"]),
+    package_data={"srt": ["py.typed", "assets/**/*"]},
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    entry_points={"console_scripts": ["srt = srt.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
