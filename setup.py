@@ -22,7 +22,7 @@ def read_version() -> str:
 INSTALL_REQUIRES = [
     "google-re2>=1.1",
     "httptools>=0.6,<1",
-    "huggingface_hub>=1,<2",
+    "huggingface_hub>=1,<3",
     "jinja2>=3.1,<4",
     "msgpack>=1.0,<2",
     "numpy>=1.26,<3",
@@ -41,7 +41,7 @@ INSTALL_REQUIRES = [
 TEST_REQUIRES = [
     "httpx>=0.27,<1",
     "hypothesis>=6.100,<7",
-    "openai>=2,<3",
+    "openai>=2,<4",
     "psutil>=6,<8",
     "pytest>=8,<10",
     "pytest-timeout>=2.3,<3",
