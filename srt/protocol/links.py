@@ -1,0 +1,164 @@
+"""The sockets between processes: a scheduler binds, everybody else connects; every message has a generation and a sequence number.
+
+Nothing is dropped by ZeroMQ: high-water marks are 0 and a ROUTER refuses to send to a peer it does not know (`PeerGone`). A number
+that is not the expected one means that something was lost; between scheduler and worker that is the death of the peer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from srt.protocol.codec import DecodeError, Envelope, decode, encode
+from srt.protocol.messages import Message
+
+MAX_SOCKET_PATH = 107  # bytes: what the kernel takes
+
+
+class PeerGone(Exception):
+    """The peer's end of the link is not there any more."""
+
+
+class LinkBroken(Exception):
+    """A message was lost, or is not one of ours: the stream from this peer cannot be trusted any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    peer: bytes
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """What came from this peer could not be taken; `reason` says why."""
+
+    peer: bytes
+    reason: str
+
+
+def frontend_path(run_dir: str, generation: int) -> str:
+    return _ipc(run_dir, f"f{generation}")
+
+
+def worker_path(run_dir: str, generation: int) -> str:
+    return _ipc(run_dir, f"w{generation}")
+
+
+def _ipc(run_dir: str, name: str) -> str:
+    path = str(Path(run_dir) / name)
+    if len(path.encode()) > MAX_SOCKET_PATH:
+        raise ValueError(
+            f"socket path {path} is longer than {MAX_SOCKET_PATH} bytes: choose a shorter temporary folder"
+        )
+    return f"ipc://{path}"
+
+
+class RouterLink:
+    """The binding end, with one numbered stream to and from every peer."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, generation: int) -> None:
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.bind(endpoint)
+        self._generation = generation
+        self._sent: defaultdict[bytes, int] = defaultdict(int)
+        self._expected: defaultdict[bytes, int] = defaultdict(int)
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        return self._socket
+
+    def send(self, peer: bytes, message: Message) -> None:
+        """Queue the message for this peer; PeerGone if it is not connected."""
+        try:
+            self._socket.send_multipart((peer, encode(message, self._generation, self._sent[peer])), copy=True)
+        except zmq.ZMQError as error:
+            raise PeerGone(peer.decode(errors="replace")) from error
+        self._sent[peer] += 1
+
+    def receive(self) -> Received | Broken | None:
+        """The next message that is there, or None. A peer's first message may start its numbers anew (number 0)."""
+        try:
+            peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        try:
+            if len(parts) != 1:
+                raise DecodeError(f"{len(parts)} parts instead of one")
+            envelope = decode(parts[0])
+        except DecodeError as error:
+            self._expected[peer] += 1  # it had a number, we only cannot read it
+            return Broken(peer, str(error))
+        return self._in_order(peer, envelope)
+
+    def _in_order(self, peer: bytes, envelope: Envelope) -> Received | Broken:
+        if envelope.generation != self._generation:
+            return Broken(peer, f"generation {envelope.generation}, but this is {self._generation}")
+        if envelope.sequence == 0 and self._expected[peer] != 0:
+            self._expected[peer] = self._sent[peer] = 0  # the peer was replaced and begins anew, and so do we
+        expected = self._expected[peer]
+        self._expected[peer] = envelope.sequence + 1
+        if envelope.sequence != expected:
+            return Broken(peer, f"message {envelope.sequence} came where {expected} was expected")
+        return Received(peer, envelope.message)
+
+    def forget(self, peer: bytes) -> None:
+        self._sent.pop(peer, None)
+        self._expected.pop(peer, None)
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+class DealerLink:
+    """A connecting end: one numbered stream in each direction."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, generation: int, identity: bytes
+    ) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.connect(endpoint)
+        self._generation = generation
+        self._sent = 0
+        self._expected = 0
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        return self._socket
+
+    def send(self, message: Message) -> None:
+        self._socket.send(encode(message, self._generation, self._sent), copy=True)
+        self._sent += 1
+
+    def receive(self) -> Message | None:
+        """The next message that is there, or None. LinkBroken if the stream has a gap or bytes that are no message."""
+        try:
+            data = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        try:
+            envelope = decode(data)
+        except DecodeError as error:
+            raise LinkBroken(str(error)) from error
+        if envelope.generation != self._generation or envelope.sequence != self._expected:
+            raise LinkBroken(
+                f"message {envelope.generation}:{envelope.sequence} came where {self._generation}:{self._expected} was expected"
+            )
+        self._expected += 1
+        return envelope.message
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._socket.close(linger_ms)

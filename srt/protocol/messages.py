@@ -1,0 +1,490 @@
+"""Every message that travels between processes, and the one table that numbers them.
+
+Directions: a frontend (or a Runtime) and a scheduler; a scheduler and its workers; a supervisor and its children. Messages are
+immutable and stay as sent. Arrays are little-endian int32, int64 or float32 and travel as raw bytes. `codec.py` turns them into
+MessagePack and checks every field on the way back; `links.py` adds generation and sequence number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from srt.server_args import ServerArgs
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+Float32Array = NDArray[np.float32]
+Scalar = str | int | float | bool | None
+
+
+def int32_array(values: object = ()) -> Int32Array:
+    return np.asarray(values, dtype=np.int32)
+
+
+# ---- Parts that several messages share
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """What the engine must know to draw the tokens of one request. Checked and completed by the frontend."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0 means greedy
+    top_k: int = -1  # -1: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    stop_ids: Int32Array = field(default_factory=int32_array)  # EOS (unless ignored) and stop_token_ids, ascending
+    bias_ids: Int32Array = field(default_factory=int32_array)
+    bias_values: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobSpec:
+    """Which logprobs a request asked for. They are the model's own: before temperature, bias and filters."""
+
+    output: bool = False  # of each sampled token
+    prompt_start: int = -1  # of prompt tokens from this index on; -1: none
+    top: int = 0  # so many best tokens beside each of them
+    ids: Int32Array = field(default_factory=int32_array)  # and these tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of consecutive tokens of one choice.
+
+    `first` is an index into the prompt (`is_prompt`) or the output. The prompt's token 0 has no logprob: NaN. `top_*` hold
+    `len(chosen) * top` values, best first; `of_ids` holds `len(chosen) * len(ids asked for)`.
+    """
+
+    rid: int
+    choice: int
+    is_prompt: bool
+    first: int
+    chosen: Float32Array
+    top_ids: Int32Array
+    top: Float32Array
+    of_ids: Float32Array
+
+
+# ---- Frontend (or Runtime) -> scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendHello:
+    """The first message on the link: who I am. A frontend that comes again under the same number replaces the old one."""
+
+    frontend: int
+    protocol_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Begin a request, or resume it: `output_ids[i]` are the tokens that choice `choices[i]` was already given (normally none)."""
+
+    rid: int  # the frontend's own counter; (frontend, rid) is the internal id
+    label: str  # the client's name for it, unique among live requests
+    prompt_ids: Int32Array
+    choices: Int32Array  # normally 0 … n-1
+    output_ids: list[Int32Array]
+    sampling: SamplingSpec
+    logprobs: LogprobSpec
+    seed: int  # 64 bits; choice i > 0 draws with choice_seed(seed, i)
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The client left, or a stop string was found. `choice` -1 means all choices. May cross the last token on the wire."""
+
+    rid: int
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortLabel:
+    """Abort the live requests whose label is this, whichever frontend sent them; the empty label aborts all. Answered by ControlReply."""
+
+    call: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class AckBatch:
+    """All batches up to and including `number` were taken over."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskRange:
+    """Send again the tokens of this choice from this output index on: a gap was seen."""
+
+    rid: int
+    choice: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """Forget the prefix cache. Answered by ControlReply: not ok when requests are running."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class GetState:
+    """Ask for the scheduler's counters. With `deep` every worker is asked for its tables too and all are compared."""
+
+    call: int
+    deep: bool
+
+
+# ---- Scheduler -> frontend
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerHello:
+    """Answer to FrontendHello, sent once the workers are ready: the limits that requests are checked against."""
+
+    max_total_num_tokens: int
+    max_request_tokens: int  # prompt + output of one request
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDone:
+    """One choice ended. `reason` is stop, length, abort or error; `matched` the stop id or -1. Behind its last tokens."""
+
+    rid: int
+    choice: int
+    reason: str
+    matched: int
+    num_output: int  # how many output tokens the choice had in all
+    cached_tokens: int
+    status: int = 0  # HTTP status of an error
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """New tokens of a frontend's requests, as ranges: row i carries `counts[i]` ids of choice `choices[i]` of request `rids[i]`
+    from output index `first[i]` on; `ids` holds all rows end to end."""
+
+    number: int
+    rids: Int64Array
+    choices: Int32Array
+    first: Int32Array
+    counts: Int32Array
+    ids: Int32Array
+    logprobs: list[TokenLogprobs]
+    done: list[RequestDone]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request was not taken: nothing else will come for it."""
+
+    rid: int
+    status: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A message from you was broken or unknown, and was dropped."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControlReply:
+    """Answer to FlushCache, GetState or AbortLabel with the same call number."""
+
+    call: int
+    ok: bool
+    message: str
+    values: dict[str, Scalar]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The scheduler's load, with every change worth telling (at most a few times a second)."""
+
+    num_running: int
+    num_waiting: int
+    num_free_pages: int
+    num_steps: int
+
+
+# ---- Scheduler -> worker: one numbered stream, the same for every rank
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request gets a slot: all ids that are known, and where its cached prefix ends (`cached` positions need no computing)."""
+
+    slot: int
+    ids: Int32Array
+    prompt_len: int
+    cached: int
+    seed: int
+    sampling: SamplingSpec
+    logprobs: LogprobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PageDelta:
+    """Pages to append to rows of one page group's table: `counts[i]` pages for `slots[i]`; `pages` holds all of them end to end."""
+
+    slots: Int32Array
+    counts: Int32Array
+    pages: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSection:
+    """What one attention group does in a step. Rows are the extends, then the decodes, in this order. All empty: idle."""
+
+    admissions: list[Admission]
+    pages: list[PageDelta]  # one per page group
+    extend_slots: Int32Array
+    extend_starts: Int32Array
+    extend_counts: Int32Array
+    extend_samples: Int32Array  # 1: the chunk ends at the last known token, so it samples
+    decode_slots: Int32Array  # every decode row samples
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of the model, as a delta to what the worker's tables hold."""
+
+    step: int
+    sections: list[PlanSection]  # one per attention group
+
+
+@dataclass(frozen=True, slots=True)
+class WorkPlan:
+    """Work that all ranks do together, in the stream of steps. `kind` is `reset` (empty all tables) or `inspect` (report them)."""
+
+    step: int
+    kind: str
+
+
+# ---- Worker -> scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    """The first message of a rank: what it is and holds. All ranks must agree before the replica is ready."""
+
+    rank: int
+    protocol_hash: str
+    config_hash: str
+    dtype: str
+    page_size: int
+    num_pages: int
+    num_slots: int
+    max_request_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Logprobs of a row of the step: of its sampled ids, or of prompt tokens from index `first` on (`is_prompt`)."""
+
+    slot: int
+    is_prompt: bool
+    first: int
+    chosen: Float32Array
+    top_ids: Int32Array
+    top: Float32Array
+    of_ids: Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The sampled ids of a step, from rank 0 of the last stage: `counts[i]` ids (0 to k) for the i-th row that samples."""
+
+    step: int
+    counts: Int32Array
+    ids: Int32Array
+    ids_hash: int
+    logprobs: list[RowLogprobs]
+    step_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepAck:
+    """Any other rank's word that a step is done, with the hash of the ids that it drew: a difference is a worker fault."""
+
+    step: int
+    rank: int
+    ids_hash: int
+    step_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDone:
+    """A WorkPlan is done on this rank.
+
+    `inspect` reports `tables_hash`: hex of an 8-byte blake2b over, for every slot that was ever admitted since the last reset, in
+    ascending order, little-endian int32 slot, page count and the pages of its latest admission, as read back from the device's
+    table. The scheduler computes the same from what it sent. `num_slots_seen` counts those slots.
+    """
+
+    step: int
+    rank: int
+    values: dict[str, Scalar]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFault:
+    """This rank cannot go on: the sentence that explains it is its last message."""
+
+    rank: int
+    step: int
+    message: str
+
+
+# ---- Supervisor -> child, on the inherited socketpair
+
+
+@dataclass(frozen=True, slots=True)
+class ChildStart:
+    """What a child is and where its links are. The first message that it gets."""
+
+    role: str  # frontend, scheduler or worker
+    index: int  # frontend number, or rank
+    generation: int
+    run_dir: str  # private folder of this server: sockets and rendezvous files
+    model_folder: str  # the resolved checkpoint
+    num_frontends: int
+    args: ServerArgs
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReady:
+    """The whole server is ready: answer requests. `startup_s` is the time since the supervisor's start."""
+
+    startup_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Finish what runs within `grace_s` seconds, then end with exit code 0."""
+
+    grace_s: float
+
+
+# ---- Child -> supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the start has come. `phase` is a word for the display (imports, weights, memory, …); `total` 0 when unknown.
+
+    `at_s` is CLOCK_MONOTONIC when the phase began, so that phases of all processes lie on one time line.
+    """
+
+    phase: str
+    done: int
+    total: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """This child does its work from now on. `values` are facts for the start-up report and /server_info."""
+
+    values: dict[str, Scalar]
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Alive. `progress_age_s`: since this process last completed what it had to do."""
+
+    progress_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The one sentence why this child ends."""
+
+    message: str
+
+
+Message = (
+    FrontendHello
+    | GenerateRequest
+    | Abort
+    | AbortLabel
+    | AckBatch
+    | AskRange
+    | FlushCache
+    | GetState
+    | SchedulerHello
+    | TokenBatch
+    | Refused
+    | Rejected
+    | ControlReply
+    | Load
+    | StepPlan
+    | WorkPlan
+    | WorkerHello
+    | StepResult
+    | StepAck
+    | WorkDone
+    | WorkerFault
+    | ChildStart
+    | ServerReady
+    | Stop
+    | Progress
+    | Ready
+    | Heartbeat
+    | Failed
+)
+FromFrontend = FrontendHello | GenerateRequest | Abort | AbortLabel | AckBatch | AskRange | FlushCache | GetState
+ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load
+ToWorker = StepPlan | WorkPlan
+FromWorker = WorkerHello | StepResult | StepAck | WorkDone | WorkerFault
+ToChild = ChildStart | ServerReady | Stop
+FromChild = Progress | Ready | Heartbeat | Failed
+
+MESSAGE_TYPES: dict[int, type[Message]] = {
+    1: FrontendHello,
+    2: GenerateRequest,
+    3: Abort,
+    4: AbortLabel,
+    5: AckBatch,
+    6: AskRange,
+    7: FlushCache,
+    8: GetState,
+    20: SchedulerHello,
+    21: TokenBatch,
+    22: Refused,
+    23: Rejected,
+    24: ControlReply,
+    25: Load,
+    40: StepPlan,
+    41: WorkPlan,
+    60: WorkerHello,
+    61: StepResult,
+    62: StepAck,
+    63: WorkDone,
+    64: WorkerFault,
+    80: ChildStart,
+    81: ServerReady,
+    82: Stop,
+    90: Progress,
+    91: Ready,
+    92: Heartbeat,
+    93: Failed,
+}

@@ -1,0 +1,233 @@
+"""Every option of the server, once: a dataclass with help texts. The command line, Runtime's keywords and the docs derive from it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class ArgumentError(ValueError):
+    """An option that the user must change. The text is one sentence that names it."""
+
+
+def option(
+    default: Any, help_text: str, *, group: str, choices: Sequence[str] = (), aliases: Sequence[str] = ()
+) -> Any:
+    return dataclasses.field(
+        default=default,
+        metadata={"help": help_text, "group": group, "choices": tuple(choices), "aliases": tuple(aliases)},
+    )
+
+
+MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "Devices and kernels", "Logging"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerArgs:
+    """The options as the user gave them. `check()` refuses what cannot work together; nothing is guessed here."""
+
+    model_path: str = option(
+        "", "checkpoint: an existing folder, a shipped name, or a hub id", group=MODEL, aliases=("--model",)
+    )
+    tokenizer_path: str | None = option(None, "folder of the tokenizer, if it is not the model's", group=MODEL)
+    load_format: str = option(
+        "auto", "how weights are read; dummy draws random ones", group=MODEL, choices=("auto", "safetensors", "dummy")
+    )
+    dtype: str = option(
+        "auto", "of weights and activations", group=MODEL, choices=("auto", "float32", "bfloat16", "float16")
+    )
+    context_length: int | None = option(None, "longest prompt + output, if not the model's own", group=MODEL)
+    revision: str | None = option(None, "branch, tag or commit of a hub id", group=MODEL)
+    download_dir: str | None = option(None, "cache folder for hub downloads", group=MODEL)
+    json_model_override_args: str = option("{}", "JSON object laid over config.json", group=MODEL)
+    served_model_name: tuple[str, ...] = option(
+        (), "names that the OpenAI API answers to (default: the model path)", group=MODEL
+    )
+    chat_template: str | None = option(None, "file with a Jinja chat template, instead of the tokenizer's", group=MODEL)
+    sampling_defaults: str = option(
+        "model", "where unset sampling parameters come from", group=MODEL, choices=("model", "openai")
+    )
+
+    host: str = option("127.0.0.1", "address to listen on", group=HTTP)
+    port: int = option(30000, "port to listen on", group=HTTP)
+    api_key: str | None = option(None, "clients must send it as a bearer token", group=HTTP)
+    tokenizer_worker_num: int = option(1, "frontend processes that share the port", group=HTTP)
+    stream_interval: int = option(1, "tokens between two chunks of a stream", group=HTTP)
+    incremental_streaming_output: bool = option(
+        False, "/generate streams the new text, not the text so far", group=HTTP
+    )
+    enable_cache_report: bool = option(False, "OpenAI answers report cached_tokens", group=HTTP)
+
+    mem_fraction_static: float | None = option(None, "share of the device's memory for weights and KV", group=MEMORY)
+    max_total_tokens: int | None = option(
+        None, "tokens that the KV memory holds (default: as many as fit)", group=MEMORY
+    )
+    max_running_requests: int = option(256, "requests that run at the same time", group=MEMORY)
+    max_queued_requests: int = option(4096, "requests that may wait; more are answered 429", group=MEMORY)
+    chunked_prefill_size: int = option(2048, "most prompt tokens in one step; -1: no limit", group=MEMORY)
+    page_size: int = option(16, "tokens in one page of KV memory", group=MEMORY)
+    schedule_policy: str = option("fcfs", "order of waiting requests", group=MEMORY, choices=("fcfs",))
+    disable_radix_cache: bool = option(False, "do not reuse the KV of shared prefixes", group=MEMORY)
+    disable_overlap_schedule: bool = option(False, "plan a step only when the one before is back", group=MEMORY)
+
+    tp_size: int = option(
+        1, "GPUs (or CPU processes) that share each layer", group=DEVICE, aliases=("--tp", "--tensor-parallel-size")
+    )
+    device: str | None = option(
+        None, "where the model runs (default: cuda if present)", group=DEVICE, choices=("cpu", "cuda")
+    )
+    base_gpu_id: int = option(0, "first GPU to use", group=DEVICE)
+    attention_backend: str | None = option(
+        None, "attention kernels (default: the best for the device)", group=DEVICE, choices=("torch_native", "triton")
+    )
+    random_seed: int | None = option(None, "seed of the seeds that are drawn for requests without one", group=DEVICE)
+    dist_timeout: int = option(300, "seconds that collective operations wait for a peer", group=DEVICE)
+    watchdog_timeout: float = option(
+        30.0, "seconds that a step may take before its worker counts as stuck", group=DEVICE
+    )
+
+    log_level: str = option("info", "what is logged", group=LOG, choices=("debug", "info", "warning", "error"))
+
+    def check(self) -> None:
+        """Raise ArgumentError for values that can be refused without looking at the model."""
+        if not self.model_path:
+            raise ArgumentError("--model-path is missing: name a checkpoint folder, a shipped model or a hub id.")
+        for name in (
+            "tokenizer_worker_num",
+            "stream_interval",
+            "max_running_requests",
+            "page_size",
+            "tp_size",
+            "dist_timeout",
+        ):
+            self._at_least(name, 1)
+        for name in ("max_queued_requests", "base_gpu_id"):
+            self._at_least(name, 0)
+        for name in ("context_length", "max_total_tokens"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        if self.chunked_prefill_size != -1:
+            self._at_least("chunked_prefill_size", 1)
+        if not 0 <= self.port <= 65535:
+            raise ArgumentError(f"--port must lie between 0 and 65535, not {self.port}.")
+        if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
+            raise ArgumentError(f"--mem-fraction-static must lie between 0 and 1, not {self.mem_fraction_static}.")
+        if not self.watchdog_timeout > 0:
+            raise ArgumentError(f"--watchdog-timeout must be positive, not {self.watchdog_timeout}.")
+        self.model_overrides()
+
+    def model_overrides(self) -> dict[str, Any]:
+        """What --json-model-override-args says."""
+        try:
+            overrides = json.loads(self.json_model_override_args)
+        except ValueError as error:
+            raise ArgumentError(f"--json-model-override-args is not JSON: {error}.") from error
+        if not isinstance(overrides, dict):
+            raise ArgumentError("--json-model-override-args must be a JSON object.")
+        return overrides
+
+    def model_names(self) -> tuple[str, ...]:
+        return self.served_model_name or (self.model_path,)
+
+    @property
+    def window(self) -> int:
+        """Plans in flight."""
+        return 1 if self.disable_overlap_schedule else 2
+
+    def _at_least(self, name: str, least: int) -> None:
+        if getattr(self, name) < least:
+            raise ArgumentError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}.")
+
+
+# Options of SGLang that mean something here but are not supported yet: refused by name rather than as a typing error.
+UNSUPPORTED = frozenset(
+    "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port quantization kv_cache_dtype tokenizer_mode"
+    " skip_tokenizer_init trust_remote_code is_embedding admin_api_key reasoning_parser tool_call_parser allow_auto_truncate"
+    " max_prefill_tokens schedule_conservativeness enable_priority_scheduling enable_mixed_chunk num_continuous_decode_steps"
+    " radix_eviction_policy prefill_attention_backend decode_attention_backend sampling_backend grammar_backend disable_cuda_graph"
+    " cuda_graph_max_bs cuda_graph_bs enable_torch_compile enable_memory_saver enable_deterministic_inference"
+    " disable_custom_all_reduce speculative_algorithm speculative_draft_model_path speculative_num_steps enable_lora lora_paths"
+    " disaggregation_mode log_requests enable_metrics decode_log_interval crash_dump_folder enable_dp_attention gpu_id_step"
+    " detokenizer_worker_num quantization_param_path skip_server_warmup".split()
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise ArgumentError(message[0].upper() + message[1:].rstrip(".") + ".")
+
+
+def parse_args(argv: Sequence[str]) -> ServerArgs:
+    """The options of a command line; ArgumentError with one sentence for anything that is not one."""
+    parser = make_parser()
+    namespace, rest = parser.parse_known_args(argv)
+    for word in rest:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name[2:].replace("-", "_") in UNSUPPORTED:
+            raise ArgumentError(f"{name} is not supported yet.")
+    if rest:
+        raise ArgumentError(f"Unknown option {rest[0]} (see --help).")
+    values = vars(namespace)
+    values["served_model_name"] = tuple(values["served_model_name"])
+    return checked(ServerArgs(**values))
+
+
+def from_keywords(keywords: dict[str, Any]) -> ServerArgs:
+    """The options of `Runtime(**keywords)`: the same names and the same checks, types included."""
+    hints = typing.get_type_hints(ServerArgs)
+    values = dict(keywords)
+    for name, value in keywords.items():
+        if name in UNSUPPORTED:
+            raise ArgumentError(f"{name} is not supported yet.")
+        if name not in hints:
+            raise ArgumentError(f"Unknown option {name}.")
+        if name == "served_model_name":
+            values[name] = (value,) if isinstance(value, str) else tuple(value)
+            continue
+        allowed = tuple(t for t in (typing.get_args(hints[name]) or (hints[name],)))
+        fits = type(value) in allowed or (float in allowed and type(value) is int)
+        if not fits:
+            wanted = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
+            raise ArgumentError(f"{name} must be {wanted}, not {type(value).__name__}.")
+    args = ServerArgs(**values)
+    for f in dataclasses.fields(args):
+        choices, value = f.metadata["choices"], getattr(args, f.name)
+        if choices and value is not None and value not in choices:
+            raise ArgumentError(f"{f.name} must be one of {', '.join(choices)}, not {value!r}.")
+    return checked(args)
+
+
+def checked(args: ServerArgs) -> ServerArgs:
+    args.check()
+    return args
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m srt.launch_server", description="Serve a large language model over HTTP.", allow_abbrev=False
+    )
+    groups: dict[str, Any] = {}
+    hints = typing.get_type_hints(ServerArgs)
+    for f in dataclasses.fields(ServerArgs):
+        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
+        _add_option(group, f, hints[f.name])
+    return parser
+
+
+def _add_option(group: Any, f: dataclasses.Field[Any], hint: Any) -> None:
+    names = [f"--{f.name.replace('_', '-')}", *f.metadata["aliases"]]
+    default = "" if f.default in (None, "", ()) else f" (default: {f.default})"
+    common = {"dest": f.name, "default": f.default, "help": (f.metadata["help"] + default).replace("%", "%%")}
+    if hint is bool:
+        group.add_argument(*names, action="store_true", **common)
+    elif typing.get_origin(hint) is tuple:
+        group.add_argument(*names, nargs="+", metavar="NAME", **common)
+    else:
+        kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint)
+        choices = {"choices": f.metadata["choices"]} if f.metadata["choices"] else {"metavar": kind.__name__.upper()}
+        group.add_argument(*names, type=kind, **choices, **common)
