@@ -1,0 +1,37 @@
+"""The console command, and what importing the package costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import srt
+from srt import cli
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"srt {srt.__version__}\n"
+
+
+def test_an_unknown_command_is_named_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["swerve"]) == 2
+    assert "'swerve'" in capsys.readouterr().err
+
+
+def test_no_command_prints_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "srt serve" in capsys.readouterr().out
+
+
+def test_importing_the_package_loads_neither_torch_nor_the_engine() -> None:
+    script = "import srt, sys; print([name for name in sys.modules if name in ('torch', 'numpy', 'srt.runtime')])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Engine"):
+        srt.Engine  # noqa: B018
