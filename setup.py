@@ -55,9 +55,9 @@ EXTRAS_REQUIRE = {
     "dev": [
         *TEST_REQUIRES,
         "import-linter>=2.4,<3",
-        "mypy>=1.15,<3",
+        "mypy>=2,<3",
         "pre-commit>=4,<5",
-        "ruff>=0.12,<1",
+        "ruff>=0.17,<0.18",
     ],
 }
 

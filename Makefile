@@ -1,0 +1,78 @@
+# Every target sets up what it needs: the environment in .venv, made again when setup.py changes.
+#
+#   make serve      start a server on a small random checkpoint       (ARGS="--port 8000 --tp 2", MODEL=path)
+#   make test       everything but the GPU tests and the full product (ARGS="tests/unit -k radix")
+#   make test-all   everything but the GPU tests
+#   make test-ci    make test, and this run's share of the full product
+#   make lint       ruff, mypy, import-linter
+#   make bench      the benchmarks that a CPU can run
+#   make venv       only create the environment, so that a chosen PyTorch can be installed into it first
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: serve test test-all test-ci lint format bench venv clean
+
+PYTHON ?= python3
+VENV ?= .venv
+CACHE ?= .cache
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+RANDOM_MODEL := $(CACHE)/models/random-qwen3
+MODEL ?= $(RANDOM_MODEL)
+
+# The full product is spread over this many runs of CI. The run is told by the CI's own counter where it has one.
+CI_SHARES ?= 2
+CI_RUN ?= $(or $(CI_RUN_NUMBER),$(GITHUB_RUN_NUMBER),$(shell git rev-list --count HEAD))
+
+serve: $(VENV)/.installed $(if $(filter $(RANDOM_MODEL),$(MODEL)),$(RANDOM_MODEL)/config.json)
+	@exec $(BIN)/python -m srt.launch_server --model-path $(MODEL) $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-ci: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not gpu" --share $$(($(CI_RUN) % $(CI_SHARES)))/$(CI_SHARES) $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-test $(RANDOM_MODEL)/config.json
+	$(BIN)/python -m benchmarks.startup $(ARGS)
+
+venv: $(BIN)/python
+
+clean:
+	rm -rf $(VENV) $(CACHE) build *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) scripts/create_venv.py $(VENV)
+
+# A stamp is written after its install succeeded, so an interrupted one is done again.
+$(VENV)/.installed: setup.py | $(BIN)/python
+	$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: setup.py | $(BIN)/python
+	$(PIP_INSTALL) --editable '.[test]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-dev: setup.py | $(BIN)/python
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed-test $(VENV)/.installed
+
+$(RANDOM_MODEL)/config.json: srt/model_loader/random_checkpoint.py srt/model_loader/random_tokenizer.py | $(VENV)/.installed
+	$(BIN)/python -m srt.model_loader.random_checkpoint $(RANDOM_MODEL) --family qwen3
