@@ -1,0 +1,185 @@
+"""A child's side of the supervisor: what it is told to be, how far it has come, and how it ends.
+
+    if __name__ == "__main__":
+        run_child(main)         # main(child: Child) -> None
+
+No child outlives its supervisor: the kernel kills it (parent-death signal), set after exec and checked against the parent's pid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from srt.protocol.links import LinkBroken, PeerGone
+from srt.protocol.messages import (
+    ChildStart,
+    Failed,
+    FromChild,
+    Heartbeat,
+    Progress,
+    Ready,
+    Scalar,
+    ServerReady,
+    Stop,
+)
+from srt.protocol.stream import MessageStream
+from srt.utils.errors import StartError
+
+# The supervisor writes these into the environment of its children.
+CHILD_FD = "SRT_CHILD_FD"  # this child's end of the socketpair
+PARENT_PID = "SRT_PARENT_PID"
+HTTP_FD = "SRT_HTTP_FD"  # the listening socket, for frontends
+
+HEARTBEAT_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+class SupervisorGone(Exception):
+    """The supervisor has ended, so this process must too."""
+
+
+class Child:
+    """This process's link to its supervisor. `send` and `report_*` may be called by any thread."""
+
+    def __init__(self, stream: MessageStream, start: ChildStart, http_fd: int | None) -> None:
+        self.start = start
+        self.http_fd = http_fd
+        self._stream = stream
+
+    @classmethod
+    def from_environment(cls) -> Child:
+        """Take over what the supervisor left in the environment. Ends the process if the supervisor is gone already."""
+        number, parent_pid = os.environ.pop(CHILD_FD, None), os.environ.pop(PARENT_PID, None)
+        if number is None or parent_pid is None:
+            raise StartError("This module is a part of the server: start it with `python -m srt.launch_server`.")
+        _die_with_parent(int(parent_pid))
+        stream = MessageStream(_inherited_socket(int(number)), generation=None)
+        try:
+            start = stream.receive_blocking()
+        except (PeerGone, LinkBroken) as error:
+            raise SupervisorGone(str(error)) from error
+        if not isinstance(start, ChildStart):
+            raise SupervisorGone(f"the first message was {type(start).__name__}")
+        http_fd = os.environ.pop(HTTP_FD, None)
+        if http_fd is not None:
+            os.set_inheritable(int(http_fd), False)
+        return cls(stream, start, None if http_fd is None else int(http_fd))
+
+    @property
+    def name(self) -> str:
+        return f"{self.start.role} {self.start.index}"
+
+    def fileno(self) -> int:
+        """Readable when `receive` has something to say. Call it until it returns None."""
+        return self._stream.fileno()
+
+    def receive(self) -> ServerReady | Stop | None:
+        """The supervisor's next word if there is one; does not wait. SupervisorGone when it has ended."""
+        try:
+            message = self._stream.receive()
+        except (PeerGone, LinkBroken) as error:
+            raise SupervisorGone(str(error)) from error
+        if message is None or isinstance(message, (ServerReady, Stop)):
+            return message
+        raise SupervisorGone(f"unexpected {type(message).__name__} from the supervisor")
+
+    def send(self, message: FromChild) -> None:
+        try:
+            self._stream.send(message)
+        except PeerGone as error:
+            raise SupervisorGone(str(error)) from error
+
+    def report_phase(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """Say that `phase` begins now (or has come so far): a word for the display, and a line of the start-up report."""
+        self.send(Progress(phase, done, total, time.monotonic()))
+
+    def report_ready(self, values: dict[str, Scalar] | None = None) -> None:
+        """Say that this process does its work from now on. `values` end up in the start-up report and /server_info."""
+        self.send(Ready(values or {}))
+
+    def start_heartbeats(self, progress_age_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Send a Heartbeat every second, from a thread of its own, until the process ends.
+
+        From the first one on, the supervisor takes a long silence for the end of this process.
+        """
+        threading.Thread(target=self._beat, args=(progress_age_s,), name="heartbeat", daemon=True).start()
+
+    def _beat(self, progress_age_s: Callable[[], float]) -> None:
+        while True:
+            try:
+                self.send(Heartbeat(progress_age_s()))
+            except SupervisorGone:
+                return  # the main thread sees it too, and ends
+            time.sleep(HEARTBEAT_S)
+
+
+def run_child(main: Callable[[Child], None]) -> NoReturn:
+    """Run a child process from its first to its last moment: `main` returns, exit code 0; it raises, the supervisor learns why.
+
+    SIGINT and SIGTERM are ignored: both reach a whole group of processes at times (a terminal, a service manager), and the order
+    in which they end is the supervisor's business. It says Stop, and kills who does not listen.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        child = Child.from_environment()
+    except SupervisorGone:
+        _exit(1)
+    except StartError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - a person started it by hand
+        _exit(1)
+    try:
+        main(child)
+    except SupervisorGone:
+        _exit(1)
+    except StartError as error:
+        _say_last_word(child, str(error))
+        _exit(1)
+    except BaseException as error:  # the one place where everything ends: nothing may be lost
+        if isinstance(error, SystemExit) and not error.code:
+            _exit(0)
+        traceback.print_exc()
+        _say_last_word(child, f"Internal error in {child.name}: {type(error).__name__}: {error}")
+        _exit(1)
+    _exit(0)
+
+
+def _say_last_word(child: Child, sentence: str) -> None:
+    try:
+        child.send(Failed(sentence))
+    except SupervisorGone:
+        traceback.print_exc()
+
+
+def _exit(code: int) -> NoReturn:
+    """End now: no forgotten thread or library may hold the process back."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _inherited_socket(number: int) -> socket.socket:
+    sock = socket.socket(fileno=number)
+    sock.set_inheritable(False)
+    sock.setblocking(True)
+    return sock
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent ends; end at once if that has happened already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise StartError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}.")
+    if os.getppid() != parent_pid:
+        os._exit(1)
