@@ -1,0 +1,210 @@
+"""Finding a checkpoint and reading its safetensors headers. No torch: start-up estimates memory and refuses broken files with it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from srt.utils.model_error import ModelError
+
+SHIPPED_MODELS = Path(__file__).resolve().parent.parent / "assets" / "models"
+
+HUB_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+)
+"""What is downloaded of a hub repository: no .bin twins of the weights, no training state."""
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""The element types that can be loaded, by their safetensors name."""
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """One tensor of a checkpoint: what it is and where its bytes lie."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    """Offset in the file's data section."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def resolve_model_path(model_path: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """The folder that `--model-path` means: an existing folder, else a shipped name, else a hub id in the local cache.
+
+    A hub id is downloaded unless HF_HUB_OFFLINE is set or the cache has it. ModelError says in a sentence what is wrong.
+    """
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"--model-path {model_path} is a file; give the folder of a Hugging Face checkpoint.")
+    if re.fullmatch(r"[\w.-]+", model_path) and (SHIPPED_MODELS / model_path / "config.json").is_file():
+        return SHIPPED_MODELS / model_path
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model_path):
+        raise ModelError(f"--model-path {model_path} does not exist.")
+    return _download(model_path, revision, download_dir)
+
+
+def _download(hub_id: str, revision: str | None, download_dir: str | None) -> Path:
+    """The snapshot of a hub repository, complete as far as the cache or the hub can tell."""
+    # Here, because only hub ids need it, and it takes a moment to import.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    where = f"{hub_id} (revision {revision})" if revision else hub_id
+    try:
+        folder = snapshot_download(hub_id, revision=revision, cache_dir=download_dir, allow_patterns=list(HUB_PATTERNS))
+    except GatedRepoError as error:
+        raise ModelError(
+            f"The model {hub_id} is gated: accept its terms on the hub, then set HF_TOKEN to a token that may read it."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"The model {hub_id} has no revision {revision}.") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelError(
+            f"--model-path {hub_id} is neither a folder, nor a shipped model, nor a model on the hub that can be read"
+            " (for a private one set HF_TOKEN)."
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"--model-path {where} is neither a folder nor in the local hub cache, and the hub cannot be reached"
+            " (or HF_HUB_OFFLINE is set)."
+        ) from error
+    except OSError as error:
+        raise ModelError(f"The model {where} could not be downloaded: {_first_line(error)}.") from error
+    return Path(folder)
+
+
+def read_headers(folder: str | Path) -> dict[str, TensorHeader]:
+    """Every tensor of the checkpoint by name, in the order of the files. Reads headers only.
+
+    ModelError names the file that is missing, cut short or not a safetensors file.
+    """
+    folder = Path(folder)
+    headers: dict[str, TensorHeader] = {}
+    files, weight_map = _weight_files(folder)
+    for file in files:
+        for header in _read_file_headers(file):
+            twin = headers.setdefault(header.name, header)
+            if twin is not header:
+                raise ModelError(f"The tensor {header.name} is in both {twin.file.name} and {file.name} of {folder}.")
+    for name, file_name in weight_map.items():
+        if name not in headers:
+            raise ModelError(f"{folder / file_name} lacks the tensor {name} that the index says it holds.")
+    return headers
+
+
+def estimate_weight_bytes(folder: str | Path, dtype: str | None = None) -> int:
+    """The bytes that the weights take, all ranks together: as stored, or as `dtype` (float32, bfloat16, float16)."""
+    item_bytes = None if dtype is None else 4 if dtype == "float32" else 2
+    headers = read_headers(folder).values()
+    return sum(header.num_elements * (item_bytes or ITEM_BYTES.get(header.dtype, 1)) for header in headers)
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files to read, and which tensor the index promises in which (empty without an index)."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single], {}
+    if index.is_file():
+        weight_map = _read_index(index)
+        files = [folder / name for name in dict.fromkeys(weight_map.values())]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(f"{folder} lacks {some(missing)}, which {index.name} names.")
+        return files, weight_map
+    # Some repositories hold the same weights twice, the second time in the layout of their authors' own code.
+    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    if files:
+        return files, {}
+    raise ModelError(
+        f"{folder} has no safetensors files (PyTorch .bin checkpoints are not read: convert one with"
+        " AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) of transformers)."
+    )
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        # A name with a folder in it could point outside the checkpoint.
+        well_formed = all(Path(name).name == name for name in weight_map.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not a safetensors index: {_first_line(error)}.") from error
+    if not well_formed:
+        raise ModelError(f"{index} is not a safetensors index: it names files outside its folder.")
+    return dict(weight_map)
+
+
+def _read_file_headers(file: Path) -> Iterable[TensorHeader]:
+    """Layout: 8 bytes little-endian length of the header, the header in JSON, the data."""
+    try:
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+            text = stream.read(length) if length <= MAX_HEADER_BYTES else b""
+            size = file.stat().st_size
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}.") from error
+    if not text or len(text) < length:
+        raise ModelError(f"{file} is not a safetensors file, or it is cut short.")
+    try:
+        entries: dict[str, Any] = json.loads(text)
+        headers = [_parse_entry(file, name, entry) for name, entry in entries.items() if name != "__metadata__"]
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} is not a safetensors file: its header is broken.") from error
+    expected = 8 + length + max(ends, default=0)
+    if size < expected:
+        raise ModelError(f"{file} is cut short: it has {size} bytes of {expected}.")
+    return sorted(headers, key=lambda header: header.start)
+
+
+def _parse_entry(file: Path, name: str, entry: Mapping[str, Any]) -> TensorHeader:
+    start, end = entry["data_offsets"]
+    header = TensorHeader(name, entry["dtype"], tuple(int(size) for size in entry["shape"]), file, int(start))
+    item_bytes = ITEM_BYTES.get(header.dtype)
+    if item_bytes is not None and header.num_elements * item_bytes != end - start:
+        raise ValueError(name)
+    return header
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """The first few of the names and how many more there are."""
+    names = list(names)
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

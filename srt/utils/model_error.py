@@ -1,0 +1,9 @@
+"""The error of everything that reads a model: its configuration, its checkpoint, its place on disk."""
+
+from __future__ import annotations
+
+from srt.utils.errors import StartError
+
+
+class ModelError(StartError):
+    """The model cannot be served as asked. The text is one sentence for the user that names the file, key or tensor."""
