@@ -1,0 +1,106 @@
+"""Tensor parallelism among the workers of a replica: who we are, and the few collectives that the layers need."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Backend = Literal["gloo", "nccl"]
+
+
+class Work(Protocol):
+    def wait(self) -> bool: ...
+
+
+class Group(Protocol):
+    """What is used of a torch process group (ProcessGroupGloo, ProcessGroupNCCL)."""
+
+    def _allgather_base(self, output: Tensor, input: Tensor, /) -> Work: ...
+
+    def shutdown(self) -> None: ...
+
+
+class TensorParallel:
+    """One rank of a tensor-parallel group. All ranks call the same operations in the same order.
+
+    Every result is the same on every rank, to the bit: data is only ever gathered, and each rank then does the same
+    arithmetic in rank order. With one rank nothing is sent and tensors come back as they went in.
+    """
+
+    def __init__(self, rank: int, size: int, group: Group | None, device: torch.device) -> None:
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        assert (group is None) == (size == 1), f"{size} ranks, group {group}"
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._group = group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, added in rank order; low precision is added in float32 and rounded once."""
+        if self._group is None:
+            return x
+        parts = self._gather(x)
+        wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        total = parts[0].to(wide) + parts[1]
+        for part in parts[2:]:
+            total += part
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """The ranks' tensors, all of one shape, concatenated along `dim` in rank order."""
+        if self._group is None:
+            return x
+        return torch.cat(tuple(self._gather(x)), dim=dim)
+
+    def min_int(self, value: int) -> int:
+        """The smallest of the ranks' values, such as how many pages fit on every device."""
+        if self._group is None:
+            return value
+        return int(self._gather(torch.tensor([value], dtype=torch.int64, device=self.device)).min())
+
+    def close(self) -> None:
+        """Leave the group; the other ranks' operations fail from then on. Twice is fine."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape], the same on every rank."""
+        assert self._group is not None
+        gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        if x.numel():
+            # Bytes: no backend needs to know the type.
+            flat = x.contiguous().view(-1).view(torch.uint8)
+            self._group._allgather_base(gathered.view(-1).view(torch.uint8), flat).wait()
+        return gathered
+
+
+def init_tensor_parallel(
+    rank: int, size: int, rendezvous_file: str, backend: Backend, device: torch.device, timeout_s: float = 300.0
+) -> TensorParallel:
+    """Meet the other ranks at `rendezvous_file`, a path that they share and that no earlier group has used.
+
+    A collective whose peers do not come fails after `timeout_s`. With one rank there is nobody to meet.
+    """
+    if size == 1:
+        return TensorParallel(0, 1, None, device)
+    store = dist.FileStore(rendezvous_file, size)  # type: ignore[attr-defined]  # missing in torch's own stubs
+    tp = TensorParallel(rank, size, _open_group(store, rank, size, backend, timedelta(seconds=timeout_s)), device)
+    # Connect now: whoever is missing is found at start-up and not in the first step.
+    tp.min_int(rank)
+    return tp
+
+
+def _open_group(store: Any, rank: int, size: int, backend: Backend, timeout: timedelta) -> Group:
+    """A group of our own: torch's global one would be state that two engines in one process share."""
+    kind: Any = dist.ProcessGroupGloo if backend == "gloo" else dist.ProcessGroupNCCL
+    options = kind._Options() if backend == "gloo" else kind.Options()
+    options._timeout = timeout
+    if backend == "gloo":
+        # All ranks are on this host: nothing listens on its other interfaces, and its name need not resolve.
+        options._devices = [kind.create_device(hostname="127.0.0.1")]
+    return cast("Group", kind(store, rank, size, options))
