@@ -1,0 +1,31 @@
+"""The attention of one layer, as models see it: they know no pages, no backend, no batch layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class RadixAttention(nn.Module):
+    """Causal attention over everything the batch's requests hold, shared prefixes included. No weights of its own.
+
+    Head counts are this rank's: query heads and KV heads after tensor-parallel sharding.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, num_kv_heads: int, layer_id: int, scale: float) -> None:
+        super().__init__()
+        assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.num_kv_heads = num_kv_heads
+        self.layer_id = layer_id
+        self.scale = scale
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """q [tokens, heads * head_dim], k and v [tokens, kv_heads * head_dim] -> [tokens, heads * head_dim]."""
+        return batch.attn_backend.forward(q, k, v, self, batch)
