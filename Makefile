@@ -29,7 +29,7 @@ CI_SHARES ?= 2
 CI_RUN ?= $(or $(CI_RUN_NUMBER),$(GITHUB_RUN_NUMBER),$(shell git rev-list --count HEAD))
 
 serve: $(VENV)/.installed $(if $(filter $(RANDOM_MODEL),$(MODEL)),$(RANDOM_MODEL)/config.json)
-	@exec $(BIN)/python -m srt.launch_server --model-path $(MODEL) $(ARGS)
+	@exec $(BIN)/python -m srt.launch_server --model-path $(MODEL) $(if $(filter $(RANDOM_MODEL),$(MODEL)),--served-model-name random) $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
