@@ -1,0 +1,207 @@
+"""Attention in plain PyTorch: the reference for every other backend, and quick enough to serve on a CPU.
+
+Rows of one token (all decodes, and extends of one token) are padded to a few common lengths and attended to together;
+every longer chunk is a call of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from srt.layers.attention.base import AttentionBackend
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from srt.layers.attention.radix_attention import RadixAttention
+    from srt.model_executor.forward_batch_info import ForwardBatch
+
+SHORTEST_PADDING = 64  # rows up to this long share a group: a further call costs more than the padding
+MASKED_QUERIES = 512  # a chunk behind a prefix is masked in pieces of so many queries: masks stay small
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenGroup:
+    """Rows of one token each, padded to one length. Padding repeats the row's own position 0, so no row can see another's."""
+
+    tokens: torch.Tensor | None  # [rows] int64: which tokens of q; None: all of them in order
+    num_rows: int
+    length: int
+    kv_index: torch.Tensor  # [rows * kv_heads * length] int64, into the memory seen as [locations * kv_heads, head_dim]
+    bias: torch.Tensor | None  # [rows, 1, 1, length]: 0, or -inf where there is padding
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Queries `begin` … `end` of a chunk see its first `length` keys: causally, or as the mask says."""
+
+    begin: int
+    end: int
+    length: int
+    mask: torch.Tensor | None  # [queries, length] bool; None: causal from position 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A row of several tokens."""
+
+    first: int  # index of its first token in q
+    count: int
+    length: int
+    kv_index: torch.Tensor  # [kv_heads * length] int64
+    pieces: list[_Piece]
+
+
+class TorchNativeBackend(AttentionBackend):
+    """Runs wherever PyTorch does: any page size, head size and grouping of heads."""
+
+    def __init__(self) -> None:
+        self._decode_groups: list[_TokenGroup] = []
+        self._extend_groups: list[_TokenGroup] = []
+        self._chunks: list[_Chunk] = []
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        num_extends = batch.num_extend_rows
+        counts = batch.extend_seq_lens_cpu
+        firsts = np.cumsum(counts) - counts
+        decode_rows = np.arange(num_extends, batch.batch_size)
+        self._decode_groups = _group_rows(batch, decode_rows, decode_rows - num_extends)
+        short = np.flatnonzero(counts == 1)
+        self._extend_groups = _group_rows(batch, short, firsts[short], len(short) == batch.num_extend_tokens)
+        self._chunks = [_plan_chunk(batch, int(row), int(firsts[row])) for row in np.flatnonzero(counts > 1)]
+
+    def forward_decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for group in self._decode_groups:
+            _attend_group(group, q, out, layer, batch)
+        return out
+
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for group in self._extend_groups:
+            _attend_group(group, q, out, layer, batch)
+        for chunk in self._chunks:
+            _attend_chunk(chunk, q, out, layer, batch)
+        return out
+
+
+def _group_rows(
+    batch: ForwardBatch, rows: NDArray[np.int64], tokens: NDArray[np.int64], all_tokens: bool = True
+) -> list[_TokenGroup]:
+    """Groups of rows whose lengths are within a factor of two; `tokens` says where each row's token lies in q."""
+    if not len(rows):
+        return []
+    lengths = batch.seq_lens_cpu[rows]
+    doublings = np.ceil(np.log2(np.maximum(lengths, SHORTEST_PADDING)))
+    kinds = np.unique(doublings)
+    if len(kinds) == 1:
+        return [_pad_rows(batch, rows, None if all_tokens else tokens, lengths)]
+    members = [np.flatnonzero(doublings == kind) for kind in kinds]
+    return [_pad_rows(batch, rows[m], tokens[m], lengths[m]) for m in members]
+
+
+def _pad_rows(
+    batch: ForwardBatch, rows: NDArray[np.int64], tokens: NDArray[np.int64] | None, lengths: NDArray[np.int64]
+) -> _TokenGroup:
+    device = batch.positions.device
+    length = int(lengths.max())
+    row_index = torch.from_numpy(rows).to(device)
+    positions = torch.arange(length, device=device).expand(len(rows), length)
+    bias = None
+    if lengths.min() != length:
+        padding = positions >= batch.seq_lens[row_index].unsqueeze(1)
+        positions = positions.masked_fill(padding, 0)
+        dtype = batch.token_to_kv_pool.k_buffer[0].dtype
+        bias = torch.zeros(padding.shape, dtype=dtype, device=device).masked_fill_(padding, float("-inf"))
+        bias = bias.view(len(rows), 1, 1, length)
+    slots = batch.req_pool_indices[row_index].unsqueeze(1)
+    return _TokenGroup(
+        tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
+        num_rows=len(rows),
+        length=length,
+        kv_index=_kv_index(batch, slots, positions),
+        bias=bias,
+    )
+
+
+def _plan_chunk(batch: ForwardBatch, row: int, first: int) -> _Chunk:
+    device = batch.positions.device
+    count, prefix = int(batch.extend_seq_lens_cpu[row]), int(batch.extend_prefix_lens_cpu[row])
+    length = prefix + count
+    positions = torch.arange(length, device=device).unsqueeze(0)
+    kv_index = _kv_index(batch, batch.req_pool_indices[row].view(1, 1), positions)
+    if prefix == 0:
+        return _Chunk(first, count, length, kv_index, [_Piece(0, count, count, None)])
+    pieces = []
+    for begin in range(0, count, MASKED_QUERIES):
+        end = min(begin + MASKED_QUERIES, count)
+        queries = torch.arange(prefix + begin, prefix + end, device=device).unsqueeze(1)
+        pieces.append(_Piece(begin, end, prefix + end, positions[:, : prefix + end] <= queries))
+    return _Chunk(first, count, length, kv_index, pieces)
+
+
+def _kv_index(batch: ForwardBatch, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """For [rows, length] positions the rows of the memory seen as [locations * kv_heads, head_dim], ordered [row, head, position].
+
+    Gathering so yields the layout that attention reads, in one pass.
+    """
+    num_heads = batch.token_to_kv_pool.k_buffer[0].shape[1]
+    locations = batch.req_to_token_pool.locations(slots, positions)
+    heads = torch.arange(num_heads, device=locations.device).view(1, num_heads, 1)
+    return (locations.unsqueeze(1) * num_heads + heads).view(-1)
+
+
+def _gather(kv_index: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    k_buffer, v_buffer = batch.token_to_kv_pool.get_kv(layer.layer_id)
+    keys = k_buffer.view(-1, layer.head_dim).index_select(0, kv_index)
+    values = v_buffer.view(-1, layer.head_dim).index_select(0, kv_index)
+    return keys, values
+
+
+def _attend_group(
+    group: _TokenGroup, q: torch.Tensor, out: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+) -> None:
+    keys, values = _gather(group.kv_index, layer, batch)
+    kv_shape = (group.num_rows, layer.num_kv_heads, group.length, layer.head_dim)
+    # The query heads of a KV head see the same keys: to the kernel they are that head's queries.
+    q_shape = (group.num_rows, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim)
+    queries = (q if group.tokens is None else q.index_select(0, group.tokens)).view(q_shape)
+    attended = scaled_dot_product_attention(
+        queries, keys.view(kv_shape), values.view(kv_shape), attn_mask=group.bias, scale=layer.scale
+    ).reshape(group.num_rows, -1)
+    if group.tokens is None:
+        out.copy_(attended)
+    else:
+        out.index_copy_(0, group.tokens, attended)
+
+
+def _attend_chunk(
+    chunk: _Chunk, q: torch.Tensor, out: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+) -> None:
+    keys, values = _gather(chunk.kv_index, layer, batch)
+    keys = keys.view(1, layer.num_kv_heads, chunk.length, layer.head_dim)
+    values = values.view(1, layer.num_kv_heads, chunk.length, layer.head_dim)
+    span = slice(chunk.first, chunk.first + chunk.count)
+    queries = q[span].view(1, chunk.count, layer.num_heads, layer.head_dim).transpose(1, 2)
+    for piece in chunk.pieces:
+        attended = scaled_dot_product_attention(
+            queries[:, :, piece.begin : piece.end],
+            keys[:, :, : piece.length],
+            values[:, :, : piece.length],
+            attn_mask=piece.mask,
+            is_causal=piece.mask is None,
+            scale=layer.scale,
+            enable_gqa=True,
+        )
+        out[chunk.first + piece.begin : chunk.first + piece.end] = attended.transpose(1, 2).reshape(
+            piece.end - piece.begin, -1
+        )
