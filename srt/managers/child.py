@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from srt.protocol.links import LinkBroken, PeerGone
+from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import (
     ChildStart,
     Failed,

@@ -13,17 +13,11 @@ from pathlib import Path
 import zmq
 
 from srt.protocol.codec import DecodeError, Envelope, decode, encode
+from srt.protocol.link_errors import LinkBroken as LinkBroken
+from srt.protocol.link_errors import PeerGone as PeerGone
 from srt.protocol.messages import Message
 
 MAX_SOCKET_PATH = 107  # bytes: what the kernel takes
-
-
-class PeerGone(Exception):
-    """The peer's end of the link is not there any more."""
-
-
-class LinkBroken(Exception):
-    """A message was lost, or is not one of ours: the stream from this peer cannot be trusted any more."""
 
 
 @dataclass(frozen=True, slots=True)

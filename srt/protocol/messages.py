@@ -421,6 +421,28 @@ class Failed:
     message: str
 
 
+# ---- Runtime -> supervisor, and back, on the lifeline (its end-of-file ends the engine; Stop, ServerReady and Failed travel there too)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart:
+    """The first message of a Runtime: the options, and whether to serve HTTP as well."""
+
+    args: ServerArgs
+    http: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStarted:
+    """The processes are on their way: where a frontend finds the scheduler, and the number that it must use."""
+
+    run_dir: str
+    generation: int
+    model_folder: str
+    frontend: int
+    url: str | None
+
+
 Message = (
     FrontendHello
     | GenerateRequest
@@ -450,6 +472,8 @@ Message = (
     | Ready
     | Heartbeat
     | Failed
+    | EngineStart
+    | EngineStarted
 )
 FromFrontend = FrontendHello | GenerateRequest | Abort | AbortLabel | AckBatch | AskRange | FlushCache | GetState
 ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load
@@ -457,6 +481,8 @@ ToWorker = StepPlan | WorkPlan
 FromWorker = WorkerHello | StepResult | StepAck | WorkDone | WorkerFault
 ToChild = ChildStart | ServerReady | Stop
 FromChild = Progress | Ready | Heartbeat | Failed
+FromRuntime = EngineStart | Stop
+ToRuntime = EngineStarted | ServerReady | Failed
 
 MESSAGE_TYPES: dict[int, type[Message]] = {
     1: FrontendHello,
@@ -487,4 +513,6 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
     91: Ready,
     92: Heartbeat,
     93: Failed,
+    100: EngineStart,
+    101: EngineStarted,
 }

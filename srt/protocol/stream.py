@@ -10,7 +10,7 @@ import struct
 import threading
 
 from srt.protocol.codec import DecodeError, decode, encode
-from srt.protocol.links import LinkBroken, PeerGone
+from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import Message
 
 MAX_MESSAGE = 16 << 20  # bytes; what comes here is small, so more than this is garbage
