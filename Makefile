@@ -4,7 +4,8 @@
 #   make test       everything but the GPU tests and the full product (ARGS="tests/unit -k radix")
 #   make test-all   everything but the GPU tests
 #   make test-ci    make test, and this run's share of the full product
-#   make lint       ruff, mypy, import-linter
+#   make lint       ruff, mypy, import-linter, and whether docs/options.md is current
+#   make docs       write docs/options.md
 #   make bench      the benchmarks that a CPU can run
 #   make venv       only create the environment, so that a chosen PyTorch can be installed into it first
 
@@ -12,7 +13,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: serve test test-all test-ci lint format bench venv clean
+.PHONY: serve test test-all test-ci lint format docs bench venv clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -44,11 +45,15 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m scripts.document_options --check
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m scripts.document_options
 
 bench: $(VENV)/.installed-test $(RANDOM_MODEL)/config.json
 	$(BIN)/python -m benchmarks.startup $(ARGS)

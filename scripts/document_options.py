@@ -1,0 +1,111 @@
+"""Write docs/options.md from `srt.server_args`: `python -m scripts.document_options [--check]`.
+
+With `--check` nothing is written; the exit status is 1 when the page is not what would be written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from srt.server_args import ServerArgs
+
+PAGE = Path(__file__).parent.parent / "docs/options.md"
+
+HEAD = """\
+# Options
+
+Written by `make docs` from `srt/server_args.py`: do not edit. On the command line `page_size` is `--page-size`; for
+`srt.Runtime` it is the keyword `page_size`. The last column tells those who come from SGLang where a default differs.
+"""
+
+# What SGLang 0.5 does without the option, where this project has an option of the same name.
+SGLANG_DEFAULTS: dict[str, Any] = {
+    "tokenizer_path": None,
+    "load_format": "auto",
+    "dtype": "auto",
+    "context_length": None,
+    "revision": None,
+    "download_dir": None,
+    "json_model_override_args": "{}",
+    "served_model_name": (),
+    "chat_template": None,
+    "sampling_defaults": "model",
+    "host": "127.0.0.1",
+    "port": 30000,
+    "api_key": None,
+    "tokenizer_worker_num": 1,
+    "stream_interval": 1,
+    "incremental_streaming_output": False,
+    "enable_cache_report": False,
+    "mem_fraction_static": None,
+    "max_total_tokens": None,
+    "max_running_requests": "by memory",
+    "max_queued_requests": "no limit",
+    "chunked_prefill_size": "by GPU memory",
+    "page_size": "1, or what the backend needs",
+    "schedule_policy": "fcfs",
+    "disable_radix_cache": False,
+    "disable_overlap_schedule": False,
+    "tp_size": 1,
+    "device": None,
+    "base_gpu_id": 0,
+    "attention_backend": None,
+    "random_seed": None,
+    "dist_timeout": "that of PyTorch",
+    "watchdog_timeout": 300.0,
+    "log_level": "info",
+}
+
+
+def render() -> str:
+    """The page: one table for each group of options."""
+    parts = [HEAD]
+    group = None
+    for field in dataclasses.fields(ServerArgs):
+        if field.metadata["group"] != group:
+            group = field.metadata["group"]
+            parts.append(f"\n## {group}\n\n| option | default | meaning | in SGLang |\n|---|---|---|---|\n")
+        parts.append(_row(field))
+    return "".join(parts)
+
+
+def _row(field: dataclasses.Field[Any]) -> str:
+    names = [field.name, *field.metadata["aliases"]]
+    meaning = field.metadata["help"]
+    if field.metadata["choices"]:
+        meaning += ": " + ", ".join(f"`{choice}`" for choice in field.metadata["choices"])
+    theirs = SGLANG_DEFAULTS.get(field.name, field.default)
+    cells = [", ".join(f"`{name}`" for name in names), _show(field.default), meaning]
+    cells.append("" if theirs == field.default else _show(theirs))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _show(value: Any) -> str:
+    match value:
+        case None | () | "":
+            return ""
+        case bool():
+            return "on" if value else "off"
+        case str() if " " in value:
+            return value
+        case _:
+            return f"`{value}`"
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    page = render()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page, "utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text("utf-8") == page:
+        return 0
+    print(f"{PAGE} is not what srt/server_args.py says: run `make docs`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
