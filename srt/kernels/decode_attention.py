@@ -1,0 +1,184 @@
+"""Paged decode attention: one query per row, the row's keys and values cut into splits that run side by side.
+
+Two kernels. The first gives each (row, KV head, split) a program, which reads that stretch of the KV once for all query
+heads of its group and leaves a partial result; the second merges a row's partial results. Everything that depends
+on lengths is read from the device: the launch depends only on the number of rows, so it can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from srt.kernels.jit import block_dim, dot_dtype, jit
+from srt.kernels.paged_kv import PagedKV, check_heads
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """How decode attention is cut. A row uses as many of the `num_splits` as `min_split_tokens` lets it fill."""
+
+    num_splits: int
+    min_split_tokens: int = 128
+    block_n: int = 64  # KV positions per inner step
+
+    @classmethod
+    def for_dtype(cls, dtype: torch.dtype, num_splits: int) -> DecodeTiles:
+        """float32 is multiplied without tensor cores, where larger blocks spill and take seconds to compile."""
+        return cls(num_splits, block_n=32) if dtype is torch.float32 else cls(num_splits)
+
+
+@jit
+def _split_tokens(
+    seq_len: tl.tensor, NUM_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tl.tensor:
+    """Positions per split: a multiple of BLOCK_N, a function of the row's own length alone."""
+    return tl.cdiv(tl.maximum(tl.cdiv(seq_len, NUM_SPLITS), MIN_SPLIT), BLOCK_N) * BLOCK_N
+
+
+@jit
+def decode_split_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    req_pool_indices_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    partial_ptr: tl.tensor,  # [rows, heads, NUM_SPLITS, HEAD_DIM] float32: each split's own weighted mean of v
+    lse_ptr: tl.tensor,  # [rows, heads, NUM_SPLITS] float32: log2 of each split's sum of weights
+    scale_log2: float,  # softmax scale times log2(e), so that weights are powers of two
+    q_row_stride: tl.tensor,
+    k_location_stride: tl.tensor,
+    v_location_stride: tl.tensor,
+    page_table_stride: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """Program (row, KV head, split); a split past the row's end leaves its partial result unwritten."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + row).to(tl.int32)
+    split_tokens = _split_tokens(seq_len, NUM_SPLITS, MIN_SPLIT, BLOCK_N)
+    begin = split * split_tokens
+    if begin >= seq_len:
+        return
+    end = tl.minimum(begin + split_tokens, seq_len)
+
+    heads = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, BLOCK_N)
+    head_mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    head_offsets = (kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(q_ptr + row.to(tl.int64) * q_row_stride + head_offsets, mask=head_mask, other=0.0).to(DOT_DTYPE)
+    slot = tl.load(req_pool_indices_ptr + row).to(tl.int64)
+    pages_ptr = page_table_ptr + slot * page_table_stride
+
+    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for block in range(begin, end, BLOCK_N):
+        positions = block + columns
+        live = positions < end
+        pages = tl.load(pages_ptr + positions // PAGE_SIZE, mask=live, other=0).to(tl.int64)
+        locations = pages * PAGE_SIZE + positions % PAGE_SIZE
+        kv_mask = live[:, None] & (dims < HEAD_DIM)[None, :]
+        kv_offsets = kv_head * HEAD_DIM + dims[None, :]
+        k = tl.load(k_ptr + locations[:, None] * k_location_stride + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
+        v = tl.load(v_ptr + locations[:, None] * v_location_stride + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(live[None, :], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))  # finite: every block has a live position
+        weights = tl.exp2(scores - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), v, input_precision="ieee")
+        peak = new_peak
+
+    num_heads = tl.num_programs(1) * GROUP
+    slots = (row.to(tl.int64) * num_heads + kv_head * GROUP + heads) * NUM_SPLITS + split
+    tl.store(lse_ptr + slots, peak + tl.log2(total), mask=heads < GROUP)
+    tl.store(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=head_mask)
+
+
+@jit
+def decode_merge_kernel(
+    partial_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    out_row_stride: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Program (row, head) merges that head's splits, each weighed by its share; zeros for a row of length 0."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + row).to(tl.int32)
+    num_live = tl.cdiv(seq_len, _split_tokens(seq_len, NUM_SPLITS, MIN_SPLIT, BLOCK_N))
+    splits = tl.arange(0, BLOCK_S)
+    dims = tl.arange(0, BLOCK_D)
+    slots = (row.to(tl.int64) * tl.num_programs(1) + head) * NUM_SPLITS + splits
+    lse = tl.load(lse_ptr + slots, mask=splits < num_live, other=float("-inf"))
+    peak = tl.where(num_live > 0, tl.max(lse, 0), 0.0)
+    weights = tl.exp2(lse - peak)
+    mask = (splits < num_live)[:, None] & (dims < HEAD_DIM)[None, :]
+    partial = tl.load(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    merged = tl.sum(partial * weights[:, None], 0) / tl.where(num_live > 0, tl.sum(weights, 0), 1.0)
+    out = out_ptr + row.to(tl.int64) * out_row_stride + head * HEAD_DIM + dims
+    tl.store(out, merged.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    kv: PagedKV,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    tiles: DecodeTiles,
+) -> None:
+    """One query per row ([rows, heads, head_dim]) over that row's first `seq_lens` positions, into `out`.
+
+    A row of length 0 gets zeros. Positions past a row's length are never read, whatever the memory holds there.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    group = num_heads // kv.num_kv_heads
+    assert group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)
+    assert kv.page_table.stride(1) == 1, kv.page_table.stride()
+    check_heads(q, num_heads, head_dim)
+    check_heads(out, num_heads, head_dim)
+    check_heads(kv.k_buffer, kv.num_kv_heads, head_dim)
+    check_heads(kv.v_buffer, kv.num_kv_heads, head_dim)
+    if num_rows == 0:
+        return
+    partial = torch.empty((num_rows, num_heads, tiles.num_splits, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((num_rows, num_heads, tiles.num_splits), dtype=torch.float32, device=q.device)
+    decode_split_kernel[(num_rows, kv.num_kv_heads, tiles.num_splits)](
+        q, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, seq_lens, partial, lse,
+        scale * math.log2(math.e),
+        q.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
+        GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
+        NUM_SPLITS=tiles.num_splits, MIN_SPLIT=tiles.min_split_tokens, DOT_DTYPE=dot_dtype(q.dtype),
+        BLOCK_G=block_dim(group), BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n,
+    )  # fmt: skip
+    decode_merge_kernel[(num_rows, num_heads)](
+        partial, lse, seq_lens, out, out.stride(0),
+        HEAD_DIM=head_dim, NUM_SPLITS=tiles.num_splits, MIN_SPLIT=tiles.min_split_tokens, BLOCK_N=tiles.block_n,
+        BLOCK_S=triton.next_power_of_2(tiles.num_splits), BLOCK_D=block_dim(head_dim),
+    )  # fmt: skip

@@ -1,0 +1,41 @@
+"""`@jit`: Triton's decorator, with the types that the checker misses. Importing this module imports Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """A Triton kernel, or a function that kernels call; run by the interpreter if the environment asks for it."""
+    return triton.jit(function)
+
+
+@jit
+def _probe() -> None:
+    pass
+
+
+IS_INTERPRETED: Final = isinstance(_probe, InterpretedFunction)
+
+_TRITON_DTYPES: Final = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def dot_dtype(dtype: torch.dtype) -> Any:
+    """The Triton type in which matrices of `dtype` are multiplied; sums are float32 in any case.
+
+    The interpreter keeps bfloat16 as integers and multiplies those, so there every load is cast to float32 first.
+    """
+    if IS_INTERPRETED and dtype is torch.bfloat16:
+        return tl.float32
+    return _TRITON_DTYPES[dtype]
+
+
+def block_dim(head_dim: int) -> int:
+    """The power of two that holds a head, at least the 16 that a matrix product needs."""
+    return max(16, 1 << (head_dim - 1).bit_length())

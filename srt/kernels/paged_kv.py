@@ -1,0 +1,36 @@
+"""The paged KV memory of one layer, as every attention kernel and its reference are given it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """One layer's keys and values, and the table that finds a request's tokens in them.
+
+    Position p of the request in slot s lies at the flat location
+    ``page_table[s, p // page_size] * page_size + p % page_size``.
+    """
+
+    k_buffer: torch.Tensor  # [locations, kv_heads, head_dim], the last dimension contiguous
+    v_buffer: torch.Tensor  # as k_buffer
+    page_table: torch.Tensor  # [slots, max_pages], int32
+    page_size: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k_buffer.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k_buffer.shape[2]
+
+
+def check_heads(tensor: torch.Tensor, num_heads: int, head_dim: int) -> None:
+    """The kernels' layout: [tokens, heads, head_dim], a token's own elements contiguous, tokens any stride apart."""
+    assert tensor.shape[1:] == (num_heads, head_dim), (tuple(tensor.shape), num_heads, head_dim)
+    assert tensor.stride(2) == 1, tensor.stride()
+    assert num_heads == 1 or tensor.stride(1) == head_dim, tensor.stride()

@@ -1,0 +1,90 @@
+"""Extend attention in Triton's interpreter, against its reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from srt.kernels.extend_attention import ExtendTiles, extend_attention
+from srt.kernels.reference import extend_attention_reference
+from tests.unit.kernels.paged_world import make_paged_world
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SMALL_TILES = ExtendTiles(block_m=16, block_n=16)
+MIX = [(0, 1), (0, 17), (15, 2), (16, 1), (17, 16), (3, 0), (33, 31)]  # (cached prefix, chunk)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def check(
+    chunks: list[tuple[int, int]],
+    group: int = 2,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    tiles: ExtendTiles = SMALL_TILES,
+    num_other_tokens: int = 0,
+) -> None:
+    world = make_paged_world([prefix + chunk for prefix, chunk in chunks], num_kv_heads, head_dim, page_size, dtype)
+    prefix_lens = torch.tensor([prefix for prefix, _ in chunks])
+    extend_lens = torch.tensor([chunk for _, chunk in chunks])
+    start_locs = extend_lens.cumsum(0) - extend_lens
+    num_tokens = int(extend_lens.sum())
+    scale = head_dim**-0.5
+    q = torch.randn(num_tokens + num_other_tokens, num_kv_heads * group, head_dim).to(dtype)
+    rows = (world.req_pool_indices, prefix_lens, extend_lens, start_locs)
+    expected = extend_attention_reference(q, world.kv, *rows, scale)
+    out = torch.full_like(q, float("nan"))
+    extend_attention(q, world.kv, *rows, int(extend_lens.max()), scale, out, tiles)
+    assert (out[:num_tokens] - expected[:num_tokens]).abs().max() <= TOLERANCE[dtype]
+    assert out[num_tokens:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("group", [1, 2, 4, 5])
+def test_every_group_and_page_size_equals_the_reference(group: int, page_size: int, dtype: torch.dtype) -> None:
+    check(MIX, group=group, page_size=page_size, dtype=dtype, num_kv_heads=1)
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 80, 128])
+def test_every_head_size_equals_the_reference(head_dim: int) -> None:
+    check([(5, 4), (0, 20)], head_dim=head_dim)
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize("block_n", [16, 64])
+def test_every_tile_size_equals_the_reference(block_m: int, block_n: int) -> None:
+    check([(0, 70), (65, 1)], tiles=ExtendTiles(block_m=block_m, block_n=block_n))
+
+
+def test_tokens_of_no_row_are_left_alone() -> None:
+    check([(2, 3), (0, 4)], num_other_tokens=5)
+
+
+def test_a_chunk_attended_in_pieces_gives_the_same_as_in_one() -> None:
+    world = make_paged_world([37], num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32)
+    q = torch.randn(37, 4, 32)
+    whole, pieces = torch.empty_like(q), torch.empty_like(q)
+    slot, zero = world.req_pool_indices, torch.tensor([0])
+    extend_attention(q, world.kv, slot, zero, torch.tensor([37]), zero, 37, 0.2, whole, SMALL_TILES)
+    for begin in range(0, 37, 7):
+        count = min(7, 37 - begin)
+        out = torch.empty(count, 4, 32)
+        lengths = (torch.tensor([begin]), torch.tensor([count]))
+        extend_attention(q[begin : begin + count], world.kv, slot, *lengths, zero, count, 0.2, out, SMALL_TILES)
+        pieces[begin : begin + count] = out
+    torch.testing.assert_close(pieces, whole)
+
+
+def test_queries_may_be_slices_of_a_fused_projection() -> None:
+    world = make_paged_world([20], num_kv_heads=1, head_dim=32, page_size=16, dtype=torch.float32)
+    q = torch.randn(20, 4 * 32)[:, 32 : 3 * 32].view(20, 2, 32)
+    row = (world.req_pool_indices, torch.tensor([0]), torch.tensor([20]), torch.tensor([0]))
+    out = torch.empty(20, 2, 32)
+    extend_attention(q, world.kv, *row, 20, 0.2, out, SMALL_TILES)
+    torch.testing.assert_close(out, extend_attention_reference(q, world.kv, *row, 0.2))

@@ -1,0 +1,14 @@
+"""Every kernel against its plain PyTorch reference, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.kernels.interpreted import run_interpreted
+
+
+@pytest.mark.parametrize("kernel", ["decode_attention", "extend_attention", "write_kv"])
+def test_kernel_equals_its_reference(kernel: str) -> None:
+    run_interpreted(Path(__file__).with_name(f"interpreted_{kernel}.py"))
