@@ -1,0 +1,144 @@
+"""How the JSON of a request becomes a checked object: one base class, and one sentence that names the field at fault."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from srt.managers.io_struct import RequestError
+from srt.sampling.sampling_params import ParameterError, SamplingParams
+
+NEUTRAL: tuple[Any, ...] = (None, False, "", 0, [], {})
+SamplingParamsOf = Callable[[dict[str, Any]], SamplingParams]
+Body = TypeVar("Body", bound="RequestBody")
+
+
+class RequestBody(BaseModel):
+    """The fields of one endpoint. Types are strict, null means default, and a field that is not listed is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    # Known to other servers, not to this one yet: only a value that asks for nothing is accepted. Where neutral values are
+    # more than the empty ones, they are listed.
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    # Without meaning for the answer: accepted, whatever they say.
+    MEANINGLESS: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def parse(cls: type[Body], body: object) -> Body:
+        """The body as an object, or RequestError 400 with the parameter at fault."""
+        if not isinstance(body, dict):
+            raise RequestError(400, "The body must be a JSON object.")
+        given = {}
+        for name, value in body.items():
+            if name in cls.UNSUPPORTED:
+                if not _is_one_of(value, (*NEUTRAL, *cls.UNSUPPORTED[name])):
+                    raise bad_parameter(str(name), "is not supported yet")
+            elif name not in cls.MEANINGLESS and not (value is None and name in cls.model_fields):
+                given[name] = value
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise _explain(cls, error) from error
+
+
+def bad_parameter(name: str, reason: str) -> RequestError:
+    """`reason` goes on where the name ends: 'must be …'."""
+    return RequestError(400, f"{name} {reason}.", name.partition("[")[0].partition(".")[0])
+
+
+def checked_sampling_params(
+    given: dict[str, Any], sampling_params: SamplingParamsOf, written_as: dict[str, str] | None = None
+) -> SamplingParams:
+    """Complete parameters, or RequestError 400. `written_as` says what a client of this API calls a parameter."""
+    names = written_as or {}
+    try:
+        return sampling_params(given)
+    except ParameterError as error:
+        reason = error.reason
+        for ours, theirs in names.items():
+            reason = reason.replace(ours, theirs)
+        raise bad_parameter(names.get(error.name, error.name), reason) from error
+
+
+def _is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(candidate) and value == candidate for candidate in allowed)
+
+
+def _explain(body: type[RequestBody], error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path, annotation = _walk(body, first["loc"])
+    kind = first["type"]
+    if kind == "missing":
+        return bad_parameter(path, "is required")
+    if kind == "extra_forbidden":
+        return bad_parameter(path, "is not a known parameter")
+    if kind == "value_error":
+        return bad_parameter(path, first["msg"].removeprefix("Value error, "))
+    if kind.startswith(("greater_than", "less_than", "too_long", "too_short", "string_too")):
+        text = first["msg"][0].lower() + first["msg"][1:]
+        return bad_parameter(path, f"is out of range: {text}")
+    return bad_parameter(path, f"must be {describe(annotation)}")
+
+
+def _walk(body: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, Any]:
+    """The path of a pydantic error as a client would write it, and the type expected there. It ends where a union begins."""
+    path, annotation = "", typing.cast(Any, body)
+    for step in location:
+        annotation = _bare(annotation)
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            path = f"{path}.{step}" if path else str(step)
+            known = annotation.model_fields.get(str(step))
+            if known is None:
+                return path[:200], Any
+            annotation = known.annotation
+        elif typing.get_origin(annotation) is list and isinstance(step, int):
+            path = f"{path}[{step}]"
+            annotation = typing.get_args(annotation)[0]
+        else:
+            break
+    return path, annotation
+
+
+def _bare(annotation: Any) -> Any:
+    """Without `Annotated[…]` and `| None`."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _bare(typing.get_args(annotation)[0])
+    members = union_members(annotation)
+    return _bare(members[0]) if len(members) == 1 and members[0] is not annotation else annotation
+
+
+def union_members(annotation: Any) -> list[Any]:
+    """What a field may hold, apart from null."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [member for member in typing.get_args(annotation) if member is not type(None)]
+    return [annotation]
+
+
+_WORDS: dict[Any, tuple[str, str]] = {
+    str: ("a string", "strings"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    bool: ("true or false", "true or false"),
+    Any: ("of another kind", "values"),
+}
+
+
+def describe(annotation: Any, *, plural: bool = False) -> str:
+    """'a string or a list of strings': the type in words."""
+    annotation = _bare(annotation)
+    members = union_members(annotation)
+    if len(members) > 1:
+        words = [describe(member, plural=plural) for member in members]
+        return ", ".join(words[:-1]) + " or " + words[-1]
+    if typing.get_origin(annotation) is list:
+        return f"{'lists' if plural else 'a list'} of {describe(typing.get_args(annotation)[0], plural=True)}"
+    if typing.get_origin(annotation) is typing.Literal:
+        return " or ".join(repr(value) for value in typing.get_args(annotation))
+    if annotation in _WORDS:
+        return _WORDS[annotation][plural]
+    return "objects" if plural else "an object"
