@@ -21,7 +21,9 @@ CACHE ?= .cache
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Always -m: a tool that the environment sees on the host has no script in .venv/bin.
+RUN := $(BIN)/python -m
+PIP_INSTALL := $(RUN) pip install --quiet --disable-pip-version-check
 RANDOM_MODEL := $(CACHE)/models/random-qwen3
 MODEL ?= $(RANDOM_MODEL)
 
@@ -30,33 +32,33 @@ CI_SHARES ?= 2
 CI_RUN ?= $(or $(CI_RUN_NUMBER),$(GITHUB_RUN_NUMBER),$(shell git rev-list --count HEAD))
 
 serve: $(VENV)/.installed $(if $(filter $(RANDOM_MODEL),$(MODEL)),$(RANDOM_MODEL)/config.json)
-	@exec $(BIN)/python -m srt.launch_server --model-path $(MODEL) $(if $(filter $(RANDOM_MODEL),$(MODEL)),--served-model-name random) $(ARGS)
+	@exec $(RUN) srt.launch_server --model-path $(MODEL) $(if $(filter $(RANDOM_MODEL),$(MODEL)),--served-model-name random) $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(RUN) pytest $(ARGS)
 
 test-all: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(RUN) pytest -m "not gpu" $(ARGS)
 
 test-ci: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not gpu" --share $$(($(CI_RUN) % $(CI_SHARES)))/$(CI_SHARES) $(ARGS)
+	$(RUN) pytest -m "not gpu" --share $$(($(CI_RUN) % $(CI_SHARES)))/$(CI_SHARES) $(ARGS)
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m scripts.document_options --check
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(BIN)/python -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo
+	$(RUN) scripts.document_options --check
 
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m scripts.document_options
+	$(RUN) scripts.document_options
 
 bench: $(VENV)/.installed-test $(RANDOM_MODEL)/config.json
-	$(BIN)/python -m benchmarks.startup $(ARGS)
+	$(RUN) benchmarks.startup $(ARGS)
 
 venv: $(BIN)/python
 
@@ -80,4 +82,4 @@ $(VENV)/.installed-dev: setup.py | $(BIN)/python
 	@touch $@ $(VENV)/.installed-test $(VENV)/.installed
 
 $(RANDOM_MODEL)/config.json: srt/model_loader/random_checkpoint.py srt/model_loader/random_tokenizer.py | $(VENV)/.installed
-	$(BIN)/python -m srt.model_loader.random_checkpoint $(RANDOM_MODEL) --family qwen3
+	$(RUN) srt.model_loader.random_checkpoint $(RANDOM_MODEL) --family qwen3

@@ -16,7 +16,9 @@ SETUP = Path(__file__).parent.parent / "setup.py"
 
 
 def host_torch_is_in_range() -> bool:
-    """Whether this interpreter has a PyTorch that setup.py would not replace."""
+    """Whether this interpreter has a PyTorch that setup.py would not replace, and can share it."""
+    if sys.prefix != sys.base_prefix:
+        return False  # a virtual environment's packages are not shared with those made from it
     bounds = re.search(r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', SETUP.read_text("utf-8"))
     if bounds is None:
         raise SystemExit("setup.py does not name the range of torch in the form that this script reads")
