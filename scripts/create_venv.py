@@ -7,6 +7,7 @@ made for its driver). Otherwise it stands alone.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import sys
 import venv
@@ -36,6 +37,8 @@ def main() -> None:
         raise SystemExit(
             f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; choose one with PYTHON=..."
         )
+    if importlib.util.find_spec("ensurepip") is None:
+        raise SystemExit("this Python cannot create environments with pip in them; on Debian, install python3-venv")
     (folder,) = sys.argv[1:]
     shares_host = host_torch_is_in_range()
     venv.create(folder, with_pip=True, clear=True, symlinks=True, system_site_packages=shares_host)
