@@ -1,0 +1,113 @@
+"""Linear layers split over the ranks of a tensor-parallel group.
+
+A column-parallel layer holds some rows of its weight [out, in] and gives this rank's part of the output; a row-parallel
+layer takes that part as its input, and sums the ranks' results. Layers that read the same input are merged into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.layers.weights import WeightedModule, WeightPiece
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPart:
+    """One checkpoint layer within a merged one: this rank holds `size` of its `total` outputs, from `start` on."""
+
+    name: str
+    total: int
+    start: int
+    size: int
+
+
+class ColumnParallelLinear(WeightedModule):
+    """y = x Wᵀ + b for the outputs of this rank: those of its parts, one after the other."""
+
+    def __init__(self, in_features: int, parts: Sequence[ColumnPart], bias: bool) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.parts = tuple(parts)
+        self.sizes = tuple(part.size for part in parts)
+        """Widths of the parts within the output."""
+        rows = sum(self.sizes)
+        self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
+        parent = path.rpartition(".")[0]
+        target_start = 0
+        for part in self.parts:
+            name = f"{parent}.{part.name}" if parent else part.name
+            shape = (part.total, self.in_features)
+            yield WeightPiece(f"{name}.weight", shape, self, "weight", 0, part.start, part.size, target_start)
+            if self.bias is not None:
+                yield WeightPiece(f"{name}.bias", shape[:1], self, "bias", 0, part.start, part.size, target_start)
+            target_start += part.size
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Layers of the same input, such as gate_proj and up_proj, each split evenly over the ranks."""
+
+    def __init__(self, in_features: int, outputs: Sequence[tuple[str, int]], bias: bool, tp: TensorParallel) -> None:
+        super().__init__(in_features, [_even_part(name, total, tp) for name, total in outputs], bias)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """q_proj, k_proj and v_proj, split by heads. Where ranks exceed the KV heads, neighbours hold the same one."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, tp: TensorParallel
+    ) -> None:
+        q = _even_part("q_proj", num_heads * head_dim, tp)
+        kv_heads = max(1, num_kv_heads // tp.size)
+        first_kv_head = tp.rank * num_kv_heads // tp.size
+        total, start, size = num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim
+        super().__init__(
+            hidden_size,
+            [q, ColumnPart("k_proj", total, start, size), ColumnPart("v_proj", total, start, size)],
+            bias,
+        )
+        self.num_heads = q.size // head_dim
+        """Query heads on this rank."""
+        self.num_kv_heads = kv_heads
+
+
+class RowParallelLinear(WeightedModule):
+    """y = x Wᵀ + b, where each rank has a part of x: the ranks' products are summed, then the bias is added once."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel) -> None:
+        super().__init__()
+        self._tp = tp
+        self._columns = _even_part("", in_features, tp)
+        self.weight = nn.Parameter(torch.empty(out_features, self._columns.size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        total = self._tp.all_reduce(F.linear(x, self.weight))
+        return total if self.bias is None else total + self.bias
+
+    def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
+        rows, columns = self.weight.shape[0], self._columns
+        shape = (rows, columns.total)
+        yield WeightPiece(f"{path}.weight", shape, self, "weight", 1, columns.start, columns.size, 0)
+        if self.bias is not None:
+            yield WeightPiece(f"{path}.bias", (rows,), self, "bias", 0, 0, rows, 0)
+
+
+def _even_part(name: str, total: int, tp: TensorParallel) -> ColumnPart:
+    # The configuration was checked (ModelConfig.check_tp) before any layer was built.
+    assert total % tp.size == 0, f"{total} features of {name} over {tp.size} ranks"
+    size = total // tp.size
+    return ColumnPart(name, total, tp.rank * size, size)

@@ -1,0 +1,96 @@
+"""Rotary position embedding: rotate-half layout, with the default, linear, llama3 and YaRN frequencies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from srt.utils.rope_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The angles of one step's tokens, gathered once and used by every layer."""
+
+    cos: Tensor  # [tokens, 1, head_dim / 2] f32
+    sin: Tensor
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin for every position below `context_length`, computed once in float32 (about 0.5 KB a position)."""
+
+    table: Tensor  # [context_length, head_dim] f32: cos, then sin
+
+    def __init__(self, config: RopeConfig, head_dim: int, context_length: int) -> None:
+        super().__init__()
+        # On the CPU even while the model is built on the meta device: this is not read from a checkpoint.
+        angles = torch.outer(
+            torch.arange(context_length, dtype=torch.float32, device="cpu"), frequencies(config, head_dim)
+        )
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(config.attention_factor)
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """The rotation for `positions` [tokens]; all of them lie below the context length."""
+        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
+        return Rotation(cos, sin)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate heads: x [tokens, heads, head_dim] → the same shape and type. Computed in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = rotation.cos, rotation.sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Angle per position of each pair of dimensions: [head_dim / 2] f32 cpu.
+
+    The order of operations is that of `transformers`, so that both round alike.
+    """
+    powers = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+    periods = config.theta**powers
+    plain = 1.0 / periods
+    match config.kind:
+        case "default":
+            return plain
+        case "linear":
+            return plain / config.factor
+        case "llama3":
+            return _llama3(plain, config)
+        case "yarn":
+            return _yarn(periods, config, head_dim)
+
+
+def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
+    """Slow dimensions are stretched by the factor, fast ones kept, those between blended."""
+    original, low, high = config.original_context_length, config.low_freq_factor, config.high_freq_factor
+    wavelengths = 2 * math.pi / plain
+    slow, fast = wavelengths > original / low, wavelengths < original / high
+    stretched = torch.where(slow, plain / config.factor, plain)
+    weight = (original / wavelengths - low) / (high - low)
+    blended = (1 - weight) * stretched / config.factor + weight * stretched
+    return torch.where(slow | fast, stretched, blended)
+
+
+def _yarn(periods: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
+    """Dimensions that turn more than beta_fast times in the original context are kept, below beta_slow stretched."""
+    low = _dimension_of_turns(config.beta_fast, config, head_dim)
+    high = _dimension_of_turns(config.beta_slow, config, head_dim)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # the ramp becomes a step
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (config.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+def _dimension_of_turns(turns: float, config: RopeConfig, head_dim: int) -> float:
+    """The (fractional) dimension that turns so many times within the original context."""
+    length = config.original_context_length / (turns * 2 * math.pi)
+    return head_dim * math.log(length) / (2 * math.log(config.theta))

@@ -1,0 +1,64 @@
+"""Which part of which checkpoint tensor belongs in which parameter: layers say it, loaders carry it out."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPiece:
+    """A range, along one dimension, of one tensor of the checkpoint, and its place in a parameter of this rank."""
+
+    name: str
+    """In the checkpoint."""
+    shape: tuple[int, ...]
+    """Of the whole tensor, which the checkpoint must match."""
+    owner: nn.Module
+    attribute: str
+    """The parameter is looked up when it is written: it may be on the meta device until then."""
+    dim: int
+    start: int
+    """First index of the range in the checkpoint's tensor."""
+    size: int
+    target_start: int
+    """First index of the range in the parameter."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = getattr(self.owner, self.attribute)
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+    @property
+    def num_elements(self) -> int:
+        return self.parameter.numel() // self.parameter.shape[self.dim] * self.size
+
+    def target(self) -> Tensor:
+        """The view of the parameter that the range fills."""
+        return self.parameter.detach().narrow(self.dim, self.target_start, self.size)
+
+
+class WeightedModule(nn.Module):
+    """A module with parameters of its own. It knows where they come from."""
+
+    @abstractmethod
+    def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
+        """What this rank needs of the checkpoint; `path` is the module's place in the model."""
+
+
+def model_weight_pieces(model: nn.Module) -> list[WeightPiece]:
+    """The pieces of every parameter of the model, in the order of its modules."""
+    pieces = [
+        piece
+        for path, module in model.named_modules()
+        if isinstance(module, WeightedModule)
+        for piece in module.weight_pieces(path)
+    ]
+    written = {id(piece.parameter) for piece in pieces}
+    orphans = [name for name, parameter in model.named_parameters() if id(parameter) not in written]
+    assert not orphans, f"no checkpoint tensor is named for {orphans}"
+    return pieces
