@@ -1,0 +1,120 @@
+"""From a checkpoint folder to a model on its device. Every rank reads its own parts and nothing else.
+
+All that the files' headers can tell (missing, surplus and misshapen tensors) is checked before a weight is read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.layers.weights import WeightPiece, model_weight_pieces
+from srt.model_loader.dummy_weights import DummyWeights
+from srt.model_loader.safetensors_weights import check_checkpoint, copy_weights
+from srt.models.decoder import CausalLM
+from srt.models.registry import build_model
+from srt.utils.checkpoint import read_headers
+from srt.utils.model_config import ModelConfig
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of weights done and the bytes in all, both of this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """How weights are read."""
+
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """auto is safetensors, the only format of files that is read; dummy draws random weights and needs no files."""
+    seed: int = 0
+    """Of dummy weights."""
+
+
+class ModelLoader(ABC):
+    """Builds a model and fills it."""
+
+    def load_model(
+        self,
+        config: ModelConfig,
+        folder: str | Path,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+    ) -> CausalLM:
+        """The model of this rank on `device`, ready to run; ModelError names what the checkpoint lacks."""
+        config.check_tp(tp.size)
+        with torch.device("meta"):
+            model = build_model(config, tp)
+        pieces = model_weight_pieces(model)
+        fill = self.prepare(config, Path(folder), pieces)
+        materialize(model, dtype, device)
+        _clear_padding(pieces)
+        fill(progress)
+        return model.eval()
+
+    @abstractmethod
+    def prepare(self, config: ModelConfig, folder: Path, pieces: list[WeightPiece]) -> Callable[[Progress], None]:
+        """Check everything that can be checked before memory is taken; return the rest of the work."""
+
+
+class SafetensorsLoader(ModelLoader):
+    """Reads this rank's slices of safetensors files."""
+
+    def prepare(self, config: ModelConfig, folder: Path, pieces: list[WeightPiece]) -> Callable[[Progress], None]:
+        headers = read_headers(folder)
+        check_checkpoint(folder, config, headers, pieces)
+        return lambda progress: copy_weights(headers, pieces, progress)
+
+
+class DummyLoader(ModelLoader):
+    """Draws random weights: the same for the same seed, whatever the number of ranks."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def prepare(self, config: ModelConfig, folder: Path, pieces: list[WeightPiece]) -> Callable[[Progress], None]:
+        return lambda progress: DummyWeights(self._seed).fill(pieces, progress)
+
+
+def get_model_loader(config: LoadConfig) -> ModelLoader:
+    """The loader for a load format."""
+    match config.load_format:
+        case "auto" | "safetensors":
+            return SafetensorsLoader()
+        case "dummy":
+            return DummyLoader(config.seed)
+
+
+def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every parameter of a model built on the meta device memory on `device`, uninitialised; move its buffers.
+
+    Modules that share a parameter share it still.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            twin = made.get(id(parameter))
+            if twin is None:
+                twin = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+                made[id(parameter)] = twin
+            setattr(module, name, twin)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+
+
+def _clear_padding(pieces: list[WeightPiece]) -> None:
+    """Zero the parameters that the checkpoint does not fill wholly: rows beyond the vocabulary must give finite logits."""
+    filled: dict[int, int] = {}
+    for piece in pieces:
+        filled[id(piece.parameter)] = filled.get(id(piece.parameter), 0) + piece.num_elements
+    for piece in pieces:
+        if filled[id(piece.parameter)] < piece.parameter.numel():
+            piece.parameter.zero_()

@@ -1,0 +1,15 @@
+"""Llama 2 to 3.x, and the many models of its shape."""
+
+from __future__ import annotations
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.models.decoder import CausalLM, Traits
+from srt.utils.model_config import ModelConfig
+
+
+class LlamaForCausalLM(CausalLM):
+    """config.json says which biases there are; usually none."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        bias = config.attention_bias
+        super().__init__(config, tp, Traits(qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias))

@@ -1,0 +1,14 @@
+"""Mistral without a sliding window (from v0.2 on; `ModelConfig` refuses a window that matters)."""
+
+from __future__ import annotations
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.models.decoder import CausalLM, Traits
+from srt.utils.model_config import ModelConfig
+
+
+class MistralForCausalLM(CausalLM):
+    """Never a bias."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__(config, tp, Traits())

@@ -1,0 +1,33 @@
+"""The obvious attention, for tests of models: one request, all of its tokens in one step, no memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from srt.layers.attention.radix_attention import RadixAttention
+    from srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class DenseAttention:
+    """Stands in for an AttentionBackend: q [tokens, heads * head_dim], k and v [tokens, kv_heads * head_dim]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, batch: ForwardBatch) -> Tensor:
+        tokens = q.shape[0]
+        group = layer.num_heads // layer.num_kv_heads
+        queries = q.view(tokens, layer.num_heads, layer.head_dim).transpose(0, 1)
+        keys = k.view(tokens, layer.num_kv_heads, layer.head_dim).transpose(0, 1).repeat_interleave(group, 0)
+        values = v.view(tokens, layer.num_kv_heads, layer.head_dim).transpose(0, 1).repeat_interleave(group, 0)
+        scores = queries @ keys.transpose(1, 2) * layer.scale
+        future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        return (weights @ values).transpose(0, 1).flatten(1)
+
+
+def dense_batch() -> ForwardBatch:
+    """A batch of which models use nothing but the attention."""
+    return cast("ForwardBatch", SimpleNamespace(attn_backend=DenseAttention()))
