@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,13 @@ import numpy as np
 from srt.protocol.messages import SamplingSpec
 
 MAX_STOPS = 32
+MAX_STOP_CHARS = 4096
 MAX_STOP_REGEX_CHARS = 256
 MAX_TOP_LOGPROBS = 128
 MAX_CHOICES = 128
 MAX_STOP_TOKEN_IDS = 256
 MAX_BIAS_ENTRIES = 1024
+DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6  # a temperature under this means greedy
 
 
@@ -33,7 +35,7 @@ class ParameterError(ValueError):
 class SamplingParams:
     """Parameters of one request, complete and checked. Build it with `from_dict`, which knows defaults, types and ranges."""
 
-    max_new_tokens: int | None = 128
+    max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS  # None: all that fits
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -51,23 +53,39 @@ class SamplingParams:
     no_stop_trim: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     n: int = 1
-    sampling_seed: int | None = None
+    sampling_seed: int | None = None  # 64 bits
+    may_shorten: bool = False  # max_new_tokens was not asked for: fewer are right where fewer fit
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any], defaults: dict[str, Any] | None = None) -> SamplingParams:
-        """`given` over `defaults` (the model's own). null means default; an unknown or unsupported name is a ParameterError."""
+    def from_dict(
+        cls,
+        given: Mapping[str, Any],
+        defaults: Mapping[str, Any] | None = None,
+        default_max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS,
+    ) -> SamplingParams:
+        """`given` over `defaults` (the model's own). null means default; an unknown or unsupported name is a ParameterError.
+
+        Where `given` has no max_new_tokens, `default_max_new_tokens` is an upper bound, not a wish (`may_shorten`).
+        """
+        if not isinstance(given, Mapping):
+            raise ParameterError("sampling_params", f"must be an object, not {_kind(given)}")
         values = {name: value for name, value in (defaults or {}).items() if value is not None}
         for name, value in given.items():
             if name in _UNSUPPORTED:
-                if value not in (None, False, "", 0, [], {}):
+                if not _is_neutral(value, _UNSUPPORTED[name]):
                     raise ParameterError(name, "is not supported yet")
                 continue
             if name not in _CHECKS:
-                raise ParameterError(name, "is not a known sampling parameter")
+                raise ParameterError(_show(name).strip("'"), "is not a known sampling parameter")
             if value is not None:
                 values[name] = value
-        params = cls(**{name: _CHECKS[name](name, value) for name, value in values.items()})
-        if params.max_new_tokens is not None and params.min_new_tokens > params.max_new_tokens:
+        checked = {name: _CHECKS[name](name, value) for name, value in values.items()}
+        if "max_new_tokens" not in checked:
+            least = checked.get("min_new_tokens", 0)
+            limit = None if default_max_new_tokens is None else max(default_max_new_tokens, least)
+            return cls(**checked, max_new_tokens=limit, may_shorten=True)
+        params = cls(**checked)
+        if params.min_new_tokens > checked["max_new_tokens"]:
             raise ParameterError(
                 "min_new_tokens",
                 f"must not exceed max_new_tokens ({params.max_new_tokens}), not {params.min_new_tokens}",
@@ -79,7 +97,9 @@ class SamplingParams:
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", [i for i, _ in self.logit_bias])):
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
-                    raise ParameterError(name, f"has the token id {token_id}, outside the vocabulary of {vocab_size}")
+                    raise ParameterError(
+                        name, f"has the token id {_show(token_id)}, outside the vocabulary of {vocab_size}"
+                    )
 
     def spec(self, max_new_tokens: int, eos_ids: tuple[int, ...]) -> SamplingSpec:
         """The engine's part, with the output limit that fits and the ids that end the request."""
@@ -100,9 +120,6 @@ class SamplingParams:
             bias_values=np.asarray([b for _, b in self.logit_bias], np.float32),
         )
 
-    def with_limit(self, max_new_tokens: int | None) -> SamplingParams:
-        return replace(self, max_new_tokens=max_new_tokens)
-
 
 def choice_seed(seed: int, choice: int) -> int:
     """The 64-bit seed of choice i of a request: choice 0 draws with the request's own."""
@@ -110,6 +127,28 @@ def choice_seed(seed: int, choice: int) -> int:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be written as UTF-8: JSON can smuggle in halves of surrogate pairs, which cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def compile_stop_regex(pattern: str) -> Any:
+    """The expression for a linear-time engine, so that no client can stall a frontend. ValueError says why it cannot be had."""
+    import re2  # only requests that use it pay for the import
+
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as error:
+        reason = error.args[0] if error.args else "invalid"
+        raise ValueError(reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)) from error
 
 
 # ---- Checks: one function a kind of value; each takes (name, value) and returns the value as the dataclass holds it
@@ -122,7 +161,9 @@ def _integer(least: int, most: int | None = None) -> Any:
         if value < least or (most is not None and value > most):
             raise ParameterError(
                 name,
-                f"must be at least {least}" + (f" and at most {most}" if most is not None else "") + f", not {value}",
+                f"must be at least {least}"
+                + (f" and at most {most}" if most is not None else "")
+                + f", not {_show(value)}",
             )
         return value
 
@@ -133,9 +174,10 @@ def _number(least: float, most: float, *, open_low: bool = False) -> Any:
     def check(name: str, value: Any) -> float:
         if type(value) not in (int, float):
             raise ParameterError(name, f"must be a number, not {_kind(value)}")
-        if not (math.isfinite(value) and (least < value if open_low else least <= value) and value <= most):
+        if not ((least < value if open_low else least <= value) and value <= most):  # NaN fails too
             raise ParameterError(
-                name, f"must be {'above' if open_low else 'at least'} {least:g} and at most {most:g}, not {value}"
+                name,
+                f"must be {'above' if open_low else 'at least'} {least:g} and at most {most:g}, not {_show(value)}",
             )
         return float(value)
 
@@ -152,11 +194,11 @@ def _top_k(name: str, value: Any) -> int:
     if type(value) is not int:
         raise ParameterError(name, f"must be an integer, not {_kind(value)}")
     if value < -1:
-        raise ParameterError(name, f"must be -1 (all), or at least 1, not {value}")
+        raise ParameterError(name, f"must be -1 or 0 (all), or at least 1, not {_show(value)}")
     return -1 if value in (-1, 0) or value >= 1 << 30 else value
 
 
-def _strings(most: int, most_chars: int | None = None) -> Any:
+def _strings(most: int, most_chars: int) -> Any:
     def check(name: str, value: Any) -> tuple[str, ...]:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
@@ -165,8 +207,10 @@ def _strings(most: int, most_chars: int | None = None) -> Any:
             raise ParameterError(name, f"may have at most {most} entries, not {len(items)}")
         if any(not item for item in items):
             raise ParameterError(name, "must not contain an empty string")
-        if most_chars is not None and any(len(item) > most_chars for item in items):
+        if any(len(item) > most_chars for item in items):
             raise ParameterError(name, f"may have at most {most_chars} characters an entry")
+        if not all(is_unicode(item) for item in items):
+            raise ParameterError(name, "has half of a surrogate pair, which is no character")
         return tuple(items)
 
     return check
@@ -174,15 +218,15 @@ def _strings(most: int, most_chars: int | None = None) -> Any:
 
 def _stop_regex(name: str, value: Any) -> tuple[str, ...]:
     patterns: tuple[str, ...] = _strings(MAX_STOPS, MAX_STOP_REGEX_CHARS)(name, value)
-    import re2  # only requests that use it pay for the import
-
     for pattern in patterns:
         try:
-            re2.compile(pattern)
-        except re2.error as error:
-            reason = error.args[0] if error.args else "invalid"
-            text = reason.decode(errors="replace") if isinstance(reason, bytes) else reason
-            raise ParameterError(name, f"has an expression that cannot be compiled ({text}): {pattern!r}") from error
+            matches_nothing = compile_stop_regex(pattern).search("") is not None
+        except ValueError as error:
+            raise ParameterError(
+                name, f"has an expression that cannot be compiled ({error}): {_show(pattern)}"
+            ) from error
+        if matches_nothing:
+            raise ParameterError(name, f"has an expression that matches the empty text: {_show(pattern)}")
     return patterns
 
 
@@ -203,11 +247,28 @@ def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     pairs: dict[int, float] = {}
     for key, bias in value.items():
         if not (type(key) is int or (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12)):
-            raise ParameterError(name, f"must have token ids as keys, not {key!r}")
+            raise ParameterError(name, f"must have token ids as keys, not {_show(key)}")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise ParameterError(name, f"must have numbers between -100 and 100 as values, not {bias!r}")
+            raise ParameterError(name, f"must have numbers between -100 and 100 as values, not {_show(bias)}")
         pairs[int(key)] = float(bias)
     return tuple(sorted(pairs.items()))
+
+
+def _seed(name: str, value: Any) -> int:
+    seed: int = _integer(-(1 << 63), (1 << 64) - 1)(name, value)
+    return seed % (1 << 64)  # a negative seed is another way to write 64 bits
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(one) and value == one for one in (None, False, "", 0, [], {}, *neutral))
+
+
+def _show(value: Any) -> str:
+    """The value as a sentence may quote it: short, whatever a client sent."""
+    if type(value) is int and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = ascii(value) if isinstance(value, str) and not is_unicode(value) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _kind(value: Any) -> str:
@@ -233,7 +294,7 @@ _CHECKS: dict[str, Any] = {
     "presence_penalty": _number(-2, 2),
     "repetition_penalty": _number(0, 2, open_low=True),
     "min_new_tokens": _integer(0, 1 << 30),
-    "stop": _strings(MAX_STOPS),
+    "stop": _strings(MAX_STOPS, MAX_STOP_CHARS),
     "stop_token_ids": _token_ids,
     "stop_regex": _stop_regex,
     "ignore_eos": _boolean,
@@ -242,9 +303,17 @@ _CHECKS: dict[str, Any] = {
     "no_stop_trim": _boolean,
     "logit_bias": _logit_bias,
     "n": _integer(1, MAX_CHOICES),
-    "sampling_seed": _integer(0, (1 << 64) - 1),
+    "sampling_seed": _seed,
 }
-assert set(_CHECKS) == {f.name for f in fields(SamplingParams)}
-_UNSUPPORTED = frozenset(
-    ("beam_width", "json_schema", "regex", "ebnf", "structural_tag", "custom_params", "watermark", "stream_interval")
-)
+assert {*_CHECKS, "may_shorten"} == {f.name for f in fields(SamplingParams)}
+# What other servers know, with the values (beside the empty ones) that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "beam_width": (1,),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "custom_params": (),
+    "watermark": (),
+    "stream_interval": (1,),
+}
