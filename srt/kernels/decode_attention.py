@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import triton
@@ -17,13 +18,15 @@ import triton.language as tl
 from srt.kernels.jit import block_dim, dot_dtype, jit
 from srt.kernels.paged_kv import PagedKV, check_heads
 
+MIN_SPLIT_TOKENS: Final = 128  # a shorter split costs more to merge than it saves
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
     """How decode attention is cut. A row uses as many of the `num_splits` as `min_split_tokens` lets it fill."""
 
     num_splits: int
-    min_split_tokens: int = 128
+    min_split_tokens: int = MIN_SPLIT_TOKENS
     block_n: int = 64  # KV positions per inner step
 
     @classmethod

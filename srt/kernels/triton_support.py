@@ -8,6 +8,15 @@ from __future__ import annotations
 import importlib.util
 import os
 
+from srt.utils.errors import StartError
+
+
+def require_triton(device_type: str) -> None:
+    """Raise StartError where Triton cannot run. To be asked before anything that imports Triton is imported."""
+    reason = why_triton_cannot_run(device_type)
+    if reason is not None:
+        raise StartError(reason)
+
 
 def why_triton_cannot_run(device_type: str) -> str | None:
     """One sentence for the user who asked for Triton on `device_type` where it cannot run; None where it can."""

@@ -8,19 +8,19 @@ import sys
 
 import pytest
 
-from srt.kernels.triton_support import why_triton_cannot_run
+from srt.kernels.triton_support import require_triton, why_triton_cannot_run
+from srt.utils.errors import StartError
 
 
 def test_a_cpu_without_the_interpreter_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    reason = why_triton_cannot_run("cpu")
-    assert reason is not None
-    assert "--attention-backend triton needs a CUDA device" in reason
+    with pytest.raises(StartError, match="--attention-backend triton needs a CUDA device"):
+        require_triton("cpu")
 
 
 def test_a_cpu_with_the_interpreter_and_a_cuda_device_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert why_triton_cannot_run("cpu") is None
+    require_triton("cpu")
     monkeypatch.delenv("TRITON_INTERPRET")
     assert why_triton_cannot_run("cuda") is None
 

@@ -1,0 +1,130 @@
+"""Requests that grow step by step, and what attention must give them: dense, in float64, without a page."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.radix_attention import RadixAttention
+from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+MAX_TOKENS = 200
+NUM_SLOTS = 8
+
+
+class AttentionWorld:
+    """Steps a backend and compares every token's output with the dense answer.
+
+    Memory starts as NaN, so that whoever reads a place never written is found out; pages come in no order.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        device = torch.device("cpu")
+        num_pages = NUM_SLOTS * -(-MAX_TOKENS // page_size)
+        self._backend = backend
+        self._dtype = dtype
+        self._layer = RadixAttention(num_heads, head_dim, num_kv_heads, layer_id=1, scale=head_dim**-0.5)
+        self._tables = ReqToTokenPool(NUM_SLOTS, MAX_TOKENS, num_pages, page_size, device)
+        self._memory = MHATokenToKVPool(num_pages, page_size, 2, num_kv_heads, head_dim, dtype, device)
+        for buffer in (*self._memory.k_buffer, *self._memory.v_buffer):
+            buffer.fill_(float("nan"))
+        self._random = torch.Generator().manual_seed(0)
+        self._free_pages = torch.randperm(num_pages, generator=self._random).tolist()
+        self._dense: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # slot -> all its k and v
+
+    def step(self, extends: list[tuple[int, int]], decodes: list[int]) -> float:
+        """Run rows of (slot, new tokens), then decoding slots; the largest error of any output."""
+        rows = [*extends, *((slot, 1) for slot in decodes)]
+        num_tokens = sum(count for _, count in rows)
+        batch = self._make_batch(rows, len(extends))
+        heads, kv_heads, head_dim = self._layer.num_heads, self._layer.num_kv_heads, self._layer.head_dim
+        # As models give them: slices of one fused projection.
+        fused = self._randn(num_tokens, (heads + 2 * kv_heads) * head_dim)
+        q, k, v = fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
+        self._backend.init_forward_metadata(batch)
+        out = self._layer(q, k, v, batch)
+        assert out.shape == q.shape
+        assert out.dtype == self._dtype
+        return max(
+            self._error_of_row(slot, *(t[first : first + count] for t in (q, k, v, out)))
+            for (slot, count), first in zip(rows, _starts(rows), strict=True)
+        )
+
+    def _error_of_row(self, slot: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> float:
+        layer = self._layer
+        k, v = (t.view(-1, layer.num_kv_heads, layer.head_dim).double() for t in (k, v))
+        if slot in self._dense:
+            k, v = torch.cat((self._dense[slot][0], k)), torch.cat((self._dense[slot][1], v))
+        self._dense[slot] = (k, v)
+        group = layer.num_heads // layer.num_kv_heads
+        queries = q.view(-1, layer.num_heads, layer.head_dim).double()
+        scores = torch.einsum("thd,shd->hts", queries, k.repeat_interleave(group, 1)) * layer.scale
+        num_queries, length = queries.shape[0], k.shape[0]
+        future = torch.ones(num_queries, length, dtype=torch.bool).triu(length - num_queries + 1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        expected = torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, 1))
+        error = (out.double() - expected.reshape(out.shape)).abs().max().item()
+        return error if error == error else float("inf")
+
+    def _make_batch(self, rows: list[tuple[int, int]], num_extends: int) -> ForwardBatch:
+        page_size = self._tables.page_size
+        prefixes = [int(self._tables.seq_lens[slot]) for slot, _ in rows]
+        slots: list[int] = []
+        positions: list[int] = []
+        for (slot, count), prefix in zip(rows, prefixes, strict=True):
+            for position in range(prefix, prefix + count):
+                if position % page_size == 0:
+                    self._tables.page_table[slot, position // page_size] = self._free_pages.pop()
+                slots.append(slot)
+                positions.append(position)
+            self._tables.seq_lens[slot] = prefix + count
+        row_slots = np.array([slot for slot, _ in rows])
+        counts = np.array([count for _, count in rows[:num_extends]], dtype=np.int64)
+        extend_prefixes = np.array(prefixes[:num_extends], dtype=np.int64)
+        seq_lens = np.array([prefix + count for (_, count), prefix in zip(rows, prefixes, strict=True)])
+        nothing = torch.empty(0, dtype=torch.int64)
+        return ForwardBatch(
+            forward_mode=ForwardMode.of(num_extends, len(rows) - num_extends),
+            batch_size=len(rows),
+            num_extend_rows=num_extends,
+            num_extend_tokens=int(counts.sum()),
+            input_ids=torch.zeros(len(positions), dtype=torch.int64),
+            positions=torch.tensor(positions),
+            out_cache_loc=self._tables.locations(torch.tensor(slots), torch.tensor(positions)),
+            req_pool_indices=torch.from_numpy(row_slots),
+            seq_lens=torch.from_numpy(seq_lens),
+            extend_prefix_lens=torch.from_numpy(extend_prefixes),
+            extend_seq_lens=torch.from_numpy(counts),
+            extend_start_loc=torch.from_numpy(np.cumsum(counts) - counts),
+            sample_indices=nothing,
+            sample_rows=nothing,
+            req_pool_indices_cpu=row_slots,
+            seq_lens_cpu=seq_lens,
+            extend_prefix_lens_cpu=extend_prefixes,
+            extend_seq_lens_cpu=counts,
+            sample_rows_cpu=np.empty(0, dtype=np.int64),
+            req_to_token_pool=self._tables,
+            token_to_kv_pool=self._memory,
+            attn_backend=self._backend,
+            sampling_info=cast(Any, None),
+        )
+
+    def _randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._random).to(self._dtype)
+
+
+def _starts(rows: list[tuple[int, int]]) -> list[int]:
+    counts = [count for _, count in rows]
+    return [sum(counts[:index]) for index in range(len(counts))]

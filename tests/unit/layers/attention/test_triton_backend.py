@@ -1,0 +1,32 @@
+"""The Triton backend: right in Triton's interpreter, refused by name where it cannot run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from srt.layers.attention.triton_backend import MAX_SPLITS, TritonAttentionBackend, choose_num_splits
+from srt.utils.errors import StartError
+from tests.unit.kernels.interpreted import run_interpreted
+
+
+def test_triton_backend_equals_dense_attention() -> None:
+    run_interpreted(Path(__file__).with_name("interpreted_triton_backend.py"))
+
+
+def test_a_cpu_without_the_interpreter_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(StartError, match="--attention-backend triton needs a CUDA device"):
+        TritonAttentionBackend(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "max_context", "expected"),
+    [(8, 32768, MAX_SPLITS), (64, 32768, 16), (512, 32768, 2), (4096, 32768, 1), (8, 1024, 8), (8, 100, 1)],
+)
+def test_splits_fill_the_device_and_no_more_than_the_context_can_use(
+    num_programs: int, max_context: int, expected: int
+) -> None:
+    assert choose_num_splits(num_programs, max_context, num_processors=132) == expected
