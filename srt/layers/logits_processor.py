@@ -1,0 +1,98 @@
+"""From hidden states to logits, and to the logprobs that requests asked for. The vocabulary may be spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from srt.distributed.parallel_state import TensorParallel
+
+A = TypeVar("A")
+BLOCK_ELEMENTS = 1 << 22  # logits of so many (row, token) pairs exist at once where rows are many
+
+
+class LMHead(Protocol):
+    """The output layer: this rank's shard of a vocabulary that is padded to equal shards."""
+
+    @property
+    def shard_start(self) -> int: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobArrays(Generic[A]):
+    """Rows to report logprobs of, as numpy arrays or as tensors."""
+
+    rows: A  # [N] int64: rows of the hidden states, or of the logits
+    of_ids: A  # [N, m] int64: token ids to report too; m is the most that a row asks for, the rest is 0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """The model's own logprobs of N rows: float32 log-softmax of its logits."""
+
+    chosen: torch.Tensor  # [N] float32
+    top_ids: torch.Tensor  # [N, k] int32, best first; k is the most that a row asks for
+    top: torch.Tensor  # [N, k] float32
+    of_ids: torch.Tensor  # [N, m] float32
+
+
+def gather_vocabulary(tp: TensorParallel, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[rows, vocab_size] on every rank, from each rank's [rows, columns]. The padding is behind the last token and cut off."""
+    return tp.all_gather(logits, dim=-1)[:, :vocab_size]
+
+
+def pick_logprobs(log_probs: torch.Tensor, chosen: torch.Tensor, of_ids: torch.Tensor, top: int) -> Logprobs:
+    """What rows of [N, vocabulary] logprobs say of the `chosen` ids, their `top` best, and `of_ids`."""
+    best = log_probs.topk(min(top, log_probs.shape[1]), dim=-1)
+    return Logprobs(
+        chosen=log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1),
+        top_ids=best.indices.to(torch.int32),
+        top=best.values,
+        of_ids=log_probs.gather(1, of_ids),
+    )
+
+
+class LogitsProcessor:
+    """Every rank calls the same methods with the same rows, because they may gather."""
+
+    def __init__(self, tp: TensorParallel, vocab_size: int) -> None:
+        self._tp = tp
+        self._vocab_size = vocab_size
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, lm_head: LMHead) -> torch.Tensor:
+        """This rank's columns [R, columns] float32 for these rows of the hidden states; -inf for padding."""
+        logits = lm_head.logits(hidden[rows]).to(torch.float32)
+        num_real = self._vocab_size - lm_head.shard_start
+        if num_real < logits.shape[1]:
+            logits[:, max(0, num_real) :] = float("-inf")
+        return logits
+
+    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary] float32 from this rank's columns."""
+        return gather_vocabulary(self._tp, logits, self._vocab_size).log_softmax(dim=-1)
+
+    def prompt_logprobs(
+        self,
+        hidden: torch.Tensor,
+        lm_head: LMHead,
+        wanted: LogprobArrays[torch.Tensor],
+        targets: torch.Tensor,
+        top: int,
+    ) -> Logprobs:
+        """Logprobs that the rows give to `targets` [N], and of their `top` best: a block of rows at a time."""
+        rows_at_once = max(1, BLOCK_ELEMENTS // self._vocab_size)
+        parts = []
+        for begin in range(0, len(targets), rows_at_once):
+            block = slice(begin, begin + rows_at_once)
+            log_probs = self.log_softmax(self.logits(hidden, wanted.rows[block], lm_head))
+            parts.append(pick_logprobs(log_probs, targets[block], wanted.of_ids[block], top))
+        return Logprobs(
+            chosen=torch.cat([part.chosen for part in parts]),
+            top_ids=torch.cat([part.top_ids for part in parts]),
+            top=torch.cat([part.top for part in parts]),
+            of_ids=torch.cat([part.of_ids for part in parts]),
+        )

@@ -1,0 +1,174 @@
+"""One draw for every row: a function of the row's own seed, position and logits, whatever else is in the batch.
+
+Penalties, bias, the min_new_tokens mask, temperature, top_k, top_p and min_p, in this order, each on what the one before left;
+then argmax of logit / T + Gumbel noise in float32. No noise at T = 0; the lowest token id wins a tie. A pass touches only
+rows that asked for it, and every rank of a tensor-parallel group arrives at the same ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.layers.logits_processor import gather_vocabulary
+from srt.layers.philox import gumbel_noise
+from srt.mem_cache.memory_pool import ReqToTokenPool
+from srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+MINUS_INF = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """`ids` [R] int64. Where `is_valid` [R] is false the best value was not finite: the model produced no usable logits,
+    and the id, though within the vocabulary, means nothing."""
+
+    ids: torch.Tensor
+    is_valid: torch.Tensor
+
+
+class Sampler:
+    """Draws from this rank's shard of the vocabulary, token ids `shard_start` … `shard_start + columns - 1`."""
+
+    def __init__(self, tp: TensorParallel, vocab_size: int, shard_start: int, tables: ReqToTokenPool) -> None:
+        self._tp = tp
+        self._vocab_size = vocab_size
+        self._shard_start = shard_start
+        self._tables = tables
+
+    def draw(self, logits: torch.Tensor, info: SamplingBatchInfo, allowed: torch.Tensor | None = None) -> Draws:
+        """One id for every row of `logits` [R, columns] float32, which is overwritten.
+
+        `allowed` [R, columns] bool, if given, says which tokens a row may draw at all.
+        """
+        self._penalise(logits, info)
+        self._add_bias(logits, info)
+        self._hold_back_stops(logits, info)
+        if allowed is not None:
+            logits.masked_fill_(~allowed, MINUS_INF)
+        self._add_noise(logits, info)
+        return self._best(logits)
+
+    def _penalise(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
+        """Counts come from the token table each time: nothing has to be kept, reset or rebuilt when a request resumes."""
+        arrays = info.arrays
+        if not len(arrays.penalty_rows):
+            return
+        seen, counts = self._count_tokens(info, logits.shape[1])
+        rows = logits[arrays.penalty_rows]
+        repetition = arrays.repetition.unsqueeze(1)
+        rows = torch.where(seen, torch.where(rows > 0, rows / repetition, rows * repetition), rows)
+        rows -= arrays.frequency.unsqueeze(1) * counts
+        rows -= arrays.presence.unsqueeze(1) * (counts > 0)
+        logits[arrays.penalty_rows] = rows
+
+    def _count_tokens(self, info: SamplingBatchInfo, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the penalised rows [P, columns]: whether prompt or output has the token, and how often the output has it."""
+        arrays = info.arrays
+        positions = torch.arange(info.longest, device=info.slots.device).unsqueeze(0)
+        ids = self._tables.tokens(info.slots[arrays.penalty_rows].unsqueeze(1), positions) - self._shard_start
+        is_known = positions < info.positions[arrays.penalty_rows].unsqueeze(1)
+        is_output = positions >= arrays.penalty_prompt_lens.unsqueeze(1)
+        # One column more takes what is of no shard or no request.
+        ids = ids.masked_fill(~is_known | (ids < 0) | (ids >= columns), columns)
+        seen = torch.zeros((len(ids), columns + 1), dtype=torch.bool, device=ids.device)
+        seen.scatter_(1, ids, True)
+        counts = torch.zeros((len(ids), columns + 1), dtype=torch.float32, device=ids.device)
+        counts.scatter_add_(1, ids, is_output.expand_as(ids).to(torch.float32))
+        return seen[:, :columns], counts[:, :columns]
+
+    def _add_bias(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
+        arrays = info.arrays
+        if not len(arrays.bias_rows):
+            return
+        is_here, columns = self._columns(arrays.bias_ids, logits.shape[1])
+        # Adding 0 might turn -0.0 into 0.0, but never where a row did not ask for a bias.
+        logits.index_put_((arrays.bias_rows, columns), arrays.bias_values * is_here, accumulate=True)
+
+    def _hold_back_stops(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
+        arrays = info.arrays
+        if not len(arrays.stop_rows):
+            return
+        is_here, columns = self._columns(arrays.stop_ids, logits.shape[1])
+        is_early = is_here & (info.positions[arrays.stop_rows] < arrays.stop_until)
+        # Added, so that entries of other shards, which all fall on one column, change nothing.
+        masks = torch.zeros_like(columns, dtype=torch.float32).masked_fill_(is_early, MINUS_INF)
+        logits.index_put_((arrays.stop_rows, columns), masks, accumulate=True)
+
+    def _columns(self, ids: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(is it in this shard, its column; 0 where it is not)."""
+        columns = ids - self._shard_start
+        is_here = (columns >= 0) & (columns < num_columns)
+        return is_here, columns.masked_fill(~is_here, 0)
+
+    def _add_noise(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
+        arrays = info.arrays
+        if not len(arrays.noisy_rows):
+            return
+        all_noisy = len(arrays.noisy_rows) == info.num_rows
+        scaled = (logits if all_noisy else logits[arrays.noisy_rows]) / arrays.temperatures.unsqueeze(1)
+        if len(arrays.filter_rows):
+            kept = scaled[arrays.filter_noisy]
+            threshold = self._filter_threshold(kept, info)
+            scaled[arrays.filter_noisy] = kept.masked_fill_(kept < threshold, MINUS_INF)
+        positions = info.positions if all_noisy else info.positions[arrays.noisy_rows]
+        scaled += gumbel_noise(arrays.seeds, positions, self._shard_start, logits.shape[1])
+        if all_noisy:
+            logits.copy_(scaled)
+        else:
+            logits[arrays.noisy_rows] = scaled
+
+    def _filter_threshold(self, scaled: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+        """[F, 1]: the smallest logit / T that passes all filters of its row. Needs the rows' whole vocabulary."""
+        arrays = info.arrays
+        whole = gather_vocabulary(self._tp, scaled, self._vocab_size)
+        return filter_threshold(whole, arrays.top_ks, arrays.top_ps, arrays.min_ps)
+
+    def _best(self, logits: torch.Tensor) -> Draws:
+        ids = logits.argmax(dim=-1)
+        values = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
+        ids += self._shard_start
+        if self._tp.size > 1:
+            packed = torch.stack((values.view(torch.int32), ids.to(torch.int32)))
+            gathered = self._tp.all_gather(packed.unsqueeze(0), dim=0)
+            values_by_rank = gathered[:, 0].contiguous().view(torch.float32)
+            # The first of equal ranks has the lowest ids.
+            winner = values_by_rank.argmax(dim=0, keepdim=True)
+            values = values_by_rank.gather(0, winner).squeeze(0)
+            ids = gathered[:, 1].gather(0, winner).squeeze(0).long()
+        return Draws(ids.clamp_(max=self._vocab_size - 1), torch.isfinite(values))
+
+
+def filter_threshold(
+    scaled: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
+) -> torch.Tensor:
+    """[rows, 1]: the smallest of the row's values ([rows, vocabulary], logit / T) that passes top_k, then top_p, then min_p.
+
+    Filters cut by value: whatever ties with the last that passes, passes too.
+    """
+    ordered = _sorted_descending(scaled)
+    last = (top_ks.clamp(max=ordered.shape[1]) - 1).unsqueeze(1)
+    threshold = ordered.gather(1, last)
+    # Probabilities times a constant: 1 for the best token. In float64, so that sums are the same to far beyond float32.
+    weights = (ordered.to(torch.float64) - ordered[:, :1].to(torch.float64)).exp_()
+    weights.masked_fill_(ordered < threshold, 0.0)
+    sums = weights.cumsum(dim=1)
+    in_nucleus = (sums - weights) < top_ps.unsqueeze(1) * sums[:, -1:]
+    threshold = torch.maximum(threshold, _last_of(ordered, in_nucleus))
+    return torch.maximum(threshold, _last_of(ordered, weights >= min_ps.unsqueeze(1)))
+
+
+def _last_of(ordered: torch.Tensor, passes: torch.Tensor) -> torch.Tensor:
+    """The last value of each row that passes; those that do lie in front. The first value always passes."""
+    return ordered.gather(1, (passes.sum(dim=1, keepdim=True) - 1).clamp_(min=0))
+
+
+def _sorted_descending(values: torch.Tensor) -> torch.Tensor:
+    if values.device.type == "cpu":
+        # An order of magnitude quicker than torch's sort, which carries indices along.
+        ascending = np.sort(values.numpy(), axis=-1)
+        return torch.from_numpy(np.ascontiguousarray(ascending[:, ::-1]))
+    return values.sort(dim=-1, descending=True).values
