@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from srt.utils.config_values import LARGEST, flag, mapping, names, positive_int, positive_number, shown, token_ids
 from srt.utils.model_error import ModelError as ModelError
 from srt.utils.rope_config import RopeConfig, read_rope, rope_parameters
 
@@ -66,34 +67,33 @@ class ModelConfig:
         folder = Path(path)
         raw = _read_config(folder, overrides or {})
         generation = _read_json(folder / "generation_config.json", required=False)
-        reader = _Reader(raw)
         architecture = _architecture(raw)
-        max_position_embeddings = reader.positive_int("max_position_embeddings")
+        max_position_embeddings = positive_int(raw, "max_position_embeddings")
         rope = read_rope(raw["rope_parameters"], raw, max_position_embeddings)
-        num_heads = reader.positive_int("num_attention_heads")
-        hidden_size = reader.positive_int("hidden_size")
+        num_heads = positive_int(raw, "num_attention_heads")
+        hidden_size = positive_int(raw, "hidden_size")
         config = cls(
             architecture=architecture,
             model_type=str(raw.get("model_type") or ""),
             hidden_size=hidden_size,
-            num_layers=reader.positive_int("num_hidden_layers"),
+            num_layers=positive_int(raw, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=reader.positive_int("num_key_value_heads", num_heads),
-            head_dim=reader.positive_int("head_dim", _default_head_dim(architecture, hidden_size, num_heads)),
-            intermediate_size=reader.positive_int("intermediate_size"),
-            vocab_size=reader.positive_int("vocab_size"),
-            rms_norm_eps=reader.positive_float("rms_norm_eps", 1e-6),
-            tie_word_embeddings=reader.flag("tie_word_embeddings"),
-            attention_bias=reader.flag("attention_bias"),
-            mlp_bias=reader.flag("mlp_bias"),
+            num_kv_heads=positive_int(raw, "num_key_value_heads", num_heads),
+            head_dim=positive_int(raw, "head_dim", _default_head_dim(architecture, hidden_size, num_heads)),
+            intermediate_size=positive_int(raw, "intermediate_size"),
+            vocab_size=positive_int(raw, "vocab_size"),
+            rms_norm_eps=positive_number(raw, "rms_norm_eps", 1e-6),
+            tie_word_embeddings=flag(raw, "tie_word_embeddings"),
+            attention_bias=flag(raw, "attention_bias"),
+            mlp_bias=flag(raw, "mlp_bias"),
             rope=rope,
             max_position_embeddings=max_position_embeddings,
             context_length=_context_length(context_length, max_position_embeddings, rope),
             torch_dtype=_dtype(raw),
-            bos_token_id=_first(_token_ids("config.json", raw, "bos_token_id")),
-            eos_token_ids=_token_ids("generation_config.json", generation, "eos_token_id")
-            or _token_ids("config.json", raw, "eos_token_id"),
-            num_mtp_layers=reader.count("num_nextn_predict_layers"),
+            bos_token_id=_first(token_ids("config.json", raw, "bos_token_id")),
+            eos_token_ids=token_ids("generation_config.json", generation, "eos_token_id")
+            or token_ids("config.json", raw, "eos_token_id"),
+            num_mtp_layers=positive_int(raw, "num_nextn_predict_layers") if raw.get("num_nextn_predict_layers") else 0,
             sampling_defaults=_sampling_defaults(generation),
         )
         config._check_shape()
@@ -129,40 +129,6 @@ class ModelConfig:
             raise ModelError(f"config.json: head_dim must be even for rotary embeddings, not {self.head_dim}.")
 
 
-class _Reader:
-    """Typed access to config.json: every value that is not what it should be is a ModelError that names the key."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self._raw = raw
-
-    def positive_int(self, key: str, default: int | None = None) -> int:
-        value = self._raw.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise ModelError(f"config.json has no {key}.")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(f"config.json: {key} must be a positive integer, not {value!r}.")
-        return value
-
-    def count(self, key: str) -> int:
-        return self.positive_int(key) if self._raw.get(key) else 0
-
-    def positive_float(self, key: str, default: float) -> float:
-        value = self._raw.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ModelError(f"config.json: {key} must be a positive number, not {value!r}.")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self._raw.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise ModelError(f"config.json: {key} must be true or false, not {value!r}.")
-        return bool(value)
-
-
 def _read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the overrides on top; all that RoPE needs is in `rope_parameters`."""
     unread = sorted(set(overrides) - READ_KEYS)
@@ -192,13 +158,13 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+    architectures = names(raw, "architectures")
+    if not architectures:
         raise ModelError("config.json names no model in architectures.")
-    if names[0] not in SUPPORTED_ARCHITECTURES:
+    if architectures[0] not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise ModelError(f"The model architecture {names[0]} is not supported; supported are {supported}.")
-    return names[0]
+        raise ModelError(f"The model architecture {architectures[0]} is not supported; supported are {supported}.")
+    return architectures[0]
 
 
 def _default_head_dim(architecture: str, hidden_size: int, num_heads: int) -> int:
@@ -221,17 +187,8 @@ def _dtype(raw: Mapping[str, Any]) -> str:
     value = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise ModelError(f"config.json: dtype {value!r} is not supported; supported are {', '.join(DTYPES)}.")
+        raise ModelError(f"config.json: dtype {shown(value)} is not supported; supported are {', '.join(DTYPES)}.")
     return name
-
-
-def _token_ids(file: str, raw: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    value = raw.get(key)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise ModelError(f"{file}: {key} must be a token id or a list of them, not {value!r}.")
-    return tuple(dict.fromkeys(ids))
 
 
 def _first(ids: tuple[int, ...]) -> int | None:
@@ -248,8 +205,8 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
         value = generation.get(key)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise ModelError(f"generation_config.json: {key} must be a number of at least 0, not {value!r}.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
+            raise ModelError(f"generation_config.json: {key} must be a number of at least 0, not {shown(value)}.")
         defaults[key] = value
     if defaults.get("top_k") == 0:
         defaults["top_k"] = -1  # transformers' way to say that the filter is off
@@ -258,31 +215,28 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
 
 def _refuse_unsupported(raw: Mapping[str, Any], config: ModelConfig) -> None:
     if raw.get("quantization_config"):
-        method = (
-            raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else None
-        )
-        raise ModelError(f"Quantized checkpoints are not supported (config.json: quantization_config {method or ''}).")
+        method = mapping(raw, "quantization_config").get("quant_method", "")
+        raise ModelError(f"Quantized checkpoints are not supported (config.json: quantization_config {shown(method)}).")
     if raw.get("hidden_act") not in (None, "silu"):
-        raise ModelError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'.")
+        raise ModelError(f"config.json: hidden_act {shown(raw['hidden_act'])} is not supported, only 'silu'.")
+    for layer in names(raw, "layer_types"):
+        if layer not in ("full_attention", "sliding_attention"):
+            raise ModelError(f"config.json: layer type {layer} is not supported, only full_attention.")
     window = _sliding_window(raw, config)
     if window is not None and window < config.context_length:
         raise ModelError(
             f"Sliding-window attention is not supported (config.json: sliding_window {window});"
             f" --context-length {window} or less would need none."
         )
-    other = {layer for layer in raw.get("layer_types") or () if layer not in ("full_attention", "sliding_attention")}
-    if other:
-        raise ModelError(f"config.json: layer type {sorted(map(str, other))[0]} is not supported, only full_attention.")
 
 
 def _sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> int | None:
-    """The window of the layers that have one; None if all attend to everything."""
+    """The window of the layers that have one; None if all attend to everything. Defaults are those of transformers."""
     if config.architecture == "MistralForCausalLM":
-        window = raw.get("sliding_window", 4096)
+        slides = raw.get("sliding_window", 4096) is not None
     elif raw.get("layer_types") is not None:
-        window = raw.get("sliding_window", 4096) if "sliding_attention" in raw["layer_types"] else None
-    elif raw.get("use_sliding_window"):
-        window = raw.get("sliding_window", 4096) if raw.get("max_window_layers", 28) < config.num_layers else None
+        slides = "sliding_attention" in names(raw, "layer_types")
     else:
-        window = None
-    return None if window is None else _Reader({"sliding_window": window}).positive_int("sliding_window")
+        first_sliding = positive_int(raw, "max_window_layers", 28) if raw.get("max_window_layers") != 0 else 0
+        slides = flag(raw, "use_sliding_window") and first_sliding < config.num_layers
+    return positive_int(raw, "sliding_window", 4096) if slides else None

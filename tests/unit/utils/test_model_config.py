@@ -1,0 +1,320 @@
+"""ModelConfig: what it reads from old and new files, and what it refuses in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from srt.utils.model_config import READ_KEYS, ModelConfig, ModelError
+from srt.utils.rope_config import RopeConfig
+
+BASE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 500,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "dtype": "bfloat16",
+    "eos_token_id": 7,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+def write(folder: Path, changes: dict[str, Any] | None = None, generation: dict[str, Any] | None = None) -> Path:
+    """A folder with BASE and the changes; a change to ... removes the key."""
+    config = {key: value for key, value in {**BASE, **(changes or {})}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def read(folder: Path, changes: dict[str, Any] | None = None, **more: Any) -> ModelConfig:
+    return ModelConfig.from_folder(write(folder, changes), **more)
+
+
+def refusal(folder: Path, changes: dict[str, Any] | None = None, **more: Any) -> str:
+    """The sentence."""
+    with pytest.raises(ModelError) as caught:
+        read(folder, changes, **more)
+    return str(caught.value)
+
+
+def test_a_config_is_read_whole(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    assert (config.architecture, config.num_layers, config.num_heads, config.num_kv_heads) == (
+        "Qwen3ForCausalLM",
+        3,
+        8,
+        4,
+    )
+    assert config.rope == RopeConfig("default", 1e6)
+    assert (config.torch_dtype, config.context_length, config.eos_token_ids) == ("bfloat16", 4096, (7,))
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
+    absent = dict.fromkeys(("num_key_value_heads", "head_dim", "rope_parameters", "dtype", "eos_token_id"), ...)
+    config = read(tmp_path, absent)
+    assert (config.num_kv_heads, config.head_dim, config.rope) == (8, 128, RopeConfig("default", 10000.0))
+    assert (config.torch_dtype, config.eos_token_ids, config.rms_norm_eps) == ("float32", (), 1e-6)
+    assert not config.tie_word_embeddings
+    assert read(tmp_path, {**absent, "architectures": ["LlamaForCausalLM"]}).head_dim == 8
+
+
+def test_the_old_and_the_new_style_read_alike(tmp_path: Path) -> None:
+    new = read(tmp_path, {"rope_parameters": {**YARN, "rope_theta": 5e5}})
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    old = {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": scaling, "dtype": ..., "torch_dtype": "bfloat16"}
+    assert read(tmp_path, old) == new
+    assert read(tmp_path, {**old, "torch_dtype": "torch.bfloat16"}) == new
+
+
+def test_generation_config_names_the_ends_and_the_sampling(tmp_path: Path) -> None:
+    generation = {
+        "do_sample": True,
+        "eos_token_id": [5, 9, 5],
+        "temperature": 0.6,
+        "top_k": 0,
+        "top_p": 0.95,
+        "repetition_penalty": 1.1,
+    }
+    config = ModelConfig.from_folder(write(tmp_path, generation=generation))
+    assert config.eos_token_ids == (5, 9)
+    assert config.sampling_defaults == {"temperature": 0.6, "top_k": -1, "top_p": 0.95, "repetition_penalty": 1.1}
+
+
+def test_without_do_sample_only_the_penalty_is_a_default(tmp_path: Path) -> None:
+    generation = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    config = ModelConfig.from_folder(write(tmp_path, generation=generation))
+    assert config.sampling_defaults == {"repetition_penalty": 1.1}
+    assert config.eos_token_ids == (7,)
+
+
+def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
+    config = read(tmp_path, overrides={"num_hidden_layers": 1, "torch_dtype": "float16"})
+    assert (config.num_layers, config.torch_dtype) == (1, "float16")
+    assert "no_such_key" in refusal(tmp_path, overrides={"no_such_key": 1})
+    assert "num_hidden_layers" in refusal(tmp_path, overrides={"num_hidden_layers": 0})
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_parameters": ..., "rope_theta": 5e5},
+        {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ],
+)
+def test_an_overriding_scaling_keeps_the_theta_of_the_file(name: str, stated: dict[str, Any], tmp_path: Path) -> None:
+    rope = read(tmp_path, stated, overrides={name: YARN}).rope
+    assert (rope.kind, rope.theta, rope.factor) == ("yarn", 5e5, 4.0)
+    assert read(tmp_path, stated, overrides={name: {**YARN, "rope_theta": 7.5}}).rope.theta == 7.5
+    assert read(tmp_path, stated, overrides={name: None}).rope == RopeConfig("default", 5e5)
+    assert read(tmp_path, stated, overrides={"rope_theta": 8.5}).rope.theta == 8.5
+
+
+def test_the_context_is_what_the_model_states_unless_asked_for_less(tmp_path: Path) -> None:
+    assert read(tmp_path, context_length=100).context_length == 100
+    assert "--context-length 4097" in refusal(tmp_path, context_length=4097)
+    assert "--context-length" in refusal(tmp_path, context_length=0)
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({**YARN, "rope_theta": 1e6}, 8192),
+        ({"rope_type": "linear", "factor": 3.0}, 12288),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 1024,
+            },
+            8192,
+        ),
+    ],
+)
+def test_a_longer_context_is_allowed_where_the_rope_was_made_for_it(
+    rope: dict[str, Any], limit: int, tmp_path: Path
+) -> None:
+    changes = {"rope_parameters": rope}
+    assert read(tmp_path, changes).context_length == 4096
+    assert read(tmp_path, changes, context_length=limit).context_length == limit
+    assert str(limit) in refusal(tmp_path, changes, context_length=limit + 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        ({"architectures": []}, ["architectures"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1}, ["sliding_window 128"]),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, ["sliding_window 64"]),
+        ({"layer_types": ["linear_attention"]}, ["linear_attention"]),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, ["sliding_window 1024"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic", "batch"]),
+        ({"rope_scaling": {"type": "longrope"}}, ["longrope"]),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, ["mrope"]),
+        ({"rope_parameters": {"rope_type": "new-thing"}}, ["new-thing", "llama3"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["by layer type"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["linear", "factor"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, ["rope_theta"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+        ({"hidden_size": ...}, ["hidden_size"]),
+        ({"vocab_size": "many"}, ["vocab_size", "many"]),
+        ({"num_key_value_heads": 3}, ["8 query heads", "3 KV heads"]),
+        ({"head_dim": 15}, ["head_dim", "15"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id"]),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    sentence = refusal(tmp_path, changes)
+    for word in words:
+        assert word in sentence
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+
+
+def test_a_window_that_the_context_never_fills_is_no_window(tmp_path: Path) -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 1024}
+    assert read(tmp_path, mistral, context_length=1024).context_length == 1024
+    assert read(tmp_path, {**mistral, "sliding_window": None}).context_length == 4096
+    read(tmp_path, {"use_sliding_window": False, "sliding_window": 128})
+    read(tmp_path, {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 3})
+
+
+def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="is not JSON"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match="is not JSON"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="object"):
+        ModelConfig.from_folder(tmp_path)
+    write(tmp_path, generation={"do_sample": True, "temperature": "hot"})
+    with pytest.raises(ModelError, match="temperature"):
+        ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "changes", "words"),
+    [
+        (3, {}, "8 query heads"),
+        (16, {}, "8 query heads"),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 6}, "6 KV heads"),
+        (8, {"intermediate_size": 100}, "intermediate size, 100"),
+    ],
+)
+def test_a_tp_that_does_not_fit_is_refused(tp_size: int, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"--tp {tp_size}.*{words}"):
+        read(tmp_path, changes).check_tp(tp_size)
+
+
+def test_kv_heads_are_replicated_where_tp_exceeds_them(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    for tp_size, heads in ((1, 4), (2, 2), (4, 1), (8, 1)):
+        config.check_tp(tp_size)
+        assert config.num_kv_heads_per_rank(tp_size) == heads
+
+
+def test_the_hash_tells_models_apart_and_nothing_else(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    one = read(first)
+    assert one.config_hash() == read(second).config_hash() == read(first, {"transformers_version": "9"}).config_hash()
+    others = [
+        read(first, {"num_hidden_layers": 4}),
+        read(first, {"rope_parameters": {**YARN}}),
+        read(first, context_length=100),
+    ]
+    assert len({config.config_hash() for config in [one, *others]}) == 4
+
+
+def complaint(
+    folder: Path, changes: dict[str, Any] | None = None, generation: dict[str, Any] | None = None
+) -> str | None:
+    """The sentence, or None if all is well."""
+    try:
+        config = ModelConfig.from_folder(write(folder, changes, generation))
+    except ModelError as error:
+        return str(error)
+    config.config_hash()
+    config.check_tp(1)
+    return None
+
+
+WRONG: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    3,
+    10**400,
+    0.5,
+    1.0,
+    float("nan"),
+    float("inf"),
+    "",
+    "text",
+    [],
+    [None],
+    [[1]],
+    {},
+    {"x": {}},
+    {"rope_type": ["yarn"], "type": 3},
+)
+ROPE_KEYS = (
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "partial_rotary_factor",
+)
+
+
+def test_no_value_in_a_config_raises_anything_but_a_sentence(tmp_path: Path) -> None:
+    llama3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    changes = [{key: value} for key in sorted(READ_KEYS) for value in WRONG]
+    changes += [
+        {"rope_parameters": {**rope, "mscale": 1.0, "mscale_all_dim": 1.0, key: value}}
+        for rope in (YARN, llama3)
+        for key in ROPE_KEYS
+        for value in WRONG
+    ]
+    for change in changes:
+        for more in ({}, {"use_sliding_window": True}, {"architectures": ["MistralForCausalLM"]}):
+            assert (complaint(tmp_path, {**more, **change}) or ".").endswith("."), change
+
+
+def test_no_value_in_a_generation_config_raises_anything_but_a_sentence(tmp_path: Path) -> None:
+    for key in ("do_sample", "eos_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        for value in WRONG:
+            assert key in (complaint(tmp_path, generation={"do_sample": True, key: value}) or key)
