@@ -1,0 +1,122 @@
+"""Chat templates: the Jinja text that a model's authors wrote, rendered in a sandbox, with the helpers that such texts expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+_RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+
+
+class ChatTemplateError(ValueError):
+    """The conversation cannot be rendered; the text is one sentence."""
+
+
+class ChatTemplate:
+    """One or several named templates of a model (`default`, and `tool_use` where tools have one of their own)."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """ChatTemplateError if a source is no template."""
+        environment = _environment()
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"The chat template cannot be compiled: {error}.") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. With `continue_final_message` it ends where the last message's content does, for the model to go on there."""
+        taken = sorted(_RESERVED & set(variables or ()))
+        if taken:
+            raise ChatTemplateError(f"The chat template's variable {taken[0]} cannot be set this way.")
+        if continue_final_message and add_generation_prompt:
+            raise ChatTemplateError("A final message is continued, or a new one begun, not both.")
+        template = self._template_for(tools)
+        try:
+            text = template.render(
+                **{**self._special_tokens, **(variables or {})},
+                messages=list(messages),
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # the template is a foreign program, and may fail in any way a program can
+            raise ChatTemplateError(f"The chat template does not take this conversation: {error}.") from error
+        return _cut_behind_final_message(text, messages) if continue_final_message else text
+
+    def _template_for(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
+        if tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" in self._templates:
+            return self._templates["default"]
+        if len(self._templates) == 1:
+            return next(iter(self._templates.values()))
+        raise ChatTemplateError("The model has several chat templates, and none of them is the default.")
+
+
+def _cut_behind_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or not content.strip():
+        raise ChatTemplateError("A final message can be continued only if it has text.")
+    core = content.strip()
+    start = text.rfind(core)
+    if start < 0:
+        raise ChatTemplateError("The chat template changes the final message, so it cannot be continued.")
+    end = start + len(core)
+    trailing = content[len(content.rstrip()) :]
+    return text[: end + len(trailing)] if text.startswith(trailing, end) else text[:end]
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks training targets; for a prompt it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja reads it from the class
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own: no HTML escapes, which a model was not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # local time, as model cards mean it

@@ -1,0 +1,111 @@
+"""Token ids to text, one token at a time: never half a character, never a text that later tokens would change."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MAX_HELD_TOKENS = 8  # a character is at most four tokens; what is still broken after eight stays broken
+_CONTEXT_TOKENS = 6  # enough of the prompt for a decoder to know that it is not at the beginning
+
+
+class TextStream(Protocol):
+    """The text of one choice. The pieces that `push` and then `finish` return, end to end, are the whole of it."""
+
+    def push(self, token_id: int) -> str:
+        """What is certain now and was not before; may be empty."""
+        ...
+
+    def finish(self) -> str:
+        """The rest, with U+FFFD for characters that were not completed. Nothing may be pushed afterwards."""
+        ...
+
+
+class ByteTable(dict[int, bytes]):
+    """Token id -> the bytes it stands for in a byte-level vocabulary; filled as tokens are met. Unknown ids are no bytes."""
+
+    def __init__(self, tokenizer: Any, skipped: frozenset[int]) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._byte_of = byte_of_character()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
+        if token is None:
+            value = b""
+        elif all(character in self._byte_of for character in token):
+            value = bytes(self._byte_of[character] for character in token)
+        else:
+            value = token.encode()  # an added token with characters that a byte-level vocabulary would have mapped
+        self[token_id] = value
+        return value
+
+
+class ByteLevelStream:
+    """For byte-level vocabularies: a token's bytes do not depend on its neighbours, so the text is exactly that of one decode."""
+
+    def __init__(self, table: ByteTable) -> None:
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+
+    def push(self, token_id: int) -> str:
+        return self._decode(self._table[token_id])
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class WindowStream:
+    """For decoders that look at neighbours (metaspace, byte fallback): decode a small window twice, the difference is new.
+
+    The window begins at a point where the text was whole, and holds at least the tokens of the last piece, so a leading space of a
+    word is kept although decoders drop it at the beginning of a text. Beginning with the prompt's last tokens does the same for the
+    first word of an answer.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool, joined: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._joined = joined  # tokens between two of which the decoder's space is not wanted
+        self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._held: list[int] = []
+        self._before = self._decode(self._context)
+        self._last = prompt_ids[-1] if len(prompt_ids) else -1
+
+    def push(self, token_id: int) -> str:
+        self._held.append(token_id)
+        between = token_id in self._joined and self._last in self._joined
+        self._last = token_id
+        text = self._decode(self._context + self._held)
+        if text.endswith(REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
+            return ""
+        piece = self._release(text)
+        return piece.removeprefix(" ") if between else piece
+
+    def finish(self) -> str:
+        return self._release(self._decode(self._context + self._held)) if self._held else ""
+
+    def _release(self, text: str) -> str:
+        piece = text[len(self._before) :]
+        # Tokens without text leave the context alone, or it would lose the word that it is there for.
+        self._context = self._held if piece else self._context + self._held
+        self._context = self._context[-4 * _CONTEXT_TOKENS :]
+        self._held = []
+        self._before = self._decode(self._context)
+        return piece
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+        return text
+
+
+def byte_of_character() -> dict[str, int]:
+    """The alphabet of byte-level vocabularies: printable Latin-1 stands for itself, other bytes for characters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + position): byte for position, byte in enumerate(others)})
+    return alphabet
