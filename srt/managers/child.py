@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from srt.managers.child_process import CHILD_FD, HTTP_FD, PARENT_PID
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import (
     ChildStart,
@@ -34,11 +35,6 @@ from srt.protocol.messages import (
 )
 from srt.protocol.stream import MessageStream
 from srt.utils.errors import StartError
-
-# The supervisor writes these into the environment of its children.
-CHILD_FD = "SRT_CHILD_FD"  # this child's end of the socketpair
-PARENT_PID = "SRT_PARENT_PID"
-HTTP_FD = "SRT_HTTP_FD"  # the listening socket, for frontends
 
 HEARTBEAT_S = 1.0
 _PR_SET_PDEATHSIG = 1

@@ -1,0 +1,96 @@
+"""`python -m srt.launch_server`: check what can be checked, start the processes, and stay as their supervisor.
+
+Exit code 0 after an orderly end, 1 after a failure with one sentence that explains it. The order below is the start-up speed:
+the wire format is loaded while the children are already loading theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from srt.managers.child_process import LIFELINE_FD, MODULES, ChildProcess, children_of, environment_of, spawn
+from srt.managers.preflight import ServerPlan, check_and_listen, is_loopback
+from srt.managers.progress_display import ProgressDisplay
+from srt.managers.run_dir import RunDir
+from srt.managers.signal_pipe import SignalPipe
+from srt.server_args import ArgumentError, parse_args
+from srt.utils.errors import StartError
+from srt.utils.host import process_age_s, raise_descriptor_limit, usable_cores
+
+if TYPE_CHECKING:
+    from srt.protocol.stream import MessageStream
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a server to its end and return the exit code."""
+    started_s = time.monotonic() - process_age_s()
+    if not sys.platform.startswith("linux"):
+        return _refuse(f"srt runs on Linux (and WSL2) only, not on {sys.platform}.")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until there are processes to be ended in order
+    lifeline_fd = os.environ.pop(LIFELINE_FD, None)
+    try:
+        if lifeline_fd is not None:
+            return serve_runtime(int(lifeline_fd), started_s)
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+        plan = check_and_listen(args, http=True)
+        if not is_loopback(args.host) and args.api_key is None:
+            sys.stderr.write(f"Warning: {args.host} can be reached by others, and no --api-key is set.\n")
+        return serve(plan, started_s, None)
+    except (ArgumentError, StartError) as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return 0
+
+
+def serve_runtime(lifeline_fd: int, started_s: float) -> int:
+    """The same for a Runtime, which gives the options and gets the reason of a failure over its lifeline."""
+    from srt.managers.lifeline import open_lifeline, say_failed
+
+    lifeline, order = open_lifeline(lifeline_fd)
+    try:
+        return serve(check_and_listen(order.args, http=order.http), started_s, lifeline)
+    except (ArgumentError, StartError) as error:
+        say_failed(lifeline, str(error))
+        return 1
+
+
+def serve(
+    plan: ServerPlan, started_s: float, lifeline: MessageStream | None, modules: Mapping[str, str] = MODULES
+) -> int:
+    """Start all processes side by side, and run them until they end."""
+    raise_descriptor_limit()
+    run_dir = RunDir()
+    try:
+        signals = SignalPipe()
+        children = start_children(plan, modules)
+        from srt.managers.supervisor import Supervisor  # here: see above
+
+        display = ProgressDisplay(quiet=plan.args.log_level in ("warning", "error"))
+        return Supervisor(plan, run_dir, children, signals, display, started_s, lifeline).run()
+    finally:
+        run_dir.remove()
+
+
+def start_children(plan: ServerPlan, modules: Mapping[str, str]) -> list[ChildProcess]:
+    keys = children_of(plan.num_http_frontends, plan.args.tp_size)
+    cores = usable_cores()
+    children = []
+    for key in keys:
+        environment = environment_of(key.role, plan.args.tp_size, len(keys) + 1, cores)
+        listener = plan.listener if key.role == "frontend" else None
+        children.append(spawn(key, modules[key.role], environment, listener))
+    return children
+
+
+def _refuse(sentence: str) -> int:
+    sys.stderr.write(sentence + "\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

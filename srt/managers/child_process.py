@@ -1,0 +1,109 @@
+"""Starting a child: a Python module of its own, one end of a socketpair, and nothing else of ours.
+
+Kept free of the wire format, so that the children are on their way before the supervisor has loaded it.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from srt.utils.errors import StartError
+
+# What a child finds in its environment.
+CHILD_FD = "SRT_CHILD_FD"  # its end of the socketpair
+PARENT_PID = "SRT_PARENT_PID"
+HTTP_FD = "SRT_HTTP_FD"  # the listening socket, for frontends
+# And a supervisor that a Runtime started: its end of the lifeline.
+LIFELINE_FD = "SRT_LIFELINE_FD"
+
+MODULES = {
+    "frontend": "srt.entrypoints.http_server",
+    "scheduler": "srt.managers.scheduler",
+    "worker": "srt.managers.tp_worker",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChildKey:
+    """A place in the server: `worker` 1, `frontend` 0, `scheduler` 0."""
+
+    role: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProcess:
+    """A child that was started, and the supervisor's end of its link."""
+
+    key: ChildKey
+    popen: subprocess.Popen[bytes]
+    socket: socket.socket
+    spawned_s: float  # CLOCK_MONOTONIC
+
+
+def spawn(key: ChildKey, module: str, environment: Mapping[str, str], listener: socket.socket | None) -> ChildProcess:
+    """Start the child's module. Only from the main thread: a parent-death signal fires when the thread that started a child ends.
+
+    It gets a session of its own, so a terminal's Ctrl-C does not reach it.
+    """
+    ours, theirs = socket.socketpair()
+    inherited = [theirs.fileno()] + ([listener.fileno()] if listener else [])
+    variables = {**os.environ, **module_path(), **environment}
+    variables |= {CHILD_FD: str(theirs.fileno()), PARENT_PID: str(os.getpid())}
+    if listener:
+        variables[HTTP_FD] = str(listener.fileno())
+    spawned_s = time.monotonic()
+    try:
+        popen = subprocess.Popen(
+            python_command(module),
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            env=variables,
+            pass_fds=inherited,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StartError(f"The {key} could not be started: {error.strerror}.") from error
+    finally:
+        theirs.close()
+    return ChildProcess(key, popen, ours, spawned_s)
+
+
+def python_command(module: str) -> list[str]:
+    """Run one of our modules. -P: a file in the user's folder that is named like a library must not be taken for it."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def module_path() -> dict[str, str]:
+    """The variable that lets such a command find this package where it was not installed but run from its folder."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root in site.getsitepackages():
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))}
+
+
+def children_of(num_frontends: int, tp_size: int) -> list[ChildKey]:
+    """All processes of a server. Workers first: their imports take longest."""
+    workers = [ChildKey("worker", rank) for rank in range(tp_size)]
+    return [*workers, ChildKey("scheduler", 0), *(ChildKey("frontend", index) for index in range(num_frontends))]
+
+
+def environment_of(role: str, tp_size: int, num_processes: int, cores: int) -> dict[str, str]:
+    """What must be set before the child's libraries are loaded. What the user has set stays."""
+    wanted = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's pool of threads costs start-up time, and nobody multiplies with it
+    if role == "worker":
+        wanted["OMP_NUM_THREADS"] = str(max(1, cores // tp_size))
+        if cores < num_processes + 2:
+            wanted["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of a process that has work
+    return {name: value for name, value in wanted.items() if name not in os.environ}

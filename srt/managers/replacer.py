@@ -1,0 +1,294 @@
+"""Which processes live, and what follows when one speaks, falls silent or ends. Decides only: it does no I/O and reads no clock.
+
+    effects = replacer.handle(event, now_s)        now and then: effects = replacer.tick(now_s)
+
+Today every process is needed and none can be replaced: the first that ends, ends the server, with the reason. The events already
+say all that replacement has to know (who, which generation, how it ended, what it said last).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import assert_never
+
+from srt.managers.child_process import ChildKey
+from srt.protocol.messages import Failed, FromChild, Heartbeat, Progress, Ready, ServerReady, Stop
+
+SILENT_S = 30.0  # a process that sends heartbeats and then none for so long has stopped for good
+SETTLE_S = 0.3  # one death causes others: so long we listen before we say which was first
+LAST_ANSWERS_S = 1.0  # for frontends to tell their clients that the engine has ended
+ENDING_S = 3.0  # for the rest to end by itself
+
+
+# ---- Events
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpoke:
+    child: ChildKey
+    message: FromChild
+
+
+@dataclass(frozen=True, slots=True)
+class ChildExited:
+    child: ChildKey
+    returncode: int  # negative: the signal that killed it
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """The child closed its end, or wrote what cannot be read. It is about to exit, or should be."""
+
+    child: ChildKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """By a signal or by the Runtime. Asked twice, or with no grace: at once."""
+
+    grace_s: float
+
+
+Event = ChildSpoke | ChildExited | LinkLost | StopAsked
+
+
+# ---- Effects
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    child: ChildKey
+    message: ServerReady | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    child: ChildKey
+
+
+@dataclass(frozen=True, slots=True)
+class BecameReady:
+    """All processes are: the server is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The orderly end begins; for running requests at most `grace_s` seconds remain."""
+
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """All processes have ended. `reason` is the sentence for the user, if the end was not asked for."""
+
+    exit_code: int
+    reason: str | None
+
+
+Effect = Tell | Kill | BecameReady | Stopping | Finish
+
+
+class State(Enum):
+    STARTING = auto()
+    READY = auto()
+    STOPPING = auto()  # asked for: role after role
+    FAILING = auto()  # a process is gone: listen for the cause, then end the rest
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class _Life:
+    """What is known of a living child."""
+
+    ready: bool = False
+    phase: str = ""
+    last_beat_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Deadline:
+    """Kill what is left of these children at this time; with a sentence, that is why the server fails."""
+
+    when_s: float
+    children: tuple[ChildKey, ...]
+    sentence: str | None = None
+
+
+@dataclass(slots=True)
+class _Cause:
+    """Why the server fails. A death by a signal is nobody's consequence, so it goes before what others say of it."""
+
+    sentence: str
+    by_signal: bool
+
+
+@dataclass(slots=True)
+class Replacer:
+    """The state of the whole server, from the moment its processes were started."""
+
+    children: Iterable[ChildKey]
+    started_s: float
+    state: State = State.STARTING
+    _alive: dict[ChildKey, _Life] = field(default_factory=dict)
+    _last_words: dict[ChildKey, str] = field(default_factory=dict)
+    _killed: set[ChildKey] = field(default_factory=set)
+    _cause: _Cause | None = None
+    _stages: list[tuple[str, float]] = field(default_factory=list)  # roles still to be stopped, with their grace
+    _deadlines: list[_Deadline] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._alive = {key: _Life() for key in self.children}
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        match event:
+            case ChildSpoke(child, message):
+                return self._heard(child, message, now_s)
+            case ChildExited(child, returncode):
+                return self._exited(child, returncode, now_s)
+            case LinkLost(child, reason):
+                return self._link_lost(child, reason, now_s)
+            case StopAsked(grace_s):
+                return self._stop(grace_s, now_s)
+            case _:
+                assert_never(event)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """What time alone brings: silence, and the end of somebody's grace."""
+        effects: list[Effect] = []
+        if self.state in (State.STARTING, State.READY):
+            for child, life in self._alive.items():
+                if life.last_beat_s is not None and now_s - life.last_beat_s > SILENT_S:
+                    effects += self._fail(f"The {child} has given no sign of life for {SILENT_S:.0f} s.", False, now_s)
+                    break
+        due = [deadline for deadline in self._deadlines if deadline.when_s <= now_s]
+        self._deadlines = [deadline for deadline in self._deadlines if deadline.when_s > now_s]
+        for deadline in due:
+            late = [child for child in deadline.children if child in self._alive]
+            if late and deadline.sentence:
+                effects += self._fail(deadline.sentence, False, now_s)
+            effects += self._kill(late)
+        return effects
+
+    def next_tick_s(self) -> float | None:
+        """When `tick` has something to do at the latest; None when only an event can bring something."""
+        times = [deadline.when_s for deadline in self._deadlines]
+        if self.state in (State.STARTING, State.READY):
+            times += [life.last_beat_s + SILENT_S for life in self._alive.values() if life.last_beat_s is not None]
+        return min(times, default=None)
+
+    # ---- What children do
+
+    def _heard(self, child: ChildKey, message: FromChild, now_s: float) -> list[Effect]:
+        life = self._alive.get(child)
+        if life is None:
+            return []
+        match message:
+            case Progress():
+                life.phase = message.phase
+            case Heartbeat():
+                life.last_beat_s = now_s
+            case Failed():
+                self._last_words[child] = message.message
+                return self._fail(message.message, False, now_s)
+            case Ready():
+                life.ready = True
+                return self._perhaps_ready(now_s)
+            case _:
+                assert_never(message)
+        return []
+
+    def _perhaps_ready(self, now_s: float) -> list[Effect]:
+        if self.state is not State.STARTING or not all(life.ready for life in self._alive.values()):
+            return []
+        self.state = State.READY
+        word = ServerReady(now_s - self.started_s)
+        return [*(Tell(child, word) for child in self._alive), BecameReady()]
+
+    def _exited(self, child: ChildKey, returncode: int, now_s: float) -> list[Effect]:
+        life = self._alive.pop(child, None)
+        if life is None:
+            return []
+        effects: list[Effect] = []
+        if self.state in (State.STARTING, State.READY, State.FAILING) and child not in self._killed:
+            effects += self._fail(self._obituary(child, life, returncode), returncode < 0, now_s)
+        if self.state is State.STOPPING and not any(other.role == child.role for other in self._alive):
+            effects += self._next_stage(now_s)
+        if not self._alive:
+            effects += self._finish()
+        return effects
+
+    def _obituary(self, child: ChildKey, life: _Life, returncode: int) -> str:
+        if returncode >= 0 and child in self._last_words:
+            return self._last_words[child]
+        doing = "" if life.ready else f" at its start ({life.phase})" if life.phase else " at its start"
+        if returncode < 0:
+            hint = " (out of memory?)" if returncode == -signal.SIGKILL else ""
+            return f"The {child} was killed by {_signal_name(-returncode)}{doing}{hint}."
+        return f"The {child} ended{doing} with exit code {returncode}."
+
+    def _link_lost(self, child: ChildKey, reason: str, now_s: float) -> list[Effect]:
+        """Its exit status says more, so that is awaited; but who does not exit is made to."""
+        if child in self._alive:
+            sentence = self._last_words.get(child, f"The {child} broke its link to the supervisor: {reason}.")
+            self._deadlines.append(_Deadline(now_s + ENDING_S, (child,), sentence))
+        return []
+
+    # ---- How the server ends
+
+    def _fail(self, sentence: str, by_signal: bool, now_s: float) -> list[Effect]:
+        if self.state in (State.STOPPING, State.FINISHED):
+            return []
+        if self._cause is None or (by_signal and not self._cause.by_signal):
+            self._cause = _Cause(sentence, by_signal)
+        if self.state is State.FAILING:
+            return []
+        was_ready = self.state is State.READY
+        self.state = State.FAILING
+        # Frontends have clients to tell, once there are any.
+        frontends = self._of_role("frontend") if was_ready else ()
+        at_once = tuple(child for child in self._alive if child not in frontends)
+        self._deadlines += [_Deadline(now_s + SETTLE_S, at_once), _Deadline(now_s + ENDING_S, frontends)]
+        return [Tell(child, Stop(LAST_ANSWERS_S)) for child in frontends]
+
+    def _stop(self, grace_s: float, now_s: float) -> list[Effect]:
+        if self.state is State.READY and grace_s > 0:
+            self.state = State.STOPPING
+            self._stages = [("frontend", grace_s), ("scheduler", ENDING_S), ("worker", ENDING_S)]
+            return [Stopping(grace_s), *self._next_stage(now_s)]
+        if self.state in (State.STARTING, State.READY):
+            self.state = State.STOPPING
+        return self._kill(self._alive)  # nothing to be finished, or asked for the second time
+
+    def _next_stage(self, now_s: float) -> list[Effect]:
+        while self._stages:
+            role, grace_s = self._stages.pop(0)
+            children = self._of_role(role)
+            if children:
+                self._deadlines.append(_Deadline(now_s + grace_s + ENDING_S, children))
+                return [Tell(child, Stop(grace_s)) for child in children]
+        return []
+
+    def _of_role(self, role: str) -> tuple[ChildKey, ...]:
+        return tuple(child for child in self._alive if child.role == role)
+
+    def _kill(self, children: Iterable[ChildKey]) -> list[Effect]:
+        chosen = [child for child in children if child not in self._killed]
+        self._killed.update(chosen)
+        return [Kill(child) for child in chosen]
+
+    def _finish(self) -> list[Effect]:
+        self.state = State.FINISHED
+        self._deadlines.clear()
+        return [Finish(0, None) if self._cause is None else Finish(1, self._cause.sentence)]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

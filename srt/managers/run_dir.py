@@ -1,0 +1,85 @@
+"""The private folder of a running server: sockets and rendezvous files live in it, and a lock says that it is in use.
+
+The lock is the kernel's (flock), so it ends with the server however that ends; the next start sweeps what was left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from srt.utils.errors import StartError
+
+PREFIX = "srt-"
+_UNLOCKED = ".srt-new-"  # a folder has this name until its lock is held, so that no sweep takes it for a dead server's
+_LOCK = "lock"
+_LONGEST_PATH = 107  # bytes that the kernel takes for a socket's path
+_ROOM_FOR_NAMES = 16
+
+
+class RunDir:
+    """Made on entry with mode 0700, gone after `remove`. Holds the lock as long as this object's process lives."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        sweep(parent)
+        try:
+            fresh = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=parent))
+        except OSError as error:
+            raise StartError(
+                f"The temporary folder {parent} cannot be written ({error.strerror}): set TMPDIR to another one."
+            ) from error
+        self._lock_fd = os.open(fresh / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+        self.path = fresh.with_name(PREFIX + fresh.name.removeprefix(_UNLOCKED))
+        fresh.rename(self.path)
+        if len(os.fsencode(self.path)) + _ROOM_FOR_NAMES > _LONGEST_PATH:
+            self.remove()
+            raise StartError(
+                f"The temporary folder {parent} has too long a name for sockets: set TMPDIR to a shorter one."
+            )
+
+    def remove(self) -> None:
+        """Delete the folder and let the lock go; nothing happens the second time."""
+        if self._lock_fd < 0:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Delete the folders under `parent` that servers of this user left behind; those in use stay. Returns what was deleted."""
+    with contextlib.suppress(OSError):
+        return [path for path in sorted(parent.glob(PREFIX + "*")) if _is_ours(path) and _remove_if_unlocked(path)]
+    return []
+
+
+def _is_ours(path: Path) -> bool:
+    """A folder of this user's that nobody else could have prepared: a link would lead the sweep astray."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700
+
+
+def _remove_if_unlocked(path: Path) -> bool:
+    try:
+        lock_fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # not one of a server's
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+        return True
+    finally:
+        os.close(lock_fd)

@@ -1,0 +1,234 @@
+"""The parent of all processes of a server on this host: one thread, one selector. What follows from an event is the Replacer's to decide.
+
+No torch, no HTTP, no model code. As PID 1 of a container it also reaps what its children leave behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from typing import assert_never
+
+from srt.managers.child_process import ChildKey, ChildProcess
+from srt.managers.preflight import ServerPlan
+from srt.managers.progress_display import REFRESH_S, ProgressDisplay
+from srt.managers.replacer import (
+    BecameReady,
+    ChildExited,
+    ChildSpoke,
+    Effect,
+    Event,
+    Finish,
+    Kill,
+    LinkLost,
+    Replacer,
+    State,
+    StopAsked,
+    Stopping,
+    Tell,
+)
+from srt.managers.run_dir import RunDir
+from srt.managers.signal_pipe import STOP_SIGNALS, SignalPipe
+from srt.managers.startup_report import StartupReport
+from srt.protocol.link_errors import LinkBroken, PeerGone
+from srt.protocol.messages import ChildStart, EngineStarted, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
+from srt.protocol.stream import MessageStream
+
+GENERATION = 1
+GRACE_S = 25.0  # for requests that run when the server is asked to stop; a container gets 30 s or less as a rule
+STARTUP_FILE = "startup.json"  # in the run directory, written when the server is ready
+
+
+class Supervisor:
+    """Runs a server whose processes were just started, until all of them have ended."""
+
+    def __init__(
+        self,
+        plan: ServerPlan,
+        run_dir: RunDir,
+        children: list[ChildProcess],
+        signals: SignalPipe,
+        display: ProgressDisplay,
+        started_s: float,
+        lifeline: MessageStream | None = None,
+    ) -> None:
+        self._plan = plan
+        self._run_dir = run_dir
+        self._signals = signals
+        self._display = display
+        self._lifeline = lifeline
+        self._children = {child.key: child for child in children}
+        self._streams = {child.key: MessageStream(child.socket, GENERATION) for child in children}
+        self._by_pid = {child.popen.pid: child.key for child in children}
+        self._replacer = Replacer([child.key for child in children], started_s)
+        self._report = StartupReport(started_s, {child.key: child.spawned_s for child in children})
+        self._selector = selectors.DefaultSelector()
+        self._exit_code: int | None = None
+
+    def run(self) -> int:
+        """Returns the exit code, when nothing of the server is left."""
+        self._selector.register(self._signals, selectors.EVENT_READ)
+        if self._lifeline:
+            self._selector.register(self._lifeline, selectors.EVENT_READ)
+        for key, stream in self._streams.items():
+            self._selector.register(stream, selectors.EVENT_READ, key)
+        self._tell_who_they_are()
+        self._reap()
+        while self._exit_code is None:
+            self._wait_and_handle()
+        return self._exit_code
+
+    def _tell_who_they_are(self) -> None:
+        num_http = self._plan.num_http_frontends
+        for key, stream in self._streams.items():
+            start = ChildStart(
+                role=key.role,
+                index=key.index,
+                generation=GENERATION,
+                run_dir=str(self._run_dir.path),
+                model_folder=str(self._plan.model_folder),
+                num_frontends=num_http + (self._lifeline is not None),
+                args=self._plan.args,
+            )
+            with contextlib.suppress(PeerGone):  # its exit is noticed like any other
+                stream.send(start)
+        self._tell_runtime(
+            EngineStarted(str(self._run_dir.path), GENERATION, str(self._plan.model_folder), num_http, self._plan.url)
+        )
+
+    def _wait_and_handle(self) -> None:
+        # Messages before deaths: what a child said last explains why it ended.
+        ready = self._selector.select(self._timeout_s())
+        for selected, _ in ready:
+            if isinstance(selected.data, ChildKey):
+                self._hear(selected.data)
+        for selected, _ in ready:
+            if selected.fileobj is self._signals:
+                self._take_signals()
+            elif selected.fileobj is self._lifeline:
+                self._hear_runtime()
+        self._apply(self._replacer.tick(time.monotonic()))
+        if self._replacer.state is State.STARTING:
+            self._display.update(self._report, None, time.monotonic())
+
+    def _timeout_s(self) -> float | None:
+        next_tick_s = self._replacer.next_tick_s()
+        timeout_s = None if next_tick_s is None else max(0.0, next_tick_s - time.monotonic())
+        if self._replacer.state is State.STARTING:
+            return REFRESH_S if timeout_s is None else min(REFRESH_S, timeout_s)
+        return timeout_s
+
+    # ---- What comes in
+
+    def _hear(self, key: ChildKey) -> None:
+        """Everything that this child has said."""
+        stream = self._streams.get(key)
+        while stream is not None:
+            try:
+                message = stream.receive()
+            except (PeerGone, LinkBroken) as error:
+                self._drop_stream(key)
+                self._handle(LinkLost(key, str(error)))
+                return
+            if message is None:
+                return
+            if not isinstance(message, (Progress, Ready, Heartbeat, Failed)):
+                self._drop_stream(key)
+                self._handle(LinkLost(key, f"unexpected {type(message).__name__}"))
+                return
+            now_s = time.monotonic()
+            if self._report.record(key, message, now_s) and self._replacer.state is State.STARTING:
+                self._display.update(self._report, key, now_s)
+            self._handle(ChildSpoke(key, message))
+
+    def _drop_stream(self, key: ChildKey) -> None:
+        stream = self._streams.pop(key)
+        self._selector.unregister(stream)
+        stream.close()
+
+    def _take_signals(self) -> None:
+        for number in self._signals.drain():
+            if number in STOP_SIGNALS:
+                self._handle(StopAsked(GRACE_S))
+        self._reap()
+
+    def _reap(self) -> None:
+        """Collect everybody who has ended, strangers too: an orphan below PID 1 is ours."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            key = self._by_pid.pop(pid, None)
+            if key is not None:
+                returncode = os.waitstatus_to_exitcode(status)
+                self._children[key].popen.returncode = returncode  # so that Popen does not wait for it as well
+                self._hear(key)
+                self._handle(ChildExited(key, returncode))
+
+    def _hear_runtime(self) -> None:
+        assert self._lifeline is not None
+        try:
+            message = self._lifeline.receive()
+        except (PeerGone, LinkBroken):
+            message = Stop(0.0)
+        if isinstance(message, Stop):
+            self._selector.unregister(self._lifeline)  # asked once is asked; its end-of-file follows
+            self._handle(StopAsked(message.grace_s))
+
+    # ---- What goes out
+
+    def _handle(self, event: Event) -> None:
+        self._apply(self._replacer.handle(event, time.monotonic()))
+
+    def _apply(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Tell(child, message):
+                    if child in self._streams:
+                        with contextlib.suppress(PeerGone):
+                            self._streams[child].send(message)
+                case Kill(child):
+                    self._kill(child)
+                case BecameReady():
+                    self._announce_ready()
+                case Stopping(grace_s):
+                    self._display.say(
+                        f"Stopping; running requests have {grace_s:.0f} s to finish (Ctrl-C again: stop at once)."
+                    )
+                case Finish(exit_code, reason):
+                    self._finish(exit_code, reason)
+                case _:
+                    assert_never(effect)
+
+    def _kill(self, key: ChildKey) -> None:
+        """Its whole group: a helper that it started must not outlive it."""
+        if self._children[key].popen.pid in self._by_pid:  # not reaped yet, so the number is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._children[key].popen.pid, signal.SIGKILL)
+
+    def _announce_ready(self) -> None:
+        now_s = time.monotonic()
+        took_s = now_s - self._report.started_s
+        self._report.write(self._run_dir.path / STARTUP_FILE, now_s)
+        if self._plan.args.log_level == "debug":
+            self._display.say(self._report.table())
+        where = f" at {self._plan.url}" if self._plan.url else ""
+        self._display.say(f"Ready{where} after {took_s:.1f} s.")
+        self._tell_runtime(ServerReady(took_s))
+
+    def _finish(self, exit_code: int, reason: str | None) -> None:
+        if reason is not None:
+            self._tell_runtime(Failed(reason))
+            self._display.error(reason)
+        self._exit_code = exit_code
+
+    def _tell_runtime(self, message: EngineStarted | ServerReady | Failed) -> None:
+        if self._lifeline:
+            with contextlib.suppress(PeerGone):
+                self._lifeline.send(message)

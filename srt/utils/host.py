@@ -1,0 +1,79 @@
+"""What this process may use of its host: cores and memory, with the limits of a container counted in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Cores that this process may use: its affinity, cut to the cgroup's quota; at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _cpu_quota(cgroup)
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def available_memory_bytes(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
+    """Memory that can still be taken: what the kernel calls available, cut to what is left of the cgroup's limit."""
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text("ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    left = _cgroup_memory_left(cgroup)
+    return available if left is None else max(0, min(available, left))
+
+
+def process_age_s() -> float:
+    """Seconds since the kernel started this process."""
+    started_ticks = int((PROC / "self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def raise_descriptor_limit() -> None:
+    """Lift the soft limit of open files to the hard one: every client connection is a descriptor."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # an unlimited hard limit is refused by some kernels
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _cpu_quota(cgroup: Path) -> float | None:
+    """Cores' worth of time that the cgroup (version 2, else 1) allows; None if it does not limit."""
+    unified = _read(cgroup / "cpu.max")
+    if unified is not None:
+        quota, period = unified.split()
+        return None if quota == "max" else int(quota) / int(period)
+    old_quota, old_period = _read(cgroup / "cpu/cpu.cfs_quota_us"), _read(cgroup / "cpu/cpu.cfs_period_us")
+    if old_quota is None or old_period is None or int(old_quota) < 0:
+        return None
+    return int(old_quota) / int(old_period)
+
+
+def _cgroup_memory_left(cgroup: Path) -> int | None:
+    limit, used, stat = _read(cgroup / "memory.max"), _read(cgroup / "memory.current"), cgroup / "memory.stat"
+    if limit is None:
+        old = cgroup / "memory"
+        limit, used, stat = (
+            _read(old / "memory.limit_in_bytes"),
+            _read(old / "memory.usage_in_bytes"),
+            old / "memory.stat",
+        )
+    if limit is None or used is None or limit == "max":
+        return None
+    return int(limit) - int(used) + _reclaimable(_read(stat) or "")
+
+
+def _reclaimable(stat: str) -> int:
+    """The page cache counts as used, but goes when memory is asked for."""
+    counters = dict(line.split() for line in stat.splitlines())
+    return int(counters.get("inactive_file", 0)) + int(counters.get("active_file", 0))
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text("ascii").strip()
+    except OSError:
+        return None

@@ -1,0 +1,81 @@
+"""Children that speak the supervisor's protocol and serve nothing: what one does is said in FAKE_BEHAVIOUR, a JSON object.
+
+`{"worker 1": "fail"}`. Behaviours: `obey` (the default), `fail` (a StartError before it is ready), `crash` (an exception after the
+server is ready), `die` (SIGKILL itself before it is ready), `quit` (exit code 3 after ready), `deaf` (never stops), `mute` (never
+ready), `garble` (writes bytes that are no message).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from srt.managers.child import Child, run_child
+from srt.protocol.messages import ServerReady, Stop
+from srt.utils.errors import StartError
+
+MODULE = "tests.support.fake_children"
+
+
+def fake_child(child: Child) -> None:
+    behaviour = json.loads(os.environ.get("FAKE_BEHAVIOUR", "{}")).get(child.name, "obey")
+    pids = Path(os.environ["FAKE_PIDS"])
+    (pids / child.name.replace(" ", "-")).write_text(f"{os.getpid()} {os.getppid()}")
+    child.report_phase("loading", 1, 2)
+    if behaviour == "fail":
+        raise StartError("The weights are made of cheese.")
+    if behaviour == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "garble":
+        os.write(child.fileno(), b"\xff" * 64)
+    if behaviour != "mute":
+        child.start_heartbeats()
+        child.report_ready({"num_pages": 7})
+    serve(child, behaviour)
+
+
+def serve(child: Child, behaviour: str) -> None:
+    while True:
+        select.select([child.fileno()], [], [])
+        match child.receive():
+            case ServerReady():
+                if behaviour == "crash":
+                    raise ValueError("a page was lost")
+                if behaviour == "quit":
+                    os._exit(3)
+                if behaviour == "helper":
+                    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            case Stop() if behaviour != "deaf":
+                with (Path(os.environ["FAKE_PIDS"]) / "stops").open("a") as log:
+                    log.write(f"{child.name}\n")
+                return
+            case _:
+                pass
+
+
+def launch() -> int:
+    """A real supervisor of fake children: `python -m tests.support.fake_children launch PORT NUM_FRONTENDS TP`."""
+    from srt.launch_server import serve as supervise
+    from srt.managers.preflight import ServerPlan, listen
+    from srt.server_args import ServerArgs
+
+    port, num_frontends, tp_size = map(int, sys.argv[2:5])
+    listener: socket.socket = listen("127.0.0.1", port)
+    args = ServerArgs(
+        model_path="fake", port=listener.getsockname()[1], tokenizer_worker_num=num_frontends, tp_size=tp_size
+    )
+    modules = dict.fromkeys(("frontend", "scheduler", "worker"), MODULE)
+    return supervise(ServerPlan(args, Path("/nowhere"), listener), time.monotonic(), None, modules)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["launch"]:
+        sys.exit(launch())
+    run_child(fake_child)
