@@ -47,6 +47,7 @@ class TensorHeader:
     file: Path
     start: int
     """Offset in the file's data section."""
+    num_bytes: int
 
     @property
     def num_elements(self) -> int:
@@ -58,7 +59,12 @@ def resolve_model_path(model_path: str, revision: str | None = None, download_di
 
     A hub id is downloaded unless HF_HUB_OFFLINE is set or the cache has it. ModelError says in a sentence what is wrong.
     """
-    path = Path(model_path).expanduser()
+    try:
+        path = Path(model_path).expanduser()
+    except RuntimeError:  # ~somebody who has no home
+        path = Path(model_path)
+    if not model_path:
+        raise ModelError("--model-path is empty.")
     if path.is_dir():
         return path
     if path.exists():
@@ -127,9 +133,10 @@ def read_headers(folder: str | Path) -> dict[str, TensorHeader]:
 
 def estimate_weight_bytes(folder: str | Path, dtype: str | None = None) -> int:
     """The bytes that the weights take, all ranks together: as stored, or as `dtype` (float32, bfloat16, float16)."""
-    item_bytes = None if dtype is None else 4 if dtype == "float32" else 2
     headers = read_headers(folder).values()
-    return sum(header.num_elements * (item_bytes or ITEM_BYTES.get(header.dtype, 1)) for header in headers)
+    if dtype is None:
+        return sum(header.num_bytes for header in headers)
+    return sum(header.num_elements for header in headers) * (4 if dtype == "float32" else 2)
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
@@ -191,10 +198,14 @@ def _read_file_headers(file: Path) -> Iterable[TensorHeader]:
 
 
 def _parse_entry(file: Path, name: str, entry: Mapping[str, Any]) -> TensorHeader:
+    """The entry as a header; ValueError or its like if it is not one."""
     start, end = entry["data_offsets"]
-    header = TensorHeader(name, entry["dtype"], tuple(int(size) for size in entry["shape"]), file, int(start))
-    item_bytes = ITEM_BYTES.get(header.dtype)
-    if item_bytes is not None and header.num_elements * item_bytes != end - start:
+    header = TensorHeader(name, str(entry["dtype"]), tuple(entry["shape"]), file, start, end - start)
+    numbers = (start, end, *header.shape)
+    item_bytes = ITEM_BYTES.get(entry["dtype"])
+    if any(type(number) is not int or number < 0 for number in numbers) or not isinstance(entry["dtype"], str):
+        raise ValueError(name)
+    if item_bytes is not None and header.num_elements * item_bytes != header.num_bytes:
         raise ValueError(name)
     return header
 

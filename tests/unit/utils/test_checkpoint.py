@@ -1,0 +1,203 @@
+"""Finding a checkpoint, and reading the headers of its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from srt.utils import checkpoint as checkpoint_module
+from srt.utils.checkpoint import estimate_weight_bytes, read_headers, resolve_model_path
+from srt.utils.model_error import ModelError
+from tests.support.checkpoints import CheckpointFactory
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        read_headers(folder)
+    return str(caught.value)
+
+
+def test_headers_tell_what_the_files_hold(checkpoint: CheckpointFactory) -> None:
+    for shards in (1, 3):
+        folder = checkpoint("qwen2", num_shards=shards)
+        tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+        headers = read_headers(folder)
+        assert {name: header.shape for name, header in headers.items()} == {
+            n: tuple(t.shape) for n, t in tensors.items()
+        }
+        assert {header.dtype for header in headers.values()} == {"F32"}
+        assert len({header.file for header in headers.values()}) == shards
+
+
+def test_weight_bytes_follow_from_the_headers(checkpoint: CheckpointFactory) -> None:
+    folder = checkpoint("qwen2", num_shards=3)
+    elements = sum(t.numel() for file in folder.glob("*.safetensors") for t in load_file(file).values())
+    assert estimate_weight_bytes(folder) == 4 * elements
+    assert estimate_weight_bytes(folder, "float32") == 4 * elements
+    assert estimate_weight_bytes(folder, "bfloat16") == 2 * elements
+
+
+def test_files_without_an_index_are_all_read_but_for_the_authors_own(
+    checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    folder = copy(checkpoint("qwen2", num_shards=3), tmp_path)
+    expected = read_headers(folder).keys()
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "consolidated.safetensors").write_bytes(b"other names for the same")
+    assert read_headers(folder).keys() == expected
+
+
+def test_a_missing_shard_is_named(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    folder = copy(checkpoint("qwen2", num_shards=3), tmp_path)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    assert "model-00002-of-00003.safetensors" in refusal(folder)
+
+
+def test_a_shard_that_lacks_what_the_index_promises_is_named(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    folder = copy(checkpoint("qwen2", num_shards=3), tmp_path)
+    shutil.copy(folder / "model-00001-of-00003.safetensors", folder / "model-00002-of-00003.safetensors")
+    assert "is in both model-00001-of-00003.safetensors and model-00002" in refusal(folder)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shutil.copy(checkpoint("qwen2", num_shards=3) / "model-00002-of-00003.safetensors", folder)
+    content["weight_map"]["model.extra"] = "model-00002-of-00003.safetensors"
+    index.write_text(json.dumps(content))
+    sentence = refusal(folder)
+    assert "model-00002-of-00003.safetensors" in sentence
+    assert "model.extra" in sentence
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../b"}}']
+)
+def test_a_broken_index_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json is not a safetensors index" in refusal(tmp_path)
+
+
+def test_a_file_cut_short_anywhere_is_named(qwen3_checkpoint: Path, tmp_path: Path) -> None:
+    whole = (qwen3_checkpoint / "model.safetensors").read_bytes()
+    header_end = 8 + struct.unpack("<Q", whole[:8])[0]
+    for length in (0, 5, 8, 100, header_end - 1, header_end, len(whole) - 1):
+        (tmp_path / "model.safetensors").write_bytes(whole[:length])
+        assert "model.safetensors" in refusal(tmp_path)
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"[]",
+        b"3",
+        b'{"w": 3}',
+        json.dumps(entry(shape=[3])).encode(),
+        json.dumps(entry(data_offsets=[0])).encode(),
+        json.dumps(entry(data_offsets=["a", "b"])).encode(),
+        json.dumps(entry(data_offsets=None)).encode(),
+        json.dumps(entry(shape=["x"])).encode(),
+        json.dumps(entry(shape=[-1, -2])).encode(),
+        json.dumps(entry(dtype=None)).encode(),
+        json.dumps(entry(dtype=[])).encode(),
+    ],
+)
+def test_a_broken_header_is_named(header: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    assert "model.safetensors is not a safetensors file" in refusal(tmp_path)
+
+
+def test_a_header_of_impossible_length_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**63) + b"{}")
+    assert "model.safetensors is not a safetensors file" in refusal(tmp_path)
+
+
+def test_a_bin_checkpoint_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    sentence = refusal(tmp_path)
+    assert ".bin" in sentence
+    assert "save_pretrained" in sentence
+
+
+def test_a_model_path_is_a_folder_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    assert resolve_model_path(str(tmp_path / "tiny")) == tmp_path / "tiny"
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model_path("tiny") == Path("tiny")
+
+
+def test_a_shipped_name_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "little").mkdir()
+    (tmp_path / "little" / "config.json").write_text("{}")
+    monkeypatch.setattr(checkpoint_module, "SHIPPED_MODELS", tmp_path)
+    assert resolve_model_path("little") == tmp_path / "little"
+
+
+@pytest.mark.parametrize(
+    "path", ["/no/such/folder", "./models/x", "../x", "~/no-such-model", "~nobody-here/x", "a/b/c", "", "C:\\x"]
+)
+def test_a_path_that_does_not_exist_is_named(path: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_model_path(path)
+    assert f"--model-path {path}" in str(caught.value).replace("is empty", "")
+
+
+def test_a_file_is_not_a_model_path(qwen3_checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match="is a file"):
+        resolve_model_path(str(qwen3_checkpoint / "model.safetensors"))
+
+
+def fill_hub_cache(cache: Path, hub_id: str) -> Path:
+    """The layout of the hub's own cache, with one snapshot that branch main points to."""
+    repository = cache / f"models--{hub_id.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    (snapshot / "config.json").write_text("{}")
+    return snapshot
+
+
+def test_a_hub_id_is_found_in_the_cache_without_a_network(tmp_path: Path) -> None:
+    snapshot = fill_hub_cache(tmp_path, "maker/model-1.5B")
+    for revision in (None, "main", COMMIT):
+        assert resolve_model_path("maker/model-1.5B", revision, str(tmp_path)) == snapshot
+
+
+def test_a_hub_id_that_is_not_in_the_cache_is_named(tmp_path: Path) -> None:
+    fill_hub_cache(tmp_path, "maker/model")
+    for hub_id, revision in (("maker/other", None), ("maker/model", "v2"), ("no-such-model", None)):
+        with pytest.raises(ModelError, match=f"{hub_id}.*HF_HUB_OFFLINE") as caught:
+            resolve_model_path(hub_id, revision, str(tmp_path))
+        assert (revision or "") in str(caught.value)
+
+
+def test_hf_home_is_honoured_and_torch_is_not_imported(tmp_path: Path) -> None:
+    snapshot = fill_hub_cache(tmp_path / "hub", "maker/model")
+    program = (
+        "import sys; from srt.utils.checkpoint import resolve_model_path; import srt.utils.model_config;"
+        "assert 'huggingface_hub' not in sys.modules;"
+        "print(resolve_model_path('maker/model')); assert 'torch' not in sys.modules"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout.strip() == str(snapshot), done.stderr
