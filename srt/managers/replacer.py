@@ -163,7 +163,9 @@ class Replacer:
         if self.state in (State.STARTING, State.READY):
             for child, life in self._alive.items():
                 if life.last_beat_s is not None and now_s - life.last_beat_s > SILENT_S:
-                    effects += self._fail(f"The {child} has given no sign of life for {SILENT_S:.0f} s.", False, now_s)
+                    effects += self._fail(
+                        f"{_named(child)} has given no sign of life for {SILENT_S:.0f} s.", False, now_s
+                    )
                     break
         due = [deadline for deadline in self._deadlines if deadline.when_s <= now_s]
         self._deadlines = [deadline for deadline in self._deadlines if deadline.when_s > now_s]
@@ -228,13 +230,13 @@ class Replacer:
         doing = "" if life.ready else f" at its start ({life.phase})" if life.phase else " at its start"
         if returncode < 0:
             hint = " (out of memory?)" if returncode == -signal.SIGKILL else ""
-            return f"The {child} was killed by {_signal_name(-returncode)}{doing}{hint}."
-        return f"The {child} ended{doing} with exit code {returncode}."
+            return f"{_named(child)} was killed by {_signal_name(-returncode)}{doing}{hint}."
+        return f"{_named(child)} ended{doing} with exit code {returncode}."
 
     def _link_lost(self, child: ChildKey, reason: str, now_s: float) -> list[Effect]:
         """Its exit status says more, so that is awaited; but who does not exit is made to."""
         if child in self._alive:
-            sentence = self._last_words.get(child, f"The {child} broke its link to the supervisor: {reason}.")
+            sentence = self._last_words.get(child, f"{_named(child)} broke its link to the supervisor: {reason}.")
             self._deadlines.append(_Deadline(now_s + ENDING_S, (child,), sentence))
         return []
 
@@ -262,6 +264,7 @@ class Replacer:
             return [Stopping(grace_s), *self._next_stage(now_s)]
         if self.state in (State.STARTING, State.READY):
             self.state = State.STOPPING
+        self._stages.clear()
         return self._kill(self._alive)  # nothing to be finished, or asked for the second time
 
     def _next_stage(self, now_s: float) -> list[Effect]:
@@ -285,6 +288,10 @@ class Replacer:
         self.state = State.FINISHED
         self._deadlines.clear()
         return [Finish(0, None) if self._cause is None else Finish(1, self._cause.sentence)]
+
+
+def _named(child: ChildKey) -> str:
+    return str(child).capitalize()
 
 
 def _signal_name(number: int) -> str:

@@ -1,0 +1,179 @@
+"""The Replacer by itself: events and a clock go in, effects come out."""
+
+from __future__ import annotations
+
+from srt.managers.child_process import ChildKey
+from srt.managers.replacer import (
+    ENDING_S,
+    SETTLE_S,
+    SILENT_S,
+    BecameReady,
+    ChildExited,
+    ChildSpoke,
+    Effect,
+    Finish,
+    Kill,
+    LinkLost,
+    Replacer,
+    State,
+    StopAsked,
+    Stopping,
+    Tell,
+)
+from srt.protocol.messages import Failed, Heartbeat, Progress, Ready, ServerReady, Stop
+
+WORKERS = [ChildKey("worker", 0), ChildKey("worker", 1)]
+SCHEDULER = ChildKey("scheduler", 0)
+FRONTENDS = [ChildKey("frontend", 0), ChildKey("frontend", 1)]
+ALL = [*WORKERS, SCHEDULER, *FRONTENDS]
+
+
+def starting() -> Replacer:
+    return Replacer(ALL, started_s=0.0)
+
+
+def ready() -> Replacer:
+    replacer = starting()
+    for child in ALL:
+        replacer.handle(ChildSpoke(child, Ready({})), 1.0)
+    return replacer
+
+
+def exits(replacer: Replacer, children: list[ChildKey], now_s: float, code: int = 0) -> list[Effect]:
+    return [effect for child in children for effect in replacer.handle(ChildExited(child, code), now_s)]
+
+
+def told(effects: list[Effect]) -> list[ChildKey]:
+    return [effect.child for effect in effects if isinstance(effect, Tell)]
+
+
+def killed(effects: list[Effect]) -> list[ChildKey]:
+    return [effect.child for effect in effects if isinstance(effect, Kill)]
+
+
+def test_the_server_is_ready_when_the_last_child_is_and_all_are_told() -> None:
+    replacer = starting()
+    for child in ALL[:-1]:
+        assert replacer.handle(ChildSpoke(child, Ready({})), 2.0) == []
+    effects = replacer.handle(ChildSpoke(ALL[-1], Ready({})), 4.5)
+    assert effects == [*(Tell(child, ServerReady(4.5)) for child in ALL), BecameReady()]
+
+
+def test_a_stop_goes_from_frontends_to_scheduler_to_workers() -> None:
+    replacer = ready()
+    effects = replacer.handle(StopAsked(20.0), 10.0)
+    assert effects == [Stopping(20.0), *(Tell(child, Stop(20.0)) for child in FRONTENDS)]
+    assert exits(replacer, FRONTENDS[:1], 11.0) == []
+    assert told(exits(replacer, FRONTENDS[1:], 12.0)) == [SCHEDULER]
+    assert told(exits(replacer, [SCHEDULER], 13.0)) == WORKERS
+    assert exits(replacer, WORKERS, 14.0) == [Finish(0, None)]
+
+
+def test_without_frontends_a_stop_begins_with_the_scheduler() -> None:
+    replacer = Replacer([*WORKERS, SCHEDULER], 0.0)
+    for child in [*WORKERS, SCHEDULER]:
+        replacer.handle(ChildSpoke(child, Ready({})), 1.0)
+    assert told(replacer.handle(StopAsked(5.0), 2.0)) == [SCHEDULER]
+
+
+def test_who_does_not_stop_within_its_grace_is_killed_and_the_next_role_follows() -> None:
+    replacer = ready()
+    replacer.handle(StopAsked(20.0), 10.0)
+    assert replacer.next_tick_s() == 30.0 + ENDING_S
+    assert replacer.tick(30.0) == []
+    assert killed(replacer.tick(30.0 + ENDING_S)) == FRONTENDS
+    assert told(exits(replacer, FRONTENDS, 34.0, -9)) == [SCHEDULER]
+    assert killed(replacer.tick(34.0 + 2 * ENDING_S)) == [SCHEDULER]
+    exits(replacer, [SCHEDULER], 41.0, -9)
+    assert killed(replacer.tick(41.0 + 2 * ENDING_S)) == WORKERS
+    assert exits(replacer, WORKERS, 48.0, -9) == [Finish(0, None)]
+
+
+def test_a_second_stop_ends_everything_at_once() -> None:
+    replacer = ready()
+    replacer.handle(StopAsked(20.0), 10.0)
+    assert killed(replacer.handle(StopAsked(20.0), 10.1)) == ALL
+    assert exits(replacer, ALL, 10.2, -9) == [Finish(0, None)]
+
+
+def test_a_stop_during_the_start_is_no_failure() -> None:
+    replacer = starting()
+    assert killed(replacer.handle(StopAsked(20.0), 0.5)) == ALL
+    assert exits(replacer, ALL, 0.6, -9) == [Finish(0, None)]
+
+
+def test_a_failed_start_ends_all_with_the_sentence_of_who_failed() -> None:
+    replacer = starting()
+    replacer.handle(ChildSpoke(WORKERS[1], Failed("config.json has no hidden_size.")), 1.0)
+    exits(replacer, [WORKERS[1]], 1.01, 1)
+    assert killed(replacer.tick(1.0 + SETTLE_S)) == [WORKERS[0], SCHEDULER, *FRONTENDS]
+    effects = exits(replacer, [WORKERS[0], SCHEDULER, *FRONTENDS], 1.5, -9)
+    assert effects == [Finish(1, "config.json has no hidden_size.")]
+
+
+def test_a_death_by_a_signal_explains_more_than_what_others_say_of_it() -> None:
+    replacer = ready()
+    replacer.handle(ChildSpoke(WORKERS[1], Failed("Connection closed by peer.")), 5.0)
+    exits(replacer, [WORKERS[0]], 5.1, -9)
+    replacer.tick(5.0 + SETTLE_S)
+    effects = exits(replacer, ALL[1:], 6.0, 1)
+    assert effects == [Finish(1, "Worker 0 was killed by SIGKILL (out of memory?).")]
+
+
+def test_the_first_death_is_the_reason_and_the_kills_that_follow_are_not() -> None:
+    replacer = ready()
+    exits(replacer, [SCHEDULER], 5.0, 3)
+    assert killed(replacer.tick(5.0 + SETTLE_S)) == WORKERS
+    assert killed(replacer.tick(5.0 + ENDING_S)) == FRONTENDS
+    assert exits(replacer, [*WORKERS, *FRONTENDS], 9.0, -9) == [Finish(1, "Scheduler 0 ended with exit code 3.")]
+
+
+def test_when_the_engine_dies_frontends_get_time_for_their_last_answers() -> None:
+    replacer = ready()
+    assert told(exits(replacer, [WORKERS[0]], 5.0, -11)) == FRONTENDS
+    assert killed(replacer.tick(5.0 + SETTLE_S)) == [WORKERS[1], SCHEDULER]
+    assert exits(replacer, [WORKERS[1], SCHEDULER], 5.5, -9) == []
+    assert exits(replacer, FRONTENDS, 6.0) == [Finish(1, "Worker 0 was killed by SIGSEGV.")]
+
+
+def test_a_death_at_the_start_says_what_the_child_was_doing() -> None:
+    replacer = starting()
+    replacer.handle(ChildSpoke(WORKERS[0], Progress("weights", 1, 2, 0.1)), 0.1)
+    exits(replacer, [WORKERS[0]], 1.0, -15)
+    effects = exits(replacer, ALL[1:], 2.0, -9)
+    assert effects == [Finish(1, "Worker 0 was killed by SIGTERM at its start (weights).")]
+
+
+def test_silence_counts_from_the_first_heartbeat_on() -> None:
+    replacer = ready()
+    assert replacer.tick(1000.0) == []
+    replacer.handle(ChildSpoke(WORKERS[0], Heartbeat(0.0)), 1000.0)
+    replacer.tick(1000.0 + SILENT_S)
+    assert replacer.state is State.READY
+    replacer.tick(1000.1 + SILENT_S)
+    assert replacer.state is State.FAILING
+    replacer.tick(1001.0 + SILENT_S)
+    replacer.tick(1010.0 + SILENT_S)
+    effects = exits(replacer, ALL, 1011.0 + SILENT_S, -9)
+    assert effects == [Finish(1, f"Worker 0 has given no sign of life for {SILENT_S:.0f} s.")]
+
+
+def test_a_broken_link_is_explained_by_the_exit_that_follows_or_ends_in_a_kill() -> None:
+    replacer = ready()
+    replacer.handle(LinkLost(WORKERS[0], "the other end was closed"), 5.0)
+    assert replacer.state is State.READY
+    effects = replacer.tick(5.0 + ENDING_S)
+    assert WORKERS[0] in killed(effects)
+    replacer.tick(5.0 + 3 * ENDING_S)
+    effects = exits(replacer, ALL, 20.0, -9)
+    assert effects == [Finish(1, "Worker 0 broke its link to the supervisor: the other end was closed.")]
+
+
+def test_what_a_dead_child_had_sent_changes_nothing() -> None:
+    replacer = ready()
+    replacer.handle(StopAsked(1.0), 2.0)
+    exits(replacer, ALL, 3.0)
+    assert replacer.handle(ChildSpoke(WORKERS[0], Ready({})), 4.0) == []
+    assert exits(replacer, WORKERS, 4.0) == []
+    assert replacer.tick(100.0) == []
+    assert replacer.next_tick_s() is None
