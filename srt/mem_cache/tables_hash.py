@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 
-def tables_hash(pages_of_slots: Mapping[int, Sequence[int]]) -> str:
+def tables_hash(pages_of_slots: Mapping[int, Sequence[int] | NDArray[np.int32]]) -> str:
     """16 hexadecimal digits over every slot admitted since the last reset and the pages given to its latest admission, in order.
 
     A worker does not learn that a request ended: a slot counts until it is admitted anew. So does the scheduler's own record

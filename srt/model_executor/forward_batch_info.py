@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from srt.sampling.sampling_batch_info import SamplingBatchInfo
+
 if TYPE_CHECKING:
     from srt.layers.attention.base import AttentionBackend
     from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-    from srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from srt.model_executor.plan_arrays import PlanArrays
 
 IntArray = NDArray[np.int64]
 
@@ -47,12 +49,22 @@ class ForwardMode(IntEnum):
         return ForwardMode.DECODE if num_decode_rows else ForwardMode.IDLE
 
 
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """The rows of a step as the host knows them, for planning: nothing has to wait for the device to read them."""
+
+    slots: IntArray  # [B]
+    seq_lens: IntArray  # [B]: positions in the memory once the step is done
+    prefix_lens: IntArray  # [E]
+    extend_lens: IntArray  # [E]
+    sample_rows: IntArray  # [R]
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """Rows are the extend rows, then the decode rows; tokens lie row after row.
 
-    B rows of which E extend, T tokens. `*_cpu` are what the host knows of the same values, for planning: nothing has
-    to wait for the device to read them.
+    B rows of which E extend, T tokens, R rows that sample. `*_cpu` are what the host knows of the same values.
     """
 
     forward_mode: ForwardMode
@@ -85,3 +97,55 @@ class ForwardBatch:
     @property
     def num_decode_rows(self) -> int:
         return self.batch_size - self.num_extend_rows
+
+    @classmethod
+    def init_new(
+        cls,
+        host: HostRows,
+        plan: PlanArrays[torch.Tensor],
+        req_to_token_pool: ReqToTokenPool,
+        token_to_kv_pool: MHATokenToKVPool,
+        attn_backend: AttentionBackend,
+    ) -> ForwardBatch:
+        """Gather the step's tensors from the tables, to which the plan's delta was applied; slots grow by what it computes."""
+        pool = req_to_token_pool
+        num_extends = len(host.extend_lens)
+        decode_slots = plan.row_slots[num_extends:]
+        decode_positions = pool.seq_lens[decode_slots]
+        slots = torch.cat((plan.token_slots, decode_slots))
+        positions = torch.cat((plan.token_positions, decode_positions))
+        seq_lens = torch.cat((plan.extend_starts + plan.extend_counts, decode_positions + 1))
+        pool.seq_lens[plan.row_slots] = seq_lens
+        sampled = host.seq_lens[host.sample_rows]
+        sampling_info = SamplingBatchInfo(
+            num_rows=len(sampled),
+            slots=plan.row_slots[plan.sample_rows],
+            positions=seq_lens[plan.sample_rows],
+            longest=int(sampled.max(initial=0)),
+            arrays=plan.sampling,
+        )
+        return cls(
+            forward_mode=ForwardMode.of(num_extends, len(host.slots) - num_extends),
+            batch_size=len(host.slots),
+            num_extend_rows=num_extends,
+            num_extend_tokens=len(plan.token_slots),
+            input_ids=pool.tokens(slots, positions),
+            positions=positions,
+            out_cache_loc=pool.locations(slots, positions),
+            req_pool_indices=plan.row_slots,
+            seq_lens=seq_lens,
+            extend_prefix_lens=plan.extend_starts,
+            extend_seq_lens=plan.extend_counts,
+            extend_start_loc=plan.extend_first,
+            sample_indices=plan.sample_tokens,
+            sample_rows=plan.sample_rows,
+            req_pool_indices_cpu=host.slots,
+            seq_lens_cpu=host.seq_lens,
+            extend_prefix_lens_cpu=host.prefix_lens,
+            extend_seq_lens_cpu=host.extend_lens,
+            sample_rows_cpu=host.sample_rows,
+            req_to_token_pool=pool,
+            token_to_kv_pool=token_to_kv_pool,
+            attn_backend=attn_backend,
+            sampling_info=sampling_info,
+        )

@@ -1,0 +1,218 @@
+"""One rank's model with all its device state: weights, KV memory, tables. It runs the steps that plans describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.torch_native import TorchNativeBackend
+from srt.layers.logits_processor import LogitsProcessor, Logprobs, pick_logprobs
+from srt.layers.sampler import Sampler
+from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.mem_cache.tables_hash import tables_hash
+from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from srt.model_executor.memory_profile import check_pages, profile_max_num_token
+from srt.model_executor.plan_arrays import PlanArrays, Staging
+from srt.model_executor.step_output import StepOutput
+from srt.model_executor.step_planner import HostStep, StepPlanner
+from srt.model_loader.loader import LoadConfig, get_model_loader
+from srt.models.decoder import CausalLM
+from srt.protocol.messages import PlanSection, Scalar
+from srt.server_args import ServerArgs
+from srt.utils.errors import StartError
+from srt.utils.model_config import ModelConfig
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """A step that was executed and not yet sampled."""
+
+    batch: ForwardBatch
+    host: HostStep
+    plan: PlanArrays[torch.Tensor]
+    logits: torch.Tensor | None  # [R, this rank's columns] float32; None where no row samples
+    prompt_logprobs: Logprobs | None
+
+
+class ModelRunner:
+    """Ranks of a replica make the same calls in the same order: `execute` and `sample` for every step."""
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        config: ModelConfig,
+        folder: str,
+        tp: TensorParallel,
+        device: torch.device,
+        report_weights: Progress = lambda done, total: None,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.dtype = resolve_dtype(args, config)
+        self._args = args
+        self._tp = tp
+        with torch.inference_mode():
+            self._model = self._load_model(folder, report_weights)
+            self._init_memory_pool()
+        self._attn_backend = self._init_attention_backend()
+        self._staging = Staging(device, args.window)
+        self._logits_processor = LogitsProcessor(tp, config.vocab_size)
+        self._sampler = Sampler(tp, config.vocab_size, self._model.lm_head.shard_start, self._req_to_token_pool)
+        self._planner = self._new_planner()
+
+    def _load_model(self, folder: str, report_weights: Progress) -> CausalLM:
+        loader = get_model_loader(LoadConfig(load_format=self._args.load_format))  # type: ignore[arg-type]  # a checked choice
+        return loader.load_model(self.config, folder, self._tp, self.dtype, self.device, report_weights)
+
+    def _init_memory_pool(self) -> None:
+        config, page_size = self.config, self._args.page_size
+        heads = config.num_kv_heads_per_rank(self._tp.size)
+        token_bytes = MHATokenToKVPool.bytes_per_token(config.num_layers, heads, config.head_dim, self.dtype)
+        most_tokens = profile_max_num_token(self._args, self.device, token_bytes)
+        self.num_pages = self._tp.min_int(most_tokens // page_size)
+        check_pages(self.num_pages, page_size)
+        self.num_slots = self._args.max_running_requests
+        self.max_total_num_tokens = self.num_pages * page_size
+        self.max_request_tokens = min(config.context_length, self.max_total_num_tokens)
+        self._req_to_token_pool = ReqToTokenPool(
+            self.num_slots, self.max_request_tokens, self.num_pages, page_size, self.device
+        )
+        self._token_to_kv_pool = MHATokenToKVPool(
+            self.num_pages, page_size, config.num_layers, heads, config.head_dim, self.dtype, self.device
+        )
+
+    def _init_attention_backend(self) -> AttentionBackend:
+        name = self._args.attention_backend or ("triton" if self.device.type == "cuda" else "torch_native")
+        if name == "torch_native":
+            return TorchNativeBackend()
+        # Triton is not there on every host: the module is imported where it was asked for.
+        from srt.kernels.triton_support import require_triton
+
+        require_triton(self.device.type)
+        from srt.layers.attention.triton_backend import TritonAttentionBackend
+
+        return TritonAttentionBackend(self.device)
+
+    def _new_planner(self) -> StepPlanner:
+        return StepPlanner(self.num_slots, self.num_pages, self._args.page_size)
+
+    # ---- A step
+
+    @torch.inference_mode()
+    def execute(self, section: PlanSection) -> ModelRunnerOutput:
+        """Apply the delta, run the model, and compute logits of the rows that sample."""
+        host = self._planner.plan(section)
+        plan = self._staging.copy(host.arrays)
+        self._write_tables(plan)
+        batch = ForwardBatch.init_new(
+            host.rows, plan, self._req_to_token_pool, self._token_to_kv_pool, self._attn_backend
+        )
+        hidden = self.forward(batch)
+        logits = None
+        if batch.sampling_info.num_rows:
+            logits = self._logits_processor.logits(hidden, batch.sample_indices, self._model.lm_head)
+        return ModelRunnerOutput(batch, host, plan, logits, self._prompt_logprobs(hidden, batch, host, plan))
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [tokens, hidden size] of the batch."""
+        match batch.forward_mode:
+            case ForwardMode.IDLE:
+                return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self.device)
+            case ForwardMode.EXTEND | ForwardMode.DECODE | ForwardMode.MIXED:
+                self._attn_backend.init_forward_metadata(batch)
+                hidden: torch.Tensor = self._model(batch.input_ids, batch.positions, batch)
+                return hidden
+            case _:
+                raise AssertionError(f"no plan leads to {batch.forward_mode.name}")
+
+    @torch.inference_mode()
+    def sample(self, step: ModelRunnerOutput, masks: torch.Tensor | None = None) -> StepOutput:
+        """Draw an id for every row that samples, and write it to the token table: the next step reads it there.
+
+        `masks` [R, this rank's columns] bool, if given, says which tokens a row may draw at all.
+        """
+        parts = []
+        if step.prompt_logprobs is not None or step.host.prompt_logprobs.segments:
+            empty = _no_logprobs(self.device)
+            parts.append((step.prompt_logprobs or empty, step.host.prompt_logprobs.segments))
+        draws = None
+        if step.logits is not None:
+            wanted = step.host.output_logprobs
+            # Drawing overwrites the logits, and logprobs are the model's own.
+            log_probs = None
+            if wanted.segments:
+                log_probs = self._logits_processor.log_softmax(step.logits[step.plan.output_logprobs.rows])
+            info = step.batch.sampling_info
+            draws = self._sampler.draw(step.logits, info, masks)
+            self._req_to_token_pool.write_tokens(info.slots, info.positions, draws.ids)
+            if log_probs is not None:
+                arrays = step.plan.output_logprobs
+                chosen = draws.ids[arrays.rows]
+                parts.append((pick_logprobs(log_probs, chosen, arrays.of_ids, wanted.top), wanted.segments))
+        return StepOutput(draws, parts, self.device)
+
+    def _write_tables(self, plan: PlanArrays[torch.Tensor]) -> None:
+        tables = self._req_to_token_pool
+        if len(plan.admitted_slots):
+            tables.write_tokens(plan.id_slots, plan.id_positions, plan.ids)
+            tables.seq_lens[plan.admitted_slots] = plan.admitted_lens
+        if len(plan.pages):
+            tables.write_pages(plan.page_slots, plan.page_columns, plan.pages)
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, batch: ForwardBatch, host: HostStep, plan: PlanArrays[torch.Tensor]
+    ) -> Logprobs | None:
+        arrays = plan.prompt_logprobs
+        if not len(arrays.rows):
+            return None
+        # Rows are of extend tokens, which come first. Each tells the token behind it.
+        targets = self._req_to_token_pool.tokens(plan.token_slots[arrays.rows], batch.positions[arrays.rows] + 1)
+        return self._logits_processor.prompt_logprobs(
+            hidden, self._model.lm_head, arrays, targets, host.prompt_logprobs.top
+        )
+
+    # ---- Work between steps
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Empty all tables, here and on the device. The KV memory keeps its bytes: no page refers to them."""
+        self._req_to_token_pool.clear()
+        self._planner = self._new_planner()
+
+    def inspect(self) -> dict[str, Scalar]:
+        """What the tables hold, as WorkDone describes it."""
+        table = self._req_to_token_pool.page_table.cpu().numpy()
+        pages = {slot: table[slot, :count] for slot, count in self._planner.slots.num_pages_of_admitted().items()}
+        return {"tables_hash": tables_hash(pages), "num_slots_seen": len(pages)}
+
+
+def resolve_dtype(args: ServerArgs, config: ModelConfig) -> torch.dtype:
+    name = config.torch_dtype if args.dtype == "auto" else args.dtype
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def resolve_device(args: ServerArgs, rank: int) -> torch.device:
+    """This rank's device; StartError for one that is not there."""
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = args.base_gpu_id + rank
+    if index >= count:
+        raise StartError(
+            f"--tp {args.tp_size} from --base-gpu-id {args.base_gpu_id} on needs CUDA device {index}, and there are {count}."
+        )
+    return torch.device("cuda", index)
+
+
+def _no_logprobs(device: torch.device) -> Logprobs:
+    floats = torch.empty((0, 0), device=device)
+    return Logprobs(floats.view(0), torch.empty((0, 0), dtype=torch.int32, device=device), floats, floats)

@@ -1,0 +1,77 @@
+"""What the host knows of a worker's slots: enough to plan a step without asking the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobWish:
+    """What the request in a slot wants reported."""
+
+    prompt_len: int
+    spec: LogprobSpec
+
+
+class SlotMirror:
+    """Plans in the order of their numbers go in, and what a plan may rely on comes out. A plan that does not fit is a fault."""
+
+    def __init__(self, num_slots: int, num_pages: int, page_size: int) -> None:
+        self._num_slots = num_slots
+        self._num_all_pages = num_pages
+        self._page_size = page_size
+        self._lengths: Ints = np.zeros(num_slots, np.int64)
+        self._num_pages: Ints = np.zeros(num_slots, np.int64)
+        self._was_admitted: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.logprob_wishes: dict[int, LogprobWish] = {}  # of the slots whose requests want any
+
+    def admit(self, admission: Admission) -> None:
+        """The slot begins anew: no pages, `cached` positions computed."""
+        slot, num_ids = admission.slot, len(admission.ids)
+        assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
+        assert 0 <= admission.cached < num_ids, f"{admission.cached} of {num_ids} tokens cached in slot {slot}"
+        assert 0 < admission.prompt_len <= num_ids, f"prompt of {admission.prompt_len} among {num_ids} tokens"
+        self._lengths[slot] = admission.cached
+        self._num_pages[slot] = 0
+        self._was_admitted[slot] = True
+        self.logprob_wishes.pop(slot, None)
+        if admission.logprobs.output or admission.logprobs.prompt_start >= 0:
+            self.logprob_wishes[slot] = LogprobWish(admission.prompt_len, admission.logprobs)
+
+    def append_pages(self, delta: PageDelta) -> tuple[Ints, Ints]:
+        """For every page of the delta its slot and its number within the slot."""
+        assert int(delta.counts.sum()) == len(delta.pages), f"{delta.counts.sum()} pages, {len(delta.pages)} numbers"
+        least, most = delta.pages.min(initial=0), delta.pages.max(initial=0)
+        assert least >= 0 and most < self._num_all_pages, f"pages {least} to {most} of {self._num_all_pages}"
+        columns: list[int] = []
+        for slot, count in zip(delta.slots.tolist(), delta.counts.tolist(), strict=True):
+            held = int(self._num_pages[slot])
+            columns.extend(range(held, held + count))
+            self._num_pages[slot] = held + count
+        return np.repeat(delta.slots.astype(np.int64), delta.counts), np.asarray(columns, np.int64)
+
+    def advance(self, section: PlanSection) -> Ints:
+        """Lengths of all rows, extends then decodes, once the step is done; they are the slots' lengths from now on."""
+        extends = section.extend_slots.astype(np.int64)
+        rows = np.concatenate((extends, section.decode_slots.astype(np.int64)))
+        starts, counts = section.extend_starts.astype(np.int64), section.extend_counts.astype(np.int64)
+        assert np.array_equal(self._lengths[extends], starts), f"chunks at {starts}, computed {self._lengths[extends]}"
+        assert (counts > 0).all(), f"chunks of {counts} tokens"
+        lengths = np.concatenate((starts + counts, self._lengths[rows[len(extends) :]] + 1))
+        room = self._num_pages[rows] * self._page_size
+        assert (lengths <= room).all(), f"rows of {lengths} tokens in pages for {room}"
+        self._lengths[rows] = lengths
+        return lengths
+
+    def num_pages_of_admitted(self) -> dict[int, int]:
+        """Slot -> pages given to its latest admission, for the slots that were ever admitted."""
+        slots: Sequence[int] = np.flatnonzero(self._was_admitted).tolist()
+        return {slot: int(self._num_pages[slot]) for slot in slots}

@@ -1,0 +1,115 @@
+"""From a plan's section to the arrays of its step: what the tables must be told, which rows there are, what is asked of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from srt.model_executor.forward_batch_info import HostRows
+from srt.model_executor.logprob_plan import LogprobPlan, plan_output_logprobs, plan_prompt_logprobs
+from srt.model_executor.plan_arrays import PlanArrays
+from srt.model_executor.slot_mirror import Ints, SlotMirror
+from srt.protocol.messages import Admission, PageDelta, PlanSection
+from srt.sampling.sampling_batch_info import SamplingTable
+
+HostArray = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """A step, planned on the host."""
+
+    rows: HostRows
+    arrays: PlanArrays[HostArray]
+    prompt_logprobs: LogprobPlan
+    output_logprobs: LogprobPlan
+
+
+class StepPlanner:
+    """Owns what the host knows of the slots, and follows the plans in their order."""
+
+    def __init__(self, num_slots: int, num_pages: int, page_size: int) -> None:
+        self.slots = SlotMirror(num_slots, num_pages, page_size)
+        self._sampling = SamplingTable(num_slots)
+
+    def plan(self, section: PlanSection) -> HostStep:
+        """Take over the delta, then the rows; both count as done from now on."""
+        for admission in section.admissions:
+            self.slots.admit(admission)
+            self._sampling.admit(admission)
+        page_slots, page_columns, pages = self._append_pages(section.pages)
+        rows = self._advance(section)
+        first_tokens = np.cumsum(rows.extend_lens) - rows.extend_lens
+        prompt_logprobs, output_logprobs = self._plan_logprobs(rows, first_tokens)
+        num_extends = len(rows.extend_lens)
+        row_tokens = np.concatenate((rows.extend_lens, np.ones(len(rows.slots) - num_extends, np.int64)))
+        last_tokens = np.cumsum(row_tokens) - 1
+        admitted = section.admissions
+        arrays = PlanArrays(
+            admitted_slots=np.array([a.slot for a in admitted], np.int64),
+            admitted_lens=np.array([a.cached for a in admitted], np.int64),
+            **_ids_of(admitted),
+            page_slots=page_slots,
+            page_columns=page_columns,
+            pages=pages,
+            row_slots=rows.slots,
+            extend_starts=rows.prefix_lens,
+            extend_counts=rows.extend_lens,
+            extend_first=first_tokens,
+            token_slots=np.repeat(rows.slots[:num_extends], rows.extend_lens),
+            token_positions=_ranges(rows.prefix_lens, rows.extend_lens),
+            sample_rows=rows.sample_rows,
+            sample_tokens=last_tokens[rows.sample_rows],
+            sampling=self._sampling.arrays(rows.slots[rows.sample_rows]),
+            prompt_logprobs=prompt_logprobs.arrays(),
+            output_logprobs=output_logprobs.arrays(),
+        )
+        return HostStep(rows, arrays, prompt_logprobs, output_logprobs)
+
+    def _append_pages(self, deltas: list[PageDelta]) -> tuple[Ints, Ints, Ints]:
+        if not deltas:
+            return (np.zeros(0, np.int64),) * 3
+        assert len(deltas) == 1, f"{len(deltas)} page groups, but all layers share one"
+        slots, columns = self.slots.append_pages(deltas[0])
+        return slots, columns, deltas[0].pages.astype(np.int64)
+
+    def _advance(self, section: PlanSection) -> HostRows:
+        seq_lens = self.slots.advance(section)
+        num_extends = len(section.extend_slots)
+        sampling_extends = np.flatnonzero(section.extend_samples)
+        return HostRows(
+            slots=np.concatenate((section.extend_slots, section.decode_slots)).astype(np.int64),
+            seq_lens=seq_lens,
+            prefix_lens=section.extend_starts.astype(np.int64),
+            extend_lens=section.extend_counts.astype(np.int64),
+            sample_rows=np.concatenate((sampling_extends, np.arange(num_extends, len(seq_lens)))),
+        )
+
+    def _plan_logprobs(self, rows: HostRows, first_tokens: Ints) -> tuple[LogprobPlan, LogprobPlan]:
+        wishes, num_extends = self.slots.logprob_wishes, len(rows.extend_lens)
+        prompt = plan_prompt_logprobs(
+            wishes, rows.slots[:num_extends], rows.prefix_lens, rows.extend_lens, first_tokens
+        )
+        sampled = rows.sample_rows
+        return prompt, plan_output_logprobs(wishes, rows.slots[sampled], rows.seq_lens[sampled])
+
+
+def _ids_of(admissions: list[Admission]) -> dict[str, Ints]:
+    """All known ids of the admitted, each with its slot and position."""
+    counts = np.array([len(a.ids) for a in admissions], np.int64)
+    ids = np.concatenate([a.ids for a in admissions]).astype(np.int64) if admissions else np.zeros(0, np.int64)
+    return {
+        "id_slots": np.repeat(np.array([a.slot for a in admissions], np.int64), counts),
+        "id_positions": _ranges(np.zeros_like(counts), counts),
+        "ids": ids,
+    }
+
+
+def _ranges(starts: Ints, counts: Ints) -> Ints:
+    """start … start + count - 1 of every pair, end to end."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) - np.repeat(ends - counts - starts, counts)
