@@ -30,11 +30,12 @@ class AttentionWorld:
         head_dim: int,
         page_size: int,
         dtype: torch.dtype,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
     ) -> None:
-        device = torch.device("cpu")
         num_pages = NUM_SLOTS * -(-MAX_TOKENS // page_size)
         self._backend = backend
         self._dtype = dtype
+        self._device = device
         self._layer = RadixAttention(num_heads, head_dim, num_kv_heads, layer_id=1, scale=head_dim**-0.5)
         self._tables = ReqToTokenPool(NUM_SLOTS, MAX_TOKENS, num_pages, page_size, device)
         self._memory = MHATokenToKVPool(num_pages, page_size, 2, num_kv_heads, head_dim, dtype, device)
@@ -51,14 +52,14 @@ class AttentionWorld:
         batch = self._make_batch(rows, len(extends))
         heads, kv_heads, head_dim = self._layer.num_heads, self._layer.num_kv_heads, self._layer.head_dim
         # As models give them: slices of one fused projection.
-        fused = self._randn(num_tokens, (heads + 2 * kv_heads) * head_dim)
+        fused = self._randn(num_tokens, (heads + 2 * kv_heads) * head_dim).to(self._device)
         q, k, v = fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
         self._backend.init_forward_metadata(batch)
         out = self._layer(q, k, v, batch)
         assert out.shape == q.shape
         assert out.dtype == self._dtype
         return max(
-            self._error_of_row(slot, *(t[first : first + count] for t in (q, k, v, out)))
+            self._error_of_row(slot, *(t[first : first + count].cpu() for t in (q, k, v, out)))
             for (slot, count), first in zip(rows, _starts(rows), strict=True)
         )
 
@@ -94,20 +95,20 @@ class AttentionWorld:
         counts = np.array([count for _, count in rows[:num_extends]], dtype=np.int64)
         extend_prefixes = np.array(prefixes[:num_extends], dtype=np.int64)
         seq_lens = np.array([prefix + count for (_, count), prefix in zip(rows, prefixes, strict=True)])
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
         return ForwardBatch(
             forward_mode=ForwardMode.of(num_extends, len(rows) - num_extends),
             batch_size=len(rows),
             num_extend_rows=num_extends,
             num_extend_tokens=int(counts.sum()),
-            input_ids=torch.zeros(len(positions), dtype=torch.int64),
-            positions=torch.tensor(positions),
-            out_cache_loc=self._tables.locations(torch.tensor(slots), torch.tensor(positions)),
-            req_pool_indices=torch.from_numpy(row_slots),
-            seq_lens=torch.from_numpy(seq_lens),
-            extend_prefix_lens=torch.from_numpy(extend_prefixes),
-            extend_seq_lens=torch.from_numpy(counts),
-            extend_start_loc=torch.from_numpy(np.cumsum(counts) - counts),
+            input_ids=torch.zeros(len(positions), dtype=torch.int64, device=self._device),
+            positions=torch.tensor(positions, device=self._device),
+            out_cache_loc=self._tables.locations(*torch.tensor([slots, positions], device=self._device)),
+            req_pool_indices=torch.from_numpy(row_slots).to(self._device),
+            seq_lens=torch.from_numpy(seq_lens).to(self._device),
+            extend_prefix_lens=torch.from_numpy(extend_prefixes).to(self._device),
+            extend_seq_lens=torch.from_numpy(counts).to(self._device),
+            extend_start_loc=torch.from_numpy(np.cumsum(counts) - counts).to(self._device),
             sample_indices=nothing,
             sample_rows=nothing,
             req_pool_indices_cpu=row_slots,

@@ -10,6 +10,7 @@ import torch
 from srt.layers.attention.triton_backend import MAX_SPLITS, TritonAttentionBackend, choose_num_splits
 from srt.utils.errors import StartError
 from tests.unit.kernels.interpreted import run_interpreted
+from tests.unit.layers.attention.attention_world import AttentionWorld
 
 
 def test_triton_backend_equals_dense_attention() -> None:
@@ -30,3 +31,22 @@ def test_splits_fill_the_device_and_no_more_than_the_context_can_use(
     num_programs: int, max_context: int, expected: int
 ) -> None:
     assert choose_num_splits(num_programs, max_context, num_processors=132) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize(("group", "page_size"), [(1, 1), (2, 16), (4, 1), (5, 16)])
+def test_on_a_gpu_requests_grow_through_every_kind_of_step(
+    group: int, page_size: int, head_dim: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    device = torch.device("cuda")
+    world = AttentionWorld(TritonAttentionBackend(device), 2 * group, 2, head_dim, page_size, dtype, device)
+    errors = [
+        world.step(extends=[(3, 15), (0, 1), (5, 150)], decodes=[]),
+        world.step(extends=[(3, 2), (6, 16)], decodes=[5, 0]),
+        world.step(extends=[], decodes=[6, 3, 0, 5]),
+        world.step(extends=[(0, 100), (5, 1)], decodes=[3]),
+        world.step(extends=[], decodes=[5, 0]),
+    ]
+    assert max(errors) <= tolerance
