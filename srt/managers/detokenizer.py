@@ -1,0 +1,56 @@
+"""The text of one choice as it grows: incremental decoding, then stops. Pure state: no I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from srt.managers.stop_matcher import StopMatcher
+from srt.sampling.sampling_params import SamplingParams
+from srt.utils.text_stream import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What some tokens brought: text that may be shown, how many of the tokens count, and the stop that ended the text, if one did.
+
+    After a stop the tokens behind the one that completed it do not count, and no more may be pushed.
+    """
+
+    text: str
+    num_tokens: int
+    stop: str | None = None
+
+
+class OutputText:
+    """Owner of one choice's detokenizer and stop state. The texts of all deltas, end to end, are the answer."""
+
+    def __init__(self, stream: TextStream, params: SamplingParams, stop_ids: frozenset[int]) -> None:
+        """`stop_ids` are the ids that end the choice: they are no text, unless `no_stop_trim` asks for them."""
+        self._stream = stream
+        self._matcher = StopMatcher(params.stop, params.stop_regex, params.no_stop_trim)
+        self._silent_ids = frozenset() if params.no_stop_trim else stop_ids
+        self._tokens_before_stops = params.min_new_tokens
+
+    def push(self, ids: Sequence[int]) -> TextDelta:
+        """Take the next tokens."""
+        parts: list[str] = []
+        for position, token_id in enumerate(ids):
+            piece = "" if token_id in self._silent_ids else self._stream.push(token_id)
+            if self._tokens_before_stops > 0:
+                self._tokens_before_stops -= 1
+                parts.append(self._matcher.pass_over(piece))
+                continue
+            shown, stop = self._matcher.push(piece)
+            parts.append(shown)
+            if stop is not None:
+                return TextDelta("".join(parts), position + 1, stop)
+        return TextDelta("".join(parts), len(ids))
+
+    def finish(self) -> TextDelta:
+        """No more tokens come: the rest of the text. An unfinished character becomes U+FFFD; even that may complete a stop."""
+        piece = self._stream.finish()
+        if self._tokens_before_stops > 0:
+            return TextDelta(self._matcher.pass_over(piece) + self._matcher.finish(), 0)
+        shown, stop = self._matcher.push(piece)
+        return TextDelta(shown + self._matcher.finish(), 0, stop)
