@@ -28,6 +28,7 @@ class DummyWeights:
     def fill(self, pieces: Sequence[WeightPiece], progress: Callable[[int, int], None]) -> None:
         sizes = [piece.num_elements * piece.parameter.element_size() for piece in pieces]
         done = 0
+        progress(0, sum(sizes))
         for piece, size in zip(pieces, sizes, strict=True):
             self._fill_piece(piece)
             done += size

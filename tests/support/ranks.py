@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
-from srt.distributed.parallel_state import TensorParallel, init_tensor_parallel
+from srt.distributed.parallel_state import Group, TensorParallel, init_tensor_parallel
 
 T = TypeVar("T")
 
@@ -18,6 +18,11 @@ CPU = torch.device("cpu")
 
 def single_rank() -> TensorParallel:
     return TensorParallel(0, 1, None, CPU)
+
+
+def idle_rank(rank: int, size: int) -> TensorParallel:
+    """A rank for building and loading, which send nothing."""
+    return TensorParallel(rank, size, None if size == 1 else cast("Group", object()), CPU)
 
 
 def run_ranks(size: int, folder: Path, work: Callable[[TensorParallel], T]) -> list[T]:
