@@ -1,0 +1,220 @@
+"""The engine as a Python program holds it: its processes, and one more frontend on an event loop in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from srt.entrypoints.native import server_facts
+from srt.entrypoints.service import Service
+from srt.entrypoints.streaming import Pacer, run_all
+from srt.managers.engine_process import EngineProcess
+from srt.managers.io_struct import ChoiceUpdate, EngineDied
+from srt.managers.native_shapes import NativeAnswer, parse_generate
+from srt.managers.tokenizer_manager import RequestHandle, TokenizerManager
+from srt.protocol.messages import EngineStarted, Failed, ServerReady
+from srt.server_args import ServerArgs
+from srt.utils.errors import StartError
+
+Result = TypeVar("Result")
+Answer = dict[str, Any]
+LAST_CALLS_S = 1.0  # for pending calls to learn that the engine has ended
+
+
+class LocalEngine:
+    """Coroutines below run on the loop of its own thread; `run` and `run_async` wait for them from anywhere else."""
+
+    def __init__(self, args: ServerArgs, *, http: bool) -> None:
+        self.process = EngineProcess(args, http=http)
+        self.started = EngineStarted("", 0, "", 0, None)
+        self._args = args
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="srt-runtime", daemon=True)
+        self._service = Service(args)
+        self._manager: TokenizerManager | None = None
+        self._death: str | None = None  # why the engine is gone
+
+    def start(self) -> None:
+        """Wait until the engine takes requests; StartError with the reason if it never will."""
+        self.started = self.process.wait_started()
+        self._thread.start()
+        self.run(self._connect())
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for `work` in this thread. Whatever ends the waiting early (a KeyboardInterrupt) cancels it."""
+        future = self._submit(work)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise EngineDied(self._death or "The call was cancelled.") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def run_async(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for `work` in a coroutine of another loop. Cancelling the one cancels the other."""
+        return await asyncio.wrap_future(self._submit(work))
+
+    def close_stream(self, chunks: Chunks) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and all requests with it
+            self._loop.call_soon_threadsafe(chunks.close)
+
+    def shutdown(self) -> None:
+        """End everything; blocks until the processes are gone."""
+        if self._thread is threading.current_thread():  # the last reference was dropped by a callback of the loop
+            self.process.stop()
+            self._loop.stop()
+            return
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result()
+        self.process.stop()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
+        if self._death is not None:
+            work.close()
+            raise EngineDied(self._death)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # ---- Calls, on the loop
+
+    async def answer(self, body: dict[str, Any]) -> Any:
+        """All of /generate's answer."""
+        engine = self._service.engine()
+        call = parse_generate(body, engine.sampling_params)
+        answer = NativeAnswer(call, engine.token_text)
+
+        async def collect(prompt: int, handle: RequestHandle) -> None:
+            for update in await handle.collect():
+                answer.take(prompt, update)
+
+        await run_all(engine, call.inputs, collect)
+        return answer.result()
+
+    async def open_stream(self, body: dict[str, Any]) -> Chunks:
+        """Send the requests of a streamed call. RequestError if one is refused; then none runs."""
+        engine = self._service.engine()
+        call = parse_generate(body, engine.sampling_params)
+        answer = NativeAnswer(call, engine.token_text, incremental=self._args.incremental_streaming_output)
+        with contextlib.ExitStack() as refused:
+            handles = [refused.enter_context(await engine.submit(one)) for one in call.inputs]
+            refused.pop_all()
+        return Chunks(handles, answer, Pacer(self._args.stream_interval))
+
+    async def flush_cache(self) -> bool:
+        done, _ = await self._service.engine().flush_cache()
+        return done
+
+    async def abort(self, label: str) -> int:
+        return await self._service.engine().abort_label(label)
+
+    async def server_info(self) -> dict[str, Any]:
+        return await server_facts(self._service)
+
+    # ---- The link's beginning and end, on the loop
+
+    async def _connect(self) -> None:
+        """Load the tokenizer while the workers load their weights, then wait for them."""
+        ready: asyncio.Future[float] = self._loop.create_future()
+        self._loop.add_reader(self.process.fileno(), self._hear_supervisor, ready)
+        connecting = asyncio.create_task(
+            TokenizerManager.connect(
+                index=self.started.frontend,
+                generation=self.started.generation,
+                run_dir=self.started.run_dir,
+                model_folder=self.started.model_folder,
+                args=self._args,
+            )
+        )
+        await asyncio.wait((ready, connecting), return_when=asyncio.FIRST_EXCEPTION)
+        # Both are done, or one has failed: then its error is raised here.
+        startup_s = ready.result() if ready.done() else 0.0
+        self._manager = await connecting
+        await self._manager.wait_ready()
+        self._service.begin(self._manager, startup_s)
+
+    def _hear_supervisor(self, ready: asyncio.Future[float]) -> None:
+        while (message := self.process.receive()) is not None:
+            match message:
+                case ServerReady(startup_s) if not ready.done():
+                    ready.set_result(startup_s)
+                case Failed(reason):
+                    self._loop.remove_reader(self.process.fileno())
+                    if not ready.done():
+                        ready.set_exception(StartError(reason))
+                    self._died(reason)
+                    return
+                case _:
+                    pass
+
+    def _died(self, reason: str) -> None:
+        self._death = self._death or reason
+        if self._manager is not None:
+            self._manager.engine_died(self._death)
+
+    async def _disconnect(self) -> None:
+        self._loop.remove_reader(self.process.fileno())
+        self._died("The Runtime was shut down.")
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        if pending:
+            _, late = await asyncio.wait(pending, timeout=LAST_CALLS_S)
+            for task in late:
+                task.cancel()
+        if self._manager is not None:
+            await self._manager.close()
+
+
+class Chunks:
+    """The chunks of one streamed call, in the order in which their news come. Only on the loop."""
+
+    def __init__(self, handles: list[RequestHandle], answer: NativeAnswer, pacer: Pacer) -> None:
+        self._live = dict(enumerate(handles))
+        self._answer = answer
+        self._pacer = pacer
+        self._rounds: dict[int, asyncio.Task[list[ChoiceUpdate] | None]] = {}
+        self._due: deque[Answer] = deque()
+
+    async def next(self) -> Answer | None:
+        """The next chunk; None at the end. Who stops waiting for it finds it at the next call."""
+        while not self._due and self._live:
+            for prompt, handle in self._live.items():
+                if prompt not in self._rounds:
+                    self._rounds[prompt] = asyncio.create_task(_next_round(handle))
+            await asyncio.wait(self._rounds.values(), return_when=asyncio.FIRST_COMPLETED)
+            try:
+                self._take_finished_rounds()
+            except BaseException:
+                self.close()
+                raise
+        return self._due.popleft() if self._due else None
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        for task in self._rounds.values():
+            task.cancel()
+        for handle in self._live.values():
+            handle.abort()
+        self._rounds.clear()
+        self._live.clear()
+
+    def _take_finished_rounds(self) -> None:
+        for prompt in [prompt for prompt, task in self._rounds.items() if task.done()]:
+            updates = self._rounds.pop(prompt).result()
+            if updates is None:
+                del self._live[prompt]
+                continue
+            for update in self._pacer.due(prompt, updates):
+                self._due.append(self._answer.chunk(self._answer.take(prompt, update)))
+
+
+async def _next_round(handle: RequestHandle) -> list[ChoiceUpdate] | None:
+    """All that came since the last round; None after the end."""
+    return await anext(handle, None)

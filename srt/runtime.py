@@ -1,0 +1,163 @@
+"""`Runtime`: the engine in a Python program.
+
+    with srt.Runtime(model_path="Qwen/Qwen3-8B", tp_size=2) as runtime:
+        print(runtime.generate("The capital of France is", {"max_new_tokens": 8})["text"])
+
+The engine is processes of its own, as for a server; this process holds one more frontend, on an event loop in a thread of its own.
+So it works in a script without a `__main__` guard, in any thread, and in a notebook whose loop is running.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from types import TracebackType
+from typing import Any
+
+from srt.entrypoints.local_engine import Answer, Chunks, LocalEngine
+from srt.managers.io_struct import RequestError
+from srt.server_args import ArgumentError, ServerArgs, from_keywords
+
+HTTP_ONLY = ("host", "api_key", "tokenizer_worker_num", "served_model_name", "enable_cache_report")
+
+
+class Runtime:
+    """A running engine. The keywords are the server's options (`tp_size=2` is `--tp-size 2`); `port=` serves HTTP as well.
+
+    Any thread may call any method. `RequestError` names the parameter that is wrong; `EngineDied` comes from every call that runs
+    when the engine ends. Nothing is printed unless `log_level` is "info" or "debug".
+    """
+
+    def __init__(self, **server_args: Any) -> None:
+        """Start the engine and wait until it takes requests. StartError or ArgumentError say in a sentence why it cannot."""
+        http = "port" in server_args
+        for name in HTTP_ONLY:
+            if name in server_args and not http:
+                raise ArgumentError(f"{name} needs port: without it a Runtime serves no HTTP.")
+        self.server_args: ServerArgs = from_keywords({"log_level": "error", **server_args})
+        self._engine = LocalEngine(self.server_args, http=http)
+        # Also at the interpreter's end, and when the last reference is dropped. It must not refer to self.
+        self._finalizer = weakref.finalize(self, self._engine.shutdown)
+        try:
+            self._engine.start()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def url(self) -> str | None:
+        """Where HTTP is served; None if no port was asked for."""
+        return self._engine.started.url
+
+    @property
+    def pid(self) -> int:
+        """Of the supervisor, the parent of all processes of the engine."""
+        return self._engine.process.pid
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        return_logprob: bool | list[bool] = False,
+        logprob_start_len: int | list[int] = -1,
+        top_logprobs_num: int | list[int] = 0,
+        token_ids_logprob: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        rid: str | list[str] | None = None,
+        **more: Any,
+    ) -> Any:
+        """What POST /generate answers: a dict, for a list of prompts (or n > 1) a list of them, with `stream` an iterator of dicts.
+
+        `more` are the other fields of /generate (`return_text_in_logprobs`, `priority`, `cache_salt`, …).
+        """
+        body = {
+            "text": prompt,
+            "sampling_params": sampling_params,
+            "input_ids": input_ids,
+            "return_logprob": return_logprob,
+            "logprob_start_len": logprob_start_len,
+            "top_logprobs_num": top_logprobs_num,
+            "token_ids_logprob": token_ids_logprob,
+            "rid": rid,
+            **more,
+        }
+        if not stream:
+            return self._engine.run(self._engine.answer(body))
+        return GenerateStream(self, self._engine, self._engine.run(self._engine.open_stream(body)))
+
+    async def async_generate(
+        self, prompt: str | list[str] | None = None, sampling_params: Any = None, *, stream: bool = False, **fields: Any
+    ) -> Any:
+        """`generate` for coroutines, with the same parameters: `await` it for the answer, or with `stream` for an asynchronous
+        iterator. Cancelling aborts the request."""
+        body = {"text": prompt, "sampling_params": sampling_params, **fields}
+        if not stream:
+            return await self._engine.run_async(self._engine.answer(body))
+        return GenerateStream(self, self._engine, await self._engine.run_async(self._engine.open_stream(body)))
+
+    def flush_cache(self) -> bool:
+        """Forget the prefix cache; False if requests are running, which keep it."""
+        return self._engine.run(self._engine.flush_cache())
+
+    def abort(self, rid: str = "", abort_all: bool = False) -> int:
+        """End the live requests named `rid`, or all. Returns how many there were."""
+        if not rid and not abort_all:
+            raise RequestError(400, "rid is required, unless abort_all is true.", "rid")
+        return self._engine.run(self._engine.abort("" if abort_all else rid))
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The same as GET /server_info: options, limits, counters."""
+        return self._engine.run(self._engine.server_info())
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as transformers has it. The first call loads transformers, which takes seconds."""
+        folder = self.server_args.tokenizer_path or self._engine.started.model_folder
+        # By name: nothing else in this process may come to depend on it.
+        return importlib.import_module("transformers").AutoTokenizer.from_pretrained(folder)
+
+    def shutdown(self) -> None:
+        """End the engine and wait until it is gone. Pending calls raise EngineDied. Twice does no harm."""
+        self._finalizer()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+class GenerateStream:
+    """The chunks of a streamed answer, for `for` or for `async for`. Closing or dropping it aborts what still runs."""
+
+    def __init__(self, runtime: Runtime, engine: LocalEngine, chunks: Chunks) -> None:
+        self._runtime = runtime  # which would end if it were dropped
+        self._engine = engine
+        self._chunks = chunks
+        self._finalizer = weakref.finalize(self, engine.close_stream, chunks)
+
+    def __iter__(self) -> GenerateStream:
+        return self
+
+    def __next__(self) -> Answer:
+        chunk = self._engine.run(self._chunks.next())
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def __aiter__(self) -> GenerateStream:
+        return self
+
+    async def __anext__(self) -> Answer:
+        chunk = await self._engine.run_async(self._chunks.next())
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    def close(self) -> None:
+        self._finalizer()
+
+    async def aclose(self) -> None:
+        self._finalizer()
