@@ -1,0 +1,157 @@
+"""The whole worker in process, driven by plans made by hand, against `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.model_executor.model_runner import ModelRunner
+from srt.protocol.messages import LogprobSpec, RowLogprobs, SamplingSpec, int32_array
+from srt.server_args import ServerArgs
+from srt.utils.model_config import ModelConfig
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.oracle import Oracle
+from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
+
+VOCABULARY = 512
+
+
+def make_runner(folder: Path, page_size: int, **options: Any) -> ModelRunner:
+    defaults = {"max_total_tokens": 8192, "max_running_requests": 24}
+    args = ServerArgs(model_path=str(folder), device="cpu", page_size=page_size, **{**defaults, **options})
+    cpu = torch.device("cpu")
+    return ModelRunner(args, ModelConfig.from_folder(folder), str(folder), TensorParallel(0, 1, None, cpu), cpu)
+
+
+def prompts_with_shared_prefixes(seed: int, count: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    prefixes = [token_ids(rng, 37, vocabulary), token_ids(rng, 18, vocabulary), []]
+    return [prefixes[i % 3] + token_ids(rng, int(rng.integers(1, 40)), vocabulary) for i in range(count)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 64), (16, 1 << 30), (5, 13)])
+def test_greedy_tokens_equal_those_of_transformers(
+    checkpoint: CheckpointFactory, family: str, page_size: int, chunk: int
+) -> None:
+    folder = checkpoint(family)
+    oracle = Oracle(folder)
+    expected = [(p, oracle.expect(p, greedy(10))) for p in prompts_with_shared_prefixes(1, 20)]
+    safe = [(p, e) for p, e in expected if e.is_safe]
+    assert len(safe) > 15
+    driver = PlanDriver(make_runner(folder, page_size), page_size, chunk, share=True)
+    jobs = [Job(prompt, greedy(10)) for prompt, _ in safe]
+    driver.run(jobs[: len(jobs) // 2])
+    driver.run(jobs[len(jobs) // 2 :])
+    assert [job.outputs for job in jobs] == [list(e.ids) for _, e in safe]
+    assert max(job.cached for job in jobs) >= 30
+    if chunk < 1000:
+        assert any(extends and decodes for extends, decodes in driver.steps), "no mixed step"
+
+
+def sampled_specs() -> list[SamplingSpec]:
+    bias = {"bias_ids": int32_array([3, 200, 511]), "bias_values": np.array([4.0, -3.0, 5.0], np.float32)}
+    return [
+        SamplingSpec(16, temperature=1.0),
+        SamplingSpec(16, temperature=0.7, top_k=20),
+        SamplingSpec(16, temperature=1.3, top_p=0.8),
+        SamplingSpec(16, temperature=0.9, min_p=0.05),
+        SamplingSpec(16, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01),
+        SamplingSpec(16, temperature=0.8, repetition_penalty=1.3),
+        SamplingSpec(16, temperature=0.8, frequency_penalty=0.7, presence_penalty=0.5),
+        SamplingSpec(16, temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.3),
+        SamplingSpec(16, temperature=1.0, **bias),
+        SamplingSpec(16, temperature=0.0, **bias),
+        SamplingSpec(16, temperature=1.0, min_new_tokens=16, stop_ids=int32_array(range(0, 512, 2))),
+        SamplingSpec(16, temperature=0.0),
+    ]
+
+
+def test_every_draw_equals_the_slow_float64_one_whatever_shares_its_batch(checkpoint: CheckpointFactory) -> None:
+    folder = checkpoint("qwen3")
+    oracle = Oracle(folder)
+    specs = sampled_specs()
+    prompts = prompts_with_shared_prefixes(2, 3 * len(specs))
+    wanted, kinds = [], set()
+    for index, prompt in enumerate(prompts):
+        spec, seed = specs[index % len(specs)], (0x9E3779B97F4A7C15 * (index + 1)) % (1 << 64)
+        expected = oracle.expect(prompt, spec, seed)
+        if expected.is_safe:
+            wanted.append((Job(prompt, spec, seed), list(expected.ids)))
+            kinds.add(index % len(specs))
+    assert len(kinds) == len(specs)
+    driver = PlanDriver(make_runner(folder, 16), 16, chunk=50)
+    driver.run(job for job, _ in wanted)
+    assert [job.outputs for job, _ in wanted] == [ids for _, ids in wanted]
+    assert max(decodes for _, decodes in driver.steps) >= 16
+
+
+def test_a_resumed_request_goes_on_as_if_nothing_had_happened(checkpoint: CheckpointFactory) -> None:
+    folder = checkpoint("qwen3")
+    spec = SamplingSpec(20, temperature=1.0, repetition_penalty=1.4, frequency_penalty=0.5, min_new_tokens=12,
+                        stop_ids=int32_array(range(100)))  # fmt: skip
+    prompt = prompts_with_shared_prefixes(3, 1)[0]
+    whole, resumed = Job(prompt, spec, seed=77), Job(prompt, spec, seed=77)
+    PlanDriver(make_runner(folder, 16), 16).run([whole])
+    resumed.outputs = whole.outputs[:9]
+    PlanDriver(make_runner(folder, 16), 16, chunk=11).run([resumed])
+    assert resumed.outputs == whole.outputs
+
+
+def rows_of(parts: list[RowLogprobs], top: int, num_ids: int) -> tuple[list[int], Any, Any, Any, Any]:
+    """All parts end to end: (first index of each, chosen, top ids, top, of ids)."""
+    return (
+        [part.first for part in parts],
+        np.concatenate([part.chosen for part in parts]),
+        np.concatenate([part.top_ids.reshape(-1, top) for part in parts]),
+        np.concatenate([part.top.reshape(-1, top) for part in parts]),
+        np.concatenate([part.of_ids.reshape(-1, num_ids) for part in parts]),
+    )
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 30])
+@pytest.mark.parametrize("prompt_start", [0, 1, 20])
+def test_logprobs_are_the_models_own_log_softmax(checkpoint: CheckpointFactory, chunk: int, prompt_start: int) -> None:
+    folder = checkpoint("llama")
+    prompt = token_ids(np.random.default_rng(4), 45, VOCABULARY)
+    asked = [5, 17, 300]
+    wish = LogprobSpec(output=True, prompt_start=prompt_start, top=4, ids=int32_array(asked))
+    spec = SamplingSpec(6, temperature=1.0, top_k=5, repetition_penalty=1.2)
+    job = Job(prompt, spec, 5, wish)
+    others = [Job(p, greedy(4)) for p in prompts_with_shared_prefixes(5, 4)]
+    brief = Job(prompt[:9], greedy(3), 0, LogprobSpec(output=True, prompt_start=0))
+    driver = PlanDriver(make_runner(folder, 16), 16, chunk, share=True)
+    driver.run([Job(prompt[:33], greedy(1))])
+    driver.run([*others, job, brief])
+    expected = Oracle(folder).logprobs(job.known)
+
+    first, chosen, top_ids, top, of_ids = rows_of(job.prompt_logprobs, 4, 3)
+    assert first[0] == prompt_start
+    assert len(chosen) == len(prompt) - prompt_start
+    if prompt_start == 0:
+        assert np.isnan(chosen[0])
+        assert np.isnan(top[0]).all()
+        assert np.isnan(of_ids[0]).all()
+    skipped = int(prompt_start == 0)
+    told_by = expected[prompt_start + skipped - 1 : len(prompt) - 1]
+    targets = prompt[prompt_start + skipped :]
+    np.testing.assert_allclose(chosen[skipped:], told_by[np.arange(len(targets)), targets], atol=1e-4)
+    np.testing.assert_allclose(top[skipped:], np.sort(told_by)[:, ::-1][:, :4], atol=1e-4)
+    np.testing.assert_allclose(np.take_along_axis(told_by, top_ids[skipped:], 1), top[skipped:], atol=1e-4)
+    np.testing.assert_allclose(of_ids[skipped:], told_by[:, asked], atol=1e-4)
+
+    first, chosen, top_ids, top, of_ids = rows_of(job.output_logprobs, 4, 3)
+    told_by = expected[len(prompt) - 1 : -1]
+    assert first == list(range(6))
+    np.testing.assert_allclose(chosen, told_by[np.arange(6), job.outputs], atol=1e-4)
+    np.testing.assert_allclose(np.take_along_axis(told_by, top_ids, 1), top, atol=1e-4)
+    np.testing.assert_allclose(of_ids, told_by[:, asked], atol=1e-4)
+
+    assert len(np.concatenate([part.chosen for part in brief.prompt_logprobs])) == 9
+    assert [len(part.top) for part in brief.output_logprobs] == [0, 0, 0]
+    assert not any(other.prompt_logprobs or other.output_logprobs for other in others)
