@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.layers.weights import WeightedModule, WeightPiece
@@ -19,9 +20,7 @@ class RMSNorm(WeightedModule):
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        return self.weight * (wide * scale).to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         size = self.weight.shape[0]
