@@ -1,0 +1,240 @@
+"""Which pages hold the KV of which token prefix: a compressed radix tree whose edges split at page boundaries.
+
+                 root                 an edge holds the ids of whole pages, and the numbers of those pages
+            ┌─────┴──────┐
+        [3 pages]     [1 page]        a pin on a node counts on all of its ancestors, so a node without pins has
+        ┌───┴───┐                     none below it; leaves without pins can be evicted, least recently used first
+    [2 pages] [7 pages]
+
+The tree owns the pages in it. A request owns a page until it hands it over with `extend`.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from srt.protocol.messages import Int32Array, int32_array
+
+NO_PAGES = int32_array()
+
+
+class RadixNode:
+    """The end of a prefix, with the edge that leads to it from `parent`."""
+
+    __slots__ = ("children", "ids", "key", "last_used", "pages", "parent", "pins", "serial")
+
+    def __init__(self, serial: int, parent: RadixNode | None, key: bytes, ids: Int32Array, pages: Int32Array) -> None:
+        self.serial = serial
+        self.parent = parent  # None: the root, or a node that was evicted
+        self.key = key
+        self.ids = ids
+        self.pages = pages
+        self.children: dict[bytes, RadixNode] = {}
+        self.pins = 0
+        self.last_used = 0
+
+
+class RadixCache:
+    """Prefixes and their pages. Time is a counter, ties go by creation: the same calls give the same tree."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_pages = 0
+        self.num_evictable = 0  # pages under no pin: all of them can be evicted, leaf by leaf
+        self.num_evicted = 0  # ever
+        self._num_nodes = 1
+        self._clock = 0
+        self._serial = 0
+        self._evictable: list[tuple[int, int, RadixNode]] = []  # heap; entries may be out of date
+        self.root = RadixNode(0, None, b"", NO_PAGES, NO_PAGES)
+
+    def pin_prefix(self, ids: Int32Array, salt: str, max_pages: int) -> tuple[RadixNode, Int32Array]:
+        """The longest cached prefix of `ids`, at most `max_pages` long: its end, pinned, and its pages."""
+        node, position, found = self.root, 0, []
+        while position < max_pages:
+            child = node.children.get(self._key(node, salt, ids, position))
+            if child is None:
+                break
+            same = self._common_pages(child, ids, position, max_pages)
+            if same < len(child.pages):
+                child = self._split(child, same)
+            found.append(child.pages)
+            node, position = child, position + same
+        self._pin(node)
+        return node, np.concatenate(found) if found else NO_PAGES
+
+    def extend(self, node: RadixNode, salt: str, ids: Int32Array, pages: Int32Array) -> tuple[RadixNode, Int32Array]:
+        """Continue the prefix that ends at `node`, which the caller has pinned, by `pages` that hold `ids`.
+
+        The caller's pin moves to the new end, which is returned. Also returned are the pages that the tree did not take, as it
+        has others for the same ids: they stay the caller's.
+        """
+        position, count, not_taken = 0, len(pages), []
+        while position < count:
+            key = self._key(node, salt, ids, position)
+            child = node.children.get(key)
+            if child is None:
+                node = self._append(node, key, ids[position * self.page_size :], pages[position:])
+                break
+            same = self._common_pages(child, ids, position, count)
+            if same < len(child.pages):
+                child = self._split(child, same)
+            not_taken.append(pages[position : position + same])
+            self._add_pin(child)
+            node, position = child, position + same
+        return node, np.concatenate(not_taken) if not_taken else NO_PAGES
+
+    def unpin(self, node: RadixNode) -> None:
+        """Give back one pin of this node; its whole path counts as just used."""
+        self._clock += 1
+        step: RadixNode | None = node
+        while step is not None:
+            assert step.pins > 0, "a prefix was unpinned more often than pinned"
+            step.pins -= 1
+            step.last_used = self._clock
+            if step.pins == 0 and step is not self.root:
+                self.num_evictable += len(step.pages)
+                self._offer(step)
+            step = step.parent
+
+    def evict(self, count: int) -> Int32Array:
+        """Forget the `count` pages that were used longest ago; whoever asks has seen that so many are evictable."""
+        assert count <= self.num_evictable, f"{count} pages to evict, {self.num_evictable} are evictable"
+        evicted, missing = [], count
+        while missing > 0:
+            last_used, _, node = heapq.heappop(self._evictable)
+            if node.parent is None or node.pins or node.children or node.last_used != last_used:
+                continue
+            kept = max(len(node.pages) - missing, 0)
+            evicted.append(node.pages[kept:])
+            missing -= len(node.pages) - kept
+            if kept:
+                node.ids, node.pages = node.ids[: kept * self.page_size], node.pages[:kept]
+                self._offer(node)
+            else:
+                self._remove(node)
+        self.num_pages -= count
+        self.num_evictable -= count
+        self.num_evicted += count
+        return np.concatenate(evicted) if evicted else NO_PAGES
+
+    def clear(self) -> Int32Array:
+        """Forget everything; the pages are the caller's. Nothing may be pinned."""
+        assert self.num_evictable == self.num_pages, "the prefix cache is cleared while prefixes are pinned"
+        return self.evict(self.num_pages)
+
+    @property
+    def num_pinned(self) -> int:
+        return self.num_pages - self.num_evictable
+
+    def nodes(self) -> list[RadixNode]:
+        """All nodes, parents before children."""
+        found = [self.root]
+        for node in found:
+            found.extend(node.children.values())
+        return found
+
+    def check(self, pinned: list[RadixNode]) -> Int32Array:
+        """AssertionError if the tree contradicts itself or `pinned`, all that callers hold. Returns its pages."""
+        nodes = self.nodes()
+        pins = {node.serial: 0 for node in nodes}
+        for node in pinned:
+            step: RadixNode | None = node
+            while step is not None:
+                assert step.serial in pins, "a request pins a prefix that is not in the tree"
+                pins[step.serial] += 1
+                step = step.parent
+        for node in nodes:
+            assert node.pins == pins[node.serial], f"prefix has {node.pins} pins, requests hold {pins[node.serial]}"
+            assert len(node.ids) == len(node.pages) * self.page_size, "an edge's ids and pages do not match"
+            assert all(child.parent is node and child.key == key for key, child in node.children.items())
+        pages = np.concatenate([node.pages for node in nodes])
+        loose = sum(len(node.pages) for node in nodes if node.pins == 0)
+        assert len(pages) == self.num_pages and len(nodes) == self._num_nodes, "the tree's counts are wrong"
+        assert loose == self.num_evictable, f"{loose} pages are evictable, the count says {self.num_evictable}"
+        return pages
+
+    def _key(self, node: RadixNode, salt: str, ids: Int32Array, position: int) -> bytes:
+        """The first page of an edge from `node`; at the root the salt goes before it."""
+        start = position * self.page_size
+        page = ids[start : start + self.page_size].tobytes()
+        return salt.encode() + page if node is self.root and salt else page
+
+    def _common_pages(self, child: RadixNode, ids: Int32Array, position: int, max_pages: int) -> int:
+        """How many pages of this edge go on like `ids` does from page `position`. At least the first: its key matched."""
+        pages = min(len(child.pages), max_pages - position)
+        start, length = position * self.page_size, pages * self.page_size
+        differs = child.ids[:length] != ids[start : start + length]
+        first = int(differs.argmax())
+        return first // self.page_size if differs[first] else pages
+
+    def _split(self, node: RadixNode, pages: int) -> RadixNode:
+        """Cut the edge after `pages` pages: the new upper node is returned, `node` keeps its end and all that hold it."""
+        assert node.parent is not None
+        cut = pages * self.page_size
+        upper = self._new_node(node.parent, node.key, node.ids[:cut], node.pages[:pages])
+        upper.pins, upper.last_used = node.pins, node.last_used
+        node.parent, node.ids, node.pages = upper, node.ids[cut:], node.pages[pages:]
+        node.key = node.ids[: self.page_size].tobytes()
+        upper.children[node.key] = node
+        return upper
+
+    def _append(self, node: RadixNode, key: bytes, ids: Int32Array, pages: Int32Array) -> RadixNode:
+        """New pages behind `node`. A leaf that only the caller has pinned simply becomes longer."""
+        self.num_pages += len(pages)
+        if node.pins == 1 and not node.children and node is not self.root:
+            node.ids, node.pages = np.concatenate((node.ids, ids)), np.concatenate((node.pages, pages))
+            return node
+        child = self._new_node(node, key, ids.copy(), pages.copy())
+        child.pins = 1
+        return child
+
+    def _new_node(self, parent: RadixNode, key: bytes, ids: Int32Array, pages: Int32Array) -> RadixNode:
+        self._serial += 1
+        self._num_nodes += 1
+        node = RadixNode(self._serial, parent, key, ids, pages)
+        parent.children[key] = node
+        return node
+
+    def _remove(self, node: RadixNode) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        node.parent = None
+        self._num_nodes -= 1
+        if parent.pins == 0 and parent is not self.root:
+            self._offer(parent)
+
+    def _pin(self, node: RadixNode) -> None:
+        step: RadixNode | None = node
+        while step is not None:
+            self._add_pin(step)
+            step = step.parent
+
+    def _add_pin(self, node: RadixNode) -> None:
+        if node.pins == 0 and node is not self.root:
+            self.num_evictable -= len(node.pages)
+        node.pins += 1
+
+    def _offer(self, node: RadixNode) -> None:
+        """Let `node` be found by `evict`, if it is a leaf."""
+        if node.children:
+            return
+        heapq.heappush(self._evictable, (node.last_used, node.serial, node))
+        if len(self._evictable) > 4 * self._num_nodes + 256:
+            self._evictable = [
+                (n.last_used, n.serial, n) for n in self.nodes() if not n.pins and not n.children and n.parent
+            ]
+            heapq.heapify(self._evictable)
+
+
+class NoPrefixCache(RadixCache):
+    """--disable-radix-cache: nothing is ever found or kept."""
+
+    def pin_prefix(self, ids: Int32Array, salt: str, max_pages: int) -> tuple[RadixNode, Int32Array]:
+        return super().pin_prefix(ids, salt, 0)
+
+    def extend(self, node: RadixNode, salt: str, ids: Int32Array, pages: Int32Array) -> tuple[RadixNode, Int32Array]:
+        return node, pages
