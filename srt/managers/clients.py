@@ -1,0 +1,64 @@
+"""Which requests came from which frontend, by number and by the client's label."""
+
+from __future__ import annotations
+
+from srt.managers.outbox import Outbox
+from srt.managers.request import Request, Status
+
+
+class Client:
+    """One frontend (or Runtime) and its requests, those that ended included until it has acknowledged that."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.outbox = Outbox()
+        self._requests: dict[int, dict[int, Request]] = {}  # rid -> choice -> request
+
+    def knows(self, rid: int) -> bool:
+        return rid in self._requests
+
+    def enter(self, requests: list[Request]) -> None:
+        self._requests[requests[0].rid] = {request.choice: request for request in requests}
+
+    def find(self, rid: int, choice: int) -> Request | None:
+        return self._requests.get(rid, {}).get(choice)
+
+    def choices(self, rid: int) -> list[Request]:
+        return list(self._requests.get(rid, {}).values())
+
+    def forget(self, request: Request) -> None:
+        choices = self._requests[request.rid]
+        del choices[request.choice]
+        if not choices:
+            del self._requests[request.rid]
+
+    def all_requests(self) -> list[Request]:
+        return [request for choices in self._requests.values() for request in choices.values()]
+
+    @property
+    def num_known(self) -> int:
+        """Choices that have not been acknowledged as ended."""
+        return sum(len(choices) for choices in self._requests.values())
+
+
+class Labels:
+    """The clients' names for their live requests. Each names one; it is free again when the last choice has ended."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, list[Request]] = {}
+
+    def is_taken(self, label: str) -> bool:
+        return label in self._live
+
+    def enter(self, requests: list[Request]) -> None:
+        label = requests[0].label
+        if label:
+            self._live[label] = list(requests)
+
+    def live(self, label: str) -> list[Request]:
+        return [request for request in self._live.get(label, []) if request.status is not Status.ENDED]
+
+    def leave(self, request: Request) -> None:
+        """This choice has ended."""
+        if request.label and not self.live(request.label):
+            self._live.pop(request.label, None)

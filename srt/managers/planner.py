@@ -1,0 +1,285 @@
+"""What the next step does: which requests get a slot, which prompts go on, which rows decode.
+
+There are no phases. Every step lets `computed` chase what is wanted: all running decodes first, then chunks of prompts within
+one budget of tokens, those of running requests before those of new ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from srt.managers.counters import Counters
+from srt.managers.kv_memory import KvMemory
+from srt.managers.prefix_followers import PrefixFollowers
+from srt.managers.request import Request, Status
+from srt.managers.slots import SlotTable
+from srt.managers.waiting import WaitingQueue
+from srt.mem_cache.radix_cache import RadixNode
+from srt.protocol.messages import Admission, Int32Array, Int64Array, PageDelta, PlanSection, StepPlan, int32_array
+
+UNLIMITED = 1 << 40
+NO_SLOTS: Int64Array = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A step that was submitted. Its result is matched against who had the slots then."""
+
+    plan: StepPlan
+    sampling_slots: Int64Array
+    sampling_incarnations: Int64Array
+    extends: dict[int, int]  # slot -> incarnation of the rows that compute prompt tokens
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    budget: int
+    admissions: list[Admission] = field(default_factory=list)
+    extends: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    page_slots: list[Int64Array] = field(default_factory=list)
+    page_counts: list[Int64Array] = field(default_factory=list)
+    pages: list[Int32Array] = field(default_factory=list)
+
+    def add_pages(self, slot: int, pages: Int32Array) -> None:
+        if len(pages):
+            self.page_slots.append(np.array([slot]))
+            self.page_counts.append(np.array([len(pages)]))
+            self.pages.append(pages)
+
+    def page_delta(self) -> PageDelta:
+        if not self.pages:
+            return PageDelta(int32_array(), int32_array(), int32_array())
+        slots, counts = np.concatenate(self.page_slots), np.concatenate(self.page_counts)
+        return PageDelta(slots.astype(np.int32), counts.astype(np.int32), np.concatenate(self.pages))
+
+
+class Planner:
+    """Owns the waiting requests and the order of the running ones. Slots and pages are taken and given back here only."""
+
+    def __init__(self, slots: SlotTable, memory: KvMemory, counters: Counters, chunk_size: int) -> None:
+        self._slots = slots
+        self._memory = memory
+        self._counters = counters
+        self._chunk_size = UNLIMITED if chunk_size < 0 else chunk_size
+        self._queue = WaitingQueue()
+        self._followers = PrefixFollowers(memory.page_size, enabled=memory.caches)
+        self._running: list[Request | None] = [None] * slots.num_slots
+        self._prefilling: list[Request] = []
+        self._decoding = NO_SLOTS
+        self._num_admitted = 0
+        self._something_ended = False  # since the last plan
+        self._no_room_for: Request | None = None  # the first that waits, found not to fit; nothing was released since
+        self.num_waiting = 0
+
+    # ---- Requests come and go
+
+    def add(self, request: Request) -> None:
+        self.num_waiting += 1
+        self._queue.push(request)
+
+    def end(self, request: Request, *, keep_prefix: bool = True) -> None:
+        """Take the request out of everything. What it has computed stays in the prefix cache if it may be trusted."""
+        was_waiting = request.status is Status.WAITING
+        request.status = Status.ENDED
+        self._no_room_for = None
+        if was_waiting:
+            self.num_waiting -= 1
+            self._queue.note_end()
+        else:
+            self._vacate(request, keep_prefix=keep_prefix)
+
+    def request_in(self, slot: int) -> Request:
+        request = self._running[slot]
+        assert request is not None, f"slot {slot} is empty"
+        return request
+
+    def running(self) -> list[Request]:
+        return [request for request in self._running if request is not None]
+
+    # ---- The next step
+
+    def plan(self, step: int) -> Planned | None:
+        """The next step, or None if there is nothing to do. What it does counts as done from now on."""
+        if self._something_ended:
+            self._decoding = self._decoding[self._slots.incarnation[self._decoding] != 0]
+            self._something_ended = False
+        draft = _Draft(self._chunk_size)
+        decodes = self._plan_decodes(draft)
+        for request in self._prefilling:
+            if draft.budget <= 0:
+                break
+            self._plan_chunk(draft, request)
+        self._admit(draft)
+        if not draft.extends and not len(decodes):
+            return None
+        self._publish(draft)
+        self._counters.count_step(len(draft.extends), len(decodes))
+        return self._finish_plan(step, draft, decodes)
+
+    def _plan_decodes(self, draft: _Draft) -> Int64Array:
+        """One more token for every request that wants one: its last id is on the device already, or will be."""
+        slots = self._slots
+        all_rows = self._decoding
+        rows: Int64Array = all_rows[slots.submitted[all_rows] < slots.max_new[all_rows]]
+        if not len(rows):
+            return NO_SLOTS
+        computed = slots.computed[rows]
+        lacking = rows[computed >= slots.num_pages[rows] * self._memory.page_size]
+        if len(lacking):
+            pages = self._memory.take_one_each(len(lacking))
+            slots.append_page_each(lacking, pages)
+            draft.page_slots.append(lacking)
+            draft.page_counts.append(np.ones(len(lacking), np.int64))
+            draft.pages.append(pages)
+        slots.computed[rows] = computed + 1
+        slots.submitted[rows] += 1
+        return rows
+
+    def _plan_chunk(self, draft: _Draft, request: Request) -> None:
+        """The next known ids of this request, as far as the budget goes."""
+        slots, slot = self._slots, request.slot
+        start = int(slots.computed[slot])
+        count = min(draft.budget, request.num_known - start)
+        draft.budget -= count
+        end = start + count
+        pages = self._memory.grow(slot, end)
+        draft.add_pages(slot, slots.pages_of(slot).copy() if request.num_chunks == 0 else pages)
+        slots.computed[slot] = end
+        samples = end == request.num_known
+        if samples:
+            slots.submitted[slot] += 1
+        request.num_chunks += 1
+        draft.extends.append(request)
+        draft.starts.append(start)
+        draft.counts.append(count)
+        draft.samples.append(int(samples))
+
+    def _admit(self, draft: _Draft) -> None:
+        """Give slots to those who wait, in order, while there is room and something left of the budget."""
+        while draft.budget > 0 and self._slots.num_free > 0:
+            request = self._queue.first()
+            if request is None or request is self._no_room_for:
+                return
+            node, cached = self._memory.pin_prefix(request)
+            if self._followers.stand_aside(request, node, len(cached)):
+                self._memory.unpin(node)
+                self._queue.pop()
+                self._counters.num_held_back += 1
+            elif self._memory.has_room(request, len(cached)):
+                self._queue.pop()
+                self._start(request, node, cached)
+                draft.admissions.append(self._admission(request))
+                self._plan_chunk(draft, request)
+            else:
+                self._memory.unpin(node)
+                self._no_room_for = request
+                return
+
+    def _start(self, request: Request, node: RadixNode, cached: Int32Array) -> None:
+        self.num_waiting -= 1
+        self._num_admitted += 1
+        request.status = Status.RUNNING
+        request.incarnation = self._num_admitted
+        request.slot = self._slots.take()
+        request.cached_tokens = len(cached) * self._memory.page_size
+        self._slots.fill(
+            request.slot,
+            incarnation=request.incarnation,
+            serial=request.serial,
+            frontend=request.frontend,
+            rid=request.rid,
+            choice=request.choice,
+            max_new=request.sampling.max_new_tokens,
+            outputs=request.outputs,
+            sent=request.sent,
+            computed=request.cached_tokens,
+            stop_ids=request.sampling.stop_ids,
+        )
+        self._memory.admit(request, node, cached)
+        self._running[request.slot] = request
+        self._prefilling.append(request)
+        self._followers.announce(request)
+        self._counters.num_prompt_tokens += request.num_known
+        self._counters.num_cached_tokens += request.cached_tokens
+
+    @staticmethod
+    def _admission(request: Request) -> Admission:
+        return Admission(
+            slot=request.slot,
+            ids=request.known_ids,
+            prompt_len=request.prompt_len,
+            cached=request.cached_tokens,
+            seed=request.seed,
+            sampling=request.sampling,
+            logprobs=request.logprobs,
+        )
+
+    def _publish(self, draft: _Draft) -> None:
+        """The plan stands: what it writes is in the prefix cache for later plans, and prompts that end in it decode from then on."""
+        for request in draft.extends:
+            computed = int(self._slots.computed[request.slot])
+            self._memory.insert_computed(request, request.known_ids, computed)
+            self._requeue(self._followers.advance(request))
+            request.prompt_done = computed == request.num_known
+        if any(draft.samples):
+            finished = [request for request in draft.extends if request.prompt_done]
+            self._prefilling = [request for request in self._prefilling if not request.prompt_done]
+            self._decoding = np.concatenate((self._decoding, np.array([request.slot for request in finished])))
+            for request in finished:
+                self._counters.count_prompt(request.num_chunks, self._memory.pages_for(request.prompt_len))
+
+    def _finish_plan(self, step: int, draft: _Draft, decodes: Int64Array) -> Planned:
+        extend_slots = [request.slot for request in draft.extends]
+        section = PlanSection(
+            admissions=draft.admissions,
+            pages=[draft.page_delta()],
+            extend_slots=int32_array(extend_slots),
+            extend_starts=int32_array(draft.starts),
+            extend_counts=int32_array(draft.counts),
+            extend_samples=int32_array(draft.samples),
+            decode_slots=decodes.astype(np.int32),
+        )
+        sampling = [slot for slot, samples in zip(extend_slots, draft.samples, strict=True) if samples]
+        rows = np.concatenate((np.array(sampling, np.int64), decodes)) if sampling else decodes
+        return Planned(
+            plan=StepPlan(step, [section]),
+            sampling_slots=rows,
+            sampling_incarnations=self._slots.incarnation[rows],
+            extends={request.slot: request.incarnation for request in draft.extends},
+        )
+
+    def _vacate(self, request: Request, *, keep_prefix: bool) -> None:
+        slots, slot = self._slots, request.slot
+        request.outputs = slots.outputs_of(slot).copy()
+        request.sent = int(slots.sent[slot])
+        if keep_prefix:
+            ids = np.concatenate((request.known_ids[: request.prompt_len], request.outputs))
+            self._memory.insert_computed(request, ids, int(slots.computed[slot]))
+        self._requeue(self._followers.leave(request))
+        self._memory.release(request)
+        slots.release(slot)
+        self._running[slot] = None
+        self._prefilling = [other for other in self._prefilling if other is not request]
+        self._something_ended = True
+
+    def _requeue(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._queue.push(request)
+
+    def check(self) -> None:
+        """AssertionError if slots, pages, promises and lists of requests do not agree."""
+        running = self.running()
+        self._slots.check()
+        self._memory.check(running)
+        assert [r.slot for r in running] == self._slots.used_slots(), "a slot is used by nobody, or by two"
+        in_lists = sorted(
+            [r.slot for r in self._prefilling] + [int(s) for s in self._decoding if self._slots.incarnation[s]]
+        )
+        assert in_lists == self._slots.used_slots(), "a running request is in no list of the planner, or in two"

@@ -1,0 +1,106 @@
+"""What a scheduler holds once its workers have said how much they hold: slots, memory, plans, and the stream to the workers."""
+
+from __future__ import annotations
+
+from srt.managers.counters import Counters
+from srt.managers.effects import Effect, ToFrontend
+from srt.managers.kv_memory import KvMemory
+from srt.managers.planner import Planner
+from srt.managers.results import ResultReader
+from srt.managers.slots import SlotTable
+from srt.managers.worker_stream import WorkerStream
+from srt.protocol.messages import ControlReply, GenerateRequest, Load, Scalar, SchedulerHello, WorkerHello
+from srt.server_args import ServerArgs
+
+
+class Replica:
+    """The parts, built from what all ranks agree on; and the answers to questions about their limits and their state."""
+
+    def __init__(self, args: ServerArgs, hello: WorkerHello) -> None:
+        self._hello = hello
+        self._max_queued = args.max_queued_requests
+        self.counters = Counters()
+        self.slots = SlotTable(hello.num_slots)
+        self.memory = KvMemory(hello.num_pages, hello.page_size, self.slots, prefix_cache=not args.disable_radix_cache)
+        self.planner = Planner(self.slots, self.memory, self.counters, args.chunked_prefill_size)
+        self.results = ResultReader(self.slots, self.planner, self.counters)
+        self.stream = WorkerStream(args.tp_size)
+        self.max_total_num_tokens = hello.num_pages * hello.page_size
+        self.max_request_tokens = min(hello.max_request_tokens, self.max_total_num_tokens)
+
+    def facts(self) -> dict[str, Scalar]:
+        """For the start-up report and /server_info."""
+        return {
+            "max_total_num_tokens": self.max_total_num_tokens,
+            "max_request_tokens": self.max_request_tokens,
+            "max_running_requests": self._hello.num_slots,
+            "num_pages": self._hello.num_pages,
+            "page_size": self._hello.page_size,
+            "dtype": self._hello.dtype,
+            "vocab_size": self._hello.vocab_size,
+        }
+
+    def greeting(self, frontend: int) -> list[Effect]:
+        hello = SchedulerHello(self.max_total_num_tokens, self.max_request_tokens, self._hello.page_size)
+        return [ToFrontend(frontend, hello), ToFrontend(frontend, self.load())]
+
+    def load(self) -> Load:
+        return Load(self.slots.num_used, self.planner.num_waiting, self.memory.num_free, self.counters.num_steps)
+
+    def reason_to_refuse(self, message: GenerateRequest) -> tuple[int, str] | None:
+        """Status and sentence if this request cannot be taken, ever or now; None if it can."""
+        broken = _what_is_broken(message, self._hello.vocab_size)
+        if broken is not None:
+            return 400, broken
+        num_prompt, num_new = len(message.prompt_ids), message.sampling.max_new_tokens
+        if num_prompt + num_new > self.max_request_tokens:
+            return 400, (
+                f"The prompt has {num_prompt} tokens and {num_new} more are asked for: {num_prompt + num_new} in all,"
+                f" but a request may have at most {self.max_request_tokens}."
+            )
+        is_new = not any(len(ids) for ids in message.output_ids)  # what was running elsewhere is never turned away
+        if is_new and self.planner.num_waiting >= self._max_queued + self.slots.num_free:
+            return 429, f"{self.planner.num_waiting} requests are waiting already, and at most {self._max_queued} may."
+        return None
+
+    def flush(self, call: int) -> ControlReply:
+        """Forget the prefix cache, unless a request is there that uses it. Workers need not know."""
+        num_running, num_waiting = self.slots.num_used, self.planner.num_waiting
+        if num_running or num_waiting:
+            reason = f"The cache cannot be flushed while {num_running} requests run and {num_waiting} wait."
+            return ControlReply(call, False, reason, {})
+        self.memory.flush()
+        return ControlReply(call, True, "", {})
+
+    def state(self) -> dict[str, Scalar]:
+        memory, tree = self.memory, self.memory.tree
+        values: dict[str, Scalar] = {
+            "num_running": self.slots.num_used,
+            "num_waiting": self.planner.num_waiting,
+            "num_slots": self.slots.num_slots,
+            "num_free_slots": self.slots.num_free,
+            "num_total_pages": memory.num_pages,
+            "num_free_pages": memory.num_free,
+            "num_cached_pages": tree.num_pages,
+            "num_pinned": tree.num_pinned,
+            "num_evicted_pages": tree.num_evicted,
+            "page_size": memory.page_size,
+            "num_in_flight": self.stream.num_in_flight,
+        }
+        return values | self.counters.values()
+
+
+def _what_is_broken(message: GenerateRequest, vocab_size: int) -> str | None:
+    """A sentence about a request that no frontend should have sent."""
+    if len(message.prompt_ids) == 0:
+        return "The prompt is empty."
+    if len(message.choices) == 0 or len(message.choices) != len(message.output_ids):
+        return f"{len(message.choices)} choices came with {len(message.output_ids)} lists of output ids."
+    if len(set(message.choices.tolist())) != len(message.choices):
+        return "A choice is asked for twice."
+    if message.sampling.max_new_tokens < 1:
+        return f"max_new_tokens must be at least 1, not {message.sampling.max_new_tokens}."
+    for ids in (message.prompt_ids, *message.output_ids):
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+            return f"A token id lies outside the vocabulary of {vocab_size}."
+    return None

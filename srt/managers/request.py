@@ -1,0 +1,158 @@
+"""A request in the scheduler: what the frontend asked for, and one `Request` for each choice of it that is to run."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from srt.mem_cache.radix_cache import RadixNode
+from srt.protocol.messages import (
+    GenerateRequest,
+    Int32Array,
+    LogprobSpec,
+    RequestDone,
+    SamplingSpec,
+    TokenLogprobs,
+)
+from srt.sampling.sampling_params import choice_seed
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Follower:
+    """A waiting request that lets `leader` compute the prefix that both have; worth waiting for up to `num_pages` pages."""
+
+    request: Request
+    num_pages: int
+
+
+class Request:
+    """One choice. What changes at every step lies in the SlotTable while it runs."""
+
+    __slots__ = (
+        "announced",
+        "cached_tokens",
+        "choice",
+        "done",
+        "done_batch",
+        "followers",
+        "frontend",
+        "incarnation",
+        "known_ids",
+        "label",
+        "logprobs",
+        "logs",
+        "logs_acked",
+        "logs_sent",
+        "node",
+        "num_chunks",
+        "num_in_tree",
+        "num_reserved",
+        "outputs",
+        "own_copies",
+        "prompt_done",
+        "prompt_len",
+        "rid",
+        "salt",
+        "sampling",
+        "seed",
+        "sent",
+        "serial",
+        "slot",
+        "status",
+    )
+
+    def __init__(self, frontend: int, message: GenerateRequest, index: int, serial: int) -> None:
+        self.frontend = frontend
+        self.rid = message.rid
+        self.label = message.label
+        self.choice = int(message.choices[index])
+        self.serial = serial  # order of arrival
+        self.seed = choice_seed(message.seed, self.choice)
+        self.salt = message.cache_salt
+        self.sampling: SamplingSpec = message.sampling
+        self.logprobs: LogprobSpec = message.logprobs
+        self.prompt_len = len(message.prompt_ids)
+        self.outputs: Int32Array = message.output_ids[index]  # while waiting: what it comes with; when ended: all
+        self.known_ids = np.concatenate((message.prompt_ids, self.outputs)) if len(self.outputs) else message.prompt_ids
+        self.status = Status.WAITING
+        self.sent = len(self.outputs)  # while it runs, the SlotTable counts
+        self.done: RequestDone | None = None
+        self.done_batch = -1  # number of the batch that carried `done` last
+        self.logs: deque[TokenLogprobs] = deque()  # not acknowledged yet; the first is number `logs_acked`
+        self.logs_acked = 0
+        self.logs_sent = 0
+        self.cached_tokens = 0
+        self.num_chunks = 0
+        self.prompt_done = False  # all ids that it came with were planned: from the next step on it decodes
+        self.slot = -1
+        self.incarnation = 0
+        self.node: RadixNode | None = None  # the pinned end of its prefix in the tree, `num_in_tree` pages deep
+        self.num_in_tree = 0
+        self.num_reserved = 0  # pages that it may have in all
+        self.own_copies: list[Int32Array] = []  # of its first `num_in_tree` pages, those that the tree has twice
+        self.followers: list[Follower] = []
+        self.announced: tuple[int, str, bytes] | None = (
+            None  # the page that it computes next, if others may wait for it
+        )
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Unique among a frontend's choices."""
+        return self.rid, self.choice
+
+    @property
+    def max_tokens(self) -> int:
+        return self.prompt_len + self.sampling.max_new_tokens
+
+    @property
+    def num_known(self) -> int:
+        """Ids that were known when it was admitted."""
+        return len(self.known_ids)
+
+    def cacheable_pages(self, page_size: int) -> int:
+        """At most so many pages can come from the cache: the last known position is computed in any case, and those whose
+        logprobs are asked for."""
+        tokens = self.num_known - 1
+        if self.logprobs.prompt_start >= 0:
+            tokens = min(tokens, max(self.logprobs.prompt_start - 1, 0))
+        return tokens // page_size
+
+    def log(self, chunk: TokenLogprobs) -> None:
+        self.logs.append(chunk)
+
+    @property
+    def has_unsent_logs(self) -> bool:
+        return self.logs_sent < self.logs_acked + len(self.logs)
+
+    def take_unsent_logs(self) -> list[TokenLogprobs]:
+        chunks = [self.logs[i] for i in range(self.logs_sent - self.logs_acked, len(self.logs))]
+        self.logs_sent = self.logs_acked + len(self.logs)
+        return chunks
+
+    def forget_logs(self, number: int) -> None:
+        """The frontend has all chunks before this number."""
+        while self.logs_acked < number:
+            self.logs.popleft()
+            self.logs_acked += 1
+
+    def send_logs_again(self, first: int) -> None:
+        """From output index `first` on; prompt logprobs too if they are still here."""
+        self.logs_sent = self.logs_acked
+        for chunk in self.logs:
+            if chunk.is_prompt or chunk.first >= first:
+                break
+            self.logs_sent += 1
+
+
+def expand(frontend: int, message: GenerateRequest, next_serial: int) -> list[Request]:
+    """One Request for each choice, in order."""
+    return [Request(frontend, message, index, next_serial + index) for index in range(len(message.choices))]

@@ -1,0 +1,99 @@
+"""What a step's result means for the requests that were in it: new tokens, logprobs, and who has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from srt.managers.counters import Counters
+from srt.managers.planner import Planned, Planner
+from srt.managers.request import Request
+from srt.managers.slots import SlotTable
+from srt.managers.worker_stream import BrokenReplica
+from srt.protocol.messages import Int32Array, Int64Array, RowLogprobs, StepResult, TokenLogprobs
+
+NOT_FINITE = "The model produced no finite logits for this request."
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A request that this result ends."""
+
+    request: Request
+    reason: str  # stop, length or error
+    matched: int = -1
+    status: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    ends: list[End]
+    logged: list[Request]  # have new logprobs
+
+
+class ResultReader:
+    """Enters results into the slot table. A row whose request does not have the slot any more is dropped."""
+
+    def __init__(self, slots: SlotTable, planner: Planner, counters: Counters) -> None:
+        self._slots = slots
+        self._planner = planner
+        self._counters = counters
+
+    def take(self, planned: Planned, result: StepResult) -> Outcome:
+        """Append the tokens and say which requests end by them. BrokenReplica if the result does not fit the plan."""
+        rows, counts = planned.sampling_slots, result.counts
+        if len(counts) != len(rows) or int(counts.sum()) != len(result.ids) or (len(counts) and counts.max() > 1):
+            raise BrokenReplica(
+                f"The result of step {result.step} has {len(counts)} rows and {len(result.ids)} ids where {len(rows)} rows sample."
+            )
+        self._counters.step_us += result.step_us
+        logged = [self._log(planned, row) for row in result.logprobs]
+        alive = self._slots.incarnation[rows] == planned.sampling_incarnations
+        failed = rows[alive & (counts == 0)]
+        if len(result.ids) != len(rows):  # a row without an id: what is left is aligned with the ids
+            rows, alive = rows[counts != 0], alive[counts != 0]
+        self._counters.num_dropped_rows += len(alive) - int(np.count_nonzero(alive))
+        ends = self._append(rows[alive], result.ids[alive])
+        ends += [End(self._planner.request_in(int(slot)), "error", status=500, message=NOT_FINITE) for slot in failed]
+        return Outcome(ends, [request for request in logged if request is not None])
+
+    def _append(self, rows: Int64Array, ids: Int32Array) -> list[End]:
+        if not len(rows):
+            return []
+        slots = self._slots
+        places = slots.num_output[rows]
+        lengths = places + 1
+        slots.make_room_for_outputs(int(lengths.max()))
+        slots.outputs[rows, places] = ids
+        slots.num_output[rows] = lengths
+        self._counters.num_generated_tokens += len(rows)
+        stopped = (slots.stops[rows] == ids[:, None]).any(1)
+        for i in np.flatnonzero(slots.many_stops[rows]):
+            stopped[i] = ids[i] in self._planner.request_in(int(rows[i])).sampling.stop_ids
+        ended = stopped | (lengths >= slots.max_new[rows])
+        return [self._end(int(rows[i]), bool(stopped[i]), int(ids[i])) for i in np.flatnonzero(ended)]
+
+    def _end(self, slot: int, stopped: bool, token: int) -> End:
+        request = self._planner.request_in(slot)
+        return End(request, "stop", token) if stopped else End(request, "length")
+
+    def _log(self, planned: Planned, row: RowLogprobs) -> Request | None:
+        """Keep the row's logprobs with its request. Comes before the row's token is appended."""
+        slot = row.slot
+        incarnation = planned.extends.get(slot)
+        if incarnation is None:
+            at = np.flatnonzero(planned.sampling_slots == slot)
+            if not len(at):
+                raise BrokenReplica(f"Step {planned.plan.step} has logprobs for slot {slot}, which was not in it.")
+            incarnation = int(planned.sampling_incarnations[at[0]])
+        if self._slots.incarnation[slot] != incarnation:
+            return None
+        request = self._planner.request_in(slot)
+        first = row.first if row.is_prompt else int(self._slots.num_output[slot])
+        chunk = TokenLogprobs(
+            request.rid, request.choice, row.is_prompt, first, row.chosen, row.top_ids, row.top, row.of_ids
+        )
+        request.log(chunk)
+        return request

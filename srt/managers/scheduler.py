@@ -1,0 +1,212 @@
+"""The scheduler's process: sockets and supervisor around the Scheduler, which decides everything.
+
+python -m srt.managers.scheduler        (started by the supervisor)
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from typing import assert_never
+
+import zmq
+
+from srt.managers.child import Child, run_child
+from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
+from srt.managers.scheduler_state import Scheduler
+from srt.protocol.codec import protocol_hash
+from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, worker_path
+from srt.protocol.messages import FrontendHello, Message, Rejected, ServerReady, Stop, WorkerHello
+from srt.utils.errors import StartError
+
+MAX_MESSAGES_AT_ONCE = 512  # from frontends, before the next plan is made
+LINGER_MS = 500  # for last messages to leave
+
+
+class SchedulerProcess:
+    """Moves messages: from the links into the Scheduler, its effects back onto the links."""
+
+    def __init__(self, child: Child, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        start = child.start
+        self._child = child
+        self._scheduler = Scheduler(start.args, protocol_hash())
+        self._frontends = RouterLink(context, frontend_path(start.run_dir, start.generation), start.generation)
+        self._workers = RouterLink(context, worker_path(start.run_dir, start.generation), start.generation)
+        self._peer_of_frontend: dict[int, bytes] = {}
+        self._frontend_of_peer: dict[bytes, int] = {}
+        self._rank_of_peer: dict[bytes, int] = {}
+        self._stop_at: float | None = None
+        self._busy_since: float | None = None
+        self._poller = zmq.Poller()
+        for source in (self._workers.socket, self._frontends.socket, child.fileno()):
+            self._poller.register(source, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Serve until the supervisor says Stop and all is done. StartError if the replica cannot go on."""
+        self._child.start_heartbeats(self.progress_age_s)
+        self._child.report_phase("workers")
+        while not self._has_ended():
+            self._poller.poll(self._timeout_ms())
+            self._busy_since = time.monotonic()
+            self._hear_supervisor()
+            self._hear_workers()
+            self._hear_frontends()
+            while self._apply(self._scheduler.tick(time.monotonic())):
+                pass  # a frontend has gone, and left room for others
+            self._busy_since = None
+
+    def close(self) -> None:
+        """Let what was sent last leave, then close the links."""
+        for link in (self._frontends, self._workers):
+            link.socket.setsockopt(zmq.LINGER, LINGER_MS)
+            link.socket.close()
+
+    def progress_age_s(self) -> float:
+        """How long the messages at hand have been worked on. Called by the heartbeat's thread."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    # ---- Messages in
+
+    def _hear_supervisor(self) -> None:
+        while (message := self._child.receive()) is not None:
+            match message:
+                case Stop(grace_s):
+                    self._stop_at = time.monotonic() + grace_s
+                    self._scheduler.drain()
+                case ServerReady():
+                    pass
+                case _:
+                    assert_never(message)
+
+    def _hear_workers(self) -> None:
+        while (received := self._workers.receive()) is not None:
+            if isinstance(received, Broken):
+                raise StartError(f"{self._worker_name(received.peer)} sent what cannot be read: {received.reason}.")
+            message = received.message
+            if isinstance(message, WorkerHello):
+                self._rank_of_peer[received.peer] = message.rank
+            rank = self._rank_of_peer.get(received.peer)
+            if rank is None:
+                raise StartError(f"A worker sent {type(message).__name__} before its WorkerHello.")
+            self._apply(self._scheduler.handle(Worker(rank), message, time.monotonic()))
+
+    def _hear_frontends(self) -> None:
+        for _ in range(MAX_MESSAGES_AT_ONCE):
+            received = self._frontends.receive()
+            if received is None:
+                return
+            if isinstance(received, Broken):
+                self._send_to_peer(received.peer, Rejected(f"Your message was dropped: {received.reason}."))
+            else:
+                self._hear_frontend(received)
+
+    def _hear_frontend(self, received: Received) -> None:
+        peer, message = received.peer, received.message
+        if isinstance(message, FrontendHello):
+            self._meet(peer, message.frontend)
+        number = self._frontend_of_peer.get(peer)
+        if number is None:
+            self._send_to_peer(peer, Rejected("The first message must be FrontendHello."))
+            return
+        self._apply(self._scheduler.handle(Frontend(number), message, time.monotonic()))
+
+    def _meet(self, peer: bytes, number: int) -> None:
+        """From now on this peer is that frontend, and no other is."""
+        before = self._peer_of_frontend.pop(number, None)
+        if before is not None:
+            del self._frontend_of_peer[before]
+        other = self._frontend_of_peer.pop(peer, None)
+        if other is not None:
+            del self._peer_of_frontend[other]
+            self._scheduler.frontend_gone(other)
+        self._peer_of_frontend[number] = peer
+        self._frontend_of_peer[peer] = number
+
+    # ---- Effects out
+
+    def _apply(self, effects: list[Effect]) -> bool:
+        """Do what the Scheduler asks for. True if a frontend turned out to be gone."""
+        is_gone = False
+        for effect in effects:
+            match effect:
+                case ToWorkers(message):
+                    self._send_to_workers(message)
+                case ToFrontend(number, message):
+                    is_gone |= not self._send_to_frontend(number, message)
+                case HandshakeDone(values):
+                    gc.collect()
+                    gc.freeze()  # what is here now stays: no collection looks at it again
+                    self._child.report_ready(values)
+                case Fatal(reason):
+                    raise StartError(reason)
+                case _:
+                    assert_never(effect)
+        return is_gone
+
+    def _send_to_workers(self, message: Message) -> None:
+        for peer, rank in self._rank_of_peer.items():
+            try:
+                self._workers.send(peer, message)
+            except PeerGone as error:
+                raise StartError(f"Worker {rank} is gone.") from error
+
+    def _send_to_frontend(self, number: int, message: Message) -> bool:
+        """False if it is gone; then it is forgotten, too."""
+        peer = self._peer_of_frontend.get(number)
+        if peer is None:
+            return True  # an effect from before it was found gone
+        try:
+            self._frontends.send(peer, message)
+        except PeerGone:
+            del self._peer_of_frontend[number], self._frontend_of_peer[peer]
+            self._frontends.forget(peer)
+            self._scheduler.frontend_gone(number)
+            return False
+        return True
+
+    def _send_to_peer(self, peer: bytes, message: Message) -> None:
+        try:
+            self._frontends.send(peer, message)
+        except PeerGone:
+            self._frontends.forget(peer)
+
+    # ---- The end
+
+    def _has_ended(self) -> bool:
+        """After Stop: when nothing is left to do; or at the end of the grace, when the rest was aborted and said so."""
+        if self._stop_at is None:
+            return False
+        if not self._scheduler.is_ready or self._scheduler.is_drained:
+            return True
+        now = time.monotonic()
+        if now < self._stop_at:
+            return False
+        self._scheduler.abort_all()
+        self._apply(self._scheduler.tick(now))
+        return True
+
+    def _timeout_ms(self) -> int | None:
+        """Sleep until a message comes, unless time alone will bring something to do."""
+        now = time.monotonic()
+        times = [at for at in (self._stop_at, self._scheduler.next_tick_s) if at is not None]
+        return max(0, math.ceil((min(times) - now) * 1000)) if times else None
+
+    def _worker_name(self, peer: bytes) -> str:
+        rank = self._rank_of_peer.get(peer)
+        return "A worker" if rank is None else f"Worker {rank}"
+
+
+def main(child: Child) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    process = SchedulerProcess(child, context)
+    try:
+        process.run()
+    finally:
+        process.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    run_child(main)

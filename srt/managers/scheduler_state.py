@@ -1,0 +1,391 @@
+"""The scheduler of one replica, as a state machine: messages in, effects out. No clock, no sockets, no randomness.
+
+    effects = scheduler.handle(source, message, now)      for every message that has arrived
+    effects = scheduler.tick(now)                         when there are no more: plans the next steps, sends what is due
+
+What happens to a request: Waiting (WaitingQueue) -> running in a slot (Planner, SlotTable) -> ended (Outbox), and forgotten when
+its frontend has acknowledged the end.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import numpy as np
+
+from srt.managers.clients import Client, Labels
+from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers, Worker
+from srt.managers.replica import Replica
+from srt.managers.request import Request, Status, expand
+from srt.managers.worker_stream import BrokenReplica, Handshake, Inspection
+from srt.protocol.messages import (
+    Abort,
+    AbortLabel,
+    AckBatch,
+    AskRange,
+    ControlReply,
+    FlushCache,
+    FromFrontend,
+    FromWorker,
+    FrontendHello,
+    GenerateRequest,
+    GetState,
+    Load,
+    Message,
+    Refused,
+    Rejected,
+    RequestDone,
+    StepAck,
+    StepResult,
+    WorkDone,
+    WorkerFault,
+    WorkerHello,
+    WorkPlan,
+)
+from srt.server_args import ServerArgs
+
+LOAD_INTERVAL_S = 0.2
+_FROM_FRONTEND = (FrontendHello, GenerateRequest, Abort, AbortLabel, AckBatch, AskRange, FlushCache, GetState)
+_FROM_WORKER = (WorkerHello, StepResult, StepAck, WorkDone, WorkerFault)
+
+
+class Scheduler:
+    """All decisions about all requests of a replica."""
+
+    def __init__(self, args: ServerArgs, protocol_hash: str) -> None:
+        self._args = args
+        self._protocol_hash = protocol_hash
+        self._handshake = Handshake(args.tp_size, protocol_hash)
+        self._replica: Replica | None = None
+        self._clients: dict[int, Client] = {}
+        self._labels = Labels()
+        self._early: list[tuple[int, FromFrontend]] = []  # came before the workers were ready
+        self._next_serial = 1
+        self._is_draining = False
+        self._asked_deep: list[tuple[int, int]] = []  # frontend and call
+        self._last_load: tuple[float, Load] | None = None
+
+    # ---- For the host process
+
+    @property
+    def is_ready(self) -> bool:
+        return self._replica is not None
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing waits or runs, no step is out, and all that frontends are owed was sent."""
+        if self._replica is None or self._replica.stream.num_in_flight:
+            return self._replica is None and not self._early
+        slots, planner = self._replica.slots, self._replica.planner
+        is_busy = slots.num_used or planner.num_waiting
+        return not is_busy and all(client.outbox.is_sent for client in self._clients.values())
+
+    @property
+    def next_tick_s(self) -> float | None:
+        """When `tick` has something to do though no message has come; None: not before one comes."""
+        if self._replica is None or self._last_load is None or not self._clients:
+            return None
+        told_at, told = self._last_load
+        return None if told == self._replica.load() else told_at + LOAD_INTERVAL_S
+
+    def handle(self, source: Source, message: Message, now: float) -> list[Effect]:
+        """Take in one message. Its consequences are sent at once where it asks for an answer, else by the next `tick`."""
+        match source:
+            case Frontend(number):
+                if not isinstance(message, _FROM_FRONTEND):
+                    return [ToFrontend(number, Rejected(f"{type(message).__name__} is no message for a scheduler."))]
+                return self._from_frontend(number, message)
+            case Worker(rank):
+                if not isinstance(message, _FROM_WORKER):
+                    return [Fatal(f"Worker {rank} sent {type(message).__name__}, which is no message for a scheduler.")]
+                try:
+                    return self._from_worker(rank, message)
+                except BrokenReplica as error:
+                    return [Fatal(str(error))]
+            case _:
+                assert_never(source)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Plan steps until the window is full, then send the frontends what is new."""
+        if self._replica is None:
+            return []
+        effects = self._plan(self._replica)
+        effects += self._send_batches(self._replica)
+        effects += self._tell_load(self._replica, now)
+        return effects
+
+    def frontend_gone(self, number: int) -> None:
+        """The frontend is not there any more: its requests end, and nobody is told."""
+        client = self._clients.pop(number, None)
+        self._early = [(frontend, message) for frontend, message in self._early if frontend != number]
+        if client is not None:
+            for request in client.all_requests():
+                self._abort(request, tell=False)
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        self._is_draining = True
+
+    def abort_all(self) -> int:
+        """Abort everything that has not ended. Returns how many choices that were."""
+        return self._abort_live([request for client in self._clients.values() for request in client.all_requests()])
+
+    def check(self) -> None:
+        """AssertionError if anything that this object holds contradicts itself."""
+        replica = self._replica
+        if replica is None:
+            return
+        replica.planner.check()
+        requests = [request for client in self._clients.values() for request in client.all_requests()]
+        waiting = [request for request in requests if request.status is Status.WAITING]
+        running = [request for request in requests if request.status is Status.RUNNING]
+        assert len(waiting) == replica.planner.num_waiting, (
+            f"{len(waiting)} wait, planner counts {replica.planner.num_waiting}"
+        )
+        assert sorted(r.slot for r in running) == replica.slots.used_slots(), (
+            "a slot is used for a request that is forgotten"
+        )
+
+    # ---- Frontends
+
+    def _from_frontend(self, number: int, message: FromFrontend) -> list[Effect]:
+        if isinstance(message, FrontendHello):
+            return self._welcome(number, message)
+        client = self._clients.get(number)
+        if client is None:
+            return [ToFrontend(number, Rejected("The first message must be FrontendHello."))]
+        if self._replica is None:
+            self._early.append((number, message))
+            return []
+        match message:
+            case GenerateRequest():
+                return self._accept(self._replica, client, message)
+            case Abort(rid, choice):
+                self._abort_live([r for r in client.choices(rid) if choice in (-1, r.choice)])
+                return []
+            case AbortLabel(call, label):
+                num_aborted = self._abort_live(self._labels.live(label)) if label else self.abort_all()
+                return [ToFrontend(number, ControlReply(call, True, "", {"num_aborted": num_aborted}))]
+            case AckBatch(batch):
+                for request in client.outbox.acknowledge(batch):
+                    client.forget(request)
+                return []
+            case AskRange():
+                return self._send_again(self._replica, client, message)
+            case FlushCache(call):
+                return [ToFrontend(number, self._replica.flush(call))]
+            case GetState(call, deep):
+                if not deep:
+                    return [ToFrontend(number, self._state(self._replica, call, []))]
+                self._asked_deep.append((number, call))
+                return []
+            case _:
+                assert_never(message)
+
+    def _welcome(self, number: int, hello: FrontendHello) -> list[Effect]:
+        if hello.protocol_hash != self._protocol_hash:
+            reason = (
+                f"The frontend speaks protocol {hello.protocol_hash}, the scheduler {self._protocol_hash}:"
+                " both must come from the same installation."
+            )
+            return [ToFrontend(number, Rejected(reason))]
+        self.frontend_gone(number)
+        self._clients[number] = Client(number)
+        return [] if self._replica is None else self._replica.greeting(number)
+
+    def _accept(self, replica: Replica, client: Client, message: GenerateRequest) -> list[Effect]:
+        if client.knows(message.rid):
+            return [ToFrontend(client.number, Rejected(f"Request {message.rid} is here already."))]
+        refusal = self._reason_to_refuse(replica, message)
+        if refusal is not None:
+            replica.counters.num_refused += 1
+            return [ToFrontend(client.number, Refused(message.rid, *refusal))]
+        requests = expand(client.number, message, self._next_serial)
+        self._next_serial += len(requests)
+        client.enter(requests)
+        self._labels.enter(requests)
+        for request in requests:
+            replica.planner.add(request)
+            self._end_if_complete(request)
+        return []
+
+    def _reason_to_refuse(self, replica: Replica, message: GenerateRequest) -> tuple[int, str] | None:
+        """Status and sentence, or None: welcome."""
+        if self._is_draining:
+            return 503, "The server is shutting down."
+        if self._labels.is_taken(message.label):
+            return 400, f"A request with the id {message.label!r} is being processed already."
+        return replica.reason_to_refuse(message)
+
+    def _end_if_complete(self, request: Request) -> None:
+        """A resumed request may have all its tokens already: only the word that it ended was lost."""
+        outputs, sampling = request.outputs, request.sampling
+        if len(outputs) and outputs[-1] in sampling.stop_ids:
+            self._end(request, "stop", matched=int(outputs[-1]))
+        elif len(outputs) >= sampling.max_new_tokens:
+            self._end(request, "length")
+
+    def _send_again(self, replica: Replica, client: Client, ask: AskRange) -> list[Effect]:
+        request = client.find(ask.rid, ask.choice)
+        if request is None:
+            return [ToFrontend(client.number, Rejected(f"There is no choice {ask.choice} of request {ask.rid}."))]
+        first = max(ask.first, 0)
+        request.send_logs_again(first)
+        if request.has_unsent_logs:
+            client.outbox.add_logs(request)
+        if request.status is Status.RUNNING:
+            replica.slots.sent[request.slot] = min(first, int(replica.slots.sent[request.slot]))
+        else:
+            request.sent = min(first, request.sent)
+        if request.status is Status.ENDED:
+            client.outbox.send_end_again(request)
+        return []
+
+    # ---- The end of a request
+
+    def _end(
+        self, request: Request, reason: str, matched: int = -1, status: int = 0, message: str = "", *, tell: bool = True
+    ) -> None:
+        """The one place where a choice ends: it leaves the planner, and its frontend is told."""
+        assert self._replica is not None
+        self._replica.planner.end(request, keep_prefix=reason != "error")
+        self._labels.leave(request)
+        if not tell:
+            return
+        request.done = RequestDone(
+            rid=request.rid,
+            choice=request.choice,
+            reason=reason,
+            matched=matched,
+            num_output=len(request.outputs),
+            cached_tokens=request.cached_tokens,
+            status=status,
+            message=message,
+        )
+        self._clients[request.frontend].outbox.add_end(request)
+
+    def _abort_live(self, requests: list[Request]) -> int:
+        live = [request for request in requests if request.status is not Status.ENDED]
+        for request in live:
+            self._abort(request, tell=True)
+        return len(live)
+
+    def _abort(self, request: Request, *, tell: bool) -> None:
+        """It is in no plan made after this. A request that has ended stays as it ended."""
+        if request.status is Status.ENDED:
+            return
+        assert self._replica is not None
+        counters = self._replica.counters
+        counters.num_aborted += 1
+        if request.status is Status.WAITING:
+            counters.num_aborted_waiting += 1
+        elif request.prompt_done:
+            counters.num_aborted_decode += 1
+        else:
+            counters.num_aborted_prefill += 1
+        self._end(request, "abort", tell=tell)
+
+    # ---- Workers
+
+    def _from_worker(self, rank: int, message: FromWorker) -> list[Effect]:
+        if isinstance(message, WorkerHello):
+            return self._take_hello(message)
+        if isinstance(message, WorkerFault):
+            raise BrokenReplica(f"Worker {message.rank} failed at step {message.step}: {message.message}")
+        replica = self._replica
+        if replica is None:
+            raise BrokenReplica(f"Worker {rank} sent {type(message).__name__} before all workers were ready.")
+        match message:
+            case StepResult():
+                self._take_result(replica, rank, message)
+            case StepAck():
+                replica.stream.take_ack(rank, message)
+            case WorkDone():
+                return self._take_inspection(replica, rank, message)
+            case _:
+                assert_never(message)
+        return []
+
+    def _take_hello(self, hello: WorkerHello) -> list[Effect]:
+        agreed = self._handshake.take(hello)
+        if agreed is None:
+            return []
+        replica = self._replica = Replica(self._args, agreed)
+        effects: list[Effect] = [HandshakeDone(replica.facts())]
+        for number in self._clients:
+            effects += replica.greeting(number)
+        early, self._early = self._early, []
+        for number, message in early:
+            effects += self._from_frontend(number, message)
+        return effects
+
+    def _take_result(self, replica: Replica, rank: int, result: StepResult) -> None:
+        planned = replica.stream.take_result(rank, result)
+        outcome = replica.results.take(planned, result)
+        for request in outcome.logged:
+            self._clients[request.frontend].outbox.add_logs(request)
+        for end in outcome.ends:
+            if end.reason == "error":
+                replica.counters.num_failed += 1
+            else:
+                replica.counters.num_finished += 1
+            self._end(end.request, end.reason, end.matched, end.status, end.message)
+
+    # ---- What a tick does
+
+    def _plan(self, replica: Replica) -> list[Effect]:
+        effects: list[Effect] = []
+        while replica.stream.num_in_flight < self._args.window:
+            planned = replica.planner.plan(replica.stream.next_step)
+            if planned is None:
+                break
+            replica.stream.submit(planned)
+            effects.append(ToWorkers(planned.plan))
+        for number, call in self._asked_deep:
+            effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "inspect")))
+            replica.stream.submit_inspection(Inspection(number, call, replica.slots.tables_hash()))
+        self._asked_deep.clear()
+        return effects
+
+    def _send_batches(self, replica: Replica) -> list[Effect]:
+        slots = replica.slots
+        rows = np.flatnonzero(slots.num_output > slots.sent)
+        effects: list[Effect] = []
+        for number, client in self._clients.items():
+            outbox = client.outbox
+            if not outbox.is_open:
+                continue
+            own = rows if len(self._clients) == 1 else rows[slots.frontend[rows] == number]
+            if len(own) or outbox.has_more_than_tokens:
+                effects.append(ToFrontend(number, outbox.make_batch(slots, own)))
+        return effects
+
+    def _tell_load(self, replica: Replica, now: float) -> list[Effect]:
+        load = replica.load()
+        if self._last_load is not None:
+            told_at, told = self._last_load
+            if load == told or now - told_at < LOAD_INTERVAL_S:
+                return []
+        self._last_load = (now, load)
+        return [ToFrontend(number, load) for number in self._clients]
+
+    # ---- Control
+
+    def _take_inspection(self, replica: Replica, rank: int, done: WorkDone) -> list[Effect]:
+        inspection = replica.stream.take_done(rank, done)
+        if inspection is None or inspection.frontend not in self._clients:
+            return []
+        findings = list(inspection.findings)
+        try:
+            self.check()
+        except AssertionError as error:
+            findings.append(f"the scheduler's own books are wrong: {error}")
+        return [ToFrontend(inspection.frontend, self._state(replica, inspection.call, findings))]
+
+    def _state(self, replica: Replica, call: int, findings: list[str]) -> ControlReply:
+        values = replica.state()
+        for number, client in self._clients.items():
+            values[f"live_requests_of_frontend_{number}"] = client.num_known
+            values[f"unacknowledged_batches_of_frontend_{number}"] = client.outbox.num_unacknowledged
+        message = "; ".join(findings)
+        return ControlReply(call, not findings, message[:1].upper() + message[1:], values)
