@@ -104,10 +104,11 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None) -> Pa
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"--model-path {where} is neither a folder nor in the local hub cache, and the hub cannot be reached"
+            f"--model-path {where} is no folder, nor is it (wholly) in the local hub cache, and the hub cannot be reached"
             " (or HF_HUB_OFFLINE is set)."
         ) from error
-    except OSError as error:
+    except Exception as error:
+        # Full disks, proxies, broken certificates: the classes depend on the HTTP library below, which has changed before.
         raise ModelError(f"The model {where} could not be downloaded: {_first_line(error)}.") from error
     return Path(folder)
 

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import huggingface_hub.errors
 import pytest
 from safetensors.torch import load_file
 
@@ -187,6 +189,39 @@ def test_a_hub_id_that_is_not_in_the_cache_is_named(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=f"{hub_id}.*HF_HUB_OFFLINE") as caught:
             resolve_model_path(hub_id, revision, str(tmp_path))
         assert (revision or "") in str(caught.value)
+
+
+def hub_error(name: str) -> Exception:
+    """An error of the hub's client, without the HTTP answer that it is usually made of."""
+    kind: type[Exception] = getattr(huggingface_hub.errors, name)
+    error = kind.__new__(kind)
+    error.args = (f"{name}: the long story\nin several lines",)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (hub_error("GatedRepoError"), ["gated", "HF_TOKEN"]),
+        (hub_error("RepositoryNotFoundError"), ["neither a folder", "HF_TOKEN"]),
+        (hub_error("RevisionNotFoundError"), ["no revision v2"]),
+        (hub_error("HfHubHTTPError"), ["could not be downloaded"]),
+        (OSError(28, "No space left on device"), ["No space left on device"]),
+        (RuntimeError("certificate expired"), ["certificate expired"]),
+    ],
+)
+def test_what_the_hub_answers_is_told_in_a_sentence(
+    error: Exception, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
+    with pytest.raises(ModelError) as caught:
+        resolve_model_path("maker/model", "v2")
+    for word in ["maker/model", *words]:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_hf_home_is_honoured_and_torch_is_not_imported(tmp_path: Path) -> None:
