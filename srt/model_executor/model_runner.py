@@ -51,16 +51,21 @@ class ModelRunner:
         tp: TensorParallel,
         device: torch.device,
         report_weights: Progress = lambda done, total: None,
+        report_memory: Callable[[], None] = lambda: None,
     ) -> None:
+        """Loads the weights, reporting bytes done and in all; then, after a call of `report_memory`, takes the KV memory."""
         self.config = config
         self.device = device
+        self.page_size = args.page_size
         self.dtype = resolve_dtype(args, config)
         self._args = args
         self._tp = tp
+        self.attention_backend = args.attention_backend or ("triton" if device.type == "cuda" else "torch_native")
+        self._attn_backend = self._init_attention_backend()  # first: what it refuses is refused before weights are read
         with torch.inference_mode():
             self._model = self._load_model(folder, report_weights)
+            report_memory()
             self._init_memory_pool()
-        self._attn_backend = self._init_attention_backend()
         self._staging = Staging(device, args.window)
         self._logits_processor = LogitsProcessor(tp, config.vocab_size)
         self._sampler = Sampler(tp, config.vocab_size, self._model.lm_head.shard_start, self._req_to_token_pool)
@@ -71,7 +76,7 @@ class ModelRunner:
         return loader.load_model(self.config, folder, self._tp, self.dtype, self.device, report_weights)
 
     def _init_memory_pool(self) -> None:
-        config, page_size = self.config, self._args.page_size
+        config, page_size = self.config, self.page_size
         heads = config.num_kv_heads_per_rank(self._tp.size)
         token_bytes = MHATokenToKVPool.bytes_per_token(config.num_layers, heads, config.head_dim, self.dtype)
         most_tokens = profile_max_num_token(self._args, self.device, token_bytes)
@@ -88,8 +93,7 @@ class ModelRunner:
         )
 
     def _init_attention_backend(self) -> AttentionBackend:
-        name = self._args.attention_backend or ("triton" if self.device.type == "cuda" else "torch_native")
-        if name == "torch_native":
+        if self.attention_backend == "torch_native":
             return TorchNativeBackend()
         # Triton is not there on every host: the module is imported where it was asked for.
         from srt.kernels.triton_support import require_triton
@@ -100,7 +104,7 @@ class ModelRunner:
         return TritonAttentionBackend(self.device)
 
     def _new_planner(self) -> StepPlanner:
-        return StepPlanner(self.num_slots, self.num_pages, self._args.page_size)
+        return StepPlanner(self.num_slots, self.num_pages, self.page_size)
 
     # ---- A step
 

@@ -1,0 +1,255 @@
+"""One rank of a replica: `python -m srt.managers.tp_worker`, started by the supervisor.
+
+Two threads: one for the links, one (the main thread) that executes plans in their order. What needs torch is imported when the
+supervisor has been told that this takes a while.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, assert_never
+
+from srt.managers.child import Child, SupervisorGone, run_child
+from srt.managers.worker_link import WorkerLink
+from srt.protocol.codec import protocol_hash
+from srt.protocol.messages import (
+    Admission,
+    FromWorker,
+    LogprobSpec,
+    PageDelta,
+    PlanSection,
+    SamplingSpec,
+    Scalar,
+    StepAck,
+    StepPlan,
+    StepResult,
+    ToWorker,
+    WorkDone,
+    WorkerFault,
+    WorkerHello,
+    WorkPlan,
+    int32_array,
+)
+from srt.utils.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from srt.model_executor.model_runner import ModelRunner
+    from srt.model_executor.step_output import StepOutput
+
+SPIN_S = 50e-6  # between two looks at the device and the inbox while a step is in flight
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was launched and not yet answered."""
+
+    step: int
+    output: StepOutput
+    launched_s: float
+
+
+class TpWorker:
+    """Executes plans in their order. Where the device works by itself, the next step is launched before the last is answered."""
+
+    def __init__(self, rank: int, runner: ModelRunner, link: WorkerLink) -> None:
+        self._rank = rank
+        self._runner = runner
+        self._link = link
+        self._in_flight: deque[_InFlight] = deque()
+        self._step = -1
+        self._busy_since_s: float | None = None
+
+    @property
+    def step(self) -> int:
+        """The last step that was begun."""
+        return self._step
+
+    def progress_age_s(self) -> float:
+        """Seconds since a step was last begun or completed; 0 while there is nothing to do. For any thread."""
+        since_s = self._busy_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def serve(self) -> None:
+        """Until the supervisor says stop; what was launched is answered first."""
+        while (plan := self._next_plan()) is not None:
+            self._step = plan.step
+            self._busy_since_s = time.monotonic()
+            match plan:
+                case StepPlan():
+                    self._launch(plan)
+                case WorkPlan():
+                    self._answer_all()
+                    self._link.send(WorkDone(plan.step, self._rank, self._work(plan.kind)))
+                case _:
+                    assert_never(plan)
+        self._answer_all()
+
+    def _next_plan(self) -> ToWorker | None:
+        """The next plan. Steps are answered as the device completes them."""
+        while self._in_flight:
+            if self._in_flight[0].output.is_ready():
+                self._answer()
+                continue
+            try:
+                return self._link.next_plan(block=False)
+            except queue.Empty:
+                time.sleep(SPIN_S)
+        self._busy_since_s = None
+        return self._link.next_plan()
+
+    def _launch(self, plan: StepPlan) -> None:
+        launched_s = time.monotonic()
+        assert len(plan.sections) == 1, f"{len(plan.sections)} attention groups, but this replica has one"
+        output = self._runner.sample(self._runner.execute(plan.sections[0]))
+        self._in_flight.append(_InFlight(plan.step, output, launched_s))
+
+    def _answer_all(self) -> None:
+        while self._in_flight:
+            self._answer()
+
+    def _answer(self) -> None:
+        """Wait for the oldest step and report it."""
+        done = self._in_flight.popleft()
+        rows = done.output.result()
+        now_s = time.monotonic()
+        self._busy_since_s = now_s
+        step_us = int((now_s - done.launched_s) * 1e6)
+        ids_hash = rows.ids_hash()
+        answer: FromWorker = StepAck(done.step, self._rank, ids_hash, step_us)
+        if self._rank == 0:
+            answer = StepResult(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us)
+        self._link.send(answer)
+
+    def _work(self, kind: str) -> dict[str, Scalar]:
+        match kind:
+            case "reset":
+                self._runner.reset()
+                return {}
+            case "inspect":
+                return self._runner.inspect()
+            case _:
+                raise ValueError(f"unknown work {kind!r}")
+
+
+def main(child: Child) -> None:
+    runner = load_runner(child)
+    child.report_phase("warm-up")
+    warm_up(runner)
+    link = WorkerLink(child)
+    rank, args = child.start.index, child.start.args
+    worker = TpWorker(rank, runner, link)
+    link.send(hello_of(rank, args.page_size, runner))
+    gc.collect()
+    gc.freeze()
+    child.start_heartbeats(worker.progress_age_s)
+    child.report_ready(facts_of(runner))
+    try:
+        worker.serve()
+    except SupervisorGone:
+        raise
+    except Exception as error:
+        sentence = f"Worker {rank} failed in step {worker.step}: {type(error).__name__}: {error}"
+        link.send(WorkerFault(rank, worker.step, " ".join(sentence.split())))
+        link.close()
+        raise
+    link.close()
+
+
+def load_runner(child: Child) -> ModelRunner:
+    """Import what is heavy, meet the other ranks, load the weights and set up the memory."""
+    start = child.start
+    child.report_phase("imports")
+    import torch
+
+    from srt.distributed.parallel_state import init_tensor_parallel
+    from srt.model_executor.model_runner import ModelRunner, resolve_device
+
+    # A worker's operations run one after the other: a second pool would only take cores.
+    torch.set_num_interop_threads(1)
+    args, rank = start.args, start.index
+    config = ModelConfig.from_folder(start.model_folder, args.model_overrides(), args.context_length)
+    device = resolve_device(args, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    child.report_phase("communicator")
+    rendezvous = str(Path(start.run_dir) / f"rendezvous-{start.generation}")
+    tp = init_tensor_parallel(
+        rank, args.tp_size, rendezvous, "gloo" if device.type == "cpu" else "nccl", device, args.dist_timeout
+    )
+    child.report_phase("weights")
+    return ModelRunner(
+        args,
+        config,
+        start.model_folder,
+        tp,
+        device,
+        report_weights=_Throttled(lambda done, total: child.report_phase("weights", done, total)),
+        report_memory=lambda: child.report_phase("memory"),
+    )
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """One request through the whole model, prompt and next token, so that what is made at first use is made now."""
+    empty, one, slot = int32_array(), int32_array([1]), int32_array([0])
+    spec = SamplingSpec(max_new_tokens=2, temperature=1.0, top_p=0.9)
+    count = min(8, runner.max_request_tokens - 1)
+    if count < 1:
+        return
+    admission = Admission(0, int32_array([0] * count), count, 0, 0, spec, LogprobSpec())
+    pages = int32_array(range(-(-(count + 1) // runner.page_size)))
+    num_pages = int32_array([len(pages)])
+    delta = PageDelta(slot, num_pages, pages)
+    first = PlanSection([admission], [delta], slot, int32_array([0]), int32_array([count]), one, empty)
+    second = PlanSection([], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, slot)
+    for section in (first, second):
+        runner.sample(runner.execute(section)).result()
+    runner.reset()
+
+
+def hello_of(rank: int, page_size: int, runner: ModelRunner) -> WorkerHello:
+    return WorkerHello(
+        rank=rank,
+        protocol_hash=protocol_hash(),
+        config_hash=runner.config.config_hash(),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        page_size=page_size,
+        num_pages=runner.num_pages,
+        num_slots=runner.num_slots,
+        max_request_tokens=runner.max_request_tokens,
+        vocab_size=runner.config.vocab_size,
+    )
+
+
+def facts_of(runner: ModelRunner) -> dict[str, Scalar]:
+    return {
+        "device": str(runner.device),
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "attention_backend": runner.attention_backend,
+        "max_total_num_tokens": runner.max_total_num_tokens,
+        "max_request_tokens": runner.max_request_tokens,
+        "num_pages": runner.num_pages,
+    }
+
+
+class _Throttled:
+    """Passes on at most ten reports a second, and the last."""
+
+    def __init__(self, report: Callable[[int, int], None]) -> None:
+        self._report = report
+        self._next_s = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s or done == total:
+            self._next_s = now_s + 0.1
+            self._report(done, total)
+
+
+if __name__ == "__main__":
+    run_child(main)
