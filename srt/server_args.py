@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import srt
+
 
 class ArgumentError(ValueError):
     """An option that the user must change. The text is one sentence that names it."""
@@ -187,7 +189,10 @@ def from_keywords(keywords: dict[str, Any]) -> ServerArgs:
         if name not in hints:
             raise ArgumentError(f"Unknown option {name}.")
         if name == "served_model_name":
-            values[name] = (value,) if isinstance(value, str) else tuple(value)
+            values[name] = (value,) if isinstance(value, str) else value
+            if not isinstance(values[name], list | tuple) or not all(type(one) is str for one in values[name]):
+                raise ArgumentError(f"{name} must be a name or a list of names, not {value!r}.")
+            values[name] = tuple(values[name])
             continue
         allowed = tuple(t for t in (typing.get_args(hints[name]) or (hints[name],)))
         fits = type(value) in allowed or (float in allowed and type(value) is int)
@@ -211,6 +216,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m srt.launch_server", description="Serve a large language model over HTTP.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"srt {srt.__version__}")
     groups: dict[str, Any] = {}
     hints = typing.get_type_hints(ServerArgs)
     for f in dataclasses.fields(ServerArgs):

@@ -1,0 +1,116 @@
+"""The options: as a command line, as keywords, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from srt import server_args
+from srt.server_args import ArgumentError, ServerArgs, from_keywords, parse_args
+
+MODEL = ["--model-path", "m"]
+
+
+def test_defaults_are_the_same_from_the_command_line_and_from_keywords() -> None:
+    assert parse_args(MODEL) == from_keywords({"model_path": "m"}) == ServerArgs(model_path="m")
+
+
+@pytest.mark.parametrize(
+    ("words", "keywords"),
+    [
+        (["--model", "m"], {}),
+        ([*MODEL, "--tp", "2"], {"tp_size": 2}),
+        ([*MODEL, "--tensor-parallel-size", "2"], {"tp_size": 2}),
+        ([*MODEL, "--tp-size=2"], {"tp_size": 2}),
+        ([*MODEL, "--disable-radix-cache"], {"disable_radix_cache": True}),
+        ([*MODEL, "--served-model-name", "a", "b"], {"served_model_name": ("a", "b")}),
+        ([*MODEL, "--served-model-name", "a"], {"served_model_name": "a"}),
+        ([*MODEL, "--mem-fraction-static", "0.5"], {"mem_fraction_static": 0.5}),
+        ([*MODEL, "--watchdog-timeout", "5"], {"watchdog_timeout": 5}),
+        ([*MODEL, "--context-length", "64"], {"context_length": 64}),
+        ([*MODEL, "--device", "cpu"], {"device": "cpu"}),
+        (
+            [*MODEL, "--json-model-override-args", '{"hidden_size": 3}'],
+            {"json_model_override_args": '{"hidden_size": 3}'},
+        ),
+    ],
+    ids=str,
+)
+def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords: dict[str, Any]) -> None:
+    assert parse_args(words) == from_keywords({"model_path": "m", **keywords})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--model-path is missing"),
+        ([*MODEL, "--port", "70000"], "--port must lie between 0 and 65535, not 70000"),
+        ([*MODEL, "--port", "many"], "--port"),
+        ([*MODEL, "--tp", "0"], "--tp-size must be at least 1, not 0"),
+        ([*MODEL, "--tp"], "--tp"),
+        ([*MODEL, "--page-size", "0"], "--page-size must be at least 1"),
+        ([*MODEL, "--chunked-prefill-size", "0"], "--chunked-prefill-size must be at least 1"),
+        ([*MODEL, "--mem-fraction-static", "1.5"], "--mem-fraction-static must lie between 0 and 1"),
+        ([*MODEL, "--watchdog-timeout", "0"], "--watchdog-timeout must be positive"),
+        ([*MODEL, "--device", "tpu"], "--device"),
+        ([*MODEL, "--dtype", "int8"], "--dtype"),
+        ([*MODEL, "--json-model-override-args", "{"], "--json-model-override-args is not JSON"),
+        ([*MODEL, "--json-model-override-args", "[]"], "--json-model-override-args must be a JSON object"),
+        ([*MODEL, "--max-total-tokens", "0"], "--max-total-tokens must be at least 1"),
+        ([*MODEL, "--no-such-thing"], "Unknown option --no-such-thing"),
+        ([*MODEL, "stray"], "Unknown option stray"),
+        ([*MODEL, "--page", "16"], "Unknown option --page"),  # no guessing from beginnings
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_one_sentence_that_names_it(words: list[str], said: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        parse_args(words)
+    sentence = str(caught.value)
+    assert said in sentence
+    assert sentence.endswith((".", ")."))
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"tp_size": "2"}, "tp_size must be int, not str"),
+        ({"tp_size": True}, "tp_size must be int, not bool"),
+        ({"tp_size": None}, "tp_size must be int, not NoneType"),
+        ({"context_length": "8"}, "context_length must be int or None, not str"),
+        ({"disable_radix_cache": 1}, "disable_radix_cache must be bool, not int"),
+        ({"device": "tpu"}, "device must be one of cpu, cuda, not 'tpu'"),
+        ({"served_model_name": 5}, "served_model_name must be a name or a list of names"),
+        ({"served_model_name": ["a", 5]}, "served_model_name must be a name or a list of names"),
+        ({"no_such_thing": 1}, "Unknown option no_such_thing"),
+        ({"pp_size": 2}, "pp_size is not supported yet"),
+        ({"tp_size": 0}, "must be at least 1, not 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_keyword_is_one_sentence_that_names_it(keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said.replace("(", r"\(")):
+        from_keywords({"model_path": "m", **keywords})
+
+
+@pytest.mark.parametrize("name", sorted(server_args.UNSUPPORTED))
+def test_options_of_sglang_that_are_missing_here_are_refused_by_name(name: str) -> None:
+    word = f"--{name.replace('_', '-')}"
+    for words in ([*MODEL, word, "2"], [*MODEL, f"{word}=2"]):
+        with pytest.raises(ArgumentError, match=f"^{word} is not supported yet"):
+            parse_args(words)
+
+
+def test_no_option_is_both_supported_and_not() -> None:
+    assert not server_args.UNSUPPORTED & {f.name for f in dataclasses.fields(ServerArgs)}
+
+
+def test_help_and_version_end_with_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("--help", "--version"):
+        with pytest.raises(SystemExit) as ended:
+            parse_args([word])
+        assert ended.value.code == 0
+    assert "--model-path" in capsys.readouterr().out
