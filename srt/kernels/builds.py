@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from srt.kernels.decode_attention import DecodeTiles, decode_merge_kernel, decode_split_kernel
+from srt.kernels.decode_attention import MAX_SPLITS, DecodeTiles, decode_merge_kernel, decode_split_kernel
 from srt.kernels.extend_attention import ExtendTiles, extend_kernel
 from srt.kernels.jit import block_dim
 from srt.kernels.write_kv import write_kv_kernel
@@ -84,7 +84,7 @@ def _write_kv(dtype: torch.dtype, head_dim: int) -> KernelBuild:
 
 
 def _decode_split(dtype: torch.dtype, head_dim: int, group: int) -> KernelBuild:
-    tiles = DecodeTiles.for_dtype(dtype, num_splits=16)
+    tiles = DecodeTiles.for_dtype(dtype, num_splits=MAX_SPLITS)
     return KernelBuild(
         name=_label("decode_split", dtype, head_dim),
         kernel=decode_split_kernel,
@@ -100,7 +100,6 @@ def _decode_split(dtype: torch.dtype, head_dim: int, group: int) -> KernelBuild:
             "GROUP": group,
             "HEAD_DIM": head_dim,
             "PAGE_SIZE": 16,
-            "NUM_SPLITS": tiles.num_splits,
             "MIN_SPLIT": tiles.min_split_tokens,
             "DOT_DTYPE": _DOT_DTYPES[dtype],
             "BLOCK_G": block_dim(group),
@@ -111,7 +110,7 @@ def _decode_split(dtype: torch.dtype, head_dim: int, group: int) -> KernelBuild:
 
 
 def _decode_merge(dtype: torch.dtype, head_dim: int) -> KernelBuild:
-    tiles = DecodeTiles.for_dtype(dtype, num_splits=16)
+    tiles = DecodeTiles.for_dtype(dtype, num_splits=MAX_SPLITS)
     return KernelBuild(
         name=_label("decode_merge", dtype, head_dim),
         kernel=decode_merge_kernel,
@@ -119,14 +118,13 @@ def _decode_merge(dtype: torch.dtype, head_dim: int) -> KernelBuild:
             **dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32"),
             "seq_lens_ptr": "*i64",
             "out_ptr": f"*{_TYPE_NAMES[dtype]}",
-            "out_row_stride": "i32",
+            **dict.fromkeys(("out_row_stride", "num_splits"), "i32"),
         },
         constants={
             "HEAD_DIM": head_dim,
-            "NUM_SPLITS": tiles.num_splits,
             "MIN_SPLIT": tiles.min_split_tokens,
             "BLOCK_N": tiles.block_n,
-            "BLOCK_S": tiles.num_splits,
+            "BLOCK_S": MAX_SPLITS,
             "BLOCK_D": block_dim(head_dim),
         },
     )

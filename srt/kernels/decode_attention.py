@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-import triton
 import triton.language as tl
 
-from srt.kernels.jit import block_dim, dot_dtype, jit
+from srt.kernels.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.paged_kv import PagedKV, check_heads
 
+MAX_SPLITS: Final = 32
 MIN_SPLIT_TOKENS: Final = 128  # a shorter split costs more to merge than it saves
 
 
@@ -25,7 +25,7 @@ MIN_SPLIT_TOKENS: Final = 128  # a shorter split costs more to merge than it sav
 class DecodeTiles:
     """How decode attention is cut. A row uses as many of the `num_splits` as `min_split_tokens` lets it fill."""
 
-    num_splits: int
+    num_splits: int  # at most MAX_SPLITS
     min_split_tokens: int = MIN_SPLIT_TOKENS
     block_n: int = 64  # KV positions per inner step
 
@@ -37,13 +37,13 @@ class DecodeTiles:
 
 @jit
 def _split_tokens(
-    seq_len: tl.tensor, NUM_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr
+    seq_len: tl.tensor, num_splits: tl.tensor, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> tl.tensor:
     """Positions per split: a multiple of BLOCK_N, a function of the row's own length alone."""
-    return tl.cdiv(tl.maximum(tl.cdiv(seq_len, NUM_SPLITS), MIN_SPLIT), BLOCK_N) * BLOCK_N
+    return tl.cdiv(tl.maximum(tl.cdiv(seq_len, num_splits), MIN_SPLIT), BLOCK_N) * BLOCK_N
 
 
-@jit
+@kernel(one_variant_for=("req_pool_indices_ptr", "seq_lens_ptr"))
 def decode_split_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -51,8 +51,8 @@ def decode_split_kernel(
     page_table_ptr: tl.tensor,
     req_pool_indices_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
-    partial_ptr: tl.tensor,  # [rows, heads, NUM_SPLITS, HEAD_DIM] float32: each split's own weighted mean of v
-    lse_ptr: tl.tensor,  # [rows, heads, NUM_SPLITS] float32: log2 of each split's sum of weights
+    partial_ptr: tl.tensor,  # [rows, heads, splits, HEAD_DIM] float32: each split's own weighted mean of v
+    lse_ptr: tl.tensor,  # [rows, heads, splits] float32: log2 of each split's sum of weights
     scale_log2: float,  # softmax scale times log2(e), so that weights are powers of two
     q_row_stride: tl.tensor,
     k_location_stride: tl.tensor,
@@ -61,7 +61,6 @@ def decode_split_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -72,8 +71,9 @@ def decode_split_kernel(
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + row).to(tl.int32)
-    split_tokens = _split_tokens(seq_len, NUM_SPLITS, MIN_SPLIT, BLOCK_N)
+    split_tokens = _split_tokens(seq_len, num_splits, MIN_SPLIT, BLOCK_N)
     begin = split * split_tokens
     if begin >= seq_len:
         return
@@ -110,33 +110,33 @@ def decode_split_kernel(
         peak = new_peak
 
     num_heads = tl.num_programs(1) * GROUP
-    slots = (row.to(tl.int64) * num_heads + kv_head * GROUP + heads) * NUM_SPLITS + split
+    slots = (row.to(tl.int64) * num_heads + kv_head * GROUP + heads) * num_splits + split
     tl.store(lse_ptr + slots, peak + tl.log2(total), mask=heads < GROUP)
     tl.store(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=head_mask)
 
 
-@jit
+@kernel(one_variant_for=("seq_lens_ptr", "num_splits"))
 def decode_merge_kernel(
     partial_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     out_ptr: tl.tensor,
     out_row_stride: tl.tensor,
+    num_splits: tl.tensor,
     HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # a power of two, at least num_splits
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Program (row, head) merges that head's splits, each weighed by its share; zeros for a row of length 0."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + row).to(tl.int32)
-    num_live = tl.cdiv(seq_len, _split_tokens(seq_len, NUM_SPLITS, MIN_SPLIT, BLOCK_N))
+    num_live = tl.cdiv(seq_len, _split_tokens(seq_len, num_splits, MIN_SPLIT, BLOCK_N))
     splits = tl.arange(0, BLOCK_S)
     dims = tl.arange(0, BLOCK_D)
-    slots = (row.to(tl.int64) * tl.num_programs(1) + head) * NUM_SPLITS + splits
+    slots = (row.to(tl.int64) * tl.num_programs(1) + head) * num_splits + splits
     lse = tl.load(lse_ptr + slots, mask=splits < num_live, other=float("-inf"))
     peak = tl.where(num_live > 0, tl.max(lse, 0), 0.0)
     weights = tl.exp2(lse - peak)
@@ -163,6 +163,7 @@ def decode_attention(
     num_rows, num_heads, head_dim = q.shape
     group = num_heads // kv.num_kv_heads
     assert group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)
+    assert 1 <= tiles.num_splits <= MAX_SPLITS, tiles.num_splits
     assert kv.page_table.stride(1) == 1, kv.page_table.stride()
     check_heads(q, num_heads, head_dim)
     check_heads(out, num_heads, head_dim)
@@ -177,11 +178,11 @@ def decode_attention(
         scale * math.log2(math.e),
         q.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
         GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
-        NUM_SPLITS=tiles.num_splits, MIN_SPLIT=tiles.min_split_tokens, DOT_DTYPE=dot_dtype(q.dtype),
+        MIN_SPLIT=tiles.min_split_tokens, DOT_DTYPE=dot_dtype(q.dtype),
         BLOCK_G=block_dim(group), BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n,
     )  # fmt: skip
     decode_merge_kernel[(num_rows, num_heads)](
-        partial, lse, seq_lens, out, out.stride(0),
-        HEAD_DIM=head_dim, NUM_SPLITS=tiles.num_splits, MIN_SPLIT=tiles.min_split_tokens, BLOCK_N=tiles.block_n,
-        BLOCK_S=triton.next_power_of_2(tiles.num_splits), BLOCK_D=block_dim(head_dim),
+        partial, lse, seq_lens, out, out.stride(0), tiles.num_splits,
+        HEAD_DIM=head_dim, MIN_SPLIT=tiles.min_split_tokens, BLOCK_N=tiles.block_n,
+        BLOCK_S=MAX_SPLITS, BLOCK_D=block_dim(head_dim),
     )  # fmt: skip

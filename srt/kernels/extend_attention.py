@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from srt.kernels.jit import block_dim, dot_dtype, jit
+from srt.kernels.jit import block_dim, dot_dtype, kernel
 from srt.kernels.paged_kv import PagedKV, check_heads
 
 
@@ -30,7 +30,7 @@ class ExtendTiles:
         return cls(block_m=32, block_n=32) if dtype is torch.float32 else cls()
 
 
-@jit
+@kernel(one_variant_for=("req_pool_indices_ptr", "prefix_lens_ptr", "extend_lens_ptr", "start_locs_ptr"))
 def extend_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,

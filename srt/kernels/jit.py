@@ -16,6 +16,21 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function)
 
 
+def kernel(*, one_variant_for: tuple[str, ...]) -> Callable[[Callable[..., Any]], Any]:
+    """A Triton kernel that is compiled once, whatever the value or alignment of the named arguments.
+
+    Triton makes variants of a kernel for aligned and unaligned pointers, and for special integers. That pays for
+    matrices; for arguments read one number at a time it only costs compilations while requests wait.
+    """
+    names = list(one_variant_for)
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        integers = [name for name in names if not name.endswith("_ptr")]
+        return triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=names)
+
+    return decorate
+
+
 @jit
 def _probe() -> None:
     pass

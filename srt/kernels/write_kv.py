@@ -8,13 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from srt.kernels.jit import jit
+from srt.kernels.jit import kernel
 from srt.kernels.paged_kv import check_heads
 
 _MAX_BLOCK: Final = 4096
 
 
-@jit
+@kernel(one_variant_for=("locations_ptr",))
 def write_kv_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from srt.kernels.decode_attention import MIN_SPLIT_TOKENS, DecodeTiles, decode_attention
+from srt.kernels.decode_attention import MAX_SPLITS, MIN_SPLIT_TOKENS, DecodeTiles, decode_attention
 from srt.kernels.extend_attention import ExtendTiles, extend_attention
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.triton_support import require_triton
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from srt.layers.attention.radix_attention import RadixAttention
     from srt.model_executor.forward_batch_info import ForwardBatch
 
-MAX_SPLITS: Final = 32
 PROGRAMS_PER_PROCESSOR: Final = 4  # so many programs hide each other's loads
 INTERPRETER_PROCESSORS: Final = 2  # stands in for the device's count on a CPU, where splits gain nothing
 
@@ -118,12 +117,11 @@ class TritonAttentionBackend(AttentionBackend):
 def choose_num_splits(num_programs: int, max_context: int, num_processors: int) -> int:
     """Splits per (row, KV head): enough to fill the device, no more than the longest context can use.
 
-    A function of the batch's size alone, so that a captured graph serves every step of that size; a power of two,
-    so that few variants of the kernels are compiled.
+    A function of the batch's size alone, so that a captured graph serves every step of that size.
     """
     wanted = -(-PROGRAMS_PER_PROCESSOR * num_processors // num_programs)
     useful = -(-max_context // MIN_SPLIT_TOKENS)
-    return min(1 << (min(wanted, useful) - 1).bit_length(), MAX_SPLITS)
+    return max(1, min(wanted, useful, MAX_SPLITS))
 
 
 def _paged_kv(layer: RadixAttention, batch: ForwardBatch) -> PagedKV:
