@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -55,14 +56,19 @@ def checked_sampling_params(
     given: dict[str, Any], sampling_params: SamplingParamsOf, written_as: dict[str, str] | None = None
 ) -> SamplingParams:
     """Complete parameters, or RequestError 400. `written_as` says what a client of this API calls a parameter."""
-    names = written_as or {}
     try:
         return sampling_params(given)
     except ParameterError as error:
-        reason = error.reason
-        for ours, theirs in names.items():
-            reason = reason.replace(ours, theirs)
-        raise bad_parameter(names.get(error.name, error.name), reason) from error
+        raise renamed(bad_parameter(error.name, error.reason), written_as or {}) from error
+
+
+def renamed(error: RequestError, written_as: dict[str, str]) -> RequestError:
+    """The error in the words of an API that calls some parameters otherwise."""
+    message = error.message
+    for ours, theirs in written_as.items():
+        message = re.sub(rf"\b{ours}\b", theirs, message)
+    parameter = None if error.parameter is None else written_as.get(error.parameter, error.parameter)
+    return RequestError(error.status, message, parameter, error.retry_after_s)
 
 
 def _is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:

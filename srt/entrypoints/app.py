@@ -1,0 +1,90 @@
+"""The ASGI application: which path is answered by which function, who may ask, and how every error is told."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from srt.entrypoints import health, native
+from srt.entrypoints.errors import ApiError
+from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
+from srt.entrypoints.openai import chat, completions, models
+from srt.entrypoints.service import Service
+from srt.managers.io_struct import RequestError
+
+Handler = Callable[[Exchange, Service], Awaitable[None]]
+
+_MODELS = "/v1/models"
+ROUTES: Mapping[str, Mapping[str, Handler]] = {
+    "/health": {"GET": health.health},
+    "/ping": {"GET": health.health},
+    "/ready": {"GET": health.ready},
+    "/health_generate": {"GET": health.health_generate},
+    "/v1/models": {"GET": models.list_models},
+    "/v1/completions": {"POST": completions.complete},
+    "/v1/chat/completions": {"POST": chat.chat},
+    "/generate": {"POST": native.generate, "PUT": native.generate},
+    "/model_info": {"GET": native.model_info},
+    "/get_model_info": {"GET": native.model_info},
+    "/server_info": {"GET": native.server_info},
+    "/get_server_info": {"GET": native.server_info},
+    "/flush_cache": {"GET": native.flush_cache, "POST": native.flush_cache},
+    "/abort_request": {"POST": native.abort_request},
+}
+OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate"))
+
+_log = logging.getLogger(__name__)
+
+
+class App:
+    """Answers each request in the API's own shape, whatever goes wrong."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._answer(exchange)
+        except ClientGone:
+            pass
+        except RequestError as error:
+            await exchange.send_error(error, _challenge(error))
+        except Exception:
+            _log.exception("%s %s failed", exchange.method, exchange.path)
+            await exchange.send_error(RequestError(500, "The server made a mistake: its log has the details."))
+
+    async def _answer(self, exchange: Exchange) -> None:
+        path = exchange.path
+        if path not in OPEN_TO_ALL:
+            self._check_key(exchange)
+        if path.startswith(_MODELS + "/"):
+            methods: Mapping[str, Handler] = {"GET": models.one_model}
+        elif path in ROUTES:
+            methods = ROUTES[path]
+        elif path in native.UNSUPPORTED:
+            raise RequestError(501, f"{path} is not supported: this server {native.UNSUPPORTED[path]}.")
+        else:
+            raise ApiError(404, f"There is no {path[:200]} here.", code="not_found")
+        handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
+        if handler is None:
+            allowed = ", ".join(methods)
+            error = ApiError(405, f"{path} takes {allowed}, not {exchange.method}.", code="method_not_allowed")
+            await exchange.send_error(error, [(b"allow", allowed.encode())])
+            return
+        await handler(exchange, self._service)
+
+    def _check_key(self, exchange: Exchange) -> None:
+        key = self._service.args.api_key
+        if key is None:
+            return
+        kind, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
+        if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
+            raise ApiError(401, "A valid API key is needed, as a bearer token.", code="invalid_api_key")
+
+
+def _challenge(error: RequestError) -> list[tuple[bytes, bytes]]:
+    return [(b"www-authenticate", b"Bearer")] if error.status == 401 else []

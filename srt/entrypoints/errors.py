@@ -1,0 +1,62 @@
+"""One error, in the words of the API that was asked: OpenAI's under /v1, the native one elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from srt.managers.io_struct import RequestError
+
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    501: "not_implemented_error",
+    503: "service_unavailable_error",
+}
+RETRYABLE = frozenset((429, 503))
+
+
+class ApiError(RequestError):
+    """A RequestError with the machine-readable code that clients look for, such as model_not_found."""
+
+    def __init__(self, status: int, message: str, parameter: str | None = None, *, code: str) -> None:
+        super().__init__(status, message, parameter)
+        self.code = code
+
+
+def is_openai(path: str) -> bool:
+    return path.startswith("/v1/")
+
+
+def error_body(path: str, error: RequestError) -> dict[str, Any]:
+    """The JSON of an error response."""
+    if is_openai(path):
+        return {"error": _openai_error(error)}
+    return {"error": {"message": error.message}}
+
+
+def error_event(path: str, error: RequestError) -> dict[str, Any]:
+    """The JSON of an error inside a stream that has begun."""
+    if is_openai(path):
+        return {"error": _openai_error(error)}
+    return {
+        "error": {
+            "message": error.message,
+            "type": _error_type(error.status),
+            "code": error.status,
+            "retryable": error.status in RETRYABLE,
+        }
+    }
+
+
+def _openai_error(error: RequestError) -> dict[str, Any]:
+    return {
+        "message": error.message,
+        "type": _error_type(error.status),
+        "param": error.parameter,
+        "code": getattr(error, "code", None),
+    }
+
+
+def _error_type(status: int) -> str:
+    return _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")

@@ -1,0 +1,170 @@
+"""One HTTP request and its answer, on bare ASGI: what every route needs, and nothing between a stream and the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+
+from srt.entrypoints.errors import error_body, error_event
+from srt.managers.io_struct import RequestError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+MAX_BODY_BYTES = 64 << 20
+KEEP_ALIVE_S = 12.0  # of silence before a stream carries a comment: proxies give up after 30 to 60 s
+RETRY_AFTER_S = 1
+
+_JSON = (b"content-type", b"application/json")
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class ClientGone(Exception):
+    """The client closed the connection: nobody waits for this answer."""
+
+
+class Exchange:
+    """The request, and the only writer of its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._keep_alive_s = keep_alive_s
+        self._wrote_at = 0.0
+        self.is_started = False
+        self.is_stream = False  # the answer will be a stream, begun or not
+        given = self.header(b"x-request-id")
+        self._request_id = given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+    # ---- The request
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of a header; `name` in lower case."""
+        return next((value for key, value in self._scope["headers"] if key == name), None)
+
+    def query(self) -> dict[str, str]:
+        return dict(parse_qsl(self._scope["query_string"].decode("latin-1"), keep_blank_values=True))
+
+    async def read_body(self, limit: int = MAX_BODY_BYTES) -> bytes:
+        """The whole body; RequestError 413 as soon as it is known to be longer than `limit` bytes."""
+        length = self.header(b"content-length")
+        if length is not None and length.isdigit() and int(length[:20]) > limit:
+            raise _too_large(limit)
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def read_json(self) -> Any:
+        """The body as JSON; RequestError 400 or 415 for anything else. NaN, lone surrogates and deep nesting are no JSON."""
+        kind = (self.header(b"content-type") or b"application/json").partition(b";")[0].strip().lower()
+        body = await self.read_body()
+        if kind != b"application/json" and not kind.endswith(b"+json"):
+            raise RequestError(415, "Content-Type must be application/json.")
+        if not body:
+            raise RequestError(400, "The body is empty, where a JSON object is expected.")
+        try:
+            return orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise RequestError(400, f"The body is not valid JSON: {error}.") from error
+
+    # ---- The answer
+
+    async def send(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
+        self.is_started = True
+        head = [*headers, (b"content-length", str(len(body)).encode()), (b"x-request-id", self._request_id)]
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def send_json(self, value: Any, status: int = 200, headers: Iterable[Header] = ()) -> None:
+        await self.send(status, orjson.dumps(value), [_JSON, *headers])
+
+    async def send_text(self, text: str, status: int = 200) -> None:
+        await self.send(status, text.encode(), [(b"content-type", b"text/plain; charset=utf-8")])
+
+    async def send_error(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
+        """The error as a response; or inside the stream, if that has begun."""
+        if self.is_started:
+            await self.write(b"data: " + orjson.dumps(error_event(self.path, error)) + b"\n\ndata: [DONE]\n\n")
+            await self.end()
+            return
+        extra = list(headers)
+        if error.status in (429, 503):
+            extra.append((b"retry-after", str(error.retry_after_s or RETRY_AFTER_S).encode()))
+        if error.status == 413:
+            extra.append((b"connection", b"close"))  # the rest of the body is not read
+        await self.send_json(error_body(self.path, error), error.status, extra)
+
+    async def write(self, data: bytes) -> None:
+        """Send this part of a stream, beginning it if need be. Waits while the client's socket is full."""
+        if not self.is_started:
+            self.is_started = True
+            head = [*_STREAM_HEADERS, (b"x-request-id", self._request_id)]
+            await self._send({"type": "http.response.start", "status": 200, "headers": head})
+        self._wrote_at = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        self.is_stream = False
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    # ---- The client
+
+    async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` to its end; when the client leaves before, cancel it and raise ClientGone. The body has been read before."""
+        task, watch = asyncio.create_task(work), asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in (watch, task):
+                one.cancel()
+            await asyncio.gather(task, watch, return_exceptions=True)
+        if task.cancelled():
+            raise ClientGone
+        task.result()
+
+    async def _watch(self) -> None:
+        """Return when the client has gone; until then keep an idle stream alive."""
+        loop = asyncio.get_running_loop()
+        self._wrote_at = loop.time()
+        while True:
+            try:
+                async with asyncio.timeout_at(self._wrote_at + self._keep_alive_s):
+                    message = await self._receive()
+            except TimeoutError:
+                if loop.time() < self._wrote_at + self._keep_alive_s:
+                    continue
+                if self.is_stream:
+                    await self.write(b": keep-alive\n\n")
+                self._wrote_at = loop.time()
+                continue
+            if message["type"] == "http.disconnect":
+                return
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(413, f"The body is larger than {limit >> 20} MiB.")

@@ -1,0 +1,178 @@
+"""A frontend process: `python -m srt.entrypoints.http_server`, started by the supervisor with a listening socket and one link.
+
+It answers 503 until the whole server is ready, serves until it is told to stop, and lets what runs finish within the grace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from srt.entrypoints.app import App
+from srt.entrypoints.http_protocol import http_config
+from srt.entrypoints.service import Service
+from srt.managers.child import Child, SupervisorGone, run_child
+from srt.managers.tokenizer_manager import TokenizerManager
+from srt.protocol.messages import ServerReady, Stop
+from srt.utils.errors import StartError
+
+TICK_S = 0.5
+STOP_AFTER_BREAK_S = 5.0  # the supervisor, which sees more, should end us before
+LAST_WORDS_S = 1.0  # of the grace, kept for telling clients why their streams end
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's loop without its signal handlers: the supervisor says when to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self, grace_s: float) -> None:
+        """Accept nothing more, and end when all connections have, or after `grace_s`."""
+        self.config.timeout_graceful_shutdown = max(1, round(grace_s + 0.5))
+        self.should_exit = True
+
+
+class Frontend:
+    """Owner of the HTTP server, the engine's link and the supervisor's orders in this process."""
+
+    def __init__(self, child: Child, http_socket: socket.socket) -> None:
+        self._child = child
+        self._socket = http_socket
+        self._service = Service(child.start.args)
+        self._server = HttpServer(http_config(App(self._service)))
+        self._engine: TokenizerManager | None = None
+        self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
+        self._ticked_at = time.monotonic()
+
+    async def run(self) -> None:
+        """Serve until the supervisor says Stop. StartError or SupervisorGone otherwise."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._child.fileno(), self._take_orders)
+        http = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        life = asyncio.create_task(self._live())
+        ticks = asyncio.create_task(self._tick())
+        try:
+            await asyncio.wait((http, life, ticks), return_when=asyncio.FIRST_COMPLETED)
+            if life.done():
+                await self._end(life.result(), http)
+                return
+            for ended in (http, ticks):
+                if ended.done():
+                    ended.result()
+            raise RuntimeError("the HTTP server has ended by itself")
+        finally:
+            loop.remove_reader(self._child.fileno())
+            tasks: tuple[asyncio.Task[Any], ...] = (http, life, ticks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _live(self) -> Stop:
+        """From the start to the order to stop."""
+        connecting = asyncio.create_task(self._connect())
+        try:
+            await asyncio.wait((connecting, self._stop), return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                return self._stop.result()
+            engine = connecting.result()
+        finally:
+            connecting.cancel()
+        broken = asyncio.create_task(engine.wait_broken())
+        try:
+            await asyncio.wait((broken, self._stop), return_when=asyncio.FIRST_COMPLETED)
+            if not self._stop.done():
+                await asyncio.wait((self._stop,), timeout=STOP_AFTER_BREAK_S)
+            if not self._stop.done():
+                raise StartError(f"The link to the engine broke: {broken.result()}")
+            return self._stop.result()
+        finally:
+            broken.cancel()
+
+    async def _connect(self) -> TokenizerManager:
+        start = self._child.start
+        self._child.report_phase("tokenizer")
+        self._engine = await TokenizerManager.connect(
+            index=start.index,
+            generation=start.generation,
+            run_dir=start.run_dir,
+            model_folder=start.model_folder,
+            args=start.args,
+        )
+        self._child.report_phase("waiting for the engine")
+        await self._engine.wait_ready()
+        gc.collect()
+        gc.freeze()
+        self._ticked_at = time.monotonic()
+        self._child.start_heartbeats(lambda: max(0.0, time.monotonic() - self._ticked_at - TICK_S))
+        self._child.report_ready()
+        return self._engine
+
+    async def _tick(self) -> None:
+        """The sign that this loop turns, for whoever asks how long it has not."""
+        while True:
+            self._ticked_at = time.monotonic()
+            await asyncio.sleep(TICK_S)
+
+    def _take_orders(self) -> None:
+        try:
+            while (order := self._child.receive()) is not None:
+                if isinstance(order, ServerReady):
+                    assert self._engine is not None, "the server is ready only after this process was"
+                    self._service.begin(self._engine, order.startup_s)
+                elif not self._stop.done():
+                    self._stop.set_result(order)
+        except SupervisorGone as error:
+            asyncio.get_running_loop().remove_reader(self._child.fileno())
+            if not self._stop.done():
+                self._stop.set_exception(error)
+
+    async def _end(self, stop: Stop, http: asyncio.Task[None]) -> None:
+        """Let what runs finish. What does not within the grace ends with an error that says so."""
+        self._service.drain()
+        self._server.stop(stop.grace_s)
+        await asyncio.wait((http,), timeout=max(0.0, stop.grace_s - LAST_WORDS_S))
+        if self._engine is not None and not http.done():
+            self._engine.engine_died("The server is shutting down.")
+        await http
+        if self._engine is not None:
+            await self._engine.close()
+
+
+def main(child: Child) -> None:
+    logging.basicConfig(
+        level=child.start.args.log_level.upper(), format=f"%(asctime)s {child.name} %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    _raise_descriptor_limit()
+    assert child.http_fd is not None, "the supervisor gives every frontend the listening socket"
+    http_socket = socket.socket(fileno=child.http_fd)
+    http_socket.setblocking(False)
+
+    async def serve() -> None:
+        await Frontend(child, http_socket).run()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+
+
+def _raise_descriptor_limit() -> None:
+    """Every open stream is a descriptor: take as many as this user may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    run_child(main)

@@ -1,0 +1,183 @@
+"""The native API: /generate, and the calls that look after the server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from typing import Any
+
+import srt
+from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.service import Service
+from srt.entrypoints.streaming import answer_call, event
+from srt.managers.io_struct import ChoiceUpdate, RequestError
+from srt.managers.native_shapes import WEIGHT_VERSION, NativeAnswer, parse_generate
+from srt.managers.request_schema import RequestBody, bad_parameter
+
+FLUSH_RETRY_S = 0.05
+MAX_FLUSH_WAIT_S = 600.0
+
+# Endpoints of the native API that this server does not have yet, and why a client gets no answer there.
+UNSUPPORTED = {
+    **dict.fromkeys(("/encode", "/classify", "/v1/embeddings", "/v1/rerank", "/v1/score"), "generates text only"),
+    **dict.fromkeys(("/tokenize", "/detokenize"), "does not serve its tokenizer"),
+    **dict.fromkeys(("/parse_function_call", "/separate_reasoning"), "has no output parsers"),
+    **dict.fromkeys(("/open_session", "/close_session"), "keeps no sessions"),
+    **dict.fromkeys(("/start_profile", "/stop_profile"), "has no profiler"),
+    **dict.fromkeys(
+        ("/pause_generation", "/continue_generation", "/set_internal_state", "/configure_logging", "/freeze_gc"),
+        "does not change its mode while running",
+    ),
+    "/slow_down": "cannot be slowed down",
+    **dict.fromkeys(("/load_lora_adapter", "/unload_lora_adapter"), "has no LoRA adapters"),
+    **dict.fromkeys(
+        (
+            "/update_weights_from_disk",
+            "/init_weights_update_group",
+            "/destroy_weights_update_group",
+            "/update_weights_from_distributed",
+            "/update_weights_from_tensor",
+            "/update_weights_from_ipc",
+            "/begin_weight_update",
+            "/end_weight_update",
+            "/update_weight_version",
+            "/get_weights_by_name",
+            "/weights_checker",
+        ),
+        "does not exchange weights while running",
+    ),
+    **dict.fromkeys(
+        ("/release_memory_occupation", "/resume_memory_occupation"), "does not release its memory while running"
+    ),
+    "/metrics": "has no metrics endpoint",
+    "/v1/responses": "has no Responses API",
+}
+
+
+class _Answer:
+    """`NativeAnswer` as events."""
+
+    def __init__(self, shapes: NativeAnswer) -> None:
+        self._shapes = shapes
+
+    def take(self, prompt: int, update: ChoiceUpdate) -> None:
+        self._shapes.take(prompt, update)
+
+    def result(self) -> Any:
+        return self._shapes.result()
+
+    def events(self, prompt: int, update: ChoiceUpdate) -> bytes:
+        return event(self._shapes.chunk(self._shapes.take(prompt, update)))
+
+    def last_events(self) -> bytes:
+        return b""
+
+
+async def generate(exchange: Exchange, service: Service) -> None:
+    body = await exchange.read_json()
+    engine = service.engine()
+    call = parse_generate(body, engine.sampling_params)
+    answer = NativeAnswer(call, engine.token_text, incremental=service.args.incremental_streaming_output)
+    await answer_call(
+        exchange,
+        engine,
+        call.inputs,
+        _Answer(answer),
+        stream=call.stream,
+        interval=service.args.stream_interval,
+    )
+
+
+async def model_info(exchange: Exchange, service: Service) -> None:
+    model, args = service.engine().model, service.args
+    await exchange.send_json(
+        {
+            "model_path": args.model_path,
+            "served_model_name": args.model_names()[0],
+            "tokenizer_path": args.tokenizer_path or args.model_path,
+            "is_generation": True,
+            "preferred_sampling_params": model.sampling_defaults or None,
+            "weight_version": WEIGHT_VERSION,
+            "load_format": args.load_format,
+            "reasoning_parser": None,
+            "tool_call_parser": None,
+            "disaggregation_mode": "null",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": model.model_type,
+            "architectures": list(model.architectures),
+            "context_length": model.context_length,
+            "vocab_size": model.vocab_size,
+            "has_chat_template": model.has_chat_template,
+        }
+    )
+
+
+async def server_info(exchange: Exchange, service: Service) -> None:
+    await exchange.send_json(await server_facts(service))
+
+
+async def server_facts(service: Service) -> dict[str, Any]:
+    """All of /server_info: options, limits, the scheduler's counters and this frontend's own."""
+    engine = service.engine()
+    args = dataclasses.asdict(service.args)
+    if args["api_key"] is not None:
+        args["api_key"] = "(set)"
+    limits = dataclasses.asdict(engine.limits)
+    _, _, counters = await engine.get_state()
+    return {
+        **args,
+        **limits,
+        "max_req_input_len": limits["max_request_tokens"] - 1,
+        "status": service.status,
+        "startup_time": service.startup_s,
+        "kv_events": None,
+        "internal_states": [{**args, **limits, "world_size": service.args.tp_size, **counters}],
+        "frontend": engine.stats(),
+        "version": srt.__version__,
+    }
+
+
+async def flush_cache(exchange: Exchange, service: Service) -> None:
+    """200 when the prefix cache is empty; 400 if requests still run after `timeout` seconds."""
+    given = exchange.query()
+    for name in given:
+        if name != "timeout":
+            raise bad_parameter(name[:100], "is not a known parameter")
+    deadline = time.monotonic() + _flush_timeout_s(given.get("timeout", "0"))
+    engine = service.engine()
+    while True:
+        done, message = await engine.flush_cache()
+        if done:
+            await exchange.send_text(message + "\n")
+            return
+        if time.monotonic() >= deadline:
+            raise RequestError(400, message)
+        await asyncio.sleep(FLUSH_RETRY_S)
+
+
+def _flush_timeout_s(text: str) -> float:
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 <= timeout_s <= MAX_FLUSH_WAIT_S:
+        raise bad_parameter("timeout", f"must be a number of seconds from 0 to {MAX_FLUSH_WAIT_S:g}")
+    return timeout_s
+
+
+class AbortBody(RequestBody):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+async def abort_request(exchange: Exchange, service: Service) -> None:
+    given = AbortBody.parse(await exchange.read_json())
+    if given.abort_all and given.rid is not None:
+        raise bad_parameter("rid", "and abort_all exclude each other: give one of them")
+    if not given.abort_all and not given.rid:
+        raise bad_parameter("rid", "is required, unless abort_all is true")
+    await service.engine().abort_label("" if given.abort_all else given.rid or "")
+    await exchange.send(200, b"")

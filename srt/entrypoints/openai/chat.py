@@ -1,0 +1,144 @@
+"""/v1/chat/completions: the next message of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.openai.messages import plain_messages
+from srt.entrypoints.openai.models import check_model
+from srt.entrypoints.openai.parts import ChatLogprobs, Identity, Usage, finish_fields
+from srt.entrypoints.openai.schema import ChatBody
+from srt.entrypoints.service import Service
+from srt.entrypoints.streaming import TextEvent, answer_call, event
+from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError
+from srt.managers.request_schema import bad_parameter, checked_sampling_params, renamed
+from srt.managers.tokenizer_manager import TokenizerManager
+
+_KIND, _CHUNK = "chat.completion", "chat.completion.chunk"
+_ROLE = {"role": "assistant", "content": ""}
+
+
+async def chat(exchange: Exchange, service: Service) -> None:
+    body = ChatBody.parse(await exchange.read_json())
+    model = check_model(body.model, service)
+    engine = service.engine()
+    identity = Identity.new("chatcmpl", body, model)
+    usage = Usage(body.check_stream_options(), service.args.enable_cache_report)
+    request = parse_input(body, identity, engine)
+    answer = ChatAnswer(body, identity, usage, engine)
+    try:
+        await answer_call(
+            exchange, engine, [request], answer, stream=body.stream, interval=service.args.stream_interval
+        )
+    except RequestError as error:
+        raise renamed(error, body.written_as("messages")) from error
+
+
+def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) -> GenerateInput:
+    body.check_limits()
+    add_generation_prompt = not body.continue_final_message
+    if body.add_generation_prompt is not None:
+        add_generation_prompt = body.add_generation_prompt
+    if body.continue_final_message and add_generation_prompt:
+        raise bad_parameter("continue_final_message", "and add_generation_prompt exclude each other")
+    params = checked_sampling_params(
+        body.sampling(), lambda given: engine.sampling_params(given, None), body.written_as("messages")
+    )
+    messages = plain_messages(body.messages)
+    if body.continue_final_message and messages[-1]["role"] != "assistant":
+        raise bad_parameter("continue_final_message", "needs a last message of the assistant")
+    prompt = engine.apply_chat_template(
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+    )
+    return GenerateInput(
+        params=params,
+        text=prompt,
+        rid=identity.id,
+        logprobs=body.logprob_request(),
+        priority=body.priority,
+        cache_salt=body.salt,
+        add_special_tokens=False,
+    )
+
+
+class ChatAnswer:
+    """Writes updates as chat.completion objects. The first chunk of a choice brings the role, the last one the reason of its end."""
+
+    def __init__(self, body: ChatBody, identity: Identity, usage: Usage, engine: TokenizerManager) -> None:
+        self._identity = identity
+        self._usage = usage
+        self._logprobs = ChatLogprobs(engine) if body.logprobs else None
+        self._whole: list[dict[str, Any]] = [{} for _ in range(body.n)]
+        self._began = [False] * body.n
+        self._fast: dict[int, TextEvent] = {}
+
+    # ---- Whole
+
+    def take(self, prompt: int, update: ChoiceUpdate) -> None:
+        """`update` is the whole choice."""
+        self._usage.take(prompt, update)
+        self._whole[update.index] = {
+            "index": update.index,
+            "message": {"role": "assistant", "content": update.text, "refusal": None},
+            "logprobs": self._write_logprobs(update),
+            **finish_fields(update.finish),
+            "seed": update.seed,
+        }
+
+    def result(self) -> dict[str, Any]:
+        return {**self._identity.head(_KIND), "choices": self._whole, "usage": self._usage.write()}
+
+    # ---- Streamed
+
+    def events(self, prompt: int, update: ChoiceUpdate) -> bytes:
+        self._usage.take(prompt, update)
+        events = b""
+        if not self._began[update.index]:
+            self._began[update.index] = True
+            events = self._chunk(update, _ROLE)
+        if self._logprobs is not None and update.output_logprobs:
+            events += self._chunk(update, {"content": update.text}, self._write_logprobs(update))
+        elif update.text and self._usage.in_every_chunk:
+            events += self._chunk(update, {"content": update.text})
+        elif update.text:
+            events += self._text_event(update).write(update.text)
+        if update.finish is not None:
+            finish = finish_fields(update.finish)
+            events += event(self._object(update, {}, None, finish))
+        return events
+
+    def last_events(self) -> bytes:
+        if not self._usage.in_stream:
+            return b""
+        return event({**self._identity.head(_CHUNK), "choices": [], "usage": self._usage.write()})
+
+    def _text_event(self, update: ChoiceUpdate) -> TextEvent:
+        if update.index not in self._fast:
+            self._fast[update.index] = TextEvent(lambda text: self._object(update, {"content": text}))
+        return self._fast[update.index]
+
+    def _chunk(self, update: ChoiceUpdate, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
+        return event(self._object(update, delta, logprobs))
+
+    def _object(
+        self,
+        update: ChoiceUpdate,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": update.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            **(finish or finish_fields(None)),
+            "seed": update.seed,
+        }
+        return {**self._identity.head(_CHUNK), "choices": [choice], **self._usage.in_chunk()}
+
+    def _write_logprobs(self, update: ChoiceUpdate) -> dict[str, Any] | None:
+        return None if self._logprobs is None else self._logprobs.write(update.output_logprobs)

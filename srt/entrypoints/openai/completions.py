@@ -1,0 +1,139 @@
+"""/v1/completions: text for text, for one prompt or many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.openai.models import check_model
+from srt.entrypoints.openai.parts import CompletionLogprobs, Identity, Usage, finish_fields
+from srt.entrypoints.openai.schema import COMPLETION_MAX_TOKENS, CompletionBody
+from srt.entrypoints.service import Service
+from srt.entrypoints.streaming import TextEvent, answer_call, event
+from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError
+from srt.managers.native_shapes import MAX_BATCH
+from srt.managers.request_schema import bad_parameter, checked_sampling_params, renamed
+from srt.managers.tokenizer_manager import TokenizerManager
+
+_KIND = "text_completion"
+
+
+async def complete(exchange: Exchange, service: Service) -> None:
+    body = CompletionBody.parse(await exchange.read_json())
+    model = check_model(body.model, service)
+    engine = service.engine()
+    identity = Identity.new("cmpl", body, model)
+    inputs = parse_inputs(body, identity, engine)
+    usage = Usage(body.check_stream_options(), service.args.enable_cache_report)
+    echoes = [_prompt_text(one, engine) if body.echo else "" for one in inputs]
+    answer = CompletionAnswer(body, identity, usage, engine, echoes)
+    try:
+        await answer_call(exchange, engine, inputs, answer, stream=body.stream, interval=service.args.stream_interval)
+    except RequestError as error:
+        raise renamed(error, body.written_as("prompt")) from error
+
+
+def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerManager) -> list[GenerateInput]:
+    if body.best_of is not None and body.best_of != body.n:
+        raise bad_parameter("best_of", f"is not supported, unless it equals n ({body.n}), not {body.best_of}")
+    params = checked_sampling_params(
+        body.sampling(),
+        lambda given: engine.sampling_params(given, COMPLETION_MAX_TOKENS),
+        body.written_as("prompt"),
+    )
+    logprobs = body.logprob_request()
+    prompts = _prompts(body.prompt)
+    return [
+        GenerateInput(
+            params=params,
+            text=prompt if isinstance(prompt, str) else None,
+            input_ids=None if isinstance(prompt, str) else prompt,
+            rid=rid,
+            logprobs=logprobs,
+            priority=body.priority,
+            cache_salt=body.salt,
+        )
+        for prompt, rid in zip(prompts, identity.rids(len(prompts)), strict=True)
+    ]
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """A string, a list of token ids, or a list of either."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise bad_parameter("prompt", "must not be an empty list")
+    if len(prompt) > MAX_BATCH:
+        raise bad_parameter("prompt", f"may have at most {MAX_BATCH} entries, not {len(prompt)}")
+    return list(prompt)
+
+
+def _prompt_text(one: GenerateInput, engine: TokenizerManager) -> str:
+    return one.text if one.text is not None else engine.detokenize(one.input_ids or [], one.params.skip_special_tokens)
+
+
+class CompletionAnswer:
+    """Writes updates as text_completion objects."""
+
+    def __init__(
+        self, body: CompletionBody, identity: Identity, usage: Usage, engine: TokenizerManager, echoes: list[str]
+    ) -> None:
+        self._n = body.n
+        self._identity = identity
+        self._usage = usage
+        self._echoes = echoes
+        count = len(echoes) * body.n
+        self._logprobs = None if body.logprobs is None else [CompletionLogprobs(engine) for _ in range(count)]
+        self._whole: list[dict[str, Any]] = [{} for _ in range(count)]
+        self._began = [False] * count
+        self._fast: dict[int, TextEvent] = {}
+
+    # ---- Whole
+
+    def take(self, prompt: int, update: ChoiceUpdate) -> None:
+        """`update` is the whole choice."""
+        self._usage.take(prompt, update)
+        index = prompt * self._n + update.index
+        self._whole[index] = self._choice(index, self._echoes[prompt] + update.text, update)
+
+    def result(self) -> dict[str, Any]:
+        return {**self._identity.head(_KIND), "choices": self._whole, "usage": self._usage.write()}
+
+    # ---- Streamed
+
+    def events(self, prompt: int, update: ChoiceUpdate) -> bytes:
+        self._usage.take(prompt, update)
+        index = prompt * self._n + update.index
+        text = update.text if self._began[index] else self._echoes[prompt] + update.text
+        self._began[index] = True
+        has_logprobs = self._logprobs is not None and (update.output_logprobs or update.prompt_logprobs)
+        if not text and not has_logprobs and update.finish is None:
+            return b""
+        if update.finish is None and self._logprobs is None and not self._usage.in_every_chunk:
+            return self._text_event(index, update).write(text)
+        return event(self._chunk(self._choice(index, text, update)))
+
+    def last_events(self) -> bytes:
+        if not self._usage.in_stream:
+            return b""
+        return event({**self._identity.head(_KIND), "choices": [], "usage": self._usage.write()})
+
+    def _text_event(self, index: int, update: ChoiceUpdate) -> TextEvent:
+        if index not in self._fast:
+            self._fast[index] = TextEvent(lambda text: self._chunk(self._choice(index, text, update)))
+        return self._fast[index]
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._identity.head(_KIND), "choices": [choice], **self._usage.in_chunk()}
+
+    def _choice(self, index: int, text: str, update: ChoiceUpdate) -> dict[str, Any]:
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = self._logprobs[index].write((*update.prompt_logprobs, *update.output_logprobs))
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            **finish_fields(update.finish),
+            "seed": update.seed,
+        }

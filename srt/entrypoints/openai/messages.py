@@ -1,0 +1,74 @@
+"""The messages of a chat, checked and made plain: what a chat template can read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from srt.managers.request_schema import bad_parameter
+
+# What a role is called in chat templates.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+UNSUPPORTED_ROLES = frozenset(("tool", "function"))
+# Fields that answers carry and that clients send back as they came.
+_NEUTRAL_FIELDS = frozenset(
+    ("refusal", "audio", "annotations", "function_call", "tool_calls", "tool_call_id", "reasoning_content")
+)
+MAX_MESSAGES = 10_000
+
+
+def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Role, content as one string, and name if given; RequestError 400 that says where something is wrong."""
+    if not messages:
+        raise bad_parameter("messages", "must not be empty")
+    if len(messages) > MAX_MESSAGES:
+        raise bad_parameter("messages", f"may have at most {MAX_MESSAGES} entries, not {len(messages)}")
+    return [_plain(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _plain(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    if isinstance(role, str) and role in UNSUPPORTED_ROLES:
+        raise bad_parameter(f"{where}.role", f"{role!r} is not supported yet: this server has no tools")
+    if not isinstance(role, str) or role not in ROLES:
+        raise bad_parameter(f"{where}.role", f"must be one of {', '.join(ROLES)}")
+    for name, value in message.items():
+        if name in _NEUTRAL_FIELDS:
+            if value not in (None, [], "", {}):
+                raise bad_parameter(f"{where}.{name}", "is not supported yet")
+        elif name not in ("role", "content", "name"):
+            raise bad_parameter(f"{where}.{name[:100]}", "is not a known field")
+    plain = {"role": ROLES[role], "content": _text(f"{where}.content", message.get("content"))}
+    author = message.get("name")
+    if author is not None:
+        if not isinstance(author, str):
+            raise bad_parameter(f"{where}.name", "must be a string")
+        plain["name"] = author
+    return plain
+
+
+def _text(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise bad_parameter(where, "is required")
+    if not isinstance(content, list):
+        raise bad_parameter(where, "must be a string or a list of text parts")
+    if not content:
+        raise bad_parameter(where, "must not be an empty list")
+    return "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
+
+
+def _part(where: str, part: Any) -> str:
+    if not isinstance(part, dict):
+        raise bad_parameter(where, "must be an object with a type")
+    kind = part.get("type")
+    if kind != "text":
+        what = f"of type {kind[:50]!r}" if isinstance(kind, str) else "without a type"
+        raise bad_parameter(where, f"is a part {what}: only text parts are supported, no images, audio or files")
+    for name in part:
+        if name not in ("type", "text"):
+            raise bad_parameter(f"{where}.{name[:100]}", "is not a known field")
+    if not isinstance(part.get("text"), str):
+        raise bad_parameter(f"{where}.text", "must be a string")
+    text: str = part["text"]
+    return text

@@ -1,0 +1,184 @@
+"""What /v1/completions and /v1/chat/completions take: the current OpenAI parameters, and SGLang's extras."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from srt.managers.io_struct import LogprobRequest
+from srt.managers.request_schema import RequestBody, bad_parameter
+from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+
+# What the parameters are called here and in the engine.
+SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "logit_bias": "logit_bias",
+    "n": "n",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "stop_regex": "stop_regex",
+    "no_stop_trim": "no_stop_trim",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "min_tokens": "min_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "seed": "sampling_seed",
+}
+_RENAMED = [("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens"), ("seed", "sampling_seed")]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIBody(RequestBody):
+    """What both endpoints take."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    rid: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    extra_key: str = ""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(
+            "json_schema regex ebnf structural_tag lora_path session_params session_id custom_logit_processor custom_params"
+            " return_hidden_states return_meta_info return_token_ids bootstrap_host bootstrap_port bootstrap_room"
+            " routed_dp_rank data_parallel_rank beam_width return_routed_experts".split(),
+            (),
+        ),
+        "response_format": ({"type": "text"},),
+    }
+    MEANINGLESS: ClassVar[frozenset[str]] = frozenset(
+        "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention log_metrics no_logs".split()
+    )
+
+    def sampling(self) -> dict[str, Any]:
+        """The parameters that were given, by the engine's names."""
+        given = {
+            ours: value for theirs, ours in SAMPLING_NAMES.items() if (value := getattr(self, theirs, None)) is not None
+        }
+        if self.seed is not None:
+            if not -(1 << 63) <= self.seed < 1 << 64:
+                raise bad_parameter("seed", f"must be a 64-bit integer, not {self.seed}")
+            given["sampling_seed"] = self.seed % (1 << 64)
+        return given
+
+    def written_as(self, prompt: str) -> dict[str, str]:
+        """What the engine's errors call a parameter, and what this client calls it."""
+        return {**{ours: theirs for theirs, ours in _RENAMED}, "input_ids": prompt, "text": prompt}
+
+    @property
+    def salt(self) -> str:
+        return f"{self.cache_salt}\0{self.extra_key}" if self.extra_key else self.cache_salt
+
+    def check_stream_options(self) -> StreamOptions:
+        if self.stream_options is None:
+            return StreamOptions()
+        if not self.stream:
+            raise bad_parameter("stream_options", "may be given only with stream: true")
+        return self.stream_options
+
+
+class CompletionBody(OpenAIBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {**OpenAIBody.UNSUPPORTED, "suffix": ()}
+
+    def logprob_request(self) -> LogprobRequest:
+        if self.logprobs is None:
+            return LogprobRequest()
+        _check_top("logprobs", self.logprobs)
+        return LogprobRequest(output=True, prompt_start=0 if self.echo else -1, top=self.logprobs)
+
+
+class ChatBody(OpenAIBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **OpenAIBody.UNSUPPORTED,
+        "tools": (),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True,),
+        "functions": (),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "moderation": (),
+        "separate_reasoning": (True,),
+        "stream_reasoning": (True,),
+        "chat_template": (),
+    }
+
+    def written_as(self, prompt: str) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {**super().written_as(prompt), "max_new_tokens": limit}
+
+    def logprob_request(self) -> LogprobRequest:
+        top = self.top_logprobs or 0
+        _check_top("top_logprobs", top)
+        if top and not self.logprobs:
+            raise bad_parameter("top_logprobs", "needs logprobs: true")
+        return LogprobRequest(output=self.logprobs, top=top)
+
+    def check_limits(self) -> None:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise bad_parameter("max_tokens", "and max_completion_tokens exclude each other: give one of them")
+
+
+def _check_top(name: str, top: int) -> None:
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise bad_parameter(name, f"must be at least 0 and at most {MAX_TOP_LOGPROBS}, not {top}")

@@ -1,0 +1,44 @@
+"""What all routes share: the options, the engine once it is there, and whether requests are taken."""
+
+from __future__ import annotations
+
+from srt.managers.io_struct import RequestError
+from srt.managers.tokenizer_manager import TokenizerManager
+from srt.server_args import ServerArgs
+
+STARTING, READY, DRAINING = "starting", "ready", "draining"
+
+
+class Service:
+    """Starting, then ready, then draining. Only the process's main loop moves it on."""
+
+    def __init__(self, args: ServerArgs) -> None:
+        self.args = args
+        self.status = STARTING
+        self.startup_s: float | None = None
+        self._engine: TokenizerManager | None = None
+
+    def begin(self, engine: TokenizerManager, startup_s: float) -> None:
+        """The whole server is ready: requests are taken from now on."""
+        self._engine = engine
+        self.startup_s = startup_s
+        if self.status == STARTING:
+            self.status = READY
+
+    def drain(self) -> None:
+        """Take no more requests; those that run may finish."""
+        self.status = DRAINING
+
+    @property
+    def is_ready(self) -> bool:
+        return self.status == READY and self._engine is not None and self._engine.is_ready
+
+    def engine(self) -> TokenizerManager:
+        """The engine for a new request; RequestError 503 while there is none."""
+        if self.status == DRAINING:
+            raise RequestError(503, "The server is shutting down.", retry_after_s=5)
+        if self._engine is None:
+            raise RequestError(503, "The server is starting.", retry_after_s=2)
+        if not self._engine.is_ready:
+            raise RequestError(503, "The engine is not available at the moment.", retry_after_s=2)
+        return self._engine

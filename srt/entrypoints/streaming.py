@@ -1,0 +1,156 @@
+"""From the engine's updates to an answer: one JSON, or server-sent events as the tokens come. The same for every API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from srt.entrypoints.exchange import Exchange
+from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError
+from srt.managers.tokenizer_manager import RequestHandle, TokenizerManager
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Answer(Protocol):
+    """How one API writes the updates of one call. `prompt` counts the inputs of a batch."""
+
+    def take(self, prompt: int, update: ChoiceUpdate) -> None:
+        """Add news of a choice."""
+
+    def result(self) -> Any:
+        """The whole answer, after the last update."""
+
+    def events(self, prompt: int, update: ChoiceUpdate) -> bytes:
+        """Add news of a choice, and write them as events; nothing if there is nothing to tell."""
+
+    def last_events(self) -> bytes:
+        """What stands between the last update and [DONE]."""
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class TextEvent:
+    """An event of which only one text changes from chunk to chunk: the rest is encoded once."""
+
+    def __init__(self, make: Callable[[str], dict[str, Any]]) -> None:
+        """`make(text)` gives the whole chunk. Nothing that a client chooses may follow the text in it."""
+        mark = "\x00text\x00"
+        self._before, _, self._after = event(make(mark)).rpartition(orjson.dumps(mark))
+
+    def write(self, text: str) -> bytes:
+        return self._before + orjson.dumps(text) + self._after
+
+
+async def answer_call(
+    exchange: Exchange,
+    engine: TokenizerManager,
+    inputs: Sequence[GenerateInput],
+    answer: Answer,
+    *,
+    stream: bool,
+    interval: int,
+) -> None:
+    """Run the inputs and send their answer. RequestError if one is refused; whatever happens, nothing keeps running afterwards."""
+    exchange.is_stream = stream
+    work = (
+        _stream(exchange, engine, inputs, answer, interval) if stream else _send_whole(exchange, engine, inputs, answer)
+    )
+    await exchange.run_while_connected(work)
+
+
+async def _send_whole(
+    exchange: Exchange, engine: TokenizerManager, inputs: Sequence[GenerateInput], answer: Answer
+) -> None:
+    async def collect(prompt: int, handle: RequestHandle) -> None:
+        for update in await handle.collect():
+            answer.take(prompt, update)
+
+    await run_all(engine, inputs, collect)
+    await exchange.send_json(answer.result())
+
+
+async def _stream(
+    exchange: Exchange, engine: TokenizerManager, inputs: Sequence[GenerateInput], answer: Answer, interval: int
+) -> None:
+    pacer = Pacer(interval)
+
+    async def follow(prompt: int, handle: RequestHandle) -> None:
+        async for updates in handle:
+            data = b"".join([answer.events(prompt, update) for update in pacer.due(prompt, updates)])
+            if data:
+                await exchange.write(data)
+
+    await run_all(engine, inputs, follow)
+    await exchange.write(answer.last_events() + DONE)
+    await exchange.end()
+
+
+async def run_all(
+    engine: TokenizerManager,
+    inputs: Sequence[GenerateInput],
+    use: Callable[[int, RequestHandle], Awaitable[None]],
+) -> None:
+    """Submit all inputs and `use` each handle, side by side. The first error ends all."""
+    with contextlib.ExitStack() as handles:
+        submitted = [handles.enter_context(await engine.submit(one)) for one in inputs]
+        if len(submitted) == 1:
+            await use(0, submitted[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for prompt, handle in enumerate(submitted):
+                    tasks.create_task(_awaited(use(prompt, handle)))
+        except ExceptionGroup as group:
+            first = group.exceptions[0]
+            if isinstance(first, RequestError):
+                raise first from None
+            raise
+
+
+async def _awaited(work: Awaitable[None]) -> None:
+    await work
+
+
+class Pacer:
+    """Lets the news of a choice through every `interval` tokens; its first and its last at once."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._held: dict[tuple[int, int], ChoiceUpdate] = {}
+        self._sent: dict[tuple[int, int], int] = {}  # tokens
+
+    def due(self, prompt: int, updates: list[ChoiceUpdate]) -> list[ChoiceUpdate]:
+        """What may be sent now. The rest is kept and comes with later news of the same choice."""
+        if self._interval == 1:
+            return updates
+        return [due for update in updates if (due := self._pass((prompt, update.index), update)) is not None]
+
+    def _pass(self, key: tuple[int, int], update: ChoiceUpdate) -> ChoiceUpdate | None:
+        held = self._held.pop(key, None)
+        whole = update if held is None else joined(held, update)
+        sent = self._sent.get(key, 0)
+        if sent and whole.finish is None and whole.completion_tokens - sent < self._interval:
+            self._held[key] = whole
+            return None
+        self._sent[key] = whole.completion_tokens
+        return whole
+
+
+def joined(earlier: ChoiceUpdate, later: ChoiceUpdate) -> ChoiceUpdate:
+    """Two updates of one choice as one."""
+    return dataclasses.replace(
+        later,
+        text=earlier.text + later.text,
+        ids=earlier.ids + later.ids,
+        output_logprobs=earlier.output_logprobs + later.output_logprobs,
+        prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs,
+        prompt_ids=earlier.prompt_ids or later.prompt_ids,
+    )

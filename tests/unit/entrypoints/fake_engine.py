@@ -1,0 +1,214 @@
+"""An engine for the routes' tests: it says what it is told to say. A token is a character, its id the code point."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from srt.entrypoints.app import App
+from srt.entrypoints.service import Service
+from srt.entrypoints.streaming import joined
+from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, RequestError, TokenLogprob
+from srt.managers.tokenizer_manager import ModelFacts, RequestHandle, TokenizerManager
+from srt.protocol.messages import Scalar, SchedulerHello
+from srt.sampling.sampling_params import SamplingParams
+from srt.server_args import ServerArgs
+
+VOCAB_SIZE = 1000
+CONTEXT = 4096
+CACHED_TOKENS = 2
+
+
+class FakeHandle(RequestHandle):
+    """Gives one batch of updates per turn of the loop; waits for ever where the script says None."""
+
+    def __init__(self, request: GenerateInput, script: list[list[ChoiceUpdate] | RequestError | None]) -> None:
+        self.request = request
+        self.rid = request.rid or "drawn"
+        self.is_ended = False
+        self.was_aborted = False
+        self._script = script
+
+    async def __anext__(self) -> list[ChoiceUpdate]:
+        await asyncio.sleep(0)
+        if not self._script:
+            self.is_ended = True
+            raise StopAsyncIteration
+        step = self._script.pop(0)
+        if step is None:
+            await asyncio.Event().wait()
+        if isinstance(step, RequestError):
+            raise step
+        assert step is not None
+        return step
+
+    async def collect(self) -> list[ChoiceUpdate]:
+        whole: dict[int, ChoiceUpdate] = {}
+        async for updates in self:
+            for update in updates:
+                whole[update.index] = joined(whole[update.index], update) if update.index in whole else update
+        return [whole[index] for index in sorted(whole)]
+
+    def abort(self) -> None:
+        if not self.is_ended:
+            self.is_ended = self.was_aborted = True
+
+
+class FakeEngine(TokenizerManager):
+    """Answers every request with `answer`, a character a step; or as `script` says."""
+
+    def __init__(self, answer: str = "Hello!") -> None:
+        self.answer = answer
+        self.script: Callable[[GenerateInput], list[list[ChoiceUpdate] | RequestError | None]] | None = None
+        self.ready = True
+        self.handles: list[FakeHandle] = []
+        self.aborted_labels: list[str] = []
+        self.num_flushes_refused = 0
+        self.limits = SchedulerHello(max_total_num_tokens=8192, max_request_tokens=CONTEXT, page_size=16)
+        self.model = ModelFacts(
+            folder="/m",
+            architectures=("LlamaForCausalLM",),
+            model_type="llama",
+            context_length=CONTEXT,
+            vocab_size=VOCAB_SIZE,
+            eos_ids=(0,),
+            sampling_defaults={},
+            has_chat_template=True,
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def sampling_params(self, given: Mapping[str, Any], default_max_new_tokens: int | None = 128) -> SamplingParams:
+        return SamplingParams.from_dict(given, {}, default_max_new_tokens)
+
+    async def submit(self, request: GenerateInput) -> FakeHandle:
+        self._check(request)
+        script = self.script(request) if self.script else typing_out(request, self.answer)
+        handle = FakeHandle(request, script)
+        self.handles.append(handle)
+        return handle
+
+    def _check(self, request: GenerateInput) -> None:
+        name = "text" if request.text is not None else "input_ids"
+        if not prompt_ids(request):
+            raise RequestError(400, f"{name} must not be empty.", name)
+        if any(not 0 <= token_id < VOCAB_SIZE for token_id in (*prompt_ids(request), *request.logprobs.ids)):
+            raise RequestError(400, f"{name} has a token id outside the vocabulary.", name)
+        if len(prompt_ids(request)) >= CONTEXT:
+            raise RequestError(400, f"{name} is longer than the context.", name)
+        wanted = request.params.max_new_tokens or 0
+        if not request.params.may_shorten and len(prompt_ids(request)) + wanted > CONTEXT:
+            raise RequestError(400, "max_new_tokens does not fit.", "max_new_tokens")
+        request.params.check_vocabulary(VOCAB_SIZE)
+
+    def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return text + ("<assistant>" if add_generation_prompt else "") + str(dict(variables or {}) or "")
+
+    async def flush_cache(self) -> tuple[bool, str]:
+        if self.num_flushes_refused:
+            self.num_flushes_refused -= 1
+            return False, "2 requests are running."
+        return True, "Cache flushed."
+
+    async def get_state(self, deep: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
+        return True, "", {"num_running": 0}
+
+    async def abort_label(self, label: str) -> int:
+        self.aborted_labels.append(label)
+        return 1
+
+    def stats(self) -> dict[str, Scalar]:
+        return {"live_requests": 0}
+
+
+def prompt_ids(request: GenerateInput) -> list[int]:
+    return request.input_ids if request.input_ids is not None else [ord(letter) for letter in request.text or ""]
+
+
+def typing_out(request: GenerateInput, answer: str) -> list[list[ChoiceUpdate] | RequestError | None]:
+    """One step per character, all choices side by side; cut by max_new_tokens."""
+    limit = request.params.max_new_tokens
+    said = answer if limit is None else answer[:limit]
+    return [
+        [choice_update(request, said, at, choice, len(said) < len(answer)) for choice in range(request.params.n)]
+        for at in range(len(said))
+    ]
+
+
+def choice_update(request: GenerateInput, said: str, at: int, choice: int = 0, cut: bool = False) -> ChoiceUpdate:
+    """The update with character `at` of what is said in all."""
+    finish = Finish("length", length=len(said)) if cut else Finish("stop", matched=0)
+    asked, ids = request.logprobs, prompt_ids(request)
+    return ChoiceUpdate(
+        index=choice,
+        text=said[at],
+        ids=(ord(said[at]),),
+        prompt_tokens=len(ids),
+        completion_tokens=at + 1,
+        cached_tokens=CACHED_TOKENS,
+        seed=(request.params.sampling_seed or 0) + choice,
+        rid=request.rid or "drawn",
+        finish=finish if at == len(said) - 1 else None,
+        output_logprobs=(token_logprob(ord(said[at]), asked.top),) if asked.output else (),
+        prompt_logprobs=_prompt_logprobs(ids, asked.prompt_start, asked.top) if at == 0 else (),
+        prompt_ids=tuple(ids) if at == 0 else (),
+    )
+
+
+def token_logprob(token_id: int, top: int) -> TokenLogprob:
+    return TokenLogprob(-0.5, token_id, tuple((-0.25 - rank, 65 + rank) for rank in range(top)))
+
+
+def _prompt_logprobs(ids: list[int], start: int, top: int) -> tuple[TokenLogprob, ...]:
+    if start < 0:
+        return ()
+    all_of_them = [TokenLogprob(None, ids[0]), *(token_logprob(token_id, top) for token_id in ids[1:])]
+    return tuple(all_of_them[start:])
+
+
+class World:
+    """The application with a fake engine behind it, and a client in front."""
+
+    def __init__(self, *, ready: bool = True, answer: str = "Hello!", **options: Any) -> None:
+        self.engine = FakeEngine(answer)
+        self.service = Service(ServerArgs(model_path="/m", served_model_name=("tiny", "org/big"), **options))
+        self.app = App(self.service)
+        if ready:
+            self.service.begin(self.engine, 1.5)
+
+    def call(self, method: str, path: str, **request: Any) -> httpx.Response:
+        async def go() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, **request)
+
+        return asyncio.run(go())
+
+    def get(self, path: str, **request: Any) -> httpx.Response:
+        return self.call("GET", path, **request)
+
+    def post(self, path: str, body: Any, **request: Any) -> httpx.Response:
+        return self.call("POST", path, json=body, **request)
