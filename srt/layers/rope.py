@@ -13,29 +13,29 @@ from srt.utils.rope_config import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The angles of one step's tokens, gathered once and used by every layer."""
+    """The angles of one step's tokens, computed once and used by every layer."""
 
     cos: Tensor  # [tokens, 1, head_dim / 2] f32
     sin: Tensor
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin for every position below `context_length`, computed once in float32 (about 0.5 KB a position)."""
+    """Positions → angles, in float32. Computed in each step: a table costs 0.5 s of start-up per 100,000 positions."""
 
-    table: Tensor  # [context_length, head_dim] f32: cos, then sin
+    frequencies: Tensor  # [head_dim / 2] f32
 
-    def __init__(self, config: RopeConfig, head_dim: int, context_length: int) -> None:
+    def __init__(self, config: RopeConfig, head_dim: int) -> None:
         super().__init__()
+        self._attention_factor = config.attention_factor
         # On the CPU even while the model is built on the meta device: this is not read from a checkpoint.
-        angles = torch.outer(
-            torch.arange(context_length, dtype=torch.float32, device="cpu"), frequencies(config, head_dim)
-        )
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(config.attention_factor)
-        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("frequencies", compute_frequencies(config, head_dim), persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """The rotation for `positions` [tokens]; all of them lie below the context length."""
-        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
+        """The rotation for `positions` [tokens]."""
+        angles = positions.float()[:, None, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._attention_factor != 1.0:
+            cos, sin = cos * self._attention_factor, sin * self._attention_factor
         return Rotation(cos, sin)
 
 
@@ -46,7 +46,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+def compute_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """Angle per position of each pair of dimensions: [head_dim / 2] f32 cpu.
 
     The order of operations is that of `transformers`, so that both round alike.

@@ -99,7 +99,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, traits: Traits) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.context_length)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim)
         self.layers = nn.ModuleList(DecoderLayer(config, tp, traits, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -123,6 +123,6 @@ class CausalLM(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         """[tokens] ids and positions → [tokens, hidden_size], the same on every rank; logits come from `lm_head`.
 
-        Call under `torch.inference_mode()`, on all ranks together. Positions lie below the context length.
+        Call under `torch.inference_mode()`, on all ranks together.
         """
         return self.model(input_ids, positions, batch)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from srt.layers.activation import silu_and_mul
 from srt.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.norm import RMSNorm
-from srt.layers.rope import RotaryEmbedding, frequencies, rotate
+from srt.layers.rope import RotaryEmbedding, compute_frequencies, rotate
 from srt.layers.weights import WeightedModule
 from srt.utils.rope_config import RopeConfig, read_rope
 from tests.support.ranks import idle_rank, run_ranks, single_rank
@@ -152,25 +152,20 @@ def test_cos_and_sin_are_those_of_transformers_to_the_bit(parameters: dict[str, 
     )
     rope = read_rope({key: value for key, value in stated.items() if value is not None}, {}, 131072)
     reference = LlamaRotaryEmbedding(config)
-    assert torch.equal(frequencies(rope, 128), reference.inv_freq)
+    assert torch.equal(compute_frequencies(rope, 128), reference.inv_freq)
     positions = torch.tensor([0, 1, 7, 4095, 4096, 60000, 131071])
-    rotation = RotaryEmbedding(rope, 128, 131072)(positions)
+    rotation = RotaryEmbedding(rope, 128)(positions)
     cos, sin = reference(torch.empty(0), positions[None])
     assert torch.equal(rotation.cos[:, 0], cos[0, :, :64])
     assert torch.equal(rotation.sin[:, 0], sin[0, :, :64])
 
 
 def test_rotating_keeps_type_and_length_and_position_zero() -> None:
-    rotation = RotaryEmbedding(RopeConfig("default", 1e4), 8, 16)(torch.tensor([0, 5]))
+    embedding = RotaryEmbedding(RopeConfig("default", 1e4), 8)
+    rotation = embedding(torch.tensor([0, 5]))
     x = randn(2, 3, 8)
     rotated = rotate(x, rotation)
     assert torch.equal(rotated[0], x[0])
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
     assert rotate(x.bfloat16(), rotation).dtype == torch.bfloat16
-    assert rotate(
-        x[:0], RotaryEmbedding(RopeConfig("default", 1e4), 8, 16)(torch.tensor([], dtype=torch.int64))
-    ).shape == (
-        0,
-        3,
-        8,
-    )
+    assert rotate(x[:0], embedding(torch.tensor([], dtype=torch.int64))).shape == (0, 3, 8)
