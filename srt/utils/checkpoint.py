@@ -167,7 +167,7 @@ def _read_index(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
         # A name with a folder in it could point outside the checkpoint.
         well_formed = all(Path(name).name == name for name in weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is not a safetensors index: {_first_line(error)}.") from error
     if not well_formed:
         raise ModelError(f"{index} is not a safetensors index: it names files outside its folder.")
@@ -190,7 +190,7 @@ def _read_file_headers(file: Path) -> Iterable[TensorHeader]:
         entries: dict[str, Any] = json.loads(text)
         headers = [_parse_entry(file, name, entry) for name, entry in entries.items() if name != "__metadata__"]
         ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is not a safetensors file: its header is broken.") from error
     expected = 8 + length + max(ends, default=0)
     if size < expected:

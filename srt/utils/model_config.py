@@ -150,7 +150,7 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
         raise ModelError(f"{path.parent} has no {path.name}: it is not a Hugging Face checkpoint folder.") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object.")
