@@ -2,119 +2,337 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from srt.managers.io_struct import ChoiceUpdate, GenerateInput
-from srt.protocol.messages import Scalar, SchedulerHello
-from srt.sampling.sampling_params import SamplingParams
+from srt.managers.detokenizer import OutputText
+from srt.managers.io_struct import EngineDied, GenerateInput, RequestError
+from srt.managers.live_request import LiveRequest
+from srt.managers.live_request import RequestHandle as RequestHandle
+from srt.managers.model_facts import ModelFacts as ModelFacts
+from srt.managers.model_facts import read_model_facts
+from srt.managers.request_checks import bad, build_request, check_form, check_ids, check_text
+from srt.managers.request_ledger import ChoiceEnded, Effect, NewTokens, RequestLedger, RequestRefused, Send
+from srt.managers.scheduler_link import SchedulerLink
+from srt.protocol.messages import (
+    AbortLabel,
+    ControlReply,
+    FlushCache,
+    GenerateRequest,
+    GetState,
+    Load,
+    Message,
+    Refused,
+    Rejected,
+    Scalar,
+    SchedulerHello,
+    TokenBatch,
+)
+from srt.sampling.sampling_params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from srt.server_args import ServerArgs
+from srt.utils.chat_template import ChatTemplate, ChatTemplateError
+from srt.utils.tokenizer import Tokenizer, load_chat_template, load_tokenizer
 
+LONG_TEXT_CHARS = 8192  # a longer one is tokenized in a thread: the loop's other streams would feel it
+_TOKENIZING_THREADS = 2
+_RETRY_AFTER_S = 1
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the APIs may say about the model."""
-
-    folder: str
-    architectures: tuple[str, ...]
-    model_type: str
-    context_length: int
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    sampling_defaults: dict[str, float | int]
-    has_chat_template: bool
-
-
-class RequestHandle:
-    """One request that was sent. Use it as `with handle:`: leaving the block aborts what is not finished.
-
-        with await manager.submit(request) as handle:
-            async for updates in handle:  # list[ChoiceUpdate]: all that came since the last round
-                …
-
-    Iteration ends after the last choice's finish. It raises RequestError if the scheduler refuses the request, and EngineDied if
-    the engine ends. Cancelling a waiting `anext(handle)` loses nothing: the next one continues. A handle that is dropped aborts too.
-    """
-
-    rid: str
-    """The client's label, or the one that was drawn."""
-    seed: int
-    prompt_ids: tuple[int, ...]
-
-    def __aiter__(self) -> RequestHandle:
-        return self
-
-    async def __anext__(self) -> list[ChoiceUpdate]:
-        raise NotImplementedError
-
-    async def collect(self) -> list[ChoiceUpdate]:
-        """Wait for the end: one whole update per choice, in order. Cheaper than iterating; instead of it."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """End what runs of it. Twice, or after the end: nothing. Iteration then ends without further updates."""
-        raise NotImplementedError
-
-    def __enter__(self) -> RequestHandle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
+logger = logging.getLogger(__name__)
 
 
 class TokenizerManager:
     """Owner of the tokenizer, the link to the scheduler and all live requests of this frontend. One event loop only."""
 
-    model: ModelFacts
-    limits: SchedulerHello
-    """Only after `wait_ready`."""
+    def __init__(
+        self,
+        *,
+        model: ModelFacts,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | ChatTemplateError | None,
+        new_seed: Callable[[], int],
+        connect: Callable[..., SchedulerLink],
+    ) -> None:
+        """Use `TokenizerManager.connect`. `connect` gets the three callbacks of a SchedulerLink."""
+        self.model = model
+        self._tokenizer = tokenizer
+        self._template = template
+        self._new_seed = new_seed
+        self._ledger = RequestLedger()
+        self._live: dict[int, LiveRequest] = {}
+        self._labels_on_the_way: set[str] = set()  # of requests that are being tokenized
+        self._calls: dict[int, asyncio.Future[ControlReply]] = {}
+        self._num_requests = 0
+        self._num_calls = 0
+        self._num_refused = 0
+        self._num_rejected = 0
+        self._num_tokens = 0
+        self._limits: SchedulerHello | None = None
+        self._load: Load | None = None
+        self._death: str | None = None
+        self._answered = asyncio.Event()  # the scheduler has, or it never will
+        self._broken = asyncio.Event()
+        self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, thread_name_prefix="tokenize")
+        self._link = connect(on_message=self._take, on_idle=self._acknowledge, on_broken=self.engine_died)
 
     @classmethod
     async def connect(
         cls, *, index: int, generation: int, run_dir: str, model_folder: str, args: ServerArgs
     ) -> TokenizerManager:
         """Load tokenizer and model facts, connect, say hello. StartError for what the user must change."""
-        raise NotImplementedError
+        tokenizer, template, model = await asyncio.to_thread(_load, model_folder, args)
+
+        def connect(**callbacks: Any) -> SchedulerLink:
+            return SchedulerLink(index=index, generation=generation, run_dir=run_dir, **callbacks)
+
+        return cls(
+            model=model,
+            tokenizer=tokenizer,
+            template=template,
+            new_seed=seed_source(args.random_seed, index),
+            connect=connect,
+        )
+
+    # ---- The engine's state
+
+    @property
+    def limits(self) -> SchedulerHello:
+        """What requests are checked against. Only after `wait_ready`."""
+        assert self._limits is not None, "the scheduler has not answered yet"
+        return self._limits
+
+    @property
+    def load(self) -> Load | None:
+        """The scheduler's last word on its load."""
+        return self._load
 
     @property
     def is_ready(self) -> bool:
         """The scheduler has answered and the link is whole."""
-        raise NotImplementedError
+        return self._limits is not None and self._death is None
 
     async def wait_ready(self) -> None:
         """Return when the scheduler takes requests; EngineDied if it never will."""
-        raise NotImplementedError
+        await self._answered.wait()
+        if self._death is not None:
+            raise EngineDied(self._death)
 
     async def wait_broken(self) -> str:
         """Return, with the reason, when the engine has died. A server ends then."""
-        raise NotImplementedError
+        await self._broken.wait()
+        assert self._death is not None
+        return self._death
 
-    def sampling_params(self, given: Mapping[str, Any], default_max_new_tokens: int | None = 128) -> SamplingParams:
+    def engine_died(self, reason: str) -> None:
+        """Tell it what the link cannot: every pending call raises EngineDied. The first reason stays."""
+        if self._death is not None:
+            return
+        self._death = f"The engine has ended: {reason.rstrip('.')}."
+        self._link.close()
+        for live in list(self._live.values()):
+            live.fail(EngineDied(self._death))
+        self._live.clear()
+        for rid in self._ledger.live_rids():
+            self._ledger.end(rid)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineDied(self._death))
+        self._answered.set()
+        self._broken.set()
+
+    def stats(self) -> dict[str, Scalar]:
+        """Counters for /server_info and leak checks; all that begin with `live_` are 0 when nothing runs."""
+        return {
+            "live_requests": len(self._live),
+            "live_labels": len(self._labels_on_the_way),
+            "live_ledger_requests": self._ledger.num_requests,
+            "live_ledger_choices": self._ledger.num_choices,
+            "live_ledger_tokens": self._ledger.num_tokens,
+            "live_unacknowledged": self._ledger.num_unacknowledged,
+            "live_calls": len(self._calls),
+            "num_requests": self._num_requests,
+            "num_refused": self._num_refused,
+            "num_rejected": self._num_rejected,
+            "num_output_tokens": self._num_tokens,
+            "num_batches": self._ledger.num_batches,
+            "num_gaps": self._ledger.num_gaps,
+            "num_surplus_tokens": self._ledger.num_surplus_tokens,
+        }
+
+    async def close(self) -> None:
+        """Abort everything and let go of the link."""
+        for rid in list(self._live):
+            self._abort(rid)
+        self.engine_died("it was shut down")
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- Requests
+
+    def sampling_params(
+        self, given: Mapping[str, Any], default_max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
+    ) -> SamplingParams:
         """`given` over the model's defaults, checked; ParameterError names what is wrong. Without max_new_tokens in `given` a request
         gets `default_max_new_tokens`, or less where less fits; None: all that fits."""
-        raise NotImplementedError
+        return SamplingParams.from_dict(given, self.model.sampling_defaults, default_max_new_tokens)
 
     async def submit(self, request: GenerateInput) -> RequestHandle:
         """Check the request and send it. RequestError (4xx, naming the parameter) if it cannot be served; then nothing was sent."""
-        raise NotImplementedError
+        self._check_alive()
+        check_form(request)
+        label = secrets.token_hex(16) if request.rid is None else request.rid
+        if label in self._labels_on_the_way or self._ledger.has_label(label):
+            raise bad("rid", f"{label!r} is the name of a request that runs")
+        seed = request.params.sampling_seed if request.params.sampling_seed is not None else self._new_seed()
+        self._labels_on_the_way.add(label)
+        try:
+            prompt_ids = await self._prompt_ids(request)
+        finally:
+            self._labels_on_the_way.remove(label)
+        self._check_alive()  # it may have died meanwhile
+        message = build_request(
+            request,
+            prompt_ids,
+            rid=self._num_requests,
+            label=label,
+            seed=seed,
+            model=self.model,
+            limits=self.limits,
+        )
+        self._num_requests += 1
+        return self._begin(message, request.params)
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDied(self._death)
+        if self._limits is None:
+            raise RequestError(503, "The server is starting.", retry_after_s=_RETRY_AFTER_S)
+
+    async def _prompt_ids(self, request: GenerateInput) -> list[int]:
+        if request.text is None:
+            return request.input_ids or []
+        return await self._encode(request.text, request.add_special_tokens)
+
+    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= LONG_TEXT_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._tokenizer.encode, text, add_special_tokens)
+
+    def _begin(self, message: GenerateRequest, params: SamplingParams) -> RequestHandle:
+        stop_ids = frozenset(message.sampling.stop_ids.tolist())
+        tail = message.prompt_ids[-16:].tolist()
+
+        def new_output() -> OutputText:
+            stream = self._tokenizer.text_stream(tail, params.skip_special_tokens, params.spaces_between_special_tokens)
+            return OutputText(stream, params, stop_ids)
+
+        live = LiveRequest(message, new_output)
+        self._live[message.rid] = live
+        self._apply(self._ledger.add(message))
+        return RequestHandle(live, self._abort)
+
+    def _abort(self, rid: int) -> None:
+        """End a request from this side; nothing if it has ended."""
+        self._live.pop(rid, None)
+        self._apply(self._ledger.end(rid))
+
+    # ---- What the scheduler says
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case TokenBatch() | Refused():
+                self._apply(self._ledger.handle(message))
+            case ControlReply():
+                call = self._calls.get(message.call)
+                if call is not None and not call.done():
+                    call.set_result(message)
+            case Load():
+                self._load = message
+            case SchedulerHello():
+                self._limits = message
+                self._answered.set()
+            case Rejected():
+                self._take_rejection(message.reason)
+            case _:
+                logger.error("The scheduler sent %s, which is not for frontends.", type(message).__name__)
+
+    def _take_rejection(self, reason: str) -> None:
+        """A message of ours was dropped: a defect. It may have been any request that had no answer yet, so those fail: none hangs."""
+        logger.error("The scheduler could not take a message: %s.", reason)
+        self._num_rejected += 1
+        if self._limits is None:
+            self.engine_died(f"it does not understand this process ({reason})")
+            return
+        for live in [live for live in self._live.values() if not live.has_begun]:
+            self._abort(live.rid)
+            live.fail(RequestError(500, f"The engine could not take a request: {reason}."))
+
+    def _acknowledge(self) -> None:
+        self._apply(self._ledger.acknowledge())
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._link.send(effect.message)
+                case NewTokens():
+                    self._deliver(effect)
+                case ChoiceEnded():
+                    self._end_choice(effect)
+                case RequestRefused():
+                    self._refuse(effect)
+
+    def _deliver(self, news: NewTokens) -> None:
+        live = self._live.get(news.rid)
+        if live is None:
+            return
+        self._num_tokens += len(news.ids)
+        if live.take_tokens(news.choice, news.ids, news.logprobs, news.prompt_logprobs):
+            self._apply(self._ledger.end(news.rid, news.choice))
+            self._forget_if_ended(live)
+
+    def _end_choice(self, end: ChoiceEnded) -> None:
+        live = self._live.get(end.rid)
+        if live is None:
+            return
+        live.end_choice(end.choice, end.done)
+        if live.has_failed:
+            self._abort(end.rid)  # its other choices
+        self._forget_if_ended(live)
+
+    def _refuse(self, refusal: RequestRefused) -> None:
+        self._num_refused += 1
+        live = self._live.pop(refusal.rid, None)
+        if live is not None:
+            retry_after_s = _RETRY_AFTER_S if refusal.status in (429, 503) else None
+            live.fail(RequestError(refusal.status, refusal.message, retry_after_s=retry_after_s))
+
+    def _forget_if_ended(self, live: LiveRequest) -> None:
+        if live.has_ended:
+            self._live.pop(live.rid, None)
+
+    # ---- Text
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise NotImplementedError
+        check_text("text", text)
+        return await self._encode(text, add_special_tokens)
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        raise NotImplementedError
+        check_ids("tokens", ids, self.model.vocab_size)
+        return self._tokenizer.decode(ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, as logprobs show it."""
-        raise NotImplementedError
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """The same as the bytes it stands for, which need not be whole characters."""
-        raise NotImplementedError
+        return self._tokenizer.token_bytes(token_id)
 
     def apply_chat_template(
         self,
@@ -126,28 +344,77 @@ class TokenizerManager:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text, special tokens included: submit it with add_special_tokens=False. RequestError 400 if the template refuses."""
-        raise NotImplementedError
+        if self._template is None:
+            raise RequestError(400, "This model has no chat template: the server needs --chat-template.", "messages")
+        if isinstance(self._template, ChatTemplateError):
+            raise RequestError(400, str(self._template), "messages")
+        try:
+            text = self._template.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+        except ChatTemplateError as error:
+            raise RequestError(400, str(error), "messages") from error
+        check_text("messages", text)
+        return text
+
+    # ---- Control
 
     async def flush_cache(self) -> tuple[bool, str]:
         """(done?, sentence)."""
-        raise NotImplementedError
+        reply = await self._call(FlushCache)
+        return reply.ok, reply.message
 
     async def get_state(self, deep: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
         """(ok?, sentence, the scheduler's counters). `deep` compares the workers' tables too."""
-        raise NotImplementedError
+        reply = await self._call(lambda call: GetState(call, deep))
+        return reply.ok, reply.message, reply.values
 
     async def abort_label(self, label: str) -> int:
         """Abort the live requests of this label, whichever frontend has them; the empty label means all. Returns how many."""
-        raise NotImplementedError
+        check_text("rid", label)
+        reply = await self._call(lambda call: AbortLabel(call, label))
+        count = reply.values.get("num_aborted", 0)
+        return count if isinstance(count, int) else 0
 
-    def stats(self) -> dict[str, Scalar]:
-        """Counters for /server_info and leak checks; all that begin with `live_` are 0 when nothing runs."""
-        raise NotImplementedError
+    async def _call(self, make: Callable[[int], FlushCache | GetState | AbortLabel]) -> ControlReply:
+        self._check_alive()
+        number = self._num_calls
+        self._num_calls += 1
+        answer: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        try:
+            self._link.send(make(number))
+            return await answer
+        finally:
+            del self._calls[number]
 
-    def engine_died(self, reason: str) -> None:
-        """Tell it what the link cannot: every pending call raises EngineDied."""
-        raise NotImplementedError
 
-    async def close(self) -> None:
-        """Abort everything and let go of the link."""
-        raise NotImplementedError
+def _load(folder: str, args: ServerArgs) -> tuple[Tokenizer, ChatTemplate | ChatTemplateError | None, ModelFacts]:
+    tokenizer_folder = folder if args.tokenizer_path is None else args.tokenizer_path
+    tokenizer = load_tokenizer(tokenizer_folder)
+    template: ChatTemplate | ChatTemplateError | None
+    try:
+        template = load_chat_template(tokenizer_folder, tokenizer.special_tokens, args.chat_template)
+    except ChatTemplateError as error:
+        logger.warning("%s Chat requests will be refused.", error)
+        template = error
+    return tokenizer, template, read_model_facts(folder, args, has_chat_template=isinstance(template, ChatTemplate))
+
+
+def seed_source(random_seed: int | None, frontend: int) -> Callable[[], int]:
+    """Draws the seeds of requests that bring none: a function of (random seed, frontend, how many before), or of nothing at all."""
+    if random_seed is None:
+        return lambda: int.from_bytes(os.urandom(8), "little")
+    drawn = 0
+
+    def draw() -> int:
+        nonlocal drawn
+        text = f"{random_seed}:{frontend}:{drawn}"
+        drawn += 1
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    return draw

@@ -1,0 +1,244 @@
+"""A request that runs: its choices' text, and what its reader has not taken yet. A slow reader gets many pieces as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from srt.managers.detokenizer import OutputText
+from srt.managers.io_struct import ChoiceUpdate, Finish, RequestError, TokenLogprob
+from srt.protocol.messages import GenerateRequest, RequestDone
+from srt.sampling.sampling_params import choice_seed
+
+ABORTED = "The request was aborted."
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What came, and of that what the reader has not taken."""
+
+    index: int
+    output: OutputText
+    seed: int
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    finish: Finish | None = None
+    is_news: bool = False
+    is_first: bool = True
+    is_over: bool = False  # the reader has taken the finish
+    text: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class LiveRequest:
+    """Owned by the TokenizerManager, which feeds it; a RequestHandle reads it."""
+
+    def __init__(self, request: GenerateRequest, new_output: Callable[[], OutputText]) -> None:
+        self.rid = request.rid
+        self.label = request.label
+        self.seed = request.seed
+        self.prompt_ids: tuple[int, ...] = tuple(request.prompt_ids.tolist())
+        self._choices = {
+            index: _Choice(index, new_output(), choice_seed(request.seed, index)) for index in request.choices.tolist()
+        }
+        self._wants_all = False  # the reader waits for the end
+        self._error: RequestError | None = None
+        self._wake = asyncio.Event()
+
+    # ---- The manager's side
+
+    def take_tokens(
+        self, index: int, ids: list[int], logprobs: tuple[TokenLogprob, ...], prompt_logprobs: tuple[TokenLogprob, ...]
+    ) -> bool:
+        """Add tokens of a choice. True if a stop was found in their text: the choice has ended, and later tokens are not for it."""
+        choice = self._choices[index]
+        if choice.finish is not None:
+            return False
+        delta = choice.output.push(ids)
+        choice.text.append(delta.text)
+        choice.ids += ids[: delta.num_tokens]
+        choice.logprobs += logprobs[: delta.num_tokens]
+        choice.prompt_logprobs = choice.prompt_logprobs or prompt_logprobs
+        choice.num_tokens += delta.num_tokens
+        if delta.stop is not None:
+            self._finish(choice, Finish("stop", matched=delta.stop))
+            return True
+        self._announce(choice)
+        return False
+
+    def end_choice(self, index: int, done: RequestDone) -> None:
+        choice = self._choices[index]
+        if choice.finish is not None:
+            return
+        choice.cached_tokens = done.cached_tokens
+        if done.reason == "error":
+            self.fail(RequestError(done.status or 500, done.message or "The engine failed on this request."))
+            return
+        delta = choice.output.finish()
+        choice.text.append(delta.text)
+        self._finish(choice, _finish_of(done, choice.num_tokens, delta.stop))
+
+    def fail(self, error: RequestError) -> None:
+        """The reader gets what came so far, then the error. Nothing if all choices have ended."""
+        if self._error is None and not self.has_ended:
+            self._error = error
+            self._wake.set()
+
+    @property
+    def has_begun(self) -> bool:
+        """Something has come."""
+        return any(choice.num_tokens or choice.finish for choice in self._choices.values())
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def has_ended(self) -> bool:
+        return all(choice.finish is not None for choice in self._choices.values())
+
+    def _finish(self, choice: _Choice, finish: Finish) -> None:
+        choice.finish = finish
+        self._announce(choice)
+
+    def _announce(self, choice: _Choice) -> None:
+        choice.is_news = True
+        if not self._wants_all or self.has_ended:
+            self._wake.set()
+
+    # ---- The reader's side
+
+    def close(self) -> None:
+        """No more is read: whoever waits is told that it is over."""
+        for choice in self._choices.values():
+            choice.is_over = True
+        self._wake.set()
+
+    async def next_updates(self) -> list[ChoiceUpdate]:
+        """What came since the last call; waits for the first news. Empty when everything was taken. Raises the error last."""
+        while True:
+            updates = [self._take(choice) for choice in self._choices.values() if choice.is_news and not choice.is_over]
+            if updates or all(choice.is_over for choice in self._choices.values()):
+                return updates
+            if self._error is not None:
+                self.close()
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def all_updates(self) -> list[ChoiceUpdate]:
+        """Waits for the end: one update for each choice."""
+        self._wants_all = True
+        while not self.has_ended and self._error is None and not self._is_closed:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._error is not None:
+            self.close()
+            raise self._error
+        for choice in self._choices.values():
+            choice.finish = choice.finish or Finish("abort", message=ABORTED)
+        return [self._take(choice) for choice in self._choices.values()]
+
+    @property
+    def _is_closed(self) -> bool:
+        return all(choice.is_over for choice in self._choices.values())
+
+    def _take(self, choice: _Choice) -> ChoiceUpdate:
+        update = ChoiceUpdate(
+            index=choice.index,
+            text="".join(choice.text),
+            ids=tuple(choice.ids),
+            prompt_tokens=len(self.prompt_ids),
+            completion_tokens=choice.num_tokens,
+            cached_tokens=choice.cached_tokens,
+            seed=choice.seed,
+            rid=self.label,
+            finish=choice.finish,
+            output_logprobs=tuple(choice.logprobs),
+            prompt_logprobs=choice.prompt_logprobs if choice.is_first else (),
+            prompt_ids=self.prompt_ids if choice.is_first else (),
+        )
+        choice.text.clear()
+        choice.ids.clear()
+        choice.logprobs.clear()
+        choice.is_first = choice.is_news = False
+        choice.is_over = choice.finish is not None
+        return update
+
+
+def _finish_of(done: RequestDone, num_tokens: int, stop: str | None) -> Finish:
+    if stop is not None:  # the last, unfinished character completed it
+        return Finish("stop", matched=stop)
+    if done.reason == "stop":
+        return Finish("stop", matched=done.matched if done.matched >= 0 else None)
+    if done.reason == "length":
+        return Finish("length", length=num_tokens)
+    return Finish("abort", message=done.message or ABORTED)
+
+
+class RequestHandle:
+    """One request that was sent. Use it as `with handle:`: leaving the block aborts what is not finished.
+
+        with await manager.submit(request) as handle:
+            async for updates in handle:  # list[ChoiceUpdate]: all that came since the last round
+                …
+
+    Iteration ends after the last choice's finish. It raises RequestError if the scheduler refuses the request, and EngineDied if
+    the engine ends. Cancelling a waiting `anext(handle)` loses nothing: the next one continues. A handle that is dropped aborts too.
+    """
+
+    def __init__(self, live: LiveRequest, abort: Callable[[int], None]) -> None:
+        self._live = live
+        self._abort = abort
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def rid(self) -> str:
+        """The client's label, or the one that was drawn."""
+        return self._live.label
+
+    @property
+    def seed(self) -> int:
+        return self._live.seed
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self._live.prompt_ids
+
+    def __aiter__(self) -> RequestHandle:
+        return self
+
+    async def __anext__(self) -> list[ChoiceUpdate]:
+        updates = await self._live.next_updates()
+        if not updates:
+            raise StopAsyncIteration
+        return updates
+
+    async def collect(self) -> list[ChoiceUpdate]:
+        """Wait for the end: one whole update per choice, in order. Cheaper than iterating; instead of it.
+
+        If somebody calls `abort` meanwhile, what came until then, finished as aborted.
+        """
+        return await self._live.all_updates()
+
+    def abort(self) -> None:
+        """End what runs of it. Twice, or after the end: nothing. Iteration then ends without further updates."""
+        self._abort(self._live.rid)
+        self._live.close()
+
+    def __enter__(self) -> RequestHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def __del__(self) -> None:
+        # The garbage collector may be in any thread, and the manager belongs to its loop's.
+        if not self._live.has_ended and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._abort, self._live.rid)

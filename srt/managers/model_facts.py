@@ -1,0 +1,46 @@
+"""What the frontend knows of the model without loading it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from srt.sampling.sampling_params import ParameterError, SamplingParams
+from srt.server_args import ServerArgs
+from srt.utils.errors import StartError
+from srt.utils.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the APIs may say about the model, and check requests against."""
+
+    folder: str
+    architectures: tuple[str, ...]
+    model_type: str
+    context_length: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    sampling_defaults: dict[str, float | int]
+    has_chat_template: bool
+
+
+def read_model_facts(folder: str, args: ServerArgs, has_chat_template: bool) -> ModelFacts:
+    """StartError if the checkpoint's configuration cannot be used."""
+    config = ModelConfig.from_folder(folder, args.model_overrides(), args.context_length)
+    defaults = config.sampling_defaults if args.sampling_defaults == "model" else {}
+    try:
+        SamplingParams.from_dict({}, defaults)
+    except ParameterError as error:
+        raise StartError(
+            f"{folder}/generation_config.json: {error}; --sampling-defaults openai would ignore it."
+        ) from error
+    return ModelFacts(
+        folder=folder,
+        architectures=(config.architecture,),
+        model_type=config.model_type,
+        context_length=config.context_length,
+        vocab_size=config.vocab_size,
+        eos_ids=tuple(i for i in config.eos_token_ids if i < config.vocab_size),
+        sampling_defaults=defaults,
+        has_chat_template=has_chat_template,
+    )

@@ -1,0 +1,140 @@
+"""Everything that is checked before a request is sent, each refusal a sentence with the figures, naming the parameter at fault."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from srt.managers.io_struct import GenerateInput, LogprobRequest, RequestError
+from srt.managers.model_facts import ModelFacts
+from srt.protocol.messages import GenerateRequest, LogprobSpec, SchedulerHello, int32_array
+from srt.sampling.sampling_params import MAX_TOP_LOGPROBS, ParameterError, is_unicode
+
+MAX_LABEL_CHARS = 256
+MAX_LOGPROB_IDS = 128
+_MAX_PRIORITY = 1 << 31
+
+
+def bad(parameter: str, reason: str) -> RequestError:
+    """`reason` goes on where the name ends: 'must be …'."""
+    return RequestError(400, f"{parameter} {reason}.", parameter)
+
+
+def check_form(request: GenerateInput) -> None:
+    """What can be said without the prompt's tokens."""
+    if (request.text is None) == (request.input_ids is None):
+        raise RequestError(400, "A request has either text or input_ids, exactly one of them.", "text")
+    if request.text is not None:
+        check_text("text", request.text)
+    if request.rid is not None:
+        check_label("rid", request.rid)
+        if not request.rid:
+            raise bad("rid", "must not be empty")
+    check_label("cache_salt", request.cache_salt)
+    if type(request.priority) is not int or not -_MAX_PRIORITY <= request.priority < _MAX_PRIORITY:
+        raise bad("priority", "must be an integer of 32 bits")
+    _check_logprobs(request.logprobs)
+
+
+def check_text(parameter: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise bad(parameter, "must be a string")
+    if not is_unicode(text):
+        raise bad(parameter, "has half of a surrogate pair, which is no character")
+
+
+def check_label(parameter: str, label: object) -> None:
+    check_text(parameter, label)
+    if len(str(label)) > MAX_LABEL_CHARS:
+        raise bad(parameter, f"may have at most {MAX_LABEL_CHARS} characters, not {len(str(label))}")
+
+
+def _check_logprobs(logprobs: LogprobRequest) -> None:
+    if type(logprobs.output) is not bool:
+        raise bad("return_logprob", "must be true or false")
+    if type(logprobs.prompt_start) is not int or logprobs.prompt_start < -1:
+        raise bad("logprob_start_len", "must be -1 (none of the prompt), or at least 0")
+    if type(logprobs.top) is not int or not 0 <= logprobs.top <= MAX_TOP_LOGPROBS:
+        raise bad("top_logprobs_num", f"must be an integer from 0 to {MAX_TOP_LOGPROBS}")
+    if len(logprobs.ids) > MAX_LOGPROB_IDS:
+        raise bad("token_ids_logprob", f"may have at most {MAX_LOGPROB_IDS} token ids, not {len(logprobs.ids)}")
+
+
+def check_ids(parameter: str, ids: object, vocab_size: int) -> None:
+    """A list of ids of the vocabulary."""
+    if not isinstance(ids, (list, tuple)) or not set(map(type, ids)) <= {int}:
+        raise bad(parameter, "must be a list of integers")
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        shown = wrong if wrong.bit_length() < 64 else f"of {wrong.bit_length()} bits"
+        raise bad(parameter, f"has the token id {shown}, outside the vocabulary of {vocab_size}")
+
+
+def build_request(
+    request: GenerateInput,
+    prompt_ids: list[int],
+    *,
+    rid: int,
+    label: str,
+    seed: int,
+    model: ModelFacts,
+    limits: SchedulerHello,
+) -> GenerateRequest:
+    """The message for the scheduler; RequestError if the request cannot be served."""
+    source = "input_ids" if request.text is None else "text"
+    check_ids(source, prompt_ids, model.vocab_size)
+    if not prompt_ids:
+        raise bad(source, "has no tokens: a prompt needs at least one")
+    try:
+        request.params.check_vocabulary(model.vocab_size)
+    except ParameterError as error:
+        raise RequestError(400, f"{error}.", error.name) from error
+    max_new_tokens = _output_limit(request, source, len(prompt_ids), model, limits)
+    return GenerateRequest(
+        rid=rid,
+        label=label,
+        prompt_ids=int32_array(prompt_ids),
+        choices=np.arange(request.params.n, dtype=np.int32),
+        output_ids=[int32_array() for _ in range(request.params.n)],
+        sampling=request.params.spec(max_new_tokens, model.eos_ids),
+        logprobs=_logprob_spec(request.logprobs, len(prompt_ids), model.vocab_size),
+        seed=seed,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+
+
+def _output_limit(
+    request: GenerateInput, source: str, num_prompt: int, model: ModelFacts, limits: SchedulerHello
+) -> int:
+    """How many tokens the request may get: what it asked for if that fits, or what fits if it did not ask."""
+    params = request.params
+    total, owner = min(
+        (model.context_length, "the model's context"), (limits.max_request_tokens, "the server's memory")
+    )
+    room = total - num_prompt
+    if room < 1:
+        raise bad(source, f"has {num_prompt} tokens, but {owner} holds {total}, at least one of them for the output")
+    wanted = params.max_new_tokens
+    if wanted is not None and wanted > room and not params.may_shorten:
+        raise bad(
+            "max_new_tokens",
+            f"is {wanted}, but with a prompt of {num_prompt} tokens only {room} fit: {owner} holds {total}",
+        )
+    if params.min_new_tokens > room:
+        raise bad(
+            "min_new_tokens",
+            f"is {params.min_new_tokens}, but with a prompt of {num_prompt} tokens only {room} fit: {owner} holds {total}",
+        )
+    return room if wanted is None else min(wanted, room)
+
+
+def _logprob_spec(logprobs: LogprobRequest, num_prompt: int, vocab_size: int) -> LogprobSpec:
+    check_ids("token_ids_logprob", logprobs.ids, vocab_size)
+    if logprobs.prompt_start > num_prompt:
+        raise bad("logprob_start_len", f"is {logprobs.prompt_start}, behind the end of a prompt of {num_prompt} tokens")
+    return LogprobSpec(
+        output=logprobs.output,
+        prompt_start=-1 if logprobs.prompt_start == num_prompt else logprobs.prompt_start,
+        top=logprobs.top,
+        ids=int32_array(logprobs.ids),
+    )

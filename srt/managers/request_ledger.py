@@ -1,0 +1,322 @@
+"""What this frontend is owed and what it has: the tokens of every live choice, exactly once and in order. Pure state: no I/O, no clock.
+
+Tokens come as ranges, and may come twice, late, or (after a gap) too early. What the ledger has, it has for good: a resubmission
+to a new scheduler goes on behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from srt.managers.io_struct import TokenLogprob
+from srt.managers.logprob_rows import logprob_rows
+from srt.protocol.link_errors import LinkBroken
+from srt.protocol.messages import (
+    Abort,
+    AckBatch,
+    AskRange,
+    FromFrontend,
+    GenerateRequest,
+    Refused,
+    RequestDone,
+    TokenBatch,
+    TokenLogprobs,
+    int32_array,
+)
+
+ALL_CHOICES = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this to the scheduler."""
+
+    message: FromFrontend
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The next tokens of a choice, with a row of logprobs each if they were asked for; with the first ones, the prompt's rows."""
+
+    rid: int
+    choice: int
+    ids: list[int]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnded:
+    """The choice has ended, behind its last tokens; the ledger has forgotten it."""
+
+    rid: int
+    choice: int
+    done: RequestDone
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefused:
+    """The scheduler did not take the request; the ledger has forgotten it."""
+
+    rid: int
+    status: int
+    message: str
+
+
+Effect = Send | NewTokens | ChoiceEnded | RequestRefused
+
+
+@dataclass(slots=True)
+class _Choice:
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens behind `num_released`
+    num_released: int = 0  # tokens that a NewTokens has carried
+    is_gap: bool = False  # the batch at hand has tokens behind the next ones
+    asked_from: int = -1  # a gap was seen, and everything from this token on asked for
+    done: RequestDone | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        return self.num_released + len(self.logprobs)
+
+    @property
+    def has_ended(self) -> bool:
+        """The end is known, and so is every token before it."""
+        return self.done is not None and len(self.ids) >= self.done.num_output
+
+
+@dataclass(slots=True)
+class _Entry:
+    request: GenerateRequest
+    choices: dict[int, _Choice]
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def next_prompt_logprob(self) -> int:
+        """Index into the prompt."""
+        return self.request.logprobs.prompt_start + len(self.prompt_logprobs)
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """All that were asked for."""
+        return self.request.logprobs.prompt_start < 0 or self.next_prompt_logprob >= len(self.request.prompt_ids)
+
+    def num_complete(self, choice: _Choice) -> int:
+        """So many tokens have come with the logprobs that belong to them. The engine's word that there is no more outweighs that."""
+        if choice.has_ended:
+            return len(choice.ids)
+        if not self.has_prompt_logprobs:
+            return 0
+        return min(len(choice.ids), choice.num_logprobs) if self.request.logprobs.output else len(choice.ids)
+
+
+class RequestLedger:
+    """Owner of every live request's tokens on the frontend's side. What has ended, was refused or aborted leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._labels: set[str] = set()
+        self._last_batch = -1
+        self._last_acknowledged = -1
+        self.num_batches = 0
+        self.num_gaps = 0
+        self.num_surplus_tokens = 0  # known already, or of a choice that has ended
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_choices(self) -> int:
+        return sum(len(entry.choices) for entry in self._entries.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.ids) for entry in self._entries.values() for choice in entry.choices.values())
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """Batches."""
+        return self._last_batch - self._last_acknowledged
+
+    def has_label(self, label: str) -> bool:
+        return label in self._labels
+
+    def live_rids(self) -> list[int]:
+        return list(self._entries)
+
+    def add(self, request: GenerateRequest) -> list[Effect]:
+        """Enter a new request. Its rid and its label must not be live."""
+        assert request.rid not in self._entries, f"request {request.rid} is live"
+        assert request.label not in self._labels, f"the label {request.label} is live"
+        self._entries[request.rid] = _Entry(request, {choice: _Choice() for choice in request.choices.tolist()})
+        self._labels.add(request.label)
+        return [Send(request)]
+
+    def handle(self, message: TokenBatch | Refused) -> list[Effect]:
+        """LinkBroken for a batch that contradicts itself."""
+        if isinstance(message, Refused):
+            return self._refuse(message)
+        self.num_batches += 1
+        self._last_batch = max(self._last_batch, message.number)
+        touched: dict[tuple[int, int], None] = {}  # in the order of the batch
+        self._take_ids(message, touched)
+        for logprobs in message.logprobs:
+            self._take_logprobs(logprobs, touched)
+        for done in message.done:
+            choice = self._choice(done.rid, done.choice)
+            if choice is not None:
+                choice.done = done
+                touched[done.rid, done.choice] = None
+        return [effect for rid, index in touched for effect in self._settle(rid, index)]
+
+    def acknowledge(self) -> list[Effect]:
+        """One acknowledgement for all batches since the last. Send it behind their effects: what a gap asks for is kept until then."""
+        if self._last_batch == self._last_acknowledged:
+            return []
+        self._last_acknowledged = self._last_batch
+        return [Send(AckBatch(self._last_batch))]
+
+    def end(self, rid: int, choice: int = ALL_CHOICES) -> list[Effect]:
+        """Forget a choice (or all) that ends on this side: its client left, or a stop was found. Nothing if it has ended already."""
+        entry = self._entries.get(rid)
+        if entry is None or (choice != ALL_CHOICES and choice not in entry.choices):
+            return []
+        for index in list(entry.choices) if choice == ALL_CHOICES else [choice]:
+            self._forget(rid, index)
+        return [Send(Abort(rid, choice))]
+
+    def resume(self) -> list[Effect]:
+        """A new scheduler knows nothing: ask it to go on where each live choice is. Its batches are numbered anew."""
+        self._last_batch = self._last_acknowledged = -1
+        effects: list[Effect] = []
+        for entry in list(self._entries.values()):
+            for index, choice in list(entry.choices.items()):
+                effects += self._rewind(entry, index, choice)
+            if entry.choices:
+                effects.append(Send(_resubmission(entry)))
+        return effects
+
+    # ---- What a batch brings
+
+    def _take_ids(self, batch: TokenBatch, touched: dict[tuple[int, int], None]) -> None:
+        if not len(batch.rids) == len(batch.choices) == len(batch.first) == len(batch.counts):
+            raise LinkBroken(f"batch {batch.number} has columns of different lengths")
+        if int(batch.counts.sum()) != len(batch.ids):
+            raise LinkBroken(f"batch {batch.number} has {len(batch.ids)} ids for ranges of {int(batch.counts.sum())}")
+        ids = batch.ids.tolist()
+        columns = (batch.rids.tolist(), batch.choices.tolist(), batch.first.tolist(), batch.counts.tolist())
+        end = 0
+        for rid, index, first, count in zip(*columns, strict=True):
+            end += count
+            choice = self._choice(rid, index)
+            if choice is None:
+                self.num_surplus_tokens += count
+                continue
+            touched[rid, index] = None
+            known = len(choice.ids) - first
+            if known < 0:
+                choice.is_gap = True
+                continue
+            self.num_surplus_tokens += min(known, count)
+            if known < count:
+                choice.ids += ids[end - count + known : end]
+                choice.asked_from = -1
+
+    def _take_logprobs(self, message: TokenLogprobs, touched: dict[tuple[int, int], None]) -> None:
+        entry = self._entries.get(message.rid)
+        choice = None if entry is None else entry.choices.get(message.choice)
+        if entry is None or choice is None:
+            return
+        spec = entry.request.logprobs
+        after = message.first + len(message.chosen)
+        if message.is_prompt:
+            known = entry.next_prompt_logprob - message.first  # every choice may bring them: the first wins
+            tokens = entry.request.prompt_ids[message.first : after].tolist()
+            rows = entry.prompt_logprobs
+            touched.update(((message.rid, index), None) for index in entry.choices)
+        else:
+            known = choice.num_logprobs - message.first
+            tokens = choice.ids[message.first : after]  # behind a gap there are none
+            rows = choice.logprobs
+            touched[message.rid, message.choice] = None
+        if 0 <= known < len(tokens):
+            rows += logprob_rows(message, tokens, spec)[known:]
+
+    def _settle(self, rid: int, index: int) -> list[Effect]:
+        """After a batch: release what is complete, then end what has ended or ask for what is missing."""
+        entry = self._entries[rid]
+        choice = entry.choices[index]
+        effects = self._release(entry, index, choice)
+        if choice.has_ended:
+            assert choice.done is not None
+            self._forget(rid, index)
+            effects.append(ChoiceEnded(rid, index, choice.done))
+        elif choice.is_gap or choice.done is not None:
+            missing = min(len(choice.ids), choice.num_logprobs) if entry.request.logprobs.output else len(choice.ids)
+            if choice.asked_from != missing:
+                self.num_gaps += 1
+                choice.asked_from = missing
+                effects.append(Send(AskRange(rid, index, missing)))
+        choice.is_gap = False
+        return effects
+
+    def _release(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
+        end = entry.num_complete(choice)
+        if end <= choice.num_released:
+            return []
+        prompt_rows = tuple(entry.prompt_logprobs) if choice.num_released == 0 else ()
+        ids = choice.ids[choice.num_released : end]
+        rows = tuple(choice.logprobs[: len(ids)])
+        del choice.logprobs[: len(ids)]
+        choice.num_released = end
+        return [NewTokens(entry.request.rid, index, ids, rows, prompt_rows)]
+
+    def _refuse(self, message: Refused) -> list[Effect]:
+        entry = self._entries.get(message.rid)
+        if entry is None:
+            return []  # aborted as the refusal travelled
+        for index in list(entry.choices):
+            self._forget(message.rid, index)
+        return [RequestRefused(message.rid, message.status, message.message)]
+
+    # ---- Beginnings and ends
+
+    def _rewind(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
+        """Drop what the old scheduler had not sent whole; end the choice if nothing is missing but its end."""
+        if entry.request.logprobs.output:
+            del choice.ids[choice.num_logprobs :]
+        choice.is_gap, choice.asked_from, choice.done = False, -1, None
+        choice.done = _end_by_tokens(entry.request, index, choice.ids) if entry.has_prompt_logprobs else None
+        return self._settle(entry.request.rid, index)
+
+    def _choice(self, rid: int, choice: int) -> _Choice | None:
+        entry = self._entries.get(rid)
+        return None if entry is None else entry.choices.get(choice)
+
+    def _forget(self, rid: int, choice: int) -> None:
+        entry = self._entries[rid]
+        del entry.choices[choice]
+        if not entry.choices:
+            del self._entries[rid]
+            self._labels.remove(entry.request.label)
+
+
+def _resubmission(entry: _Entry) -> GenerateRequest:
+    request = entry.request
+    start = -1 if entry.has_prompt_logprobs else entry.next_prompt_logprob
+    return replace(
+        request,
+        choices=int32_array(list(entry.choices)),
+        output_ids=[int32_array(choice.ids) for choice in entry.choices.values()],
+        logprobs=replace(request.logprobs, prompt_start=start),
+    )
+
+
+def _end_by_tokens(request: GenerateRequest, index: int, ids: list[int]) -> RequestDone | None:
+    """The end that the tokens themselves show, if the old scheduler did not come to say so."""
+    if ids and ids[-1] in request.sampling.stop_ids:
+        return RequestDone(request.rid, index, "stop", ids[-1], len(ids), 0)
+    if len(ids) >= request.sampling.max_new_tokens:
+        return RequestDone(request.rid, index, "length", -1, len(ids), 0)
+    return None
