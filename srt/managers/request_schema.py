@@ -66,7 +66,8 @@ def renamed(error: RequestError, written_as: dict[str, str]) -> RequestError:
     """The error in the words of an API that calls some parameters otherwise."""
     message = error.message
     for ours, theirs in written_as.items():
-        message = re.sub(rf"\b{ours}\b", theirs, message)
+        # A name that is a common word means the parameter only where the sentence begins with it.
+        message = re.sub(rf"\b{ours}\b" if "_" in ours else rf"^{ours}\b", theirs, message)
     parameter = None if error.parameter is None else written_as.get(error.parameter, error.parameter)
     return RequestError(error.status, message, parameter, error.retry_after_s)
 

@@ -25,9 +25,9 @@ async def complete(exchange: Exchange, service: Service) -> None:
     identity = Identity.new("cmpl", body, model)
     inputs = parse_inputs(body, identity, engine)
     usage = Usage(body.check_stream_options(), service.args.enable_cache_report)
-    echoes = [_prompt_text(one, engine) if body.echo else "" for one in inputs]
-    answer = CompletionAnswer(body, identity, usage, engine, echoes)
     try:
+        echoes = [_prompt_text(one, engine) if body.echo else "" for one in inputs]
+        answer = CompletionAnswer(body, identity, usage, engine, echoes)
         await answer_call(exchange, engine, inputs, answer, stream=body.stream, interval=service.args.stream_interval)
     except RequestError as error:
         raise renamed(error, body.written_as("prompt")) from error

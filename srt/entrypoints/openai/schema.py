@@ -102,7 +102,7 @@ class OpenAIBody(RequestBody):
 
     def written_as(self, prompt: str) -> dict[str, str]:
         """What the engine's errors call a parameter, and what this client calls it."""
-        return {**{ours: theirs for theirs, ours in _RENAMED}, "input_ids": prompt, "text": prompt}
+        return {**{ours: theirs for theirs, ours in _RENAMED}, "input_ids": prompt, "text": prompt, "tokens": prompt}
 
     @property
     def salt(self) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, cast
 
 import httpx
 
@@ -12,9 +13,10 @@ from srt.entrypoints.app import App
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import joined
 from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, RequestError, TokenLogprob
-from srt.managers.tokenizer_manager import ModelFacts, RequestHandle, TokenizerManager
+from srt.managers.model_facts import ModelFacts
+from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import Scalar, SchedulerHello
-from srt.sampling.sampling_params import SamplingParams
+from srt.sampling.sampling_params import ParameterError, SamplingParams
 from srt.server_args import ServerArgs
 
 VOCAB_SIZE = 1000
@@ -22,7 +24,7 @@ CONTEXT = 4096
 CACHED_TOKENS = 2
 
 
-class FakeHandle(RequestHandle):
+class FakeHandle:
     """Gives one batch of updates per turn of the loop; waits for ever where the script says None."""
 
     def __init__(self, request: GenerateInput, script: list[list[ChoiceUpdate] | RequestError | None]) -> None:
@@ -31,6 +33,9 @@ class FakeHandle(RequestHandle):
         self.is_ended = False
         self.was_aborted = False
         self._script = script
+
+    def __aiter__(self) -> FakeHandle:
+        return self
 
     async def __anext__(self) -> list[ChoiceUpdate]:
         await asyncio.sleep(0)
@@ -56,8 +61,16 @@ class FakeHandle(RequestHandle):
         if not self.is_ended:
             self.is_ended = self.was_aborted = True
 
+    def __enter__(self) -> FakeHandle:
+        return self
 
-class FakeEngine(TokenizerManager):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+class FakeEngine:
     """Answers every request with `answer`, a character a step; or as `script` says."""
 
     def __init__(self, answer: str = "Hello!") -> None:
@@ -65,6 +78,7 @@ class FakeEngine(TokenizerManager):
         self.script: Callable[[GenerateInput], list[list[ChoiceUpdate] | RequestError | None]] | None = None
         self.ready = True
         self.handles: list[FakeHandle] = []
+        self.has_submitted = asyncio.Event()
         self.aborted_labels: list[str] = []
         self.num_flushes_refused = 0
         self.limits = SchedulerHello(max_total_num_tokens=8192, max_request_tokens=CONTEXT, page_size=16)
@@ -91,6 +105,7 @@ class FakeEngine(TokenizerManager):
         script = self.script(request) if self.script else typing_out(request, self.answer)
         handle = FakeHandle(request, script)
         self.handles.append(handle)
+        self.has_submitted.set()
         return handle
 
     def _check(self, request: GenerateInput) -> None:
@@ -104,7 +119,10 @@ class FakeEngine(TokenizerManager):
         wanted = request.params.max_new_tokens or 0
         if not request.params.may_shorten and len(prompt_ids(request)) + wanted > CONTEXT:
             raise RequestError(400, "max_new_tokens does not fit.", "max_new_tokens")
-        request.params.check_vocabulary(VOCAB_SIZE)
+        try:
+            request.params.check_vocabulary(VOCAB_SIZE)
+        except ParameterError as error:
+            raise RequestError(400, f"{error}.", error.name) from error
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
@@ -197,7 +215,7 @@ class World:
         self.service = Service(ServerArgs(model_path="/m", served_model_name=("tiny", "org/big"), **options))
         self.app = App(self.service)
         if ready:
-            self.service.begin(self.engine, 1.5)
+            self.service.begin(cast(TokenizerManager, self.engine), 1.5)
 
     def call(self, method: str, path: str, **request: Any) -> httpx.Response:
         async def go() -> httpx.Response:

@@ -1,0 +1,216 @@
+"""/v1/chat/completions over ASGI with a fake engine."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.unit.entrypoints.fake_engine import World
+from tests.unit.entrypoints.sse import events
+
+PATH = "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(world: World, *messages: dict[str, Any], **more: Any) -> Any:
+    return world.post(PATH, {"messages": list(messages) or [USER], **more})
+
+
+def prompt_of(world: World) -> str:
+    return world.engine.handles[-1].request.text or ""
+
+
+def test_a_conversation_is_answered_in_openais_shape() -> None:
+    world = World()
+    answer = chat(world, model="tiny", seed=7).json()
+    assert re.fullmatch("chatcmpl-[0-9a-f]{32}", answer.pop("id"))
+    assert answer.pop("created") > 0
+    assert answer == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello!", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "matched_stop": 0,
+                "seed": 7,
+            }
+        ],
+        "usage": {"prompt_tokens": 19, "completion_tokens": 6, "total_tokens": 25, "prompt_tokens_details": None},
+    }
+    assert prompt_of(world) == "<user>hi<assistant>"
+    assert world.engine.handles[0].request.add_special_tokens is False
+
+
+def test_content_is_a_string_or_text_parts() -> None:
+    world = World()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    developer = {"role": "developer", "content": parts}
+    # As clients send it back after model_dump().
+    assistant: dict[str, Any] = {
+        "role": "assistant",
+        "content": "c",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+    }
+    assert chat(world, developer, assistant, USER).status_code == 200
+    assert prompt_of(world) == "<system>ab<assistant>c<user>hi<assistant>"
+
+
+def test_the_last_message_can_be_continued() -> None:
+    world = World()
+    assert chat(world, USER, {"role": "assistant", "content": "I"}, continue_final_message=True).status_code == 200
+    assert prompt_of(world) == "<user>hi<assistant>I"
+
+
+def test_the_templates_variables_are_passed_on() -> None:
+    world = World()
+    assert chat(world, chat_template_kwargs={"enable_thinking": False}).status_code == 200
+    assert "enable_thinking" in prompt_of(world)
+
+
+def test_without_a_limit_all_that_fits_is_allowed() -> None:
+    world = World()
+    chat(world)
+    params = world.engine.handles[0].request.params
+    assert (params.max_new_tokens, params.may_shorten) == (None, True)
+    chat(world, max_completion_tokens=3)
+    assert world.engine.handles[1].request.params.max_new_tokens == 3
+
+
+def test_logprobs_have_bytes_and_alternatives() -> None:
+    world = World(answer="é")
+    logprobs = chat(world, logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]
+    assert logprobs == {
+        "content": [
+            {
+                "token": "é",
+                "logprob": -0.5,
+                "bytes": [0xC3, 0xA9],
+                "top_logprobs": [{"token": "A", "logprob": -0.25, "bytes": [65]}],
+            }
+        ],
+        "refusal": None,
+    }
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
+    chunks = events(chat(World(answer="ab"), stream=True, seed=3))
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": ""},
+        {"content": "a"},
+        {"content": "b"},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, None, "stop"]
+    assert choices[-1]["matched_stop"] == 0
+    assert {choice["seed"] for choice in choices} == {3}
+
+
+def test_streamed_choices_join_to_the_whole_answer() -> None:
+    world = World(answer='Grüße "🙂"\n')
+    for more in ({}, {"logprobs": True, "top_logprobs": 2}):
+        whole = chat(world, n=3, **more).json()["choices"]
+        texts = [""] * 3
+        logprobs: list[list[Any]] = [[], [], []]
+        for chunk in events(chat(world, n=3, stream=True, **more)):
+            (choice,) = chunk["choices"]
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            logprobs[choice["index"]] += (choice["logprobs"] or {}).get("content", [])
+        assert texts == [choice["message"]["content"] for choice in whole]
+        assert logprobs == [(choice["logprobs"] or {}).get("content", []) for choice in whole]
+
+
+def test_usage_comes_in_a_last_chunk_if_asked_for() -> None:
+    world = World(enable_cache_report=True, answer="ab")
+    *chunks, last = events(chat(world, stream=True, stream_options={"include_usage": True}))
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"}},
+        {"tools": None, "tool_choice": "none", "modalities": ["text"], "audio": None, "function_call": "none"},
+        {"user": "me", "metadata": {}, "store": False, "safety_identifier": "x", "prompt_cache_key": "k"},
+        {"max_tokens": 5, "max_completion_tokens": 5, "top_logprobs": 0, "n": 1, "separate_reasoning": True},
+    ],
+)
+def test_fields_without_meaning_and_neutral_values_are_accepted(neutral: dict[str, Any]) -> None:
+    assert chat(World(), **neutral).status_code == 200
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "parameter", "message"),
+    [
+        ({"messages": None}, "messages", "messages is required"),
+        ({"messages": []}, "messages", "must not be empty"),
+        ({"messages": "hi"}, "messages", "must be a list of objects"),
+        ({"messages": ["hi"]}, "messages", "messages[0] must be an object"),
+        ({"messages": [{}]}, "messages", "messages[0].role must be one of"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "messages[0].role must be one of"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages", "messages[0].role must be one of"),
+        (
+            {"messages": [USER, {"role": "tool", "content": "x"}]},
+            "messages",
+            "messages[1].role 'tool' is not supported",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is required"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages", "messages[0].content must be"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages", "must not be an empty list"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "messages[0].content[0] is a part of type"),
+        ({"messages": [{"role": "user", "content": [{}]}]}, "messages", "messages[0].content[0] is a part without"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages", "messages[0].content[0] must be an object"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "content[0].text must be"),
+        ({"messages": [{**USER, "tool_calls": [1]}]}, "messages", "messages[0].tool_calls is not supported"),
+        ({"messages": [{**USER, "bogus": 1}]}, "messages", "messages[0].bogus is not a known field"),
+        ({"messages": [{**USER, "name": 1}]}, "messages", "messages[0].name must be a string"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages", "messages"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported yet"),
+        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"modalities": ["audio"]}, "modalities", "not supported"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "not supported"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs", "at most"),
+        ({"logprobs": 1}, "logprobs", "true or false"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "exclude each other"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens", "max_completion_tokens does not fit"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be"),
+        ({"continue_final_message": True}, "continue_final_message", "needs a last message of the assistant"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs", "must be an object"),
+        ({"prompt": "hi"}, "prompt", "not a known parameter"),
+    ],
+)
+def test_what_is_wrong_is_named(wrong: dict[str, Any], parameter: str, message: str) -> None:
+    response = World().post(PATH, {"messages": [USER], **wrong})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", parameter)
+    assert message in error["message"]
+
+
+def test_a_model_that_is_not_served_is_a_404() -> None:
+    assert chat(World(), model="gpt-4").json()["error"]["code"] == "model_not_found"
+
+
+def test_models_are_listed_and_found_by_name() -> None:
+    world = World()
+    assert [card["id"] for card in world.get("/v1/models").json()["data"]] == ["tiny", "org/big"]
+    assert world.get("/v1/models/org/big").json()["max_model_len"] == 4096
+    assert world.get("/v1/models/nope").status_code == 404
