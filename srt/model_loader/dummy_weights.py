@@ -17,13 +17,16 @@ PERIOD = 1_048_573
 class DummyWeights:
     """Element i of a tensor is element (offset + i) mod PERIOD of one stream of normal noise; the name gives the offset.
 
-    So any slice of a tensor can be written by copying, without drawing the rest. Matrices are scaled by the root of
-    their inputs, norms are ones.
+    So any slice of a tensor is written by copying, without drawing the rest. Matrices are scaled by the root of their
+    inputs, norms are ones.
     """
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._noise = torch.randn(PERIOD, generator=generator, dtype=torch.float32)
+        noise = torch.randn(PERIOD, generator=generator, dtype=torch.float32)
+        # Twice over, so that every window of a period is in one piece.
+        self._noise = torch.cat((noise, noise))
+        self._scaled: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def fill(self, pieces: Sequence[WeightPiece], progress: Callable[[int, int], None]) -> None:
         sizes = [piece.num_elements * piece.parameter.element_size() for piece in pieces]
@@ -36,23 +39,29 @@ class DummyWeights:
 
     def _fill_piece(self, piece: WeightPiece) -> None:
         target = piece.target()
-        if len(piece.shape) == 1:
-            if piece.name.endswith("norm.weight"):
-                target.fill_(1.0)
-            else:
-                target.copy_(self._stream(piece.name, piece.start, piece.size, 0.02, target))
+        if piece.name.endswith("norm.weight"):
+            target.fill_(1.0)
             return
-        rows, columns = piece.shape
-        scale = columns**-0.5
-        if piece.dim == 0:
-            start, count = piece.start * columns, piece.size * columns
-            target.copy_(self._stream(piece.name, start, count, scale, target).view(-1, columns))
-            return
-        whole = self._stream(piece.name, 0, rows * columns, scale, target).view(rows, columns)
-        target.copy_(whole[:, piece.start : piece.start + piece.size])
+        # A vector is a matrix of one row.
+        width = piece.shape[-1]
+        columns = slice(piece.start, piece.start + piece.size) if piece.dim == len(piece.shape) - 1 else slice(0, width)
+        first_row = piece.start if piece.dim < len(piece.shape) - 1 else 0
+        scale = 0.02 if len(piece.shape) == 1 else width**-0.5
+        offset = zlib.crc32(piece.name.encode()) + first_row * width
+        self._fill_rows(target.view(-1, target.shape[-1]), offset, width, columns, self._noise_like(target, scale))
 
-    def _stream(self, name: str, start: int, count: int, scale: float, like: Tensor) -> Tensor:
-        """`count` elements of the tensor from element `start` on, with the type and device of `like`."""
-        offset = (zlib.crc32(name.encode()) + start) % PERIOD
-        noise = (self._noise * scale).to(like.dtype).to(like.device).roll(-offset)
-        return noise.repeat(-(-count // PERIOD))[:count]
+    def _fill_rows(self, target: Tensor, offset: int, width: int, columns: slice, noise: Tensor) -> None:
+        """Rows of a matrix `width` wide, or some columns of them, from element `offset` of the stream on."""
+        assert width <= PERIOD, f"rows of {width} elements"
+        rows_at_once = PERIOD // width
+        for begin in range(0, target.shape[0], rows_at_once):
+            rows = target[begin : begin + rows_at_once]
+            start = (offset + begin * width) % PERIOD
+            window = noise[start : start + rows.shape[0] * width].view(-1, width)
+            rows.copy_(window[:, columns])
+
+    def _noise_like(self, target: Tensor, scale: float) -> Tensor:
+        key = (scale, target.dtype, target.device)
+        if key not in self._scaled:
+            self._scaled[key] = (self._noise * scale).to(target.dtype).to(target.device)
+        return self._scaled[key]
