@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import gc
 import logging
-import resource
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -20,7 +20,7 @@ import uvloop
 
 from srt.entrypoints.app import App
 from srt.entrypoints.http_protocol import http_config
-from srt.entrypoints.service import Service
+from srt.entrypoints.service import STARTUP_FILE, Service
 from srt.managers.child import Child, SupervisorGone, run_child
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import ServerReady, Stop
@@ -50,7 +50,7 @@ class Frontend:
     def __init__(self, child: Child, http_socket: socket.socket) -> None:
         self._child = child
         self._socket = http_socket
-        self._service = Service(child.start.args)
+        self._service = Service(child.start.args, Path(child.start.run_dir) / STARTUP_FILE)
         self._server = HttpServer(http_config(App(self._service)))
         self._engine: TokenizerManager | None = None
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
@@ -155,7 +155,6 @@ def main(child: Child) -> None:
         level=child.start.args.log_level.upper(), format=f"%(asctime)s {child.name} %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    _raise_descriptor_limit()
     assert child.http_fd is not None, "the supervisor gives every frontend the listening socket"
     http_socket = socket.socket(fileno=child.http_fd)
     http_socket.setblocking(False)
@@ -165,13 +164,6 @@ def main(child: Child) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
-
-
-def _raise_descriptor_limit() -> None:
-    """Every open stream is a descriptor: take as many as this user may have."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

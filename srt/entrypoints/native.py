@@ -133,6 +133,7 @@ async def server_facts(service: Service) -> dict[str, Any]:
         "max_req_input_len": limits["max_request_tokens"] - 1,
         "status": service.status,
         "startup_time": service.startup_s,
+        "startup": service.startup_report(),
         "kv_events": None,
         "internal_states": [{**args, **limits, "world_size": service.args.tp_size, **counters}],
         "frontend": engine.stats(),

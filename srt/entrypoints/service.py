@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import orjson
+
 from srt.managers.io_struct import RequestError
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.server_args import ServerArgs
 
+STARTUP_FILE = "startup.json"  # in the server's private folder
 STARTING, READY, DRAINING = "starting", "ready", "draining"
 
 
 class Service:
     """Starting, then ready, then draining. Only the process's main loop moves it on."""
 
-    def __init__(self, args: ServerArgs) -> None:
+    def __init__(self, args: ServerArgs, startup_file: Path | None = None) -> None:
+        """`startup_file` is where the supervisor leaves its start-up report."""
         self.args = args
+        self._startup_file = startup_file
         self.status = STARTING
         self.startup_s: float | None = None
         self._engine: TokenizerManager | None = None
@@ -28,6 +36,15 @@ class Service:
     def drain(self) -> None:
         """Take no more requests; those that run may finish."""
         self.status = DRAINING
+
+    def startup_report(self) -> Any:
+        """When each phase of each process began; None if the supervisor has not written it."""
+        if self._startup_file is None:
+            return None
+        try:
+            return orjson.loads(self._startup_file.read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            return None
 
     @property
     def is_ready(self) -> bool:
