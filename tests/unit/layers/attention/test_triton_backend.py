@@ -14,8 +14,9 @@ from tests.unit.kernels.interpreted import run_interpreted
 from tests.unit.layers.attention.attention_world import AttentionWorld
 
 
-def test_triton_backend_equals_dense_attention() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_triton_backend.py"))
+@pytest.mark.parametrize("subject", ["triton_backend", "runner_on_triton"])
+def test_in_the_interpreter_it_equals_dense_attention_and_transformers(subject: str) -> None:
+    run_interpreted(Path(__file__).with_name(f"interpreted_{subject}.py"))
 
 
 def test_a_cpu_without_the_interpreter_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
