@@ -28,6 +28,7 @@ class LogprobSegment:
     top: int
     num_ids: int
     has_first_token: bool = False  # the prompt's token 0 comes in front: nothing predicts it
+    sample: int = -1  # of an output: which of the rows that sample
 
 
 @dataclass(slots=True)
@@ -44,16 +45,23 @@ class LogprobPlan:
         """The most best tokens that a segment wants."""
         return max((segment.top for segment in self.segments), default=0)
 
-    def add(
-        self, slot: int, wish: LogprobWish, rows: Ints, first: int, is_prompt: bool, first_token: bool = False
-    ) -> None:
-        begin, self._num_rows = self._num_rows, self._num_rows + len(rows)
-        segment = LogprobSegment(
-            slot, is_prompt, first, begin, self._num_rows, wish.spec.top, len(wish.spec.ids), first_token
+    def add_prompt(self, slot: int, wish: LogprobWish, rows: Ints, first: int, has_first_token: bool) -> None:
+        begin, end = self._add_rows(wish, rows)
+        self.segments.append(
+            LogprobSegment(slot, True, first, begin, end, wish.spec.top, len(wish.spec.ids), has_first_token)
         )
-        self.segments.append(segment)
+
+    def add_output(self, slot: int, wish: LogprobWish, sample: int, index: int) -> None:
+        begin, end = self._add_rows(wish, np.array([sample]))
+        self.segments.append(
+            LogprobSegment(slot, False, index, begin, end, wish.spec.top, len(wish.spec.ids), sample=sample)
+        )
+
+    def _add_rows(self, wish: LogprobWish, rows: Ints) -> tuple[int, int]:
+        begin, self._num_rows = self._num_rows, self._num_rows + len(rows)
         self._rows.append(rows)
         self._of_ids.append(wish.spec.ids)
+        return begin, self._num_rows
 
     def arrays(self) -> LogprobArrays[HostArray]:
         most = max((len(ids) for ids in self._of_ids), default=0)
@@ -85,7 +93,7 @@ def plan_prompt_logprobs(
         rows = token + np.arange(begin, max(begin, end)) - 1 - start
         has_first_token = start == 0 and wish.spec.prompt_start == 0
         if len(rows) or has_first_token:
-            plan.add(slot, wish, rows, 0 if has_first_token else begin, True, has_first_token)
+            plan.add_prompt(slot, wish, rows, 0 if has_first_token else begin, has_first_token)
     return plan
 
 
@@ -97,7 +105,7 @@ def plan_output_logprobs(wishes: dict[int, LogprobWish], slots: Ints, positions:
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         wish = wishes.get(slot)
         if wish is not None and wish.spec.output:
-            plan.add(slot, wish, np.array([row]), position - wish.prompt_len, False)
+            plan.add_output(slot, wish, row, position - wish.prompt_len)
     return plan
 
 

@@ -59,7 +59,8 @@ class StepOutput:
         rows = []
         for index, segments in enumerate(self._segments):
             values = arrays[4 * index : 4 * index + 4]
-            rows += [row_logprobs(segment, *values) for segment in segments]
+            # A row that drew nothing has nothing to report.
+            rows += [row_logprobs(s, *values) for s in segments if s.is_prompt or counts[s.sample]]
         return SampledRows(counts, ids, rows)
 
 

@@ -20,7 +20,7 @@ class Job:
     prompt: list[int]
     sampling: SamplingSpec
     seed: int = 0
-    logprobs: LogprobSpec = field(default_factory=LogprobSpec)
+    logprobs: LogprobSpec | None = None
     outputs: list[int] = field(default_factory=list)
     """Ids that it has got; given ids are those of an earlier incarnation."""
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
@@ -107,14 +107,15 @@ class PlanDriver:
         if self.share:
             job.pages = max((self._common_pages(job, other) for other in self._ended), key=len, default=[])
         job.computed = job.cached = len(job.pages) * self.page_size
+        logprobs = job.logprobs or LogprobSpec()
         return Admission(
-            job.slot, int32_array(job.known), len(job.prompt), job.cached, job.seed, job.sampling, job.logprobs
+            job.slot, int32_array(job.known), len(job.prompt), job.cached, job.seed, job.sampling, logprobs
         )
 
     def _common_pages(self, job: Job, other: Job) -> list[int]:
         num_tokens = 0
         limit = min(len(job.known) - 1, other.computed)
-        if job.logprobs.prompt_start >= 0:
+        if job.logprobs is not None and job.logprobs.prompt_start >= 0:
             limit = min(limit, max(0, job.logprobs.prompt_start - 1))
         while num_tokens < limit and job.known[num_tokens] == other.known[num_tokens]:
             num_tokens += 1

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.model_executor.model_runner import ModelRunner
@@ -17,15 +16,15 @@ from srt.utils.model_config import ModelConfig
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.oracle import Oracle
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
+from tests.support.ranks import CPU, run_ranks, single_rank
 
 VOCABULARY = 512
 
 
-def make_runner(folder: Path, page_size: int, **options: Any) -> ModelRunner:
+def make_runner(folder: Path, page_size: int, tp: TensorParallel | None = None, **options: Any) -> ModelRunner:
     defaults = {"max_total_tokens": 8192, "max_running_requests": 24}
     args = ServerArgs(model_path=str(folder), device="cpu", page_size=page_size, **{**defaults, **options})
-    cpu = torch.device("cpu")
-    return ModelRunner(args, ModelConfig.from_folder(folder), str(folder), TensorParallel(0, 1, None, cpu), cpu)
+    return ModelRunner(args, ModelConfig.from_folder(folder), str(folder), tp or single_rank(), CPU)
 
 
 def prompts_with_shared_prefixes(seed: int, count: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
@@ -55,7 +54,10 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 
 def sampled_specs() -> list[SamplingSpec]:
-    bias = {"bias_ids": int32_array([3, 200, 511]), "bias_values": np.array([4.0, -3.0, 5.0], np.float32)}
+    bias: dict[str, Any] = {
+        "bias_ids": int32_array([3, 200, 511]),
+        "bias_values": np.array([4.0, -3.0, 5.0], np.float32),
+    }
     return [
         SamplingSpec(16, temperature=1.0),
         SamplingSpec(16, temperature=0.7, top_k=20),
@@ -89,6 +91,31 @@ def test_every_draw_equals_the_slow_float64_one_whatever_shares_its_batch(checkp
     driver.run(job for job, _ in wanted)
     assert [job.outputs for job, _ in wanted] == [ids for _, ids in wanted]
     assert max(decodes for _, decodes in driver.steps) >= 16
+
+
+def test_two_ranks_give_the_tokens_and_logprobs_of_one(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    folder = checkpoint("llama", vocab_size=515, tied=False)
+    specs = sampled_specs()
+    prompts = prompts_with_shared_prefixes(6, 2 * len(specs), 515)
+    wish = LogprobSpec(output=True, prompt_start=0, top=3, ids=int32_array([514, 0]))
+
+    def work(tp: TensorParallel) -> list[Job]:
+        jobs = [Job(p, specs[i % len(specs)], 1000 + i, wish if i % 5 == 0 else None) for i, p in enumerate(prompts)]
+        PlanDriver(make_runner(folder, 16, tp), 16, chunk=50).run(jobs)
+        return jobs
+
+    alone = work(single_rank())
+    for jobs in run_ranks(2, tmp_path, work):
+        assert [job.outputs for job in jobs] == [job.outputs for job in alone]
+        for ours, theirs in zip(jobs, alone, strict=True):
+            for one, other in zip(
+                ours.prompt_logprobs + ours.output_logprobs,
+                theirs.prompt_logprobs + theirs.output_logprobs,
+                strict=True,
+            ):
+                np.testing.assert_allclose(one.chosen, other.chosen, atol=1e-4)
+                np.testing.assert_allclose(one.top, other.top, atol=1e-4)
+                np.testing.assert_allclose(one.of_ids, other.of_ids, atol=1e-4)
 
 
 def test_a_resumed_request_goes_on_as_if_nothing_had_happened(checkpoint: CheckpointFactory) -> None:

@@ -1,0 +1,43 @@
+"""The plain PyTorch backend against dense attention in float64, over memory that is NaN wherever nothing was written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from srt.layers.attention import torch_native
+from srt.layers.attention.torch_native import TorchNativeBackend
+from tests.unit.layers.attention.attention_world import AttentionWorld
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+@pytest.mark.parametrize("head_dim", [6, 16, 80])
+@pytest.mark.parametrize(("group", "page_size"), [(1, 1), (2, 16), (4, 1), (5, 7)])
+def test_requests_grow_through_every_kind_of_step(
+    group: int, page_size: int, head_dim: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    world = AttentionWorld(TorchNativeBackend(), 2 * group, 2, head_dim, page_size, dtype)
+    errors = [
+        world.step(extends=[(3, 15), (0, 1), (5, 150)], decodes=[]),
+        world.step(extends=[(1, 1), (2, 1)], decodes=[]),
+        world.step(extends=[(3, 2), (6, 16), (1, 1)], decodes=[5, 0]),
+        world.step(extends=[], decodes=[6, 3, 0, 5]),
+        world.step(extends=[(0, 100), (5, 1)], decodes=[3]),
+        world.step(extends=[], decodes=[5]),
+        world.step(extends=[], decodes=[0, 6]),
+    ]
+    assert max(errors) <= tolerance
+
+
+def test_a_long_chunk_behind_a_prefix_is_masked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_native, "MASKED_QUERIES", 16)
+    world = AttentionWorld(TorchNativeBackend(), 4, 2, 16, 16, torch.float32)
+    world.step(extends=[(0, 33), (1, 1)], decodes=[])
+    assert world.step(extends=[(0, 75), (2, 40)], decodes=[1]) <= 2e-6
+
+
+def test_rows_of_very_different_lengths_are_not_padded_to_the_longest() -> None:
+    world = AttentionWorld(backend := TorchNativeBackend(), 4, 2, 16, 16, torch.float32)
+    world.step(extends=[(0, 190), (1, 5), (2, 60), (3, 100)], decodes=[])
+    assert world.step(extends=[], decodes=[0, 1, 2, 3]) <= 2e-6
+    assert [(g.num_rows, g.length) for g in backend._decode_groups] == [(2, 61), (1, 101), (1, 191)]

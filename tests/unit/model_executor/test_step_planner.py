@@ -1,0 +1,148 @@
+"""From plan to arrays: rows, positions, table writes and logprobs; and what a plan may not ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from srt.model_executor.plan_arrays import Staging
+from srt.model_executor.step_planner import StepPlanner
+from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
+from tests.support.plan_driver import idle_section
+
+
+def admission(slot: int, ids: list[int], cached: int = 0, **fields: Any) -> Admission:
+    spec = fields.pop("sampling", SamplingSpec(9))
+    return Admission(slot, int32_array(ids), len(ids), cached, 0, spec, fields.pop("logprobs", LogprobSpec()))
+
+
+def section(
+    admissions: list[Admission] | None = None,
+    pages: list[tuple[int, list[int]]] | None = None,
+    extends: list[tuple[int, int, int, int]] | None = None,
+    decodes: list[int] | None = None,
+) -> PlanSection:
+    pages, extends = pages or [], extends or []
+    delta = PageDelta(
+        int32_array([slot for slot, _ in pages]),
+        int32_array([len(numbers) for _, numbers in pages]),
+        int32_array([number for _, numbers in pages for number in numbers]),
+    )
+    slots, starts, counts, samples = (int32_array([extend[i] for extend in extends]) for i in range(4))
+    return PlanSection(admissions or [], [delta], slots, starts, counts, samples, int32_array(decodes or []))
+
+
+def test_rows_tokens_and_samples_lie_in_the_order_of_the_plan() -> None:
+    planner = StepPlanner(num_slots=4, num_pages=20, page_size=4)
+    planner.plan(section([admission(2, [5, 6])], [(2, [9])], [(2, 0, 2, 1)]))
+    step = planner.plan(
+        section(
+            [admission(0, [1, 2, 3, 4, 5], cached=4), admission(3, [7, 8, 9])],
+            [(0, [1, 2]), (3, [3]), (2, [4])],
+            [(3, 0, 2, 0), (0, 4, 1, 1)],
+            [2],
+        )
+    )
+    assert step.rows.slots.tolist() == [3, 0, 2]
+    assert step.rows.seq_lens.tolist() == [2, 5, 3]
+    assert step.arrays.token_slots.tolist() == [3, 3, 0]
+    assert step.arrays.token_positions.tolist() == [0, 1, 4]
+    assert step.rows.sample_rows.tolist() == [1, 2]
+    assert step.arrays.sample_tokens.tolist() == [2, 3]
+    assert step.arrays.page_slots.tolist() == [0, 0, 3, 2]
+    assert step.arrays.page_columns.tolist() == [0, 1, 0, 1]
+    assert step.arrays.ids.tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
+    assert step.arrays.id_slots.tolist() == [0] * 5 + [3] * 3
+    assert step.arrays.id_positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+def test_a_slot_begins_anew_with_its_next_admission() -> None:
+    planner = StepPlanner(num_slots=1, num_pages=20, page_size=1)
+    planner.plan(section([admission(0, [1, 2])], [(0, [4, 5])], [(0, 0, 2, 1)]))
+    step = planner.plan(section([admission(0, [1, 2, 3])], [(0, [7, 8, 9])], [(0, 0, 3, 1)]))
+    assert step.arrays.page_columns.tolist() == [0, 1, 2]
+    assert planner.slots.num_pages_of_admitted() == {0: 3}
+
+
+def test_an_idle_plan_has_no_rows() -> None:
+    planner = StepPlanner(num_slots=1, num_pages=20, page_size=1)
+    empty = int32_array()
+    for idle in (idle_section(), PlanSection([], [], empty, empty, empty, empty, empty)):
+        assert len(planner.plan(idle).rows.slots) == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        section([admission(4, [1])], [(4, [0])], [(4, 0, 1, 1)]),  # no such slot
+        section([admission(0, [1, 2])], [(0, [20])], [(0, 0, 2, 1)]),  # no such page
+        section([admission(0, [1, 2, 3, 4, 5])], [(0, [1])], [(0, 0, 5, 1)]),  # more tokens than pages
+        section([admission(0, [1, 2], cached=2)], [(0, [1])], []),  # nothing left to compute
+        section([admission(0, [1, 2])], [(0, [1])], [(0, 1, 1, 1)]),  # a gap
+        section([], [], [], [1]),  # decodes without a page
+    ],
+)
+def test_a_plan_that_does_not_fit_the_tables_is_a_fault(bad: PlanSection) -> None:
+    with pytest.raises(AssertionError):
+        StepPlanner(num_slots=4, num_pages=20, page_size=4).plan(bad)
+
+
+@pytest.mark.parametrize(
+    ("prompt_start", "start", "count", "first", "rows", "has_first_token"),
+    [
+        (0, 0, 4, 0, [0, 1, 2, 3], True),
+        (0, 4, 4, 5, [0, 1, 2, 3], False),
+        (0, 8, 2, 9, [0], False),  # the prompt's last position tells of the first output
+        (1, 0, 4, 1, [0, 1, 2, 3], False),
+        (3, 0, 4, 3, [2, 3], False),
+        (4, 0, 4, 4, [3], False),
+        (9, 4, 6, 9, [4], False),
+        (0, 0, 10, 0, list(range(9)), True),
+    ],
+)
+def test_a_chunk_tells_the_logprobs_of_the_tokens_behind_its_positions(
+    prompt_start: int, start: int, count: int, first: int, rows: list[int], has_first_token: bool
+) -> None:
+    planner = StepPlanner(num_slots=2, num_pages=20, page_size=1)
+    wish = LogprobSpec(prompt_start=prompt_start, ids=int32_array([3]))
+    admit = admission(0, list(range(10)), cached=start, logprobs=wish)
+    step = planner.plan(section([admit], [(0, list(range(10)))], [(0, start, count, 0)]))
+    (segment,) = step.prompt_logprobs.segments
+    assert (segment.first, segment.has_first_token) == (first, has_first_token)
+    assert step.arrays.prompt_logprobs.rows.tolist() == rows
+    assert step.arrays.prompt_logprobs.of_ids.tolist() == [[3]] * len(rows)
+
+
+@pytest.mark.parametrize(("prompt_start", "start", "count"), [(9, 0, 4), (5, 0, 4), (-1, 0, 10), (0, 9, 1)])
+def test_a_chunk_outside_what_was_asked_for_tells_nothing(prompt_start: int, start: int, count: int) -> None:
+    planner = StepPlanner(num_slots=2, num_pages=20, page_size=1)
+    wish = LogprobSpec(output=True, prompt_start=prompt_start)
+    admit = admission(0, list(range(10)), cached=start, logprobs=wish)
+    step = planner.plan(section([admit], [(0, list(range(10)))], [(0, start, count, 0)]))
+    assert not step.prompt_logprobs.segments
+    assert not step.output_logprobs.segments
+
+
+def test_a_one_token_prompt_still_has_its_first_token() -> None:
+    planner = StepPlanner(num_slots=1, num_pages=2, page_size=1)
+    admit = admission(0, [5], logprobs=LogprobSpec(output=True, prompt_start=0))
+    step = planner.plan(section([admit], [(0, [0])], [(0, 0, 1, 1)]))
+    assert [(s.begin, s.end, s.has_first_token) for s in step.prompt_logprobs.segments] == [(0, 0, True)]
+    assert [s.first for s in step.output_logprobs.segments] == [0]
+
+
+def test_staged_arrays_keep_values_types_and_shapes() -> None:
+    planner = StepPlanner(num_slots=1, num_pages=2, page_size=4)
+    wish = LogprobSpec(output=True, top=2, ids=int32_array([4, 5]))
+    spec = SamplingSpec(3, temperature=0.5, top_p=0.3, repetition_penalty=1.25)
+    host = planner.plan(section([admission(0, [5, 6], logprobs=wish, sampling=spec)], [(0, [1])], [(0, 0, 2, 1)]))
+    staged = Staging(torch.device("cpu"), window=2).copy(host.arrays)
+    assert staged.ids.tolist() == [5, 6]
+    assert staged.sampling.temperatures.dtype == torch.float32
+    assert staged.sampling.top_ps.tolist() == [0.3]
+    assert staged.output_logprobs.of_ids.tolist() == [[4, 5]]
+    assert staged.sampling.repetition.dtype == torch.float32
+    assert np.array_equal(staged.token_positions.numpy(), host.arrays.token_positions)
