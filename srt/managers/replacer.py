@@ -40,10 +40,10 @@ class ChildExited:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The child closed its end, or wrote what cannot be read. It is about to exit, or should be."""
+    """The child closed its end, so it is about to exit, or should be; or what it wrote cannot be read, and the reason says why."""
 
     child: ChildKey
-    reason: str
+    reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +233,14 @@ class Replacer:
             return f"{_named(child)} was killed by {_signal_name(-returncode)}{doing}{hint}."
         return f"{_named(child)} ended{doing} with exit code {returncode}."
 
-    def _link_lost(self, child: ChildKey, reason: str, now_s: float) -> list[Effect]:
-        """Its exit status says more, so that is awaited; but who does not exit is made to."""
-        if child in self._alive:
-            sentence = self._last_words.get(child, f"{_named(child)} broke its link to the supervisor: {reason}.")
-            self._deadlines.append(_Deadline(now_s + ENDING_S, (child,), sentence))
+    def _link_lost(self, child: ChildKey, reason: str | None, now_s: float) -> list[Effect]:
+        if child not in self._alive:
+            return []
+        if reason is not None:
+            return self._fail(f"{_named(child)} sent what cannot be read: {reason}.", False, now_s)
+        # Its exit status says more, so that is awaited; but who does not exit is made to.
+        sentence = f"{_named(child)} closed its link to the supervisor."
+        self._deadlines.append(_Deadline(now_s + ENDING_S, (child,), sentence))
         return []
 
     # ---- How the server ends

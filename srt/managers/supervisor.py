@@ -129,7 +129,11 @@ class Supervisor:
         while stream is not None:
             try:
                 message = stream.receive()
-            except (PeerGone, LinkBroken) as error:
+            except PeerGone:
+                self._drop_stream(key)
+                self._handle(LinkLost(key, None))
+                return
+            except LinkBroken as error:
                 self._drop_stream(key)
                 self._handle(LinkLost(key, str(error)))
                 return

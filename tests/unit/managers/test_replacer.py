@@ -158,15 +158,26 @@ def test_silence_counts_from_the_first_heartbeat_on() -> None:
     assert effects == [Finish(1, f"Worker 0 has given no sign of life for {SILENT_S:.0f} s.")]
 
 
-def test_a_broken_link_is_explained_by_the_exit_that_follows_or_ends_in_a_kill() -> None:
+def test_a_closed_link_is_explained_by_the_exit_that_follows() -> None:
     replacer = ready()
-    replacer.handle(LinkLost(WORKERS[0], "the other end was closed"), 5.0)
+    assert replacer.handle(LinkLost(WORKERS[0], None), 5.0) == []
     assert replacer.state is State.READY
-    effects = replacer.tick(5.0 + ENDING_S)
-    assert WORKERS[0] in killed(effects)
-    replacer.tick(5.0 + 3 * ENDING_S)
-    effects = exits(replacer, ALL, 20.0, -9)
-    assert effects == [Finish(1, "Worker 0 broke its link to the supervisor: the other end was closed.")]
+    exits(replacer, [WORKERS[0]], 5.1, -6)
+    assert exits(replacer, ALL[1:], 6.0, -9) == [Finish(1, "Worker 0 was killed by SIGABRT.")]
+
+
+def test_who_closes_its_link_and_does_not_exit_is_killed() -> None:
+    replacer = ready()
+    replacer.handle(LinkLost(WORKERS[0], None), 5.0)
+    assert killed(replacer.tick(5.0 + ENDING_S)) == [WORKERS[0]]
+    assert exits(replacer, ALL, 20.0, -9) == [Finish(1, "Worker 0 closed its link to the supervisor.")]
+
+
+def test_a_link_that_cannot_be_read_is_a_failure() -> None:
+    replacer = ready()
+    replacer.handle(LinkLost(WORKERS[0], "not MessagePack"), 5.0)
+    assert WORKERS[0] in killed(replacer.tick(5.0 + SETTLE_S))
+    assert exits(replacer, ALL, 20.0, -9) == [Finish(1, "Worker 0 sent what cannot be read: not MessagePack.")]
 
 
 def test_what_a_dead_child_had_sent_changes_nothing() -> None:
