@@ -1,0 +1,113 @@
+"""Greedy tokens equal those of `transformers`, through the real processes, whatever the tensor parallelism, page size, chunk and cache."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import srt
+from tests.parity.product import PRODUCT, UNLIMITED, Setting, pairs, pairwise
+from tests.parity.worlds import Answer, Case, greedy_cases, send_at_random
+from tests.support.checkpoints import CheckpointFactory
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+NUM_CASES = 64
+NUM_CASES_OF_CHUNK_1 = 12
+COVERING = pairwise()
+Cases = Callable[[str, bool], tuple[Path, list[Case]]]
+
+
+@pytest.fixture(scope="session")
+def greedy(checkpoint: CheckpointFactory) -> Cases:
+    """`greedy(family, short)`: the checkpoint and its cases, made once. Short ones are for chunks of a single token."""
+    made: dict[tuple[str, bool], tuple[Path, list[Case]]] = {}
+
+    def cases(family: str, short: bool) -> tuple[Path, list[Case]]:
+        if (family, short) not in made:
+            # 509 rows of vocabulary do not divide by two ranks.
+            folder = checkpoint(family, vocab_size=509, tied=family == "qwen3")
+            eos = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+            shape = (NUM_CASES_OF_CHUNK_1, 24, 8) if short else (NUM_CASES, 120, 24)
+            made[family, short] = (
+                folder,
+                greedy_cases(folder, eos, count=shape[0], seed=1, longest=shape[1], most_new=shape[2]),
+            )
+        return made[family, short]
+
+    return cases
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("setting", COVERING, ids=str)
+def test_tokens_equal_the_reference(setting: Setting, family: str, greedy: Cases) -> None:
+    check_setting(setting, *greedy(family, setting.chunk == 1))
+
+
+@pytest.mark.e2e
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("setting", [s for s in PRODUCT if s not in COVERING], ids=str)
+def test_tokens_equal_the_reference_in_the_rest_of_the_product(setting: Setting, family: str, greedy: Cases) -> None:
+    check_setting(setting, *greedy(family, setting.chunk == 1))
+
+
+def test_the_covering_set_covers_every_pair_of_values() -> None:
+    assert set().union(*map(pairs, COVERING)) == set().union(*map(pairs, PRODUCT))
+    assert len(COVERING) < len(PRODUCT) / 3
+
+
+def check_setting(setting: Setting, folder: Path, cases: list[Case]) -> None:
+    rounds = [cases, cases[::-1]] if setting.cache else [cases]  # the second round meets a warm cache
+    with srt.Runtime(
+        model_path=str(folder),
+        device="cpu",
+        dtype="float32",
+        tp_size=setting.tp,
+        page_size=setting.page_size,
+        chunked_prefill_size=setting.chunk,
+        disable_radix_cache=not setting.cache,
+        max_total_tokens=20_000,
+        max_running_requests=64,
+    ) as runtime:
+        for number, these in enumerate(rounds):
+            answers = asyncio.run(send_at_random(these, _stream(runtime), np.random.default_rng(number)))
+            _compare(these, answers)
+        report = runtime.get_server_info()["internal_states"][0]
+    _check_report(report, setting, cases)
+
+
+def _stream(runtime: srt.Runtime) -> Callable[[Case], AsyncIterator[Answer]]:
+    async def stream(case: Case) -> AsyncIterator[Answer]:
+        parameters = {"temperature": 0, "max_new_tokens": case.max_new_tokens}
+        chunks = await runtime.async_generate(input_ids=list(case.prompt_ids), sampling_params=parameters, stream=True)
+        async for chunk in chunks:
+            yield chunk
+
+    return stream
+
+
+def _compare(cases: list[Case], answers: list[Answer]) -> None:
+    for case, answer in zip(cases, answers, strict=True):
+        assert tuple(answer["output_ids"]) == case.expected.ids, f"prompt {case.prompt_ids}"
+        finish = answer["meta_info"]["finish_reason"]
+        assert finish["type"] == ("stop" if case.expected.stopped else "length")
+
+
+def _check_report(report: Answer, setting: Setting, cases: list[Case]) -> None:
+    """The steps were of the kind that the test is about: what was not shared, chunked or cached proves nothing."""
+    if setting.chunk != 1:
+        assert report["max_rows_in_step"] >= 16
+        assert max(len(case.prompt_ids) for case in cases) > 3 * 16
+    assert report["num_mixed_steps"] > 0
+    if setting.chunk != UNLIMITED and setting.chunk < 64:
+        assert report["max_chunks_of_a_prompt"] > 3
+    if setting.cache:
+        assert report["cached_tokens"] >= 0.3 * report["prompt_tokens"]
+    else:
+        assert report["cached_tokens"] == 0
