@@ -50,7 +50,8 @@ class Frontend:
     def __init__(self, child: Child, http_socket: socket.socket) -> None:
         self._child = child
         self._socket = http_socket
-        self._service = Service(child.start.args, Path(child.start.run_dir) / STARTUP_FILE)
+        start = child.start
+        self._service = Service(start.args, start.index, Path(start.run_dir) / STARTUP_FILE)
         self._server = HttpServer(http_config(App(self._service)))
         self._engine: TokenizerManager | None = None
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()

@@ -116,17 +116,23 @@ async def model_info(exchange: Exchange, service: Service) -> None:
 
 
 async def server_info(exchange: Exchange, service: Service) -> None:
-    await exchange.send_json(await server_facts(service))
+    """`?deep=true` has every process compare its tables; a difference is a 500 that says what differs."""
+    deep = _query(exchange, "deep").get("deep", "false").lower()
+    if deep not in ("true", "false", "1", "0"):
+        raise bad_parameter("deep", "must be true or false")
+    await exchange.send_json(await server_facts(service, deep in ("true", "1")))
 
 
-async def server_facts(service: Service) -> dict[str, Any]:
-    """All of /server_info: options, limits, the scheduler's counters and this frontend's own."""
+async def server_facts(service: Service, deep: bool = False) -> dict[str, Any]:
+    """All of /server_info: options, limits, the scheduler's counters and those of the frontend that answers."""
     engine = service.engine()
     args = dataclasses.asdict(service.args)
     if args["api_key"] is not None:
         args["api_key"] = "(set)"
     limits = dataclasses.asdict(engine.limits)
-    _, _, counters = await engine.get_state()
+    is_consistent, message, counters = await engine.get_state(deep)
+    if not is_consistent:
+        raise RequestError(500, message)
     return {
         **args,
         **limits,
@@ -136,27 +142,31 @@ async def server_facts(service: Service) -> dict[str, Any]:
         "startup": service.startup_report(),
         "kv_events": None,
         "internal_states": [{**args, **limits, "world_size": service.args.tp_size, **counters}],
-        "frontend": engine.stats(),
+        "frontend": {"index": service.index, **engine.stats()},
         "version": srt.__version__,
     }
 
 
 async def flush_cache(exchange: Exchange, service: Service) -> None:
     """200 when the prefix cache is empty; 400 if requests still run after `timeout` seconds."""
-    given = exchange.query()
-    for name in given:
-        if name != "timeout":
-            raise bad_parameter(name[:100], "is not a known parameter")
-    deadline = time.monotonic() + _flush_timeout_s(given.get("timeout", "0"))
+    deadline = time.monotonic() + _flush_timeout_s(_query(exchange, "timeout").get("timeout", "0"))
     engine = service.engine()
     while True:
         done, message = await engine.flush_cache()
         if done:
-            await exchange.send_text(message + "\n")
+            await exchange.send_text(message or "The cache is empty.")
             return
         if time.monotonic() >= deadline:
             raise RequestError(400, message)
         await asyncio.sleep(FLUSH_RETRY_S)
+
+
+def _query(exchange: Exchange, *known: str) -> dict[str, str]:
+    given = exchange.query()
+    for name in given:
+        if name not in known:
+            raise bad_parameter(name[:100], "is not a known parameter")
+    return given
 
 
 def _flush_timeout_s(text: str) -> float:

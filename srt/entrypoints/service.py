@@ -18,9 +18,10 @@ STARTING, READY, DRAINING = "starting", "ready", "draining"
 class Service:
     """Starting, then ready, then draining. Only the process's main loop moves it on."""
 
-    def __init__(self, args: ServerArgs, startup_file: Path | None = None) -> None:
-        """`startup_file` is where the supervisor leaves its start-up report."""
+    def __init__(self, args: ServerArgs, index: int = 0, startup_file: Path | None = None) -> None:
+        """`index` is this frontend's number; `startup_file` is where the supervisor leaves its start-up report."""
         self.args = args
+        self.index = index
         self._startup_file = startup_file
         self.status = STARTING
         self.startup_s: float | None = None

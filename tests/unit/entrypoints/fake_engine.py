@@ -81,6 +81,7 @@ class FakeEngine:
         self.has_submitted = asyncio.Event()
         self.aborted_labels: list[str] = []
         self.num_flushes_refused = 0
+        self.difference = ""  # between the processes' tables
         self.limits = SchedulerHello(max_total_num_tokens=8192, max_request_tokens=CONTEXT, page_size=16)
         self.model = ModelFacts(
             folder="/m",
@@ -152,7 +153,7 @@ class FakeEngine:
         return True, "Cache flushed."
 
     async def get_state(self, deep: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
-        return True, "", {"num_running": 0}
+        return not (deep and self.difference), self.difference, {"num_running": 0}
 
     async def abort_label(self, label: str) -> int:
         self.aborted_labels.append(label)

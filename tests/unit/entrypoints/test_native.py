@@ -129,7 +129,18 @@ def test_server_info_has_options_limits_and_counters_but_no_key() -> None:
     assert (info["page_size"], info["max_total_num_tokens"], info["status"]) == (16, 8192, "ready")
     assert info["startup_time"] == 1.5
     assert info["internal_states"][0]["num_running"] == 0
-    assert info["frontend"] == {"live_requests": 0}
+    assert info["frontend"] == {"index": 0, "live_requests": 0}
+
+
+def test_a_deep_look_that_finds_a_difference_is_a_500_with_the_reason() -> None:
+    world = World()
+    assert world.get("/server_info?deep=true").status_code == 200
+    world.engine.difference = "Rank 1 has other pages."
+    assert world.get("/server_info?deep=false").status_code == 200
+    response = world.get("/server_info?deep=true")
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "Rank 1 has other pages.")
+    for query in ("deep=maybe", "bogus=1"):
+        assert world.get(f"/server_info?{query}").status_code == 400
 
 
 def test_flush_cache_is_a_400_while_requests_run() -> None:
