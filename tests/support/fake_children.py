@@ -12,13 +12,12 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from srt.managers.child import Child, run_child
-from srt.protocol.messages import ServerReady, Stop
+from srt.protocol.messages import ServerReady
 from srt.utils.errors import StartError
 
 MODULE = "tests.support.fake_children"
@@ -44,20 +43,20 @@ def fake_child(child: Child) -> None:
 def serve(child: Child, behaviour: str) -> None:
     while True:
         select.select([child.fileno()], [], [])
-        match child.receive():
-            case ServerReady():
-                if behaviour == "crash":
-                    raise ValueError("a page was lost")
-                if behaviour == "quit":
-                    os._exit(3)
-                if behaviour == "helper":
-                    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-            case Stop() if behaviour != "deaf":
+        while (message := child.receive()) is not None:
+            if isinstance(message, ServerReady):
+                begin(behaviour)
+            elif behaviour != "deaf":
                 with (Path(os.environ["FAKE_PIDS"]) / "stops").open("a") as log:
                     log.write(f"{child.name}\n")
                 return
-            case _:
-                pass
+
+
+def begin(behaviour: str) -> None:
+    if behaviour == "crash":
+        raise ValueError("a page was lost")
+    if behaviour == "quit":
+        os._exit(3)
 
 
 def launch() -> int:

@@ -60,7 +60,8 @@ class ServerProcess:
         return self.wait_for("Ready at ").split("Ready at ")[1].split()[0]
 
     def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.pid).children(recursive=True)
+        children: list[psutil.Process] = psutil.Process(self.pid).children(recursive=True)
+        return children
 
     def send(self, number: signal.Signals) -> None:
         self.popen.send_signal(number)
