@@ -6,6 +6,9 @@ Pages 0 … num_pages - 1 belong to requests; page `num_pages` is the dummy page
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 
@@ -75,8 +78,8 @@ class MHATokenToKVPool:
         self.page_size = page_size
         shape = ((num_pages + 1) * page_size, num_kv_heads, head_dim)
         # Zeros, not whatever was there: a masked score still multiplies the value behind it.
-        self.k_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.k_buffer = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.v_buffer = [_zeros(shape, dtype, device) for _ in range(num_layers)]
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -91,3 +94,10 @@ class MHATokenToKVPool:
     def get_kv(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's whole memory: two tensors [locations, kv_heads, head_dim]."""
         return self.k_buffer[layer_id], self.v_buffer[layer_id]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU pages of zeros that the kernel makes at their first use: to write gigabytes of them at the start takes seconds."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
