@@ -76,10 +76,12 @@ class KvMemory:
         assert request.node is not None
         pages = self._slots.pages[request.slot, first:end]
         ids = ids[first * self.page_size : end * self.page_size]
-        request.node, copies = self.tree.extend(request.node, request.salt, ids, pages)
+        extension = self.tree.extend(request.node, request.salt, ids, pages)
+        request.node = extension.end
         request.num_in_tree = end
-        if len(copies):
-            request.own_copies.append(copies)
+        self._allocator.free(extension.given_up)
+        if len(extension.not_taken):
+            request.own_copies.append(extension.not_taken)
 
     def release(self, request: Request) -> None:
         """Everything that the request holds. What the cache has taken over stays there, without its pin."""

@@ -12,6 +12,7 @@ The tree owns the pages in it. A request owns a page until it hands it over with
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,14 @@ class RadixNode:
         self.children: dict[bytes, RadixNode] = {}
         self.pins = 0
         self.last_used = 0
+
+
+class Extension(NamedTuple):
+    """What became of pages that were handed to the tree."""
+
+    end: RadixNode  # pinned instead of the node before
+    given_up: Int32Array  # pages that the tree had for the same ids, and has no longer: the caller's to free
+    not_taken: Int32Array  # stay the caller's
 
 
 class RadixCache:
@@ -65,13 +74,14 @@ class RadixCache:
         self._pin(node)
         return node, np.concatenate(found) if found else NO_PAGES
 
-    def extend(self, node: RadixNode, salt: str, ids: Int32Array, pages: Int32Array) -> tuple[RadixNode, Int32Array]:
+    def extend(self, node: RadixNode, salt: str, ids: Int32Array, pages: Int32Array) -> Extension:
         """Continue the prefix that ends at `node`, which the caller has pinned, by `pages` that hold `ids`.
 
-        The caller's pin moves to the new end, which is returned. Also returned are the pages that the tree did not take, as it
-        has others for the same ids: they stay the caller's.
+        The caller's pin moves to the new end. Where the tree has other pages for the same ids, it changes them for the caller's
+        if nobody uses them; so the pin keeps no more pages from eviction than the caller brings. Otherwise the caller's pages are
+        not taken.
         """
-        position, count, not_taken = 0, len(pages), []
+        position, count, given_up, not_taken = 0, len(pages), [NO_PAGES], [NO_PAGES]
         while position < count:
             key = self._key(node, salt, ids, position)
             child = node.children.get(key)
@@ -81,10 +91,15 @@ class RadixCache:
             same = self._common_pages(child, ids, position, count)
             if same < len(child.pages):
                 child = self._split(child, same)
-            not_taken.append(pages[position : position + same])
+            doubles = pages[position : position + same]
+            if child.pins:
+                not_taken.append(doubles)
+            else:
+                given_up.append(child.pages)
+                child.pages = doubles.copy()
             self._add_pin(child)
             node, position = child, position + same
-        return node, np.concatenate(not_taken) if not_taken else NO_PAGES
+        return Extension(node, np.concatenate(given_up), np.concatenate(not_taken))
 
     def unpin(self, node: RadixNode) -> None:
         """Give back one pin of this node; its whole path counts as just used."""
@@ -235,6 +250,3 @@ class NoPrefixCache(RadixCache):
 
     def pin_prefix(self, ids: Int32Array, salt: str, max_pages: int) -> tuple[RadixNode, Int32Array]:
         return super().pin_prefix(ids, salt, 0)
-
-    def extend(self, node: RadixNode, salt: str, ids: Int32Array, pages: Int32Array) -> tuple[RadixNode, Int32Array]:
-        return node, pages
