@@ -9,22 +9,14 @@ import numpy as np
 import pytest
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.messages import LogprobSpec, RowLogprobs, SamplingSpec, int32_array
-from srt.server_args import ServerArgs
-from srt.utils.model_config import ModelConfig
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.oracle import Oracle
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
-from tests.support.ranks import CPU, run_ranks, single_rank
+from tests.support.ranks import run_ranks, single_rank
+from tests.support.runners import make_runner
 
 VOCABULARY = 512
-
-
-def make_runner(folder: Path, page_size: int, tp: TensorParallel | None = None, **options: Any) -> ModelRunner:
-    defaults = {"max_total_tokens": 8192, "max_running_requests": 24}
-    args = ServerArgs(model_path=str(folder), device="cpu", page_size=page_size, **{**defaults, **options})
-    return ModelRunner(args, ModelConfig.from_folder(folder), str(folder), tp or single_rank(), CPU)
 
 
 def prompts_with_shared_prefixes(seed: int, count: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
