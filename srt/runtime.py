@@ -12,11 +12,13 @@ from __future__ import annotations
 import importlib
 import weakref
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from srt.entrypoints.local_engine import Answer, Chunks, LocalEngine
-from srt.managers.io_struct import RequestError
+from srt.managers.engine_process import EngineProcess
 from srt.server_args import ArgumentError, ServerArgs, from_keywords
+
+if TYPE_CHECKING:
+    from srt.entrypoints.local_engine import Answer, Chunks, LocalEngine
 
 HTTP_ONLY = ("host", "api_key", "tokenizer_worker_num", "served_model_name", "enable_cache_report")
 
@@ -35,7 +37,10 @@ class Runtime:
             if name in server_args and not http:
                 raise ArgumentError(f"{name} needs port: without it a Runtime serves no HTTP.")
         self.server_args: ServerArgs = from_keywords({"log_level": "error", **server_args})
-        self._engine = LocalEngine(self.server_args, http=http)
+        process = EngineProcess(self.server_args, http=http)
+        from srt.entrypoints.local_engine import LocalEngine  # here: the engine loads its modules meanwhile
+
+        self._engine = LocalEngine(process, self.server_args)
         # Also at the interpreter's end, and when the last reference is dropped. It must not refer to self.
         self._finalizer = weakref.finalize(self, self._engine.shutdown)
         try:
@@ -103,7 +108,7 @@ class Runtime:
     def abort(self, rid: str = "", abort_all: bool = False) -> int:
         """End the live requests named `rid`, or all. Returns how many there were."""
         if not rid and not abort_all:
-            raise RequestError(400, "rid is required, unless abort_all is true.", "rid")
+            raise ArgumentError("rid is required, unless abort_all is true.")
         return self._engine.run(self._engine.abort("" if abort_all else rid))
 
     def get_server_info(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from srt.entrypoints.native import server_facts
@@ -16,6 +17,7 @@ from srt.entrypoints.streaming import Pacer, run_all
 from srt.managers.engine_process import EngineProcess
 from srt.managers.io_struct import ChoiceUpdate, EngineDied
 from srt.managers.native_shapes import NativeAnswer, parse_generate
+from srt.managers.startup_report import STARTUP_FILE
 from srt.managers.tokenizer_manager import RequestHandle, TokenizerManager
 from srt.protocol.messages import EngineStarted, Failed, ServerReady
 from srt.server_args import ServerArgs
@@ -29,8 +31,8 @@ LAST_CALLS_S = 1.0  # for pending calls to learn that the engine has ended
 class LocalEngine:
     """Coroutines below run on the loop of its own thread; `run` and `run_async` wait for them from anywhere else."""
 
-    def __init__(self, args: ServerArgs, *, http: bool) -> None:
-        self.process = EngineProcess(args, http=http)
+    def __init__(self, process: EngineProcess, args: ServerArgs) -> None:
+        self.process = process
         self.started = EngineStarted("", 0, "", 0, None)
         self._args = args
         self._loop = asyncio.new_event_loop()
@@ -42,6 +44,7 @@ class LocalEngine:
     def start(self) -> None:
         """Wait until the engine takes requests; StartError with the reason if it never will."""
         self.started = self.process.wait_started()
+        self._service = Service(self._args, self.started.frontend, Path(self.started.run_dir) / STARTUP_FILE)
         self._thread.start()
         self.run(self._connect())
 

@@ -8,10 +8,10 @@ from typing import Any
 import orjson
 
 from srt.managers.io_struct import RequestError
+from srt.managers.startup_report import STARTUP_FILE as STARTUP_FILE
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.server_args import ServerArgs
 
-STARTUP_FILE = "startup.json"  # in the server's private folder
 STARTING, READY, DRAINING = "starting", "ready", "draining"
 
 

@@ -71,8 +71,13 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveReport:
+    """All processes are ready. The report of the start is complete; frontends read it once they are told."""
+
+
+@dataclass(frozen=True, slots=True)
 class BecameReady:
-    """All processes are: the server is."""
+    """All processes know that the server is ready: so may the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class Finish:
     reason: str | None
 
 
-Effect = Tell | Kill | BecameReady | Stopping | Finish
+Effect = Tell | Kill | SaveReport | BecameReady | Stopping | Finish
 
 
 class State(Enum):
@@ -209,7 +214,7 @@ class Replacer:
             return []
         self.state = State.READY
         word = ServerReady(now_s - self.started_s)
-        return [*(Tell(child, word) for child in self._alive), BecameReady()]
+        return [SaveReport(), *(Tell(child, word) for child in self._alive), BecameReady()]
 
     def _exited(self, child: ChildKey, returncode: int, now_s: float) -> list[Effect]:
         life = self._alive.pop(child, None)

@@ -11,6 +11,8 @@ from typing import Any
 from srt.managers.child_process import ChildKey
 from srt.protocol.messages import FromChild, Progress, Ready, Scalar
 
+STARTUP_FILE = "startup.json"  # in the run directory, written when the server is ready
+
 
 @dataclass(slots=True)
 class ChildStartup:
@@ -74,7 +76,9 @@ class StartupReport:
         }
 
     def write(self, path: Path, ready_s: float) -> None:
-        path.write_text(json.dumps(self.as_json(ready_s)), "utf-8")
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(self.as_json(ready_s)), "utf-8")
+        part.rename(path)  # whole or not there
 
     def table(self) -> str:
         """One line per process: when it was started and how long each phase took."""

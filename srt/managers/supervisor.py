@@ -25,6 +25,7 @@ from srt.managers.replacer import (
     Kill,
     LinkLost,
     Replacer,
+    SaveReport,
     State,
     StopAsked,
     Stopping,
@@ -32,14 +33,13 @@ from srt.managers.replacer import (
 )
 from srt.managers.run_dir import RunDir
 from srt.managers.signal_pipe import STOP_SIGNALS, SignalPipe
-from srt.managers.startup_report import StartupReport
+from srt.managers.startup_report import STARTUP_FILE, StartupReport
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import ChildStart, EngineStarted, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
 from srt.protocol.stream import MessageStream
 
 GENERATION = 1
 GRACE_S = 25.0  # for requests that run when the server is asked to stop; a container gets 30 s or less as a rule
-STARTUP_FILE = "startup.json"  # in the run directory, written when the server is ready
 
 
 class Supervisor:
@@ -199,6 +199,8 @@ class Supervisor:
                             self._streams[child].send(message)
                 case Kill(child):
                     self._kill(child)
+                case SaveReport():
+                    self._report.write(self._run_dir.path / STARTUP_FILE, time.monotonic())
                 case BecameReady():
                     self._announce_ready()
                 case Stopping(grace_s):
@@ -217,9 +219,7 @@ class Supervisor:
                 os.killpg(self._children[key].popen.pid, signal.SIGKILL)
 
     def _announce_ready(self) -> None:
-        now_s = time.monotonic()
-        took_s = now_s - self._report.started_s
-        self._report.write(self._run_dir.path / STARTUP_FILE, now_s)
+        took_s = time.monotonic() - self._report.started_s
         if self._plan.args.log_level == "debug":
             self._display.say(self._report.table())
         where = f" at {self._plan.url}" if self._plan.url else ""

@@ -15,6 +15,7 @@ from srt.managers.replacer import (
     Kill,
     LinkLost,
     Replacer,
+    SaveReport,
     State,
     StopAsked,
     Stopping,
@@ -56,7 +57,7 @@ def test_the_server_is_ready_when_the_last_child_is_and_all_are_told() -> None:
     for child in ALL[:-1]:
         assert replacer.handle(ChildSpoke(child, Ready({})), 2.0) == []
     effects = replacer.handle(ChildSpoke(ALL[-1], Ready({})), 4.5)
-    assert effects == [*(Tell(child, ServerReady(4.5)) for child in ALL), BecameReady()]
+    assert effects == [SaveReport(), *(Tell(child, ServerReady(4.5)) for child in ALL), BecameReady()]
 
 
 def test_a_stop_goes_from_frontends_to_scheduler_to_workers() -> None:
