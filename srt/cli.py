@@ -18,9 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     match command:
         case "serve":
-            from srt import launch_server
+            from srt.launch_server import main as launch
 
-            return launch_server.main(rest)
+            return launch(rest)
         case "--version" | "-V":
             print(f"srt {srt.__version__}")
             return 0
