@@ -25,6 +25,7 @@ from srt.utils.errors import StartError
 
 Result = TypeVar("Result")
 Answer = dict[str, Any]
+REASON_S = 5.0  # for the supervisor to say why the engine has ended
 LAST_CALLS_S = 1.0  # for pending calls to learn that the engine has ended
 
 
@@ -40,6 +41,7 @@ class LocalEngine:
         self._service = Service(args)
         self._manager: TokenizerManager | None = None
         self._death: str | None = None  # why the engine is gone
+        self._dead = asyncio.Event()
 
     def start(self) -> None:
         """Wait until the engine takes requests; StartError with the reason if it never will."""
@@ -85,7 +87,16 @@ class LocalEngine:
         if self._death is not None:
             work.close()
             raise EngineDied(self._death)
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(self._explained(work), self._loop)
+
+    async def _explained(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The link to the scheduler breaks first, but the supervisor knows why."""
+        try:
+            return await work
+        except EngineDied as error:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._dead.wait(), REASON_S)
+            raise EngineDied(self._death or error.message) from None
 
     # ---- Calls, on the loop
 
@@ -160,6 +171,7 @@ class LocalEngine:
 
     def _died(self, reason: str) -> None:
         self._death = self._death or reason
+        self._dead.set()
         if self._manager is not None:
             self._manager.engine_died(self._death)
 
