@@ -18,7 +18,7 @@ from srt.protocol.messages import Admission
 A = TypeVar("A")
 HostArray = NDArray[Any]
 NO_TOP_P = 2.0  # above every sum of probabilities, rounding included: the filter leaves everything
-FILTER_ALL_BUT_TOP_K = 1 << 62
+NO_TOP_K = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class SamplingTable:
         slot, spec = admission.slot, admission.sampling
         self._temperature[slot] = spec.temperature
         self._seed[slot] = np.uint64(admission.seed).astype(np.int64)
-        self._top_k[slot] = spec.top_k if spec.top_k > 0 else FILTER_ALL_BUT_TOP_K
+        self._top_k[slot] = spec.top_k if spec.top_k > 0 else NO_TOP_K
         self._top_p[slot] = spec.top_p if spec.top_p < 1 else NO_TOP_P
         self._min_p[slot] = spec.min_p
         self._repetition[slot] = spec.repetition_penalty

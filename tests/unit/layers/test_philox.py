@@ -48,6 +48,13 @@ def test_noise_of_a_token_is_the_same_bits_wherever_it_lies(monkeypatch: pytest.
     assert torch.equal(gumbel_noise(seeds, positions, 0, 259), whole)
 
 
+@pytest.mark.gpu
+def test_noise_on_a_gpu_is_that_of_the_cpu_but_for_rounding() -> None:
+    seeds, positions = signed(range(64)), torch.arange(64) * 1000
+    there = gumbel_noise(seeds.cuda(), positions.cuda(), 5, 3001).cpu()
+    torch.testing.assert_close(there, gumbel_noise(seeds, positions, 5, 3001), rtol=2e-7, atol=1e-9)
+
+
 def test_noise_is_gumbel_distributed() -> None:
     noise = gumbel_noise(signed(range(200)), torch.arange(200), 0, 2000).numpy()
     assert abs(noise.mean() - 0.5772) < 0.01
