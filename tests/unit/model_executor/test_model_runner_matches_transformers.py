@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers import logits_processor
 from srt.protocol.messages import LogprobSpec, RowLogprobs, SamplingSpec, int32_array
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.oracle import Oracle
@@ -162,7 +163,10 @@ def rows_of(parts: list[RowLogprobs], top: int, num_ids: int) -> tuple[list[int]
 
 @pytest.mark.parametrize("chunk", [7, 1 << 30])
 @pytest.mark.parametrize("prompt_start", [0, 1, 20])
-def test_logprobs_are_the_models_own_log_softmax(checkpoint: CheckpointFactory, chunk: int, prompt_start: int) -> None:
+def test_logprobs_are_the_models_own_log_softmax(
+    checkpoint: CheckpointFactory, chunk: int, prompt_start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logits_processor, "BLOCK_ELEMENTS", 11 * VOCABULARY)  # several blocks, the last not full
     folder = checkpoint("llama")
     prompt = token_ids(np.random.default_rng(4), 45, VOCABULARY)
     asked = [5, 17, 300]
