@@ -14,6 +14,7 @@ from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import answer_call, event
 from srt.managers.io_struct import ChoiceUpdate, RequestError
 from srt.managers.native_shapes import WEIGHT_VERSION, NativeAnswer, parse_generate
+from srt.managers.request_checks import check_label
 from srt.managers.request_schema import RequestBody, bad_parameter
 
 FLUSH_RETRY_S = 0.05
@@ -190,5 +191,6 @@ async def abort_request(exchange: Exchange, service: Service) -> None:
         raise bad_parameter("rid", "and abort_all exclude each other: give one of them")
     if not given.abort_all and not given.rid:
         raise bad_parameter("rid", "is required, unless abort_all is true")
+    check_label("rid", given.rid or "")
     await service.engine().abort_label("" if given.abort_all else given.rid or "")
     await exchange.send(200, b"")

@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, LogprobRequest, RequestError, TokenLogprob
-from srt.managers.request_schema import RequestBody, SamplingParamsOf, bad_parameter, checked_sampling_params
+from srt.managers.request_schema import (
+    RequestBody,
+    SamplingParamsOf,
+    bad_parameter,
+    cache_namespace,
+    checked_sampling_params,
+)
 from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
 
 MAX_BATCH = 4096
@@ -78,7 +84,7 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
             rid=rids[i],
             logprobs=_logprob_request(wants_logprob[i], starts[i], tops[i], token_ids[i]),
             priority=priorities[i],
-            cache_salt=f"{salts[i]}\0{keys[i]}" if keys[i] else salts[i],
+            cache_salt=cache_namespace(salts[i], keys[i]),
         )
         for i in range(count)
     ]

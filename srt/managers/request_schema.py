@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from srt.managers.io_struct import RequestError
+from srt.managers.request_checks import MAX_LABEL_CHARS
 from srt.sampling.sampling_params import ParameterError, SamplingParams
 
 NEUTRAL: tuple[Any, ...] = (None, False, "", 0, [], {})
@@ -72,6 +73,16 @@ def renamed(error: RequestError, written_as: dict[str, str]) -> RequestError:
     return RequestError(error.status, message, parameter, error.retry_after_s)
 
 
+def cache_namespace(salt: str, extra_key: str) -> str:
+    """Prefixes are shared only between requests that give the same salt and the same key."""
+    if not extra_key:
+        return salt
+    joined = f"{salt}\0{extra_key}"
+    if len(joined) > MAX_LABEL_CHARS:
+        raise bad_parameter("extra_key", f"and cache_salt may have at most {MAX_LABEL_CHARS - 1} characters together")
+    return joined
+
+
 def _is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
     return any(type(value) is type(candidate) and value == candidate for candidate in allowed)
 
@@ -83,7 +94,8 @@ def _explain(body: type[RequestBody], error: ValidationError) -> RequestError:
     if kind == "missing":
         return bad_parameter(path, "is required")
     if kind == "extra_forbidden":
-        return bad_parameter(path, "is not a known parameter")
+        shown = path if path.isascii() and path.isprintable() and path else repr(path)
+        return RequestError(400, f"{shown} is not a known parameter.", str(first["loc"][0])[:200])
     if kind == "value_error":
         return bad_parameter(path, first["msg"].removeprefix("Value error, "))
     if kind.startswith(("greater_than", "less_than", "too_long", "too_short", "string_too")):

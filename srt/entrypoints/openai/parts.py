@@ -10,6 +10,7 @@ from typing import Any
 
 from srt.entrypoints.openai.schema import OpenAIBody, StreamOptions
 from srt.managers.io_struct import ChoiceUpdate, Finish, TokenLogprob
+from srt.managers.request_schema import bad_parameter
 from srt.managers.tokenizer_manager import TokenizerManager
 
 
@@ -24,6 +25,8 @@ class Identity:
     @classmethod
     def new(cls, prefix: str, body: OpenAIBody, model: str) -> Identity:
         """The client's rid is the answer's id, so that /abort_request knows it; otherwise one is drawn."""
+        if body.rid == "":
+            raise bad_parameter("rid", "must not be empty")
         return cls(body.rid or f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
 
     def head(self, kind: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from srt.managers.io_struct import LogprobRequest
-from srt.managers.request_schema import RequestBody, bad_parameter
+from srt.managers.request_schema import RequestBody, bad_parameter, cache_namespace
 from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -86,7 +86,8 @@ class OpenAIBody(RequestBody):
         "response_format": ({"type": "text"},),
     }
     MEANINGLESS: ClassVar[frozenset[str]] = frozenset(
-        "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention log_metrics no_logs".split()
+        "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options"
+        " log_metrics no_logs".split()
     )
 
     def sampling(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class OpenAIBody(RequestBody):
 
     @property
     def salt(self) -> str:
-        return f"{self.cache_salt}\0{self.extra_key}" if self.extra_key else self.cache_salt
+        return cache_namespace(self.cache_salt, self.extra_key)
 
     def check_stream_options(self) -> StreamOptions:
         if self.stream_options is None:
@@ -154,7 +155,7 @@ class ChatBody(OpenAIBody):
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
-        "reasoning_effort": (),
+        "reasoning_effort": ("none",),
         "verbosity": ("medium",),
         "web_search_options": (),
         "moderation": (),

@@ -14,9 +14,10 @@ from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import joined
 from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, RequestError, TokenLogprob
 from srt.managers.model_facts import ModelFacts
+from srt.managers.request_checks import build_request, check_form, check_ids
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import Scalar, SchedulerHello
-from srt.sampling.sampling_params import ParameterError, SamplingParams
+from srt.sampling.sampling_params import SamplingParams
 from srt.server_args import ServerArgs
 
 VOCAB_SIZE = 1000
@@ -110,22 +111,11 @@ class FakeEngine:
         return handle
 
     def _check(self, request: GenerateInput) -> None:
-        name = "text" if request.text is not None else "input_ids"
-        if not prompt_ids(request):
-            raise RequestError(400, f"{name} must not be empty.", name)
-        if any(not 0 <= token_id < VOCAB_SIZE for token_id in (*prompt_ids(request), *request.logprobs.ids)):
-            raise RequestError(400, f"{name} has a token id outside the vocabulary.", name)
-        if len(prompt_ids(request)) >= CONTEXT:
-            raise RequestError(400, f"{name} is longer than the context.", name)
-        wanted = request.params.max_new_tokens or 0
-        if not request.params.may_shorten and len(prompt_ids(request)) + wanted > CONTEXT:
-            raise RequestError(400, "max_new_tokens does not fit.", "max_new_tokens")
-        try:
-            request.params.check_vocabulary(VOCAB_SIZE)
-        except ParameterError as error:
-            raise RequestError(400, f"{error}.", error.name) from error
+        check_form(request)
+        build_request(request, prompt_ids(request), rid=0, label="", seed=0, model=self.model, limits=self.limits)
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        check_ids("tokens", ids, VOCAB_SIZE)
         return "".join(map(chr, ids))
 
     def token_text(self, token_id: int) -> str:

@@ -189,7 +189,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"logprobs": 1}, "logprobs", "true or false"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "exclude each other"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be"),
-        ({"max_completion_tokens": 10**6}, "max_completion_tokens", "max_completion_tokens does not fit"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens", "max_completion_tokens is 1000000, but"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be"),
         ({"continue_final_message": True}, "continue_final_message", "needs a last message of the assistant"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
