@@ -1,0 +1,189 @@
+"""The official Python client, against the real server: nothing in it had to be changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.e2e.conftest import ALIAS, Server
+
+pytestmark = pytest.mark.e2e
+
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
+ENDLESS: dict[str, Any] = {"ignore_eos": True}
+
+
+@pytest.fixture
+def api(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_models_are_listed(api: openai.OpenAI, server: Server) -> None:
+    assert [model.id for model in api.models.list()] == [server.model, ALIAS]
+    assert api.models.retrieve(ALIAS).id == ALIAS
+    with pytest.raises(openai.NotFoundError):
+        api.models.retrieve("gpt-4")
+
+
+def test_a_completion(api: openai.OpenAI, server: Server) -> None:
+    answer = api.completions.create(model=server.model, prompt="Hello", max_tokens=5, seed=1, extra_body=ENDLESS)
+    assert (answer.object, answer.model, len(answer.choices)) == ("text_completion", server.model, 1)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+    assert answer.usage.prompt_tokens_details is not None
+
+
+def test_a_completion_of_many_prompts_with_choices_logprobs_and_echo(api: openai.OpenAI, server: Server) -> None:
+    answer = api.completions.create(
+        model=server.model, prompt=["Hello", "World"], max_tokens=3, n=2, logprobs=2, echo=True, extra_body=ENDLESS
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice in answer.choices:
+        logprobs = choice.logprobs
+        assert logprobs is not None
+        assert logprobs.tokens is not None
+        assert logprobs.token_logprobs is not None
+        assert len(logprobs.tokens) == len(logprobs.token_logprobs)
+        assert choice.text.startswith(("Hello", "World"))
+        assert logprobs.token_logprobs[0] is None
+        assert all(value <= 0 for value in logprobs.token_logprobs[1:])
+
+
+def test_a_chat(api: openai.OpenAI, server: Server) -> None:
+    answer = api.chat.completions.create(
+        model=server.model,
+        messages=[{"role": "system", "content": "Be brief."}, *HELLO],
+        max_completion_tokens=6,
+        n=2,
+        seed=4,
+        logprobs=True,
+        top_logprobs=3,
+        user="me",
+        extra_body=ENDLESS,
+    )
+    assert answer.object == "chat.completion"
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice in answer.choices:
+        assert choice.message.role == "assistant"
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == 6
+        for token in choice.logprobs.content:
+            assert len(token.top_logprobs) == 3
+            assert token.top_logprobs[0].logprob >= token.logprob
+    assert answer.choices[0].message.content != answer.choices[1].message.content
+
+
+def test_a_seed_repeats_an_answer(api: openai.OpenAI, server: Server) -> None:
+    answers = {
+        api.chat.completions.create(model=server.model, messages=HELLO, max_tokens=16, seed=9, temperature=1.2)
+        .choices[0]
+        .message.content
+        for _ in range(3)
+    }
+    assert len(answers) == 1
+
+
+def test_a_streamed_chat_equals_the_whole_one(api: openai.OpenAI, server: Server) -> None:
+    wanted: dict[str, Any] = {"model": server.model, "messages": HELLO, "max_tokens": 20, "seed": 2}
+    whole = api.chat.completions.create(**wanted, extra_body=ENDLESS)
+    pieces, reasons, usage = "", [], None
+    for chunk in api.chat.completions.create(
+        **wanted, stream=True, stream_options={"include_usage": True}, extra_body=ENDLESS
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            pieces += choice.delta.content or ""
+            reasons.append(choice.finish_reason)
+    assert pieces == whole.choices[0].message.content
+    assert [reason for reason in reasons if reason] == ["length"]
+    assert usage is not None
+    assert usage.completion_tokens == 20
+
+
+def test_the_clients_own_stream_helper_understands_the_chunks(api: openai.OpenAI, server: Server) -> None:
+    until = {**ENDLESS, "stop_regex": "(?s).....", "no_stop_trim": True}
+    with api.chat.completions.stream(model=server.model, messages=HELLO, max_tokens=99, extra_body=until) as stream:
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+        assert stream.get_final_completion().choices[0].message.content == text
+
+
+def test_a_streamed_completion(api: openai.OpenAI, server: Server) -> None:
+    stream = api.completions.create(model=server.model, prompt=[5, 6, 7], max_tokens=6, stream=True, extra_body=ENDLESS)
+    reasons = [chunk.choices[0].finish_reason for chunk in stream]
+    assert reasons[-1] == "length"
+
+
+def test_a_stream_can_be_closed_early(api: openai.OpenAI, server: Server) -> None:
+    stream = api.chat.completions.create(
+        model=server.model, messages=HELLO, max_tokens=3000, stream=True, extra_body=ENDLESS
+    )
+    next(iter(stream))
+    stream.close()
+    with server.client() as client:
+        assert client.post("/flush_cache", params={"timeout": 60}).status_code == 200
+
+
+def test_the_async_client_runs_many_at_once(server: Server) -> None:
+    async def go() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", timeout=60) as api:
+
+            async def one(number: int) -> str:
+                stream = await api.chat.completions.create(
+                    model=server.model, messages=HELLO, max_tokens=10, seed=number % 4, stream=True, extra_body=ENDLESS
+                )
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            return await asyncio.gather(*map(one, range(16)))
+
+    answers = asyncio.run(go())
+    assert all(answers[number] == answers[number % 4] for number in range(16))
+    assert len(set(answers)) == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "parameter"),
+    [
+        ({"temperature": 2000}, openai.BadRequestError, "temperature"),
+        ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens"),
+        ({"model": "gpt-4"}, openai.NotFoundError, "model"),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"extra_body": {"bogus": 1}}, openai.BadRequestError, "bogus"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_errors_are_the_clients_own_kinds(
+    api: openai.OpenAI,
+    server: Server,
+    more: dict[str, Any],
+    error: type[openai.APIStatusError],
+    parameter: str,
+    stream: bool,
+) -> None:
+    with pytest.raises(error) as caught:
+        api.chat.completions.create(**{"model": server.model, "messages": HELLO, "stream": stream, **more})
+    assert caught.value.param == parameter
+    assert parameter in caught.value.message
+
+
+def test_a_timeout_of_the_client_frees_the_request(api: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        api.with_options(timeout=0.05).chat.completions.create(
+            model=server.model, messages=HELLO, max_tokens=3000, extra_body=ENDLESS
+        )
+    with server.client() as client:
+        assert client.post("/flush_cache", params={"timeout": 60}).status_code == 200
+
+
+def test_the_raw_response_has_a_request_id(api: openai.OpenAI) -> None:
+    response = api.models.with_raw_response.list()
+    assert response.headers["x-request-id"]
