@@ -166,8 +166,8 @@ class TokenizerManager:
 
     async def close(self) -> None:
         """Abort everything and let go of the link."""
-        for rid in list(self._live):
-            self._abort(rid)
+        for rid in self._ledger.live_rids():
+            self._apply(self._ledger.end(rid))
         self.engine_died("it was shut down")
         self._threads.shutdown(wait=False, cancel_futures=True)
 

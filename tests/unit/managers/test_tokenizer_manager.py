@@ -1,0 +1,585 @@
+"""The TokenizerManager on a real socket, against a scheduler whose every word the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from srt.managers.io_struct import ChoiceUpdate, EngineDied, GenerateInput, LogprobRequest, RequestError, TokenLogprob
+from srt.managers.tokenizer_manager import LONG_TEXT_CHARS, RequestHandle, TokenizerManager, seed_source
+from srt.protocol.messages import (
+    Abort,
+    AbortLabel,
+    AskRange,
+    ControlReply,
+    FlushCache,
+    FrontendHello,
+    GenerateRequest,
+    GetState,
+    Load,
+    Refused,
+    Rejected,
+    TokenLogprobs,
+    int32_array,
+)
+from srt.sampling.sampling_params import SamplingParams, choice_seed
+from srt.server_args import ServerArgs
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.fake_scheduler import PATIENCE_S, FakeScheduler, ended
+
+World = Callable[[TokenizerManager, FakeScheduler], Awaitable[None]]
+
+
+@pytest.fixture
+def play(qwen3_checkpoint: Path) -> Callable[..., None]:
+    """`play(story)` runs `async def story(manager, scheduler)` with the two connected; in the end nothing may be left behind."""
+
+    def run(story: World, runner: Callable[[Any], Any] = asyncio.run, **options: Any) -> None:
+        async def main() -> None:
+            async with connected(qwen3_checkpoint, **options) as (manager, scheduler):
+                await scheduler.welcome()
+                await manager.wait_ready()
+                async with asyncio.timeout(PATIENCE_S):
+                    await story(manager, scheduler)
+                    await nothing_left(manager)
+
+        runner(main())
+
+    return run
+
+
+@asynccontextmanager
+async def connected(folder: Path, **options: Any) -> AsyncIterator[tuple[TokenizerManager, FakeScheduler]]:
+    with tempfile.TemporaryDirectory() as run_dir:
+        scheduler = FakeScheduler(run_dir)
+        args = ServerArgs(model_path=str(folder), **options)
+        manager = await TokenizerManager.connect(
+            index=0, generation=1, run_dir=run_dir, model_folder=str(folder), args=args
+        )
+        try:
+            yield manager, scheduler
+        finally:
+            await manager.close()
+            scheduler.close()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Let the loop turn until something has arrived that nobody can wait for."""
+    while not is_so():  # noqa: ASYNC110 - there is no event, on purpose: only this test looks
+        await asyncio.sleep(0)
+
+
+async def nothing_left(manager: TokenizerManager) -> None:
+    await until(lambda: not any(value for name, value in manager.stats().items() if name.startswith("live_")))
+
+
+def ask(manager: TokenizerManager, text: str = "Once upon a time", **params: Any) -> GenerateInput:
+    return GenerateInput(params=manager.sampling_params(params), text=text)
+
+
+async def begin(
+    manager: TokenizerManager, scheduler: FakeScheduler, request: GenerateInput
+) -> tuple[RequestHandle, GenerateRequest]:
+    handle = await manager.submit(request)
+    return handle, await scheduler.expect(GenerateRequest)
+
+
+async def read_all(handle: RequestHandle) -> list[ChoiceUpdate]:
+    return [update async for updates in handle for update in updates]
+
+
+def whole(updates: list[ChoiceUpdate]) -> tuple[str, tuple[int, ...]]:
+    return "".join(u.text for u in updates), tuple(i for u in updates for i in u.ids)
+
+
+# ---- A request's life
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_an_answer_streams_and_equals_the_whole_one(play: Callable[..., None], runner: Callable[[Any], Any]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        ids = await manager.tokenize("there was a fox who could not sleep, né 你好")
+        for stream in (True, False):
+            handle, request = await begin(manager, scheduler, ask(manager, max_new_tokens=len(ids), sampling_seed=5))
+            assert (request.seed, request.sampling.max_new_tokens) == (5, len(ids))
+            assert request.prompt_ids.tolist() == await manager.tokenize("Once upon a time")
+            for first, token in enumerate(ids[:-1]):
+                scheduler.send_tokens(request.rid, [token], first=first)
+            end = ended(request.rid, len(ids), cached_tokens=2)
+            scheduler.send_tokens(request.rid, ids[-1:], first=len(ids) - 1, done=end)
+            updates = await read_all(handle) if stream else await handle.collect()
+            assert whole(updates) == (manager.detokenize(ids), tuple(ids))
+            assert updates[0].prompt_ids == handle.prompt_ids == tuple(request.prompt_ids.tolist())
+            last = updates[-1]
+            assert (last.completion_tokens, last.prompt_tokens) == (len(ids), len(request.prompt_ids))
+            assert (last.cached_tokens, last.seed, last.rid) == (2, 5, handle.rid)
+            assert last.finish is not None
+            assert (last.finish.kind, last.finish.length) == ("length", len(ids))
+            assert all(update.finish is None for update in updates[:-1])
+
+    play(story, runner)
+
+
+def test_a_slow_reader_gets_everything_in_one_piece(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        ids = await manager.tokenize("there was a fox")
+        handle, request = await begin(manager, scheduler, ask(manager))
+        for first, token in enumerate(ids):
+            scheduler.send_tokens(request.rid, [token], first=first)
+        await until(lambda: manager.stats()["num_output_tokens"] == len(ids))
+        (update,) = await anext(handle)
+        assert (update.text, update.ids) == ("there was a fox", tuple(ids))
+        scheduler.send_tokens(request.rid, [], first=len(ids), done=ended(request.rid, len(ids)))
+        await read_all(handle)
+
+    play(story)
+
+
+def test_the_eos_is_an_id_of_the_answer_and_no_text(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        eos = manager.model.eos_ids[0]
+        for skip in (True, False):
+            handle, request = await begin(manager, scheduler, ask(manager, skip_special_tokens=skip))
+            assert request.sampling.stop_ids.tolist() == sorted(manager.model.eos_ids)
+            (word,) = await manager.tokenize("a")
+            scheduler.send_tokens(request.rid, [word, eos], done=ended(request.rid, 2, "stop", matched=eos))
+            (update,) = await handle.collect()
+            assert (update.text, update.ids, update.completion_tokens) == ("a", (word, eos), 2)
+            assert update.finish is not None
+            assert (update.finish.kind, update.finish.matched) == ("stop", eos)
+
+    play(story)
+
+
+def test_a_stop_string_ends_the_choice_here_and_aborts_it_there(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        ids = [await manager.tokenize(word) for word in ("a", "b", "c", "d")]
+        flat = [i for word in ids for i in word]
+        logprobs = LogprobRequest(output=True)
+        request = replace(ask(manager, stop="bc", max_new_tokens=50), logprobs=logprobs)
+        handle, message = await begin(manager, scheduler, request)
+        empty = np.zeros(0, np.float32)
+        rows = TokenLogprobs(message.rid, 0, False, 0, np.zeros(4, np.float32), int32_array(), empty, empty)
+        scheduler.send_tokens(message.rid, flat, logprobs=[rows])
+        (update,) = await read_all(handle)
+        assert (update.text, update.ids, update.completion_tokens) == ("a", tuple(flat[:3]), 3)
+        assert len(update.output_logprobs) == 3
+        assert update.finish is not None
+        assert (update.finish.kind, update.finish.matched) == ("stop", "bc")
+        assert await scheduler.expect(Abort) == Abort(message.rid, 0)
+        scheduler.send_tokens(message.rid, flat[:1], first=4, done=ended(message.rid, 5, "abort"))
+
+    play(story)
+
+
+def test_choices_of_one_request_end_on_their_own(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        (a,), (b,) = await manager.tokenize("a"), await manager.tokenize("b")
+        handle, request = await begin(manager, scheduler, ask(manager, n=3, stop="b", sampling_seed=9))
+        assert request.choices.tolist() == [0, 1, 2]
+        scheduler.send_ranges(
+            [(request.rid, 0, 0, [a]), (request.rid, 1, 0, [b]), (request.rid, 2, 0, [a])],
+            [ended(request.rid, 1, choice=2)],
+        )
+        assert await scheduler.expect(Abort) == Abort(request.rid, 1)
+        scheduler.send_tokens(request.rid, [a], first=1, done=ended(request.rid, 2))
+        updates = await handle.collect()
+        assert [u.index for u in updates] == [0, 1, 2]
+        assert [u.text for u in updates] == ["aa", "", "a"]
+        assert [u.seed for u in updates] == [choice_seed(9, i) for i in range(3)]
+        assert [u.finish.kind for u in updates if u.finish] == ["length", "stop", "length"]
+
+    play(story)
+
+
+def test_a_gap_is_asked_for_and_batches_are_acknowledged(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        ids = await manager.tokenize("there was a fox")
+        handle, request = await begin(manager, scheduler, ask(manager))
+        scheduler.send_tokens(request.rid, ids[2:], first=2, done=ended(request.rid, len(ids)))
+        assert await scheduler.expect(AskRange) == AskRange(request.rid, 0, 0)
+        scheduler.send_tokens(request.rid, ids, done=ended(request.rid, len(ids)))
+        assert whole(await read_all(handle)) == ("there was a fox", tuple(ids))
+        await until(lambda: scheduler.acknowledged == 1)
+
+    play(story)
+
+
+def test_logprobs_of_prompt_and_output_reach_the_reader(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        params = manager.sampling_params({})
+        asked = LogprobRequest(output=True, prompt_start=0, top=1, ids=(7,))
+        request = GenerateInput(params=params, input_ids=[5, 6], logprobs=asked)
+        handle, message = await begin(manager, scheduler, request)
+        assert (message.logprobs.output, message.logprobs.prompt_start, message.logprobs.top) == (True, 0, 1)
+        assert message.logprobs.ids.tolist() == [7]
+
+        def rows(is_prompt: bool, values: list[float]) -> TokenLogprobs:
+            array = np.asarray(values, np.float32)
+            return TokenLogprobs(message.rid, 0, is_prompt, 0, array, int32_array([3] * len(values)), array, array)
+
+        both = [rows(True, [math.nan, -2.0]), rows(False, [-1.0])]
+        scheduler.send_tokens(message.rid, [9], logprobs=both, done=ended(message.rid, 1))
+        (update,) = await handle.collect()
+        assert update.prompt_logprobs == (TokenLogprob(None, 5), TokenLogprob(-2.0, 6, ((-2.0, 3),), ((-2.0, 7),)))
+        assert update.output_logprobs == (TokenLogprob(-1.0, 9, ((-1.0, 3),), ((-1.0, 7),)),)
+
+    play(story)
+
+
+# ---- Ends that are not the model's
+
+
+def test_leaving_the_block_aborts_what_runs(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        handle, request = await begin(manager, scheduler, ask(manager))
+        with handle:
+            scheduler.send_tokens(request.rid, [5])
+            await anext(handle)
+        assert await scheduler.expect(Abort) == Abort(request.rid, -1)
+        assert await read_all(handle) == []
+        handle.abort()
+        await nothing_left(manager)
+        assert not scheduler.has_received()
+
+    play(story)
+
+
+def test_a_handle_that_nobody_has_any_more_aborts(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        _, request = await begin(manager, scheduler, ask(manager))
+        del _
+        gc.collect()
+        assert await scheduler.expect(Abort) == Abort(request.rid, -1)
+
+    play(story)
+
+
+def test_a_cancelled_wait_loses_nothing(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        handle, request = await begin(manager, scheduler, ask(manager))
+        waiting = asyncio.ensure_future(anext(handle))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        (word,) = await manager.tokenize("a")
+        scheduler.send_tokens(request.rid, [word], done=ended(request.rid, 1))
+        assert whole(await read_all(handle)) == ("a", (word,))
+
+    play(story)
+
+
+def test_an_abort_by_somebody_else_is_the_finish(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        handle, request = await begin(manager, scheduler, ask(manager))
+        scheduler.send_tokens(request.rid, [], done=ended(request.rid, 0, "abort"))
+        (update,) = await read_all(handle)
+        assert update.finish is not None
+        assert (update.finish.kind, bool(update.finish.message)) == ("abort", True)
+
+    play(story)
+
+
+def test_a_refusal_reaches_the_reader_with_its_status(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        handle, request = await begin(manager, scheduler, ask(manager))
+        scheduler.send(Refused(request.rid, 429, "The queue is full."))
+        with pytest.raises(RequestError, match="queue is full") as caught:
+            await handle.collect()
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+
+    play(story)
+
+
+def test_an_error_of_one_choice_ends_the_request_behind_what_it_said(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        (word,) = await manager.tokenize("a")
+        handle, request = await begin(manager, scheduler, ask(manager, n=2))
+        failure = ended(request.rid, 1, "error", status=500, message="No finite logits.")
+        scheduler.send_tokens(request.rid, [word], done=failure)
+        assert await scheduler.expect(Abort) == Abort(request.rid, -1)
+        (update,) = await anext(handle)
+        assert (update.text, update.finish) == ("a", None)
+        with pytest.raises(RequestError, match="finite logits"):
+            await anext(handle)
+        assert await read_all(handle) == []
+
+    play(story)
+
+
+def test_when_the_scheduler_goes_every_pending_call_says_so(qwen3_checkpoint: Path) -> None:
+    async def main() -> None:
+        async with connected(qwen3_checkpoint) as (manager, scheduler):
+            await scheduler.welcome()
+            await manager.wait_ready()
+            (word,) = await manager.tokenize("a")
+            handle, request = await begin(manager, scheduler, ask(manager))
+            collecting = asyncio.ensure_future((await manager.submit(ask(manager))).collect())
+            flushing = asyncio.ensure_future(manager.flush_cache())
+            await scheduler.expect(GenerateRequest)
+            await scheduler.expect(FlushCache)
+            scheduler.send_tokens(request.rid, [word])
+            scheduler.close()
+            (update,) = await anext(handle)
+            assert update.text == "a"
+            for pending in (anext(handle), collecting, flushing, manager.submit(ask(manager)), manager.wait_ready()):
+                with pytest.raises(EngineDied):
+                    await asyncio.wait_for(pending, PATIENCE_S)
+            assert "closed the connection" in await manager.wait_broken()
+            assert not manager.is_ready
+            await nothing_left(manager)
+
+    asyncio.run(main())
+
+
+def test_bytes_that_are_no_message_end_the_link(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        handle, _ = await begin(manager, scheduler, ask(manager))
+        scheduler.send_raw(b"nonsense")
+        with pytest.raises(EngineDied):
+            await handle.collect()
+
+    play(story)
+
+
+def test_another_protocol_is_told_from_a_dead_engine(qwen3_checkpoint: Path) -> None:
+    async def main() -> None:
+        async with connected(qwen3_checkpoint) as (manager, scheduler):
+            await scheduler.expect(FrontendHello)
+            scheduler.send(Rejected("another protocol"))
+            with pytest.raises(EngineDied, match="another protocol"):
+                await asyncio.wait_for(manager.wait_ready(), PATIENCE_S)
+
+    asyncio.run(main())
+
+
+def test_a_message_that_was_dropped_leaves_no_request_hanging(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        running, first = await begin(manager, scheduler, ask(manager))
+        scheduler.send_tokens(first.rid, [5])
+        await anext(running)
+        lost, second = await begin(manager, scheduler, ask(manager))
+        scheduler.send(Rejected("broken"))
+        with pytest.raises(RequestError, match="broken"):
+            await lost.collect()
+        assert await scheduler.expect(Abort) == Abort(second.rid, -1)
+        scheduler.send_tokens(first.rid, [6], first=1, done=ended(first.rid, 2))
+        assert (await read_all(running))[-1].finish is not None
+
+    play(story)
+
+
+def test_closing_aborts_what_runs(qwen3_checkpoint: Path) -> None:
+    async def main() -> None:
+        async with connected(qwen3_checkpoint) as (manager, scheduler):
+            await scheduler.welcome()
+            await manager.wait_ready()
+            handle, request = await begin(manager, scheduler, ask(manager))
+            await manager.close()
+            assert await scheduler.expect(Abort) == Abort(request.rid, -1)
+            with pytest.raises(EngineDied):
+                await handle.collect()
+
+    asyncio.run(main())
+
+
+# ---- What is refused before anything is sent
+
+WRONG: dict[str, tuple[Callable[[GenerateInput], GenerateInput], str, str]] = {
+    "both": (lambda r: replace(r, input_ids=[5]), "text", "exactly one"),
+    "neither": (lambda r: replace(r, text=None), "text", "exactly one"),
+    "empty text": (lambda r: replace(r, text=""), "text", "no tokens"),
+    "empty ids": (lambda r: replace(r, text=None, input_ids=[]), "input_ids", "no tokens"),
+    "half a surrogate pair": (lambda r: replace(r, text="a\ud800"), "text", "surrogate"),
+    "no text": (lambda r: replace(r, text=5), "text", "must be a string"),  # type: ignore[arg-type]
+    "no ids": (lambda r: replace(r, text=None, input_ids=["x"]), "input_ids", "list of integers"),  # type: ignore[list-item]
+    "boolean ids": (lambda r: replace(r, text=None, input_ids=[True]), "input_ids", "list of integers"),
+    "id too large": (lambda r: replace(r, text=None, input_ids=[512]), "input_ids", "id 512, .* vocabulary of 512"),
+    "id negative": (lambda r: replace(r, text=None, input_ids=[-1]), "input_ids", "id -1, .* vocabulary of 512"),
+    "id huge": (lambda r: replace(r, text=None, input_ids=[10**5000]), "input_ids", "bits"),
+    "too long": (lambda r: replace(r, text=None, input_ids=[5] * 512), "input_ids", "512 tokens.* holds 512"),
+    "rid empty": (lambda r: replace(r, rid=""), "rid", "empty"),
+    "rid long": (lambda r: replace(r, rid="x" * 257), "rid", "at most 256"),
+    "rid broken": (lambda r: replace(r, rid="\udfff"), "rid", "surrogate"),
+    "salt broken": (lambda r: replace(r, cache_salt="\udfff"), "cache_salt", "surrogate"),
+    "priority": (lambda r: replace(r, priority=1 << 40), "priority", "32 bits"),
+    "top": (lambda r: replace(r, logprobs=LogprobRequest(top=129)), "top_logprobs_num", "0 to 128"),
+    "logprob ids": (lambda r: replace(r, logprobs=LogprobRequest(ids=(512,))), "token_ids_logprob", "vocabulary"),
+    "many ids": (lambda r: replace(r, logprobs=LogprobRequest(ids=(1,) * 129)), "token_ids_logprob", "at most 128"),
+    "prompt start": (lambda r: replace(r, logprobs=LogprobRequest(prompt_start=-2)), "logprob_start_len", "-1"),
+    "start too far": (lambda r: replace(r, logprobs=LogprobRequest(prompt_start=99)), "logprob_start_len", "behind"),
+    "no boolean": (lambda r: replace(r, logprobs=LogprobRequest(output=1)), "return_logprob", "true"),  # type: ignore[arg-type]
+    "stop id": (lambda r: replace(r, params=SamplingParams(stop_token_ids=(512,))), "stop_token_ids", "512"),
+    "bias id": (lambda r: replace(r, params=SamplingParams(logit_bias=((512, 1.0),))), "logit_bias", "512"),
+    "wish": (lambda r: replace(r, params=SamplingParams(max_new_tokens=512)), "max_new_tokens", "is 512, .* fit"),
+    "minimum": (
+        lambda r: replace(r, params=SamplingParams(min_new_tokens=512, max_new_tokens=None)),
+        "min_new_tokens",
+        "is 512, .* fit",
+    ),
+}
+
+
+def test_a_request_that_cannot_be_served_is_refused_by_its_parameters_name(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        for case, (spoil, parameter, text) in WRONG.items():
+            with pytest.raises(RequestError, match=text) as caught:
+                await manager.submit(spoil(ask(manager)))
+            assert (caught.value.status, caught.value.parameter) == (400, parameter), case
+            assert parameter in caught.value.message, case
+        handle, request = await begin(manager, scheduler, ask(manager))
+        assert (request.rid, scheduler.has_received()) == (0, False)
+        handle.abort()
+
+    play(story)
+
+
+def test_a_default_limit_is_shortened_to_what_fits_and_no_limit_is_all_that_fits(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        for default in (128, None):
+            params = manager.sampling_params({}, default)
+            handle, request = await begin(manager, scheduler, GenerateInput(params=params, input_ids=[5] * 500))
+            assert request.sampling.max_new_tokens == 12
+            handle.abort()
+            await scheduler.expect(Abort)
+
+    play(story)
+
+
+def test_a_name_that_runs_is_taken_until_its_request_ends(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        named = replace(ask(manager), rid="mine")
+        handle, _ = await begin(manager, scheduler, named)
+        assert handle.rid == "mine"
+        with pytest.raises(RequestError, match="mine") as caught:
+            await manager.submit(named)
+        assert caught.value.parameter == "rid"
+        handle.abort()
+        await scheduler.expect(Abort)
+        again, _ = await begin(manager, scheduler, named)
+        again.abort()
+
+    play(story)
+
+
+def test_a_name_is_taken_while_its_text_is_tokenized(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        long = GenerateInput(params=SamplingParams(), text="a b" * LONG_TEXT_CHARS, rid="mine")
+        results = await asyncio.gather(manager.submit(long), manager.submit(long), return_exceptions=True)
+        assert [one.parameter for one in results if isinstance(one, RequestError)] == ["text", "rid"]
+
+    play(story)
+
+
+def test_nothing_is_taken_before_the_scheduler_is_ready(qwen3_checkpoint: Path) -> None:
+    async def main() -> None:
+        async with connected(qwen3_checkpoint) as (manager, scheduler):
+            hello = await scheduler.expect(FrontendHello)
+            assert hello.frontend == 0
+            assert not manager.is_ready
+            with pytest.raises(RequestError) as caught:
+                await manager.submit(ask(manager))
+            assert caught.value.status == 503
+
+    asyncio.run(main())
+
+
+def test_a_long_text_leaves_the_loop_to_others(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        text = "once upon a time " * LONG_TEXT_CHARS
+        tokenizing = asyncio.ensure_future(manager.tokenize(text))
+        turns = 0
+        while not tokenizing.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > 1
+        assert manager.detokenize(tokenizing.result()) == text
+
+    play(story)
+
+
+# ---- Seeds, control, text
+
+
+def test_seeds_are_drawn_anew_or_from_the_servers_seed() -> None:
+    fixed, same, other = seed_source(7, 0), seed_source(7, 0), seed_source(7, 1)
+    drawn = [fixed() for _ in range(50)]
+    assert drawn == [same() for _ in range(50)]
+    assert len({*drawn, *[other() for _ in range(50)], *[seed_source(None, 0)() for _ in range(50)]}) == 150
+    assert all(0 <= seed < 1 << 64 for seed in drawn)
+
+
+def test_calls_are_answered_by_number(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        flush = asyncio.ensure_future(manager.flush_cache())
+        state = asyncio.ensure_future(manager.get_state(deep=True))
+        abort = asyncio.ensure_future(manager.abort_label("x"))
+        flush_call = (await scheduler.expect(FlushCache)).call
+        state_call = await scheduler.expect(GetState)
+        abort_call = await scheduler.expect(AbortLabel)
+        assert (state_call.deep, abort_call.label) == (True, "x")
+        scheduler.send(ControlReply(abort_call.call, True, "", {"num_aborted": 3}))
+        scheduler.send(ControlReply(state_call.call, True, "well", {"num_running": 1}))
+        scheduler.send(ControlReply(99, True, "nobody asked", {}))
+        scheduler.send(ControlReply(flush_call, False, "requests run", {}))
+        assert await flush == (False, "requests run")
+        assert await state == (True, "well", {"num_running": 1})
+        assert await abort == 3
+
+    play(story)
+
+
+def test_the_last_load_is_known(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        load = Load(num_running=1, num_waiting=2, num_free_pages=3, num_steps=4)
+        scheduler.send(load)
+        await until(lambda: manager.load == load)
+
+    play(story)
+
+
+def test_the_models_facts_come_from_its_files(checkpoint: CheckpointFactory) -> None:
+    folder = checkpoint("qwen3", generation_config={"do_sample": True, "temperature": 0.6, "top_k": 20})
+
+    async def main() -> None:
+        async with connected(folder, sampling_defaults="model", context_length=100) as (manager, _):
+            assert (manager.model.context_length, manager.model.vocab_size) == (100, 512)
+            assert manager.model.architectures == ("Qwen3ForCausalLM",)
+            assert manager.model.has_chat_template
+            params = manager.sampling_params({"top_k": 3})
+            assert (params.temperature, params.top_k) == (0.6, 3)
+        async with connected(folder, sampling_defaults="openai") as (manager, _):
+            assert manager.sampling_params({}).temperature == 1.0
+
+    asyncio.run(main())
+
+
+def test_a_conversation_becomes_a_prompt(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        text = manager.apply_chat_template([{"role": "user", "content": "Hello"}])
+        assert text == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+        with pytest.raises(RequestError) as caught:
+            manager.apply_chat_template([{"content": "no role"}])
+        assert (caught.value.status, caught.value.parameter) == (400, "messages")
+
+    play(story)
+
+
+def test_one_token_has_text_and_bytes(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        (word,) = await manager.tokenize("a")
+        assert (manager.token_text(word), manager.token_bytes(word)) == ("a", b"a")
+        ids = await manager.tokenize("你")
+        assert b"".join(map(manager.token_bytes, ids)) == "你".encode()
+
+    play(story)
