@@ -58,7 +58,7 @@ class Settings:
             arrival_gap=rng.choice((0.0, 0.001, 0.02, 0.1)),
             delay=rng.choice((0.0001, 0.005, 0.03)),
             ack_delay=rng.choice((0.001, 0.05, 0.5)),
-            abort_share=rng.choice((0.0, 0.2, 0.6)),
+            abort_share=rng.choice((0.0, 0.3, 0.8)),
             resumed_share=rng.choice((0.0, 0.2)),
             breaks_down=rng.random() < 0.2,
             frontends_return=rng.random() < 0.2,

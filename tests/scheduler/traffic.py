@@ -34,7 +34,7 @@ class Traffic:
         self._num_requests += 1
         seed = rng.getrandbits(63) * 2 % (1 << 64) + self._num_requests % 2
         prompt, sampling = self._prompt(), self._sampling()
-        choices = list(range(rng.choice((1, 1, 1, 1, 2, 5))))
+        choices = list(range(rng.choice((1, 1, 1, 2, 5))))
         if len(choices) > 1 and rng.random() < 0.2:
             choices = choices[1:]  # the others are elsewhere, or have ended
         seeds = {choice: choice_seed(seed, choice) for choice in choices}

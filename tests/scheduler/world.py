@@ -13,6 +13,7 @@ from srt.protocol import messages
 from srt.protocol.messages import (
     Abort,
     AbortLabel,
+    AckBatch,
     ControlReply,
     FlushCache,
     FromFrontend,
@@ -35,6 +36,7 @@ from tests.scheduler.settings import Settings
 from tests.scheduler.traffic import Traffic
 
 PROTOCOL = "simulated"
+MAX_UNACKNOWLEDGED = 8
 _COUNTED = (
     "num_steps num_mixed_steps num_rows num_finished num_failed num_refused num_aborted_waiting num_aborted_prefill"
     " num_aborted_decode num_cached_tokens num_dropped_rows num_evicted_pages num_held_back"
@@ -59,6 +61,7 @@ class World:
         self._tick_is_due = False
         self._frontends = {number: FakeFrontend(number, self._rng) for number in range(s.num_frontends)}
         self._connected = dict(self._frontends)  # as the scheduler's process knows them
+        self._last_ack = dict.fromkeys(self._frontends, -1)
         self._retired: list[FakeFrontend] = []
         self._next_rid = 1
         self._next_call = 1
@@ -149,6 +152,7 @@ class World:
         if before is not frontend:
             for rid in before.sent:
                 self._watcher.end(frontend.number, rid, -1)
+            self._last_ack[frontend.number] = -1
         self._connected[frontend.number] = frontend
 
     def _arrive(self) -> None:
@@ -214,6 +218,7 @@ class World:
                     self._say(number, back, self.settings.ack_delay)
 
         if isinstance(message, TokenBatch):
+            assert message.number - self._last_ack[number] <= MAX_UNACKNOWLEDGED, f"frontend {number} is flooded"
             for done in message.done:
                 self._watcher.end(number, done.rid, done.choice)
         if isinstance(message, Refused):
@@ -240,6 +245,8 @@ class World:
             case _, AbortLabel(_, ""):
                 for frontend in self._frontends.values():
                     frontend.expect_aborts()
+            case Frontend(number), AckBatch(batch):
+                self._last_ack[number] = batch
             case _, StepResult():
                 self._watcher.see_result()
 
