@@ -12,7 +12,6 @@ import numpy as np
 
 from srt.managers.counters import Counters
 from srt.managers.kv_memory import KvMemory
-from srt.managers.prefix_followers import PrefixFollowers
 from srt.managers.request import Request, Status
 from srt.managers.slots import SlotTable
 from srt.managers.waiting import WaitingQueue
@@ -21,6 +20,7 @@ from srt.protocol.messages import Admission, Int32Array, Int64Array, PageDelta, 
 
 UNLIMITED = 1 << 40
 NO_SLOTS: Int64Array = np.zeros(0, np.int64)
+_NextPage = tuple[int, str, bytes]  # where the tree would go on: serial of the node, salt, ids of the page behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class _Draft:
     page_slots: list[Int64Array] = field(default_factory=list)
     page_counts: list[Int64Array] = field(default_factory=list)
     pages: list[Int32Array] = field(default_factory=list)
+    coming: set[_NextPage] = field(default_factory=set)  # what its rows compute next, behind the tree
+    aside: list[Request] = field(default_factory=list)  # wait for one of them, in the queue, until the next plan
 
     def add_pages(self, slot: int, pages: Int32Array) -> None:
         if len(pages):
@@ -69,7 +71,6 @@ class Planner:
         self._counters = counters
         self._chunk_size = UNLIMITED if chunk_size < 0 else chunk_size
         self._queue = WaitingQueue()
-        self._followers = PrefixFollowers(memory.page_size, enabled=memory.caches)
         self._running: list[Request | None] = [None] * slots.num_slots
         self._prefilling: list[Request] = []
         self._decoding = NO_SLOTS
@@ -120,6 +121,9 @@ class Planner:
         if not draft.extends and not len(decodes):
             return None
         self._publish(draft)
+        for request in draft.aside:
+            self._queue.push(request)
+        self._counters.num_held_back += len(draft.aside)
         self._counters.count_step(len(draft.extends), len(decodes))
         return self._finish_plan(step, draft, decodes)
 
@@ -156,6 +160,9 @@ class Planner:
         if samples:
             slots.submitted[slot] += 1
         request.num_chunks += 1
+        assert request.node is not None
+        if self._memory.caches:
+            draft.coming.add(self._next_page(request, request.node, request.num_in_tree))
         draft.extends.append(request)
         draft.starts.append(start)
         draft.counts.append(count)
@@ -168,10 +175,12 @@ class Planner:
             if request is None or request is self._no_room_for:
                 return
             node, cached = self._memory.pin_prefix(request)
-            if self._followers.stand_aside(request, node, len(cached)):
+            if self._is_coming(draft, request, node, len(cached)):
                 self._memory.unpin(node)
                 self._queue.pop()
-                self._counters.num_held_back += 1
+                draft.aside.append(request)
+                if len(draft.aside) == self._slots.num_free:
+                    return  # more than these cannot be admitted next time
             elif self._memory.has_room(request, len(cached)):
                 self._queue.pop()
                 self._start(request, node, cached)
@@ -181,6 +190,20 @@ class Planner:
                 self._memory.unpin(node)
                 self._no_room_for = request
                 return
+
+    def _is_coming(self, draft: _Draft, request: Request, node: RadixNode, num_cached: int) -> bool:
+        """Would this request compute a page that another one does in this very plan? Then the next plan has it in the cache.
+
+        Nobody waits for long: as long as budget is left, those in the plan compute all that they know.
+        """
+        if num_cached >= request.cacheable_pages(self._memory.page_size):
+            return False
+        return self._next_page(request, node, num_cached) in draft.coming
+
+    def _next_page(self, request: Request, node: RadixNode, num_pages: int) -> _NextPage:
+        """The page behind the request's first `num_pages`, which end at `node`."""
+        size = self._memory.page_size
+        return node.serial, request.salt, request.known_ids[num_pages * size : (num_pages + 1) * size].tobytes()
 
     def _start(self, request: Request, node: RadixNode, cached: Int32Array) -> None:
         self.num_waiting -= 1
@@ -205,7 +228,6 @@ class Planner:
         self._memory.admit(request, node, cached)
         self._running[request.slot] = request
         self._prefilling.append(request)
-        self._followers.announce(request)
         self._counters.num_prompt_tokens += request.num_known
         self._counters.num_cached_tokens += request.cached_tokens
 
@@ -226,7 +248,6 @@ class Planner:
         for request in draft.extends:
             computed = int(self._slots.computed[request.slot])
             self._memory.insert_computed(request, request.known_ids, computed)
-            self._requeue(self._followers.advance(request))
             request.prompt_done = computed == request.num_known
         if any(draft.samples):
             finished = [request for request in draft.extends if request.prompt_done]
@@ -262,16 +283,11 @@ class Planner:
         if keep_prefix:
             ids = np.concatenate((request.known_ids[: request.prompt_len], request.outputs))
             self._memory.insert_computed(request, ids, int(slots.computed[slot]))
-        self._requeue(self._followers.leave(request))
         self._memory.release(request)
         slots.release(slot)
         self._running[slot] = None
         self._prefilling = [other for other in self._prefilling if other is not request]
         self._something_ended = True
-
-    def _requeue(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._queue.push(request)
 
     def check(self) -> None:
         """AssertionError if slots, pages, promises and lists of requests do not agree."""

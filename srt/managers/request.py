@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -26,24 +25,14 @@ class Status(Enum):
     ENDED = "ended"
 
 
-@dataclass(slots=True)
-class Follower:
-    """A waiting request that lets `leader` compute the prefix that both have; worth waiting for up to `num_pages` pages."""
-
-    request: Request
-    num_pages: int
-
-
 class Request:
     """One choice. What changes at every step lies in the SlotTable while it runs."""
 
     __slots__ = (
-        "announced",
         "cached_tokens",
         "choice",
         "done",
         "done_batch",
-        "followers",
         "frontend",
         "incarnation",
         "known_ids",
@@ -99,10 +88,6 @@ class Request:
         self.num_in_tree = 0
         self.num_reserved = 0  # pages that it may have in all
         self.own_copies: list[Int32Array] = []  # of its first `num_in_tree` pages, those that the tree has twice
-        self.followers: list[Follower] = []
-        self.announced: tuple[int, str, bytes] | None = (
-            None  # the page that it computes next, if others may wait for it
-        )
 
     @property
     def key(self) -> tuple[int, int]:
