@@ -15,7 +15,9 @@ DEADLINE_S = 20.0
 
 
 async def health(exchange: Exchange, service: Service) -> None:
-    """Liveness: this process runs its loop. It waits for nothing, so it answers under any load."""
+    """Liveness: this process runs its loop, and has not lost its engine. It waits for nothing, so it answers under any load."""
+    if service.has_lost_engine:
+        raise RequestError(503, "The engine has ended.")
     await exchange.send(200, b"")
 
 

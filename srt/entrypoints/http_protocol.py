@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -9,13 +10,14 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADER_BYTES = 64 << 10
+MAX_HEADER_S = 20.0  # from the connection, or from a request's first byte, to the end of its headers
 
 
 class HttpProtocol(HttpToolsProtocol):
     """One connection.
 
     - A client that leaves is noticed by every request of the connection, not only by the last one that it pipelined.
-    - Greedy headers are refused.
+    - Greedy headers are refused, and slow ones are not waited for.
     - What is no HTTP is answered in the shape of every other error.
     """
 
@@ -23,9 +25,16 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._open_cycles: list[RequestResponseCycle] = []
         self._header_bytes = 0
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._header_timer = self.loop.call_later(MAX_HEADER_S, self._refuse_slow_header)
 
     def on_message_begin(self) -> None:
         self._header_bytes = 0
+        self._stop_header_timer()
+        self._header_timer = self.loop.call_later(MAX_HEADER_S, self._refuse_slow_header)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -37,11 +46,13 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._stop_header_timer()
         super().on_headers_complete()
         self._open_cycles = [cycle for cycle in self._open_cycles if not cycle.response_complete]
         self._open_cycles.append(self.cycle)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
         super().connection_lost(exc)
         for cycle in self._open_cycles:
             if not cycle.response_complete:
@@ -56,6 +67,14 @@ class HttpProtocol(HttpToolsProtocol):
             % (len(body), body)
         )
         self.transport.close()
+
+    def _refuse_slow_header(self) -> None:
+        self.transport.close()
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
     def _count_header(self, *parts: bytes) -> None:
         self._header_bytes += sum(map(len, parts))

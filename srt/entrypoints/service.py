@@ -51,6 +51,11 @@ class Service:
     def is_ready(self) -> bool:
         return self.status == READY and self._engine is not None and self._engine.is_ready
 
+    @property
+    def has_lost_engine(self) -> bool:
+        """There was an engine, and it does not answer any more."""
+        return self._engine is not None and not self._engine.is_ready
+
     def engine(self) -> TokenizerManager:
         """The engine for a new request; RequestError 503 while there is none."""
         if self.status == DRAINING:

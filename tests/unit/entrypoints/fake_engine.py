@@ -12,7 +12,7 @@ import httpx
 from srt.entrypoints.app import App
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import joined
-from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, RequestError, TokenLogprob
+from srt.managers.io_struct import ChoiceUpdate, EngineDied, Finish, GenerateInput, RequestError, TokenLogprob
 from srt.managers.model_facts import ModelFacts
 from srt.managers.request_checks import build_request, check_form, check_ids
 from srt.managers.tokenizer_manager import TokenizerManager
@@ -34,6 +34,18 @@ class FakeHandle:
         self.is_ended = False
         self.was_aborted = False
         self._script = script
+        self._failure: RequestError | None = None
+        self._last: list[ChoiceUpdate] = []
+        self._news = asyncio.Event()
+
+    def finish(self, updates: list[ChoiceUpdate]) -> None:
+        """What comes where the script says None."""
+        self._last = updates
+        self._news.set()
+
+    def fail(self, error: RequestError) -> None:
+        self._failure = error
+        self._news.set()
 
     def __aiter__(self) -> FakeHandle:
         return self
@@ -45,7 +57,8 @@ class FakeHandle:
             raise StopAsyncIteration
         step = self._script.pop(0)
         if step is None:
-            await asyncio.Event().wait()
+            await self._news.wait()
+            step = self._failure or self._last
         if isinstance(step, RequestError):
             raise step
         assert step is not None
@@ -80,6 +93,9 @@ class FakeEngine:
         self.ready = True
         self.handles: list[FakeHandle] = []
         self.has_submitted = asyncio.Event()
+        self.broken = asyncio.Event()
+        self.death = ""
+        self.is_closed = False
         self.aborted_labels: list[str] = []
         self.num_flushes_refused = 0
         self.difference = ""  # between the processes' tables
@@ -148,6 +164,23 @@ class FakeEngine:
     async def abort_label(self, label: str) -> int:
         self.aborted_labels.append(label)
         return 1
+
+    async def wait_ready(self) -> None:
+        pass
+
+    async def wait_broken(self) -> str:
+        await self.broken.wait()
+        return self.death
+
+    def engine_died(self, reason: str) -> None:
+        self.death = reason
+        self.ready = False
+        self.broken.set()
+        for handle in self.handles:
+            handle.fail(EngineDied(f"The engine has ended: {reason}."))
+
+    async def close(self) -> None:
+        self.is_closed = True
 
     def stats(self) -> dict[str, Scalar]:
         return {"live_requests": 0}

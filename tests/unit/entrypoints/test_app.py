@@ -33,6 +33,7 @@ def test_an_engine_that_is_away_is_a_503(path: str, body: dict[str, object]) -> 
     world.engine.ready = False
     assert world.post(path, body).status_code == 503
     assert world.get("/ready").status_code == 503
+    assert world.get("/health").status_code == 503
 
 
 def test_a_ready_server_says_so() -> None:

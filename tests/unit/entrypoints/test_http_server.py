@@ -1,0 +1,240 @@
+"""The frontend process from start to end, in this process: a real socket, a supervisor and an engine in the test's hands."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from srt.entrypoints import http_protocol
+from srt.entrypoints.http_server import Frontend
+from srt.managers.child import Child, SupervisorGone
+from srt.managers.tokenizer_manager import TokenizerManager
+from srt.protocol.messages import ChildStart, ServerReady, Stop
+from srt.server_args import ServerArgs
+from srt.utils.errors import StartError
+from tests.support.raw_http import RawRequest
+from tests.unit.entrypoints.fake_engine import FakeEngine, choice_update
+
+
+class FakeSupervisor:
+    """Both ends of the link: what the child sends is kept, what it shall receive is queued."""
+
+    def __init__(self) -> None:
+        args = ServerArgs(model_path="/m")
+        self.start = ChildStart("frontend", 3, 1, "/nowhere", "/m", 1, args)
+        self.phases: list[str] = []
+        self.is_ready = asyncio.Event()
+        self.beats: Any = None
+        self._orders: list[ServerReady | Stop | SupervisorGone] = []
+        self._ours, self._theirs = socket.socketpair()
+
+    def say(self, order: ServerReady | Stop | SupervisorGone) -> None:
+        self._orders.append(order)
+        self._ours.send(b".")
+
+    # ---- As the child sees it
+
+    def fileno(self) -> int:
+        return self._theirs.fileno()
+
+    def receive(self) -> ServerReady | Stop | None:
+        if not self._orders:
+            return None
+        self._theirs.recv(1)
+        order = self._orders.pop(0)
+        if isinstance(order, SupervisorGone):
+            raise order
+        return order
+
+    def report_phase(self, phase: str) -> None:
+        self.phases.append(phase)
+
+    def report_ready(self) -> None:
+        self.is_ready.set()
+
+    def start_heartbeats(self, progress_age_s: Any) -> None:
+        self.beats = progress_age_s
+
+    def close(self) -> None:
+        self._ours.close()
+        self._theirs.close()
+
+
+class Process:
+    """A frontend that runs; ended by the test, or at the end of the block."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.supervisor = FakeSupervisor()
+        self.engine = FakeEngine()
+        self.connecting = asyncio.Event()
+        self.may_connect = asyncio.Event()
+        self.may_connect.set()
+        self.error: Exception | None = None
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        async def connect(**_: Any) -> FakeEngine:
+            self.connecting.set()
+            await self.may_connect.wait()
+            if self.error:
+                raise self.error
+            return self.engine
+
+        monkeypatch.setattr(TokenizerManager, "connect", connect)
+        self.task = asyncio.create_task(Frontend(cast(Child, self.supervisor), listener).run())
+
+    async def begin(self) -> None:
+        await self.supervisor.is_ready.wait()
+        self.supervisor.say(ServerReady(2.5))
+        async with httpx.AsyncClient(base_url=self.url) as client:
+            while (await client.get("/ready")).status_code != 200:
+                pass
+
+    async def listens_no_more(self) -> None:
+        async with httpx.AsyncClient(base_url=self.url, headers={"connection": "close"}) as client:
+            with contextlib.suppress(httpx.TransportError):
+                while True:
+                    assert (await client.get("/ready")).status_code in (200, 503)
+
+
+@contextlib.asynccontextmanager
+async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
+    process = Process(monkeypatch)
+    try:
+        yield process
+    finally:
+        process.task.cancel()
+        await asyncio.gather(process.task, return_exceptions=True)
+        process.supervisor.close()
+
+
+def test_it_answers_503_until_the_whole_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process, httpx.AsyncClient(base_url=process.url) as client:
+            process.may_connect.clear()
+            await process.connecting.wait()
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.post("/generate", json={"text": "hi"})).status_code == 503
+            process.may_connect.set()
+            await process.supervisor.is_ready.wait()
+            assert (await client.post("/generate", json={"text": "hi"})).status_code == 503
+            await process.begin()
+            assert (await client.post("/generate", json={"text": "hi"})).json()["text"] == "Hello!"
+            info = (await client.get("/server_info")).json()
+            assert (info["startup_time"], info["frontend"]["index"], info["startup"]) == (2.5, 3, None)
+            assert process.supervisor.phases == ["tokenizer", "waiting for the engine"]
+            assert 0 <= process.supervisor.beats() < 60
+
+    asyncio.run(go())
+
+
+def test_told_to_stop_it_lets_what_runs_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            process.engine.script = lambda request: [[choice_update(request, "ab", 0)], None]
+            stream = await RawRequest.post(process.url + "/generate", {"text": "hi", "stream": True})
+            events = stream.events()
+            assert (await anext(events))["text"] == "a"
+            process.supervisor.say(Stop(60.0))
+            await process.listens_no_more()
+            (handle,) = process.engine.handles
+            handle.finish([choice_update(handle.request, "ab", 1)])
+            assert [event["text"] async for event in events] == ["ab"]
+            await process.task
+            assert process.engine.is_closed
+            await stream.close()
+
+    asyncio.run(go())
+
+
+def test_what_does_not_finish_within_the_grace_ends_with_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            process.engine.script = lambda request: [[choice_update(request, "ab", 0)], None]
+            stream = await RawRequest.post(process.url + "/generate", {"text": "hi", "stream": True})
+            waiting = await RawRequest.post(process.url + "/generate", {"text": "hi"})
+            events = stream.events()
+            await anext(events)
+            while len(process.engine.handles) < 2:
+                await process.engine.has_submitted.wait()
+                process.engine.has_submitted.clear()
+            process.supervisor.say(Stop(0.0))
+            (error,) = [event["error"] async for event in events]
+            assert (error["code"], error["retryable"]) == (503, True)
+            assert "shutting down" in error["message"]
+            assert await waiting.status() == 503
+            await process.task
+            await stream.close()
+            await waiting.close()
+
+    asyncio.run(go())
+
+
+def test_told_to_stop_while_it_starts_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            process.may_connect.clear()
+            await process.connecting.wait()
+            process.supervisor.say(Stop(5.0))
+            await process.task
+
+    asyncio.run(go())
+
+
+def test_a_checkpoint_that_cannot_be_used_is_a_start_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            process.error = StartError("The tokenizer is broken.")
+            with pytest.raises(StartError, match="The tokenizer is broken"):
+                await process.task
+
+    asyncio.run(go())
+
+
+def test_without_its_supervisor_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            process.supervisor.say(SupervisorGone("its socket was closed"))
+            with pytest.raises(SupervisorGone):
+                await process.task
+
+    asyncio.run(go())
+
+
+def test_without_its_engine_it_waits_for_the_supervisor_and_then_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("srt.entrypoints.http_server.STOP_AFTER_BREAK_S", 0.01)
+
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            process.engine.engine_died("the scheduler has gone")
+            with pytest.raises(StartError, match="The link to the engine broke: the scheduler has gone"):
+                await process.task
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n"])
+def test_slow_headers_are_not_waited_for(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(http_protocol, "MAX_HEADER_S", 0.01)
+
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.connecting.wait()
+            host, port = process.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(go())
