@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from srt.managers.child_process import LIFELINE_FD, MODULES, ChildProcess, children_of, environment_of, spawn
 from srt.managers.preflight import ServerPlan, check_and_listen, is_loopback
-from srt.managers.progress_display import ProgressDisplay
 from srt.managers.run_dir import RunDir
 from srt.managers.signal_pipe import SignalPipe
 from srt.server_args import ArgumentError, parse_args
@@ -68,7 +67,8 @@ def serve(
     try:
         signals = SignalPipe()
         children = start_children(plan, modules)
-        from srt.managers.supervisor import Supervisor  # here: see above
+        from srt.managers.progress_display import ProgressDisplay  # here: see above
+        from srt.managers.supervisor import Supervisor
 
         display = ProgressDisplay(quiet=plan.args.log_level in ("warning", "error"))
         return Supervisor(plan, run_dir, children, signals, display, started_s, lifeline).run()

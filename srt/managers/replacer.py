@@ -138,6 +138,7 @@ class Replacer:
 
     children: Iterable[ChildKey]
     started_s: float
+    stuck_s: float  # who has made no progress for so long will not make any
     state: State = State.STARTING
     _alive: dict[ChildKey, _Life] = field(default_factory=dict)
     _last_words: dict[ChildKey, str] = field(default_factory=dict)
@@ -197,8 +198,13 @@ class Replacer:
         match message:
             case Progress():
                 life.phase = message.phase
-            case Heartbeat():
+            case Heartbeat(progress_age_s):
                 life.last_beat_s = now_s
+                if progress_age_s > self.stuck_s and self.state is State.READY:
+                    sentence = (
+                        f"{_named(child)} has made no progress for {progress_age_s:.0f} s (see --watchdog-timeout)."
+                    )
+                    return self._fail(sentence, False, now_s)
             case Failed():
                 self._last_words[child] = message.message
                 return self._fail(message.message, False, now_s)

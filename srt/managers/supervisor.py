@@ -37,9 +37,19 @@ from srt.managers.startup_report import STARTUP_FILE, StartupReport
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import ChildStart, EngineStarted, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
 from srt.protocol.stream import MessageStream
+from srt.server_args import ServerArgs
 
 GENERATION = 1
 GRACE_S = 25.0  # for requests that run when the server is asked to stop; a container gets 30 s or less as a rule
+
+TOKENS_PER_TIMEOUT = 256  # of a step's tokens that --watchdog-timeout is meant for: a longer step may take longer
+UNLIMITED_CHUNK = 32768
+
+
+def stuck_s(args: ServerArgs) -> float:
+    """How long the largest step that can be planned may take."""
+    chunk = UNLIMITED_CHUNK if args.chunked_prefill_size == -1 else args.chunked_prefill_size
+    return args.watchdog_timeout * max(1.0, chunk / TOKENS_PER_TIMEOUT)
 
 
 class Supervisor:
@@ -63,7 +73,7 @@ class Supervisor:
         self._children = {child.key: child for child in children}
         self._streams = {child.key: MessageStream(child.socket, GENERATION) for child in children}
         self._by_pid = {child.popen.pid: child.key for child in children}
-        self._replacer = Replacer([child.key for child in children], started_s)
+        self._replacer = Replacer([child.key for child in children], started_s, stuck_s(plan.args))
         self._report = StartupReport(started_s, {child.key: child.spawned_s for child in children})
         self._selector = selectors.DefaultSelector()
         self._exit_code: int | None = None

@@ -30,7 +30,7 @@ ALL = [*WORKERS, SCHEDULER, *FRONTENDS]
 
 
 def starting() -> Replacer:
-    return Replacer(ALL, started_s=0.0)
+    return Replacer(ALL, started_s=0.0, stuck_s=60.0)
 
 
 def ready() -> Replacer:
@@ -71,7 +71,7 @@ def test_a_stop_goes_from_frontends_to_scheduler_to_workers() -> None:
 
 
 def test_without_frontends_a_stop_begins_with_the_scheduler() -> None:
-    replacer = Replacer([*WORKERS, SCHEDULER], 0.0)
+    replacer = Replacer([*WORKERS, SCHEDULER], 0.0, 60.0)
     for child in [*WORKERS, SCHEDULER]:
         replacer.handle(ChildSpoke(child, Ready({})), 1.0)
     assert told(replacer.handle(StopAsked(5.0), 2.0)) == [SCHEDULER]
@@ -157,6 +157,19 @@ def test_silence_counts_from_the_first_heartbeat_on() -> None:
     replacer.tick(1010.0 + SILENT_S)
     effects = exits(replacer, ALL, 1011.0 + SILENT_S, -9)
     assert effects == [Finish(1, f"Worker 0 has given no sign of life for {SILENT_S:.0f} s.")]
+
+
+def test_who_makes_no_progress_ends_the_server_once_it_is_ready() -> None:
+    replacer = starting()
+    replacer.handle(ChildSpoke(WORKERS[1], Heartbeat(100.0)), 1.0)
+    assert replacer.state is State.STARTING
+    replacer = ready()
+    replacer.handle(ChildSpoke(WORKERS[1], Heartbeat(60.0)), 2.0)
+    assert replacer.state is State.READY
+    replacer.handle(ChildSpoke(WORKERS[1], Heartbeat(61.0)), 3.0)
+    assert WORKERS[1] in killed(replacer.tick(3.0 + SETTLE_S))
+    effects = exits(replacer, ALL, 4.0, 1)
+    assert effects == [Finish(1, "Worker 1 has made no progress for 61 s (see --watchdog-timeout).")]
 
 
 def test_a_closed_link_is_explained_by_the_exit_that_follows() -> None:

@@ -1,0 +1,83 @@
+"""What is refused before any process is started."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from srt.managers import preflight
+from srt.managers.preflight import ServerPlan, check_and_listen, is_loopback, listen
+from srt.server_args import ServerArgs
+from srt.utils.errors import StartError
+
+
+def args_for(folder: Path) -> ServerArgs:
+    return ServerArgs(model_path=str(folder), port=0, device="cpu")
+
+
+def test_port_0_becomes_the_port_that_was_taken(qwen3_checkpoint: Path) -> None:
+    plan = check_and_listen(args_for(qwen3_checkpoint), http=True)
+    assert plan.listener is not None
+    with plan.listener:
+        assert plan.args.port == plan.listener.getsockname()[1] > 0
+        assert plan.url == f"http://127.0.0.1:{plan.args.port}"
+        assert plan.num_http_frontends == 1
+        assert plan.model_folder == qwen3_checkpoint
+
+
+def test_without_http_no_port_is_taken(qwen3_checkpoint: Path) -> None:
+    plan = check_and_listen(args_for(qwen3_checkpoint), http=False)
+    assert plan.listener is None
+    assert plan.url is None
+    assert plan.num_http_frontends == 0
+
+
+def test_a_refused_model_gives_the_port_back(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(StartError, match=r"has no config\.json"):
+        check_and_listen(replace(args_for(tmp_path), port=port), http=True)
+    listen("127.0.0.1", port).close()
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_figures(
+    qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "available_memory_bytes", lambda: 1000)
+    with pytest.raises(StartError, match="GB as float32, and 0.0 GB of memory are available"):
+        preflight.check_model(args_for(qwen3_checkpoint))
+    # Random ones are not read, so there is nothing to be measured.
+    preflight.check_model(replace(args_for(qwen3_checkpoint), load_format="dummy"))
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(qwen3_checkpoint: Path) -> None:
+    with pytest.raises(StartError, match="--tp 3 does not divide"):
+        preflight.check_model(replace(args_for(qwen3_checkpoint), tp_size=3))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("::", "http://[::1]:8000"),
+        ("host.example", "http://host.example:8000"),
+    ],
+)
+def test_the_url_is_one_that_can_be_opened(host: str, url: str) -> None:
+    with socket.socket() as listener:
+        assert ServerPlan(ServerArgs(host=host, port=8000), Path("/m"), listener).url == url
+
+
+def test_a_host_that_is_none_is_refused() -> None:
+    with pytest.raises(StartError, match="--host"):
+        listen("no.such.host.invalid", 0)
+
+
+def test_loopback_is_told_from_the_rest() -> None:
+    assert [host for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost") if not is_loopback(host)] == []
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "host.example")))

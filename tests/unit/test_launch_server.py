@@ -1,0 +1,33 @@
+"""What happens before processes exist."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from srt import launch_server
+
+
+def test_the_launcher_loads_nothing_heavy_before_the_children_are_started() -> None:
+    heavy = "{'numpy', 'msgpack', 'zmq', 'torch', 'asyncio', 'pydantic'}"
+    script = f"import sys, srt.launch_server; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_wrong_option_is_one_sentence_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch_server.main(["--model-path", "m", "--tp", "none"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "--tp" in said.err
+
+
+def test_the_environment_of_other_systems_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert launch_server.main([]) == 1
+    assert capsys.readouterr().err == "srt runs on Linux (and WSL2) only, not on darwin.\n"
