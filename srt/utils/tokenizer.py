@@ -16,7 +16,6 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
-from tokenizers.processors import TemplateProcessing
 
 from srt.utils.chat_template import ChatTemplate, ChatTemplateError
 from srt.utils.errors import StartError
@@ -90,7 +89,11 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer in this folder; StartError, with the reason, if there is none that can be used."""
+    """The tokenizer in this folder; StartError, with the reason, if there is none that can be used.
+
+    What stands around a text (BOS, EOS) is what tokenizer.json says: beside it add_bos_token in the configuration means nothing, as
+    in transformers. A converted tokenizer has it built in.
+    """
     folder = Path(folder)
     config = _read_config(folder)
     path = folder / "tokenizer.json"
@@ -105,7 +108,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     special_tokens = _named_tokens(config)
     try:
         _add_missing_tokens(backend, config, special_tokens)
-        _apply_bos_and_eos(backend, config, special_tokens)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StartError(
             f"{folder}/tokenizer_config.json is not understood: {type(error).__name__} {error}."
@@ -177,24 +179,6 @@ def _add_missing_tokens(
     for content in special_tokens.values():
         if content not in known and backend.token_to_id(content) is not None:
             backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])
-
-
-def _apply_bos_and_eos(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> None:
-    """add_bos_token and add_eos_token, where they are given, say what stands around a text, whatever tokenizer.json says."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    around = []
-    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        content = special_tokens.get(name) if config.get(flag) else None
-        around.append((content, backend.token_to_id(content)) if content is not None else None)
-    bos, eos = around
-    parts = [*([f"{bos[0]}:0"] if bos else []), "$A:0", *([f"{eos[0]}:0"] if eos else [])]
-    pair = [*parts, *([f"{bos[0]}:1"] if bos else []), "$B:1", *([f"{eos[0]}:1"] if eos else [])]
-    backend.post_processor = TemplateProcessing(
-        single=parts, pair=pair, special_tokens=[one for one in (bos, eos) if one is not None]
-    )
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
