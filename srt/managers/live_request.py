@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -122,7 +123,7 @@ class LiveRequest:
         """What came since the last call; waits for the first news. Empty when everything was taken. Raises the error last."""
         while True:
             updates = [self._take(choice) for choice in self._choices.values() if choice.is_news and not choice.is_over]
-            if updates or all(choice.is_over for choice in self._choices.values()):
+            if updates or self.is_closed:
                 return updates
             if self._error is not None:
                 self.close()
@@ -133,7 +134,7 @@ class LiveRequest:
     async def all_updates(self) -> list[ChoiceUpdate]:
         """Waits for the end: one update for each choice."""
         self._wants_all = True
-        while not self.has_ended and self._error is None and not self._is_closed:
+        while not self.has_ended and self._error is None and not self.is_closed:
             self._wake.clear()
             await self._wake.wait()
         if self._error is not None:
@@ -144,7 +145,8 @@ class LiveRequest:
         return [self._take(choice) for choice in self._choices.values()]
 
     @property
-    def _is_closed(self) -> bool:
+    def is_closed(self) -> bool:
+        """The reader wants no more, or has taken all there is."""
         return all(choice.is_over for choice in self._choices.values())
 
     def _take(self, choice: _Choice) -> ChoiceUpdate:
@@ -240,5 +242,6 @@ class RequestHandle:
 
     def __del__(self) -> None:
         # The garbage collector may be in any thread, and the manager belongs to its loop's.
-        if not self._live.has_ended and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._abort, self._live.rid)
+        if not (self._live.has_ended or self._live.is_closed or self._loop.is_closed()):
+            with contextlib.suppress(RuntimeError):  # closed just now: nothing runs any more
+                self._loop.call_soon_threadsafe(self._abort, self._live.rid)

@@ -238,6 +238,33 @@ def test_logprobs_of_prompt_and_output_reach_the_reader(play: Callable[..., None
     play(story)
 
 
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_many_requests_at_once_all_get_their_own_tokens(
+    play: Callable[..., None], runner: Callable[[Any], Any]
+) -> None:
+    """Both ends send and receive as fast as they can: a message that waits in the socket unnoticed would hang this."""
+    num_requests, num_tokens = 100, 20
+
+    async def answer(scheduler: FakeScheduler) -> None:
+        requests = [await scheduler.expect(GenerateRequest) for _ in range(num_requests)]
+        for step in range(num_tokens):
+            is_last = step + 1 == num_tokens
+            done = [ended(request.rid, num_tokens) for request in requests] if is_last else []
+            ranges = [(r.rid, 0, step, [int(r.prompt_ids[0]) + step]) for r in requests]
+            scheduler.send_ranges(ranges, done)
+            await asyncio.sleep(0)
+
+    async def one(manager: TokenizerManager, number: int) -> None:
+        request = GenerateInput(params=manager.sampling_params({}), input_ids=[number])
+        _, ids = whole(await read_all(await manager.submit(request)))
+        assert ids == tuple(range(number, number + num_tokens))
+
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        await asyncio.gather(answer(scheduler), *[one(manager, number) for number in range(num_requests)])
+
+    play(story, runner)
+
+
 # ---- Ends that are not the model's
 
 
