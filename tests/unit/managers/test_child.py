@@ -67,15 +67,22 @@ def next_message(stream: MessageStream) -> Message:
             return message
 
 
+def all_messages(stream: MessageStream) -> list[Message]:
+    """Everything up to the end of the link."""
+    said = []
+    while True:
+        try:
+            said.append(next_message(stream))
+        except PeerGone:
+            return said
+
+
 def last_word(main: str) -> tuple[list[Message], int, str]:
     """All that a child with this body of `main` says, its exit code, and its standard error."""
     script = f"{OBEDIENT.partition('def main')[0]}def main(child):\n    {main}\n\nrun_child(main)\n"
-    said = []
     with child_of(script) as (process, stream):
         stream.send(START)
-        with pytest.raises(PeerGone):
-            while True:
-                said.append(next_message(stream))
+        said = all_messages(stream)
         _, errors = process.communicate(timeout=END_S)
         return said, process.returncode, errors
 

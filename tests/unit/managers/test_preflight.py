@@ -47,7 +47,7 @@ def test_weights_that_do_not_fit_are_refused_with_the_figures(
     qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "available_memory_bytes", lambda: 1000)
-    with pytest.raises(StartError, match="GB as float32, and 0.0 GB of memory are available"):
+    with pytest.raises(StartError, match=r"GB as float32, and 0\.0 GB of memory are available"):
         preflight.check_model(args_for(qwen3_checkpoint))
     # Random ones are not read, so there is nothing to be measured.
     preflight.check_model(replace(args_for(qwen3_checkpoint), load_format="dummy"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from srt.utils.host import available_memory_bytes, process_age_s, usable_cores
@@ -10,7 +11,7 @@ from srt.utils.host import available_memory_bytes, process_age_s, usable_cores
 GB = 1 << 30
 
 
-def write(root: Path, files: dict[str, object]) -> Path:
+def write(root: Path, files: Mapping[str, object]) -> Path:
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
