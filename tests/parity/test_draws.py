@@ -107,11 +107,11 @@ def test_a_seeded_request_alone_gets_the_draws_of_the_rule(runtime: srt.Runtime,
 @pytest.mark.e2e
 def test_twice_in_a_row_and_with_a_warm_cache_the_draws_are_the_same(runtime: srt.Runtime, world: World) -> None:
     runtime.flush_cache()
-    before = _report(runtime)["cached_tokens"]
+    before = _report(runtime)["num_cached_tokens"]
     for target in world.targets:
         assert _generate(runtime, target) == target.expected
         assert _generate(runtime, target) == target.expected
-    assert _report(runtime)["cached_tokens"] - before >= 16 * len(world.targets)
+    assert _report(runtime)["num_cached_tokens"] - before >= 16 * len(world.targets)
 
 
 @pytest.mark.e2e

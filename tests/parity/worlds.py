@@ -23,25 +23,28 @@ class Case:
     expected: Expected
 
 
-def greedy_cases(folder: Path, eos_ids: list[int], *, count: int, seed: int, longest: int, most_new: int) -> list[Case]:
-    """`count` greedy requests in groups that share a prefix, longest first in each group; all fit for an exact comparison."""
+def greedy_cases(
+    folder: Path, eos_ids: list[int], *, talkers: int, readers: int, seed: int, longest: int, most_new: int
+) -> list[Case]:
+    """Greedy requests that are fit for an exact comparison: first `talkers`, with short prompts and long answers, so that many rows
+    share a step whatever the chunk size; then `readers`, with short answers to longer prompts, in groups that share a prefix."""
     oracle, rng, cases = Oracle(folder), np.random.default_rng(seed), list[Case]()
-    while len(cases) < count:
+    while len(cases) < talkers:
+        cases += _safe_cases(oracle, _tokens(rng, oracle, int(rng.integers(1, 7))), most_new, eos_ids)
+    while len(cases) < talkers + readers:
         prefix = _tokens(rng, oracle, int(rng.integers(longest // 2, longest)))
-        for _ in range(min(8, count - len(cases))):
-            prompt = prefix[: int(rng.integers(len(prefix) // 2, len(prefix) + 1))] + _tokens(
-                rng, oracle, int(rng.integers(1, 9))
-            )
-            case = _safe_case(oracle, prompt, int(rng.integers(4, most_new + 1)), eos_ids)
-            if case is not None:
-                cases.append(case)
+        for _ in range(min(8, talkers + readers - len(cases))):
+            shared = prefix[: int(rng.integers(len(prefix) // 2, len(prefix) + 1))]
+            prompt = shared + _tokens(rng, oracle, int(rng.integers(1, 9)))
+            cases += _safe_cases(oracle, prompt, int(rng.integers(2, 1 + most_new // 3)), eos_ids)
     return cases
 
 
-def _safe_case(oracle: Oracle, prompt: list[int], max_new_tokens: int, eos_ids: list[int]) -> Case | None:
+def _safe_cases(oracle: Oracle, prompt: list[int], max_new_tokens: int, eos_ids: list[int]) -> list[Case]:
+    """One case, or none when a decision was close."""
     spec = SamplingSpec(max_new_tokens=max_new_tokens, temperature=0.0, stop_ids=np.asarray(sorted(eos_ids), np.int32))
     expected = oracle.expect(prompt, spec)
-    return Case(tuple(prompt), max_new_tokens, expected) if expected.is_safe else None
+    return [Case(tuple(prompt), max_new_tokens, expected)] if expected.is_safe else []
 
 
 def _tokens(rng: np.random.Generator, oracle: Oracle, count: int) -> list[int]:
