@@ -384,6 +384,7 @@ class Scheduler:
 
     def _state(self, replica: Replica, call: int, findings: list[str]) -> ControlReply:
         values = replica.state()
+        values["is_draining"] = self._is_draining
         for number, client in self._clients.items():
             values[f"live_requests_of_frontend_{number}"] = client.num_known
             values[f"unacknowledged_batches_of_frontend_{number}"] = client.outbox.num_unacknowledged
