@@ -77,6 +77,7 @@ class Supervisor:
         self._report = StartupReport(started_s, {child.key: child.spawned_s for child in children})
         self._selector = selectors.DefaultSelector()
         self._exit_code: int | None = None
+        self._runtime_asked_to_stop = False
 
     def run(self) -> int:
         """Returns the exit code, when nothing of the server is left."""
@@ -86,7 +87,9 @@ class Supervisor:
         for key, stream in self._streams.items():
             self._selector.register(stream, selectors.EVENT_READ, key)
         self._tell_who_they_are()
+        # What came before there was a selector.
         self._reap()
+        self._hear_runtime()
         while self._exit_code is None:
             self._wait_and_handle()
         return self._exit_code
@@ -186,14 +189,21 @@ class Supervisor:
                 self._handle(ChildExited(key, returncode))
 
     def _hear_runtime(self) -> None:
-        assert self._lifeline is not None
+        """It asks once at most: by a word, or by the end of the lifeline."""
+        if self._lifeline is None or self._runtime_asked_to_stop:
+            return
         try:
-            message = self._lifeline.receive()
+            while (message := self._lifeline.receive()) is not None:
+                if isinstance(message, Stop):
+                    self._stop_for_runtime(self._lifeline, message.grace_s)
+                    return
         except (PeerGone, LinkBroken):
-            message = Stop(0.0)
-        if isinstance(message, Stop):
-            self._selector.unregister(self._lifeline)  # asked once is asked; its end-of-file follows
-            self._handle(StopAsked(message.grace_s))
+            self._stop_for_runtime(self._lifeline, 0.0)
+
+    def _stop_for_runtime(self, lifeline: MessageStream, grace_s: float) -> None:
+        self._runtime_asked_to_stop = True
+        self._selector.unregister(lifeline)
+        self._handle(StopAsked(grace_s))
 
     # ---- What goes out
 

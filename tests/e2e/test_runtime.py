@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 import srt
+from srt.managers.engine_process import EngineProcess
 from srt.managers.io_struct import EngineDied, RequestError
-from srt.server_args import ArgumentError
+from srt.server_args import ArgumentError, from_keywords
 from srt.utils.errors import StartError
 from tests.support.server_process import END_S, ROOT, all_gone
 
@@ -296,3 +297,13 @@ def test_a_start_that_fails_raises_the_sentence(
     with pytest.raises(error, match=said):
         srt.Runtime(**{"model_path": str(qwen3_checkpoint), "device": "cpu", **options})
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_start_that_is_interrupted_leaves_nothing(qwen3_checkpoint: Path) -> None:
+    """A Stop may be read together with the order that it follows."""
+    args = from_keywords({"model_path": str(qwen3_checkpoint), "device": "cpu", "log_level": "error"})
+    engine = EngineProcess(args, http=False)
+    supervisor = psutil.Process(engine.pid)
+    engine.stop()
+    assert all_gone([supervisor])
+    engine.stop()

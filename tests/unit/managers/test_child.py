@@ -60,11 +60,9 @@ def child_of(script: str, parent_pid: int | None = None) -> Iterator[tuple[subpr
 
 def next_message(stream: MessageStream) -> Message:
     """Waits for it; heartbeats are skipped."""
-    while True:
-        assert select.select([stream.fileno()], [], [], END_S)[0]
-        message = stream.receive()
-        if message is not None and not isinstance(message, Heartbeat):
-            return message
+    while (message := stream.receive()) is None or isinstance(message, Heartbeat):
+        assert message or select.select([stream.fileno()], [], [], END_S)[0]
+    return message
 
 
 def all_messages(stream: MessageStream) -> list[Message]:
