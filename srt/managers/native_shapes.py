@@ -88,6 +88,7 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
         )
         for i in range(count)
     ]
+    check_num_choices("sampling_params", inputs)
     return NativeCall(
         inputs=inputs,
         is_list=is_batch or any(one.params.n > 1 for one in inputs),
@@ -146,6 +147,13 @@ def _rids(rid: str | list[str] | None, count: int, is_batch: bool) -> list[str |
     if len(set(rids)) != count:
         raise bad_parameter("rid", "must not name two prompts of one batch alike")
     return list(rids)
+
+
+def check_num_choices(parameter: str, inputs: Sequence[GenerateInput]) -> None:
+    """A call with many prompts of many choices each is as large as their product."""
+    count = sum(one.params.n for one in inputs)
+    if count > MAX_BATCH:
+        raise bad_parameter(parameter, f"asks with n for {count} choices in all, more than {MAX_BATCH}")
 
 
 def _logprob_request(wanted: bool, start: int, top: int, ids: list[int]) -> LogprobRequest:

@@ -11,7 +11,7 @@ from srt.entrypoints.openai.schema import COMPLETION_MAX_TOKENS, CompletionBody
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import TextEvent, answer_call, event
 from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError
-from srt.managers.native_shapes import MAX_BATCH
+from srt.managers.native_shapes import MAX_BATCH, check_num_choices
 from srt.managers.request_schema import bad_parameter, checked_sampling_params, renamed
 from srt.managers.tokenizer_manager import TokenizerManager
 
@@ -43,7 +43,7 @@ def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerMana
     )
     logprobs = body.logprob_request()
     prompts = _prompts(body.prompt)
-    return [
+    inputs = [
         GenerateInput(
             params=params,
             text=prompt if isinstance(prompt, str) else None,
@@ -55,6 +55,8 @@ def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerMana
         )
         for prompt, rid in zip(prompts, identity.rids(len(prompts)), strict=True)
     ]
+    check_num_choices("prompt", inputs)
+    return inputs
 
 
 def _prompts(prompt: Any) -> list[Any]:

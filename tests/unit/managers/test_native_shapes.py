@@ -84,6 +84,8 @@ def test_null_and_fields_without_meaning_are_as_if_absent() -> None:
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params", "one entry per prompt (2), not 1"),
         ({"text": "a", "image_data": "x"}, "image_data", "image_data is not supported yet."),
         ({"text": "a", "bogus": 1}, "bogus", "bogus is not a known parameter."),
+        ({"text": ["a"] * 4097}, "text", "may have at most 4096 prompts"),
+        ({"text": ["a"] * 33, "sampling_params": {"n": 128}}, "sampling_params", "4224 choices in all"),
         ({"text": "a", "rid": ""}, "rid", "must not be empty"),
         ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid", "must not name two prompts of one batch alike"),
         ({"text": "a", "logprob_start_len": -2, "return_logprob": True}, "logprob_start_len", "at least -1"),
