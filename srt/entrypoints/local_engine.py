@@ -66,11 +66,15 @@ class LocalEngine:
         return await asyncio.wrap_future(self._submit(work))
 
     def close_stream(self, chunks: Chunks) -> None:
+        if not self.process.is_ours:
+            return
         with contextlib.suppress(RuntimeError):  # the loop is gone, and all requests with it
             self._loop.call_soon_threadsafe(chunks.close)
 
     def shutdown(self) -> None:
-        """End everything; blocks until the processes are gone."""
+        """End everything; blocks until the processes are gone. Nothing happens in a fork, which shares the loop's descriptors."""
+        if not self.process.is_ours:
+            return
         if self._thread is threading.current_thread():  # the last reference was dropped by a callback of the loop
             self.process.stop()
             self._loop.stop()
@@ -84,9 +88,10 @@ class LocalEngine:
         self._loop.close()
 
     def _submit(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        if self._death is not None:
+        reason = self._death if self.process.is_ours else "A fork of the Runtime's process cannot use it."
+        if reason is not None:
             work.close()
-            raise EngineDied(self._death)
+            raise EngineDied(reason)
         return asyncio.run_coroutine_threadsafe(self._explained(work), self._loop)
 
     async def _explained(self, work: Coroutine[Any, Any, Result]) -> Result:

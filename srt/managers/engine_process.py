@@ -49,6 +49,11 @@ class EngineProcess:
             self._lifeline.send(EngineStart(args, http))
 
     @property
+    def is_ours(self) -> bool:
+        """False in a fork of the process that started the engine: it has neither the loop's thread nor the lifeline."""
+        return os.getpid() == self._owner_pid
+
+    @property
     def pid(self) -> int:
         return self._popen.pid
 
@@ -75,7 +80,7 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End the engine and wait until it is gone. Nothing happens the second time, or in a fork of its owner."""
-        if os.getpid() != self._owner_pid or self._popen.returncode is not None:
+        if not self.is_ours or self._popen.returncode is not None:
             return
         with contextlib.suppress(PeerGone):
             self._lifeline.send(Stop(STOP_GRACE_S))

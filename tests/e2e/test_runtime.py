@@ -196,6 +196,27 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_a_fork_can_neither_use_nor_end_it(qwen3_checkpoint: Path) -> None:
+    script = f"""
+import os, sys, srt
+from srt.managers.io_struct import EngineDied
+runtime = srt.Runtime(model_path={str(qwen3_checkpoint)!r}, device="cpu", max_total_tokens=1024)
+stream = runtime.generate("x", {{"max_new_tokens": 3, "ignore_eos": True}}, stream=True)
+next(stream)
+if os.fork() == 0:
+    try:
+        runtime.generate("x")
+    except EngineDied as error:
+        print(error, flush=True)
+    sys.exit(0)  # all that is done at the end of a process is done here too
+os.wait()
+assert len(list(stream)[-1]["output_ids"]) == 3
+assert runtime.generate("x", {{"max_new_tokens": 3}})["output_ids"]
+"""
+    done = run_script(script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "A fork of the Runtime's process cannot use it.\n", "")
+
+
 def run_script(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=END_S, cwd=ROOT, check=False
