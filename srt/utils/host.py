@@ -12,19 +12,19 @@ CGROUP = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
 
 
-def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores that this process may use: its affinity, cut to the cgroup's quota; at least 1."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _cpu_quota(cgroup)
-    return max(1, cores if quota is None else min(cores, int(quota)))
+def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
+    """Cores that this process may use: its affinity, cut to the quota of its cgroup and of those around it; at least 1."""
+    limits: list[float] = [len(os.sched_getaffinity(0))]
+    limits += [quota for folder in _cgroups(cgroup, proc) if (quota := _cpu_quota(folder)) is not None]
+    return max(1, int(min(limits)))
 
 
 def available_memory_bytes(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
-    """Memory that can still be taken: what the kernel calls available, cut to what is left of the cgroup's limit."""
+    """Memory that can still be taken: what the kernel calls available, cut to what the limits of its cgroups leave."""
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text("ascii").splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    left = _cgroup_memory_left(cgroup)
-    return available if left is None else max(0, min(available, left))
+    limits = [int(fields["MemAvailable"].split()[0]) * 1024]
+    limits += [left for folder in _cgroups(cgroup, proc) if (left := _cgroup_memory_left(folder)) is not None]
+    return max(0, min(limits))
 
 
 def process_age_s() -> float:
@@ -38,6 +38,14 @@ def raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # an unlimited hard limit is refused by some kernels
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _cgroups(root: Path, proc: Path) -> list[Path]:
+    """This process's cgroup and those around it. In a container its own looks like the root."""
+    lines = (_read(proc / "self/cgroup") or "").splitlines()
+    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    own = root / path
+    return [own, *(folder for folder in own.parents if folder.is_relative_to(root))]
 
 
 def _cpu_quota(cgroup: Path) -> float | None:

@@ -54,6 +54,15 @@ def test_memory_is_what_the_kernel_calls_available_unless_the_container_has_less
     assert available_memory_bytes(write(tmp_path / "d", old), meminfo) == 3 * GB
 
 
+def test_limits_of_the_groups_around_this_process_count_too(tmp_path: Path) -> None:
+    root = write(tmp_path / "cgroup", {"system.slice/memory.max": 2 * GB, "system.slice/memory.current": GB})
+    write(root, {"system.slice/srt.service/memory.max": "max", "system.slice/srt.service/memory.current": 0})
+    write(root, {"system.slice/srt.service/cpu.max": "100000 100000"})
+    meminfo = write(proc(tmp_path), {"self/cgroup": "0::/system.slice/srt.service"})
+    assert available_memory_bytes(root, meminfo) == GB
+    assert usable_cores(root, meminfo) == 1
+
+
 def test_a_process_knows_its_age() -> None:
     first = process_age_s()
     assert 0 < first <= process_age_s()
