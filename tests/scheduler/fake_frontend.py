@@ -49,6 +49,8 @@ class Sent:
 class FakeFrontend:
     """`receive` returns what it says back; how long that takes is the world's business."""
 
+    may_resume = True
+
     def __init__(self, number: int, rng: random.Random) -> None:
         self.number = number
         self.sent: dict[int, Sent] = {}
@@ -66,16 +68,20 @@ class FakeFrontend:
         choices = {c: Choice(answers[c], list(ids), hashes, len(ids)) for c, ids in given.items()}
         self.sent[request.rid] = Sent(request, choices)
 
-    def abort(self, rid: int, choice: int) -> Abort:
+    def abort(self, rid: int, choice: int) -> list[Abort]:
         for index, state in self.sent[rid].choices.items():
             if choice in (-1, index) and state.done is None:
                 state.is_aborted = True
-        return Abort(rid, choice)
+        return [Abort(rid, choice)]
+
+    def expect_abort(self, rid: int) -> None:
+        """Somebody else may end it."""
+        for choice in self.sent[rid].choices.values():
+            choice.is_aborted |= choice.done is None
 
     def expect_aborts(self) -> None:
-        """Somebody may end everything."""
         for rid in self.sent:
-            self.abort(rid, -1)
+            self.expect_abort(rid)
 
     def live(self) -> list[tuple[int, int]]:
         return [

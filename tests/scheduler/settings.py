@@ -34,6 +34,7 @@ class Settings:
     resumed_share: float = 0.1
     breaks_down: bool = False
     frontends_return: bool = False
+    keeps_ledger: bool = False  # frontends are real RequestLedgers
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
@@ -62,6 +63,7 @@ class Settings:
             resumed_share=rng.choice((0.0, 0.2)),
             breaks_down=rng.random() < 0.2,
             frontends_return=rng.random() < 0.2,
+            keeps_ledger=rng.random() < 0.4,
         )
 
     def server_args(self) -> ServerArgs:

@@ -29,7 +29,7 @@ class Traffic:
         self._texts = [self._ids(settings.longest_prompt) for _ in range(3)]  # what prompts begin with
         self._num_requests = 0
 
-    def next_request(self, rid: int) -> Planted:
+    def next_request(self, rid: int, *, may_resume: bool) -> Planted:
         s, rng = self._settings, self._rng
         self._num_requests += 1
         seed = rng.getrandbits(63) * 2 % (1 << 64) + self._num_requests % 2
@@ -39,7 +39,7 @@ class Traffic:
             choices = choices[1:]  # the others are elsewhere, or have ended
         seeds = {choice: choice_seed(seed, choice) for choice in choices}
         answers = {c: answer(prompt, sampling, seeds[c], s.vocab_size, s.breaks_down) for c in choices}
-        is_resumed = rng.random() < s.resumed_share
+        is_resumed = rng.random() < s.resumed_share and may_resume
         outputs = [self._part(answers[c].ids) if is_resumed else [] for c in choices]
         request = GenerateRequest(
             rid=rid,

@@ -31,6 +31,7 @@ from srt.protocol.messages import (
 )
 from tests.scheduler.fake_frontend import FakeFrontend
 from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.ledger_frontend import LedgerFrontend
 from tests.scheduler.plan_watcher import PlanWatcher
 from tests.scheduler.settings import Settings
 from tests.scheduler.traffic import Traffic
@@ -59,7 +60,10 @@ class World:
         self._num_events = 0
         self._link_ends: dict[str, float] = {}
         self._tick_is_due = False
-        self._frontends = {number: FakeFrontend(number, self._rng) for number in range(s.num_frontends)}
+        self._make_frontend = LedgerFrontend if s.keeps_ledger else FakeFrontend
+        self._frontends: dict[int, FakeFrontend] = {
+            n: self._make_frontend(n, self._rng) for n in range(s.num_frontends)
+        }
         self._connected = dict(self._frontends)  # as the scheduler's process knows them
         self._last_ack = dict.fromkeys(self._frontends, -1)
         self._retired: list[FakeFrontend] = []
@@ -157,7 +161,7 @@ class World:
 
     def _arrive(self) -> None:
         number = self._rng.randrange(self.settings.num_frontends)
-        planted = self._traffic.next_request(self._next_rid)
+        planted = self._traffic.next_request(self._next_rid, may_resume=self._frontends[number].may_resume)
         self._next_rid += 1
         self._watcher.add(number, planted)
         self._frontends[number].add(planted.request, planted.answers)
@@ -174,7 +178,8 @@ class World:
 
     def _abort(self, frontend: FakeFrontend, rid: int, choice: int) -> None:
         if self._frontends[frontend.number] is frontend:
-            self._say(frontend.number, frontend.abort(rid, choice))
+            for message in frontend.abort(rid, choice):
+                self._say(frontend.number, message)
 
     def _disturb(self) -> None:
         """Now and then: a question, an abort by label, a frontend that begins anew."""
@@ -196,13 +201,13 @@ class World:
         live = owner.live()
         if live:
             rid, _ = self._rng.choice(live)
-            owner.abort(rid, -1)
+            owner.expect_abort(rid)
             self._say(number, AbortLabel(self._call(), owner.sent[rid].request.label))
 
     def _replace(self, number: int) -> None:
         """The frontend dies and comes again: nothing of the old one may reach the new one."""
         self._retired.append(self._frontends[number])
-        self._frontends[number] = FakeFrontend(number, self._rng)
+        self._frontends[number] = self._make_frontend(number, self._rng)
         self._say(number, FrontendHello(number, PROTOCOL))
 
     def _call(self) -> int:
