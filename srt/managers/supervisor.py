@@ -224,9 +224,10 @@ class Supervisor:
                 case BecameReady():
                     self._announce_ready()
                 case Stopping(grace_s):
-                    self._display.say(
-                        f"Stopping; running requests have {grace_s:.0f} s to finish (Ctrl-C again: stop at once)."
-                    )
+                    if self._lifeline is None:  # a Runtime's program knows what it does
+                        self._display.say(
+                            f"Stopping; running requests have {grace_s:.0f} s to finish (Ctrl-C again: stop at once)."
+                        )
                 case Finish(exit_code, reason):
                     self._finish(exit_code, reason)
                 case _:
