@@ -104,10 +104,11 @@ def _write_model(folder: Path, spec: CheckpointSpec, token_ids: Mapping[str, int
     _write_json(folder / "generation_config.json", {**start, **ends, **spec.generation_config})
 
     generator = torch.Generator().manual_seed(spec.seed)
-    # `named_parameters` lists a tied tensor once, under the name of the embedding.
+    # A tied output layer has no weights in a checkpoint. Not every version of transformers ties before it loads.
     weights = {
         name: _draw_weight(name, tuple(parameter.shape), spec, generator)
         for name, parameter in model.named_parameters()
+        if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
     _write_weights(folder, weights, spec.num_shards)
 
