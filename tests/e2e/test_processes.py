@@ -15,16 +15,19 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.checkpoints import CheckpointFactory
 from tests.support.server_process import END_S, ServerProcess, all_gone
 
 pytestmark = pytest.mark.e2e
 
 LONG = {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}
+ENDLESS = {**LONG, "max_new_tokens": 100_000}
 SHORT = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
 
 def launch(checkpoint: Path | str, tmp: Path, *words: str, port: int = 0) -> ServerProcess:
-    always = ["--model-path", str(checkpoint), "--device", "cpu", "--port", str(port), "--max-total-tokens", "4096"]
+    always = ["--model-path", str(checkpoint), "--device", "cpu", "--port", str(port)]
+    always += ["--max-total-tokens", "200000", "--max-running-requests", "8"]
     return ServerProcess("srt.launch_server", [*always, *words], tmp)
 
 
@@ -38,6 +41,12 @@ def streaming(url: str, params: dict[str, Any]) -> Iterator[Iterator[str]]:
     ):
         assert answer.status_code == 200
         yield (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
+
+
+@pytest.fixture(scope="session")
+def endless_checkpoint(checkpoint: CheckpointFactory) -> Path:
+    """A model whose context no request of these tests comes to the end of."""
+    return checkpoint("qwen3", context_length=200_000)
 
 
 def role_of(process: psutil.Process) -> str:
@@ -89,10 +98,10 @@ def test_what_runs_when_the_stop_comes_is_finished(qwen3_checkpoint: Path, tmp_p
         assert server.wait() == 0
 
 
-def test_a_second_stop_ends_what_runs(qwen3_checkpoint: Path, tmp_path: Path) -> None:
-    with launch(qwen3_checkpoint, tmp_path) as server:
+def test_a_second_stop_ends_what_runs(endless_checkpoint: Path, tmp_path: Path) -> None:
+    with launch(endless_checkpoint, tmp_path) as server:
         url = server.wait_ready()
-        with streaming(url, {**LONG, "max_new_tokens": 4000}) as lines:
+        with streaming(url, ENDLESS) as lines:
             next(lines)
             server.send(signal.SIGINT)
             server.wait_for("Stopping")
@@ -102,12 +111,12 @@ def test_a_second_stop_ends_what_runs(qwen3_checkpoint: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("module", ["srt.managers.tp_worker", "srt.managers.scheduler"])
 def test_a_dead_engine_ends_the_server_with_the_reason_and_clients_are_told(
-    qwen3_checkpoint: Path, tmp_path: Path, module: str
+    endless_checkpoint: Path, tmp_path: Path, module: str
 ) -> None:
-    with launch(qwen3_checkpoint, tmp_path) as server:
+    with launch(endless_checkpoint, tmp_path) as server:
         url = server.wait_ready()
         children = server.children()
-        with streaming(url, {**LONG, "max_new_tokens": 4000}) as lines:
+        with streaming(url, ENDLESS) as lines:
             next(lines)
             of_role(server, module)[0].kill()
             rest = list(lines)

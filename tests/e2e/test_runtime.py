@@ -22,22 +22,30 @@ from srt.managers.engine_process import EngineProcess
 from srt.managers.io_struct import EngineDied, RequestError
 from srt.server_args import ArgumentError, from_keywords
 from srt.utils.errors import StartError
+from tests.support.checkpoints import CheckpointFactory
 from tests.support.server_process import END_S, ROOT, all_gone
 
 pytestmark = pytest.mark.e2e
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
-LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+LONG = {"temperature": 0, "max_new_tokens": 100_000, "ignore_eos": True}  # does not end by itself
 PROMPT = "The capital of France is"
 
 
 def start(checkpoint: Path, **options: Any) -> srt.Runtime:
-    return srt.Runtime(model_path=str(checkpoint), device="cpu", max_total_tokens=4096, **options)
+    limits = {"max_total_tokens": 400_000, "max_running_requests": 32}
+    return srt.Runtime(model_path=str(checkpoint), device="cpu", **limits, **options)
+
+
+@pytest.fixture(scope="session")
+def endless_checkpoint(checkpoint: CheckpointFactory) -> Path:
+    """A model whose context no request of these tests comes to the end of."""
+    return checkpoint("qwen3", context_length=200_000)
 
 
 @pytest.fixture(scope="module")
-def runtime(qwen3_checkpoint: Path) -> Iterator[srt.Runtime]:
-    with start(qwen3_checkpoint) as runtime:
+def runtime(endless_checkpoint: Path) -> Iterator[srt.Runtime]:
+    with start(endless_checkpoint) as runtime:
         yield runtime
 
 
@@ -223,9 +231,11 @@ def run_script(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_runtime_outlives_the_thread_that_made_it_and_pending_calls_learn_of_its_end(qwen3_checkpoint: Path) -> None:
+def test_a_runtime_outlives_the_thread_that_made_it_and_pending_calls_learn_of_its_end(
+    endless_checkpoint: Path,
+) -> None:
     made: list[srt.Runtime] = []
-    thread = threading.Thread(target=lambda: made.append(start(qwen3_checkpoint, tp_size=2)))
+    thread = threading.Thread(target=lambda: made.append(start(endless_checkpoint, tp_size=2)))
     thread.start()
     thread.join()
     runtime = made[0]
@@ -246,8 +256,8 @@ def test_a_runtime_outlives_the_thread_that_made_it_and_pending_calls_learn_of_i
     assert all_gone(processes)
 
 
-def test_two_runtimes_do_not_disturb_each_other_when_one_dies(qwen3_checkpoint: Path) -> None:
-    with start(qwen3_checkpoint) as one, start(qwen3_checkpoint, port=0) as other:
+def test_two_runtimes_do_not_disturb_each_other_when_one_dies(endless_checkpoint: Path) -> None:
+    with start(endless_checkpoint) as one, start(endless_checkpoint, port=0) as other:
         expected = one.generate(PROMPT, GREEDY)["output_ids"]
         assert other.generate(PROMPT, GREEDY)["output_ids"] == expected
         assert one.url is None
