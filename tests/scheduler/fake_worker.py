@@ -91,7 +91,10 @@ class FakeWorker:
         for admission in section.admissions:
             ids = admission.ids.tolist()
             assert 0 <= admission.slot < self._num_slots
-            assert 0 <= admission.cached < len(ids) and 0 < admission.prompt_len <= len(ids)
+            assert 0 <= admission.cached < len(ids), (
+                f"{admission.cached} of {len(ids)} ids are cached: nothing is left to compute"
+            )
+            assert 0 < admission.prompt_len <= len(ids)
             self._slots[admission.slot] = _Slot(admission, ids, prefix_hashes(ids), admission.cached)
         (delta,) = section.pages
         assert len(set(delta.slots.tolist())) == len(delta.slots), "a slot appears twice in a page delta"

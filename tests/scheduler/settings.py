@@ -34,6 +34,7 @@ class Settings:
     resumed_share: float = 0.1
     breaks_down: bool = False
     frontends_return: bool = False
+    is_disturbed: bool = True  # by questions, flushes, and aborts of what others sent
     keeps_ledger: bool = False  # frontends are real RequestLedgers
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from tests.scheduler.settings import Settings
 from tests.scheduler.simulate import run_worlds
@@ -19,6 +20,9 @@ def test_random_worlds_keep_every_promise() -> None:
     assert set(expected.split()) <= happened, "these worlds were too quiet to prove anything"
 
 
+QUIET = Settings(num_slots=64, num_pages=4000, abort_share=0.0, resumed_share=0.0, is_disturbed=False)
+
+
 def run(settings: Settings, seed: int = 1) -> Counter[str]:
     world = World(seed, settings)
     world.run()
@@ -26,9 +30,7 @@ def run(settings: Settings, seed: int = 1) -> Counter[str]:
 
 
 def test_a_crowd_shares_steps() -> None:
-    counts = run(
-        Settings(num_slots=64, num_pages=4000, num_requests=120, arrival_gap=0.0, abort_share=0.0, resumed_share=0.0)
-    )
+    counts = run(replace(QUIET, num_requests=120, arrival_gap=0.0))
     assert counts["num_rows"] > 16 * counts["num_steps"]
 
 
@@ -39,8 +41,7 @@ def test_memory_for_one_request_at_a_time_is_enough() -> None:
 
 def test_running_ahead_costs_a_row_when_a_stop_is_found_late() -> None:
     """The price of planning a step before the last one is back: rows of requests that have just ended."""
-    crowd = {"num_slots": 16, "num_pages": 4000, "abort_share": 0.0, "resumed_share": 0.0, "num_requests": 60}
-    alone, ahead = run(Settings(window=1, **crowd)), run(Settings(window=2, **crowd))  # type: ignore[arg-type]
+    alone, ahead = run(replace(QUIET, window=1)), run(replace(QUIET, window=2))
     assert alone["num_dropped_rows"] == 0
     assert ahead["num_dropped_rows"] > 0
 

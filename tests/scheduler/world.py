@@ -105,7 +105,7 @@ class World:
         for index in range(s.num_requests):
             when += self._rng.expovariate(1.0) * s.arrival_gap
             self._at(when, self._arrive)
-            if index % 10 == 9:
+            if s.is_disturbed and index % 4 == 3:
                 self._at(when, self._disturb)
 
     def _end(self) -> None:
