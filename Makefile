@@ -44,11 +44,14 @@ test-ci: $(VENV)/.installed-test
 	$(RUN) pytest -m "not gpu" --share $$(($(CI_RUN) % $(CI_SHARES)))/$(CI_SHARES) $(ARGS)
 
 lint: $(VENV)/.installed-dev
-	$(RUN) ruff check .
-	$(RUN) ruff format --check .
-	$(RUN) mypy
-	$(BIN)/python -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo
-	$(RUN) scripts.document_options --check
+	@failed=(); \
+	check() { echo "$$@"; "$$@" || failed+=("$$3"); }; \
+	check $(RUN) ruff check .; \
+	check $(RUN) ruff format --check .; \
+	check $(RUN) mypy; \
+	check $(RUN) scripts.lint_imports --no-logo; \
+	check $(RUN) scripts.document_options --check; \
+	if (( $${#failed[@]} )); then echo "failed: $${failed[*]}" >&2; exit 1; fi
 
 format: $(VENV)/.installed-dev
 	$(RUN) ruff check --fix .
@@ -59,6 +62,7 @@ docs: $(VENV)/.installed
 
 bench: $(VENV)/.installed-test $(RANDOM_MODEL)/config.json
 	$(RUN) benchmarks.startup $(ARGS)
+	$(RUN) benchmarks.scheduler
 
 venv: $(BIN)/python
 

@@ -70,6 +70,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["srt", "srt.*"]),
+    # Named, so that an editable install is a line in a .pth file. A finder would be imported by every process.
+    package_dir={"": "."},
     package_data={"srt": ["py.typed", "assets/**/*"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
