@@ -8,7 +8,8 @@ import typing
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 
 from srt.managers.io_struct import RequestError
 from srt.managers.request_checks import MAX_LABEL_CHARS
@@ -19,10 +20,28 @@ SamplingParamsOf = Callable[[dict[str, Any]], SamplingParams]
 Body = TypeVar("Body", bound="RequestBody")
 
 
+def _end_lists_at_the_first_error(schema: Any) -> None:
+    """Otherwise a body of a few MiB could have millions of errors, which cost minutes and GiB to write down."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _end_lists_at_the_first_error(part)
+    elif isinstance(schema, (list, tuple)):
+        for part in schema:
+            _end_lists_at_the_first_error(part)
+
+
 class RequestBody(BaseModel):
     """The fields of one endpoint. Types are strict, null means default, and a field that is not listed is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _end_lists_at_the_first_error(schema)
+        return schema
 
     # Known to other servers, not to this one yet: only a value that asks for nothing is accepted. Where neutral values are
     # more than the empty ones, they are listed.
@@ -40,8 +59,11 @@ class RequestBody(BaseModel):
             if name in cls.UNSUPPORTED:
                 if not _is_one_of(value, (*NEUTRAL, *cls.UNSUPPORTED[name])):
                     raise bad_parameter(str(name), "is not supported yet")
-            elif name not in cls.MEANINGLESS and not (value is None and name in cls.model_fields):
-                given[name] = value
+            elif name in cls.model_fields:
+                if value is not None:
+                    given[name] = value
+            elif name not in cls.MEANINGLESS:
+                raise _unknown(str(name))
         try:
             return cls.model_validate(given)
         except ValidationError as error:
@@ -83,6 +105,12 @@ def cache_namespace(salt: str, extra_key: str) -> str:
     return joined
 
 
+def _unknown(path: str) -> RequestError:
+    path = path[:200]
+    shown = path if path.isascii() and path.isprintable() and path else repr(path)
+    return RequestError(400, f"{shown} is not a known parameter.", path.partition(".")[0])
+
+
 def _is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
     return any(type(value) is type(candidate) and value == candidate for candidate in allowed)
 
@@ -94,8 +122,7 @@ def _explain(body: type[RequestBody], error: ValidationError) -> RequestError:
     if kind == "missing":
         return bad_parameter(path, "is required")
     if kind == "extra_forbidden":
-        shown = path if path.isascii() and path.isprintable() and path else repr(path)
-        return RequestError(400, f"{shown} is not a known parameter.", str(first["loc"][0])[:200])
+        return _unknown(path)
     if kind == "value_error":
         return bad_parameter(path, first["msg"].removeprefix("Value error, "))
     if kind.startswith(("greater_than", "less_than", "too_long", "too_short", "string_too")):
