@@ -74,7 +74,7 @@ class Runtime:
     ) -> Any:
         """What POST /generate answers: a dict, for a list of prompts (or n > 1) a list of them, with `stream` an iterator of dicts.
 
-        `more` are the other fields of /generate (`return_text_in_logprobs`, `priority`, `cache_salt`, …).
+        `more` are the other fields of /generate (`return_text_in_logprobs`, `cache_salt`, …).
         """
         body = {
             "text": prompt,

@@ -44,7 +44,6 @@ class GenerateInput:
     input_ids: list[int] | None = None
     rid: str | None = None  # the client's name for it; drawn if absent
     logprobs: LogprobRequest = field(default_factory=LogprobRequest)
-    priority: int = 0
     cache_salt: str = ""
     add_special_tokens: bool = True  # False when a chat template already wrote them
 

@@ -38,14 +38,13 @@ class GenerateBody(RequestBody):
     token_ids_logprob: list[int] | list[list[int]] = Field(default_factory=list)
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
-    priority: int | list[int] = 0
     extra_key: str | list[str] = ""
     cache_salt: str | list[str] = ""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = dict.fromkeys(
         "input_embeds image_data video_data audio_data lora_path lora_id session_id session_params custom_logit_processor"
         " routed_dp_rank data_parallel_rank bootstrap_host bootstrap_port bootstrap_room return_hidden_states"
-        " require_reasoning modalities".split(),
+        " require_reasoning modalities priority".split(),
         (),
     )
     MEANINGLESS: ClassVar[frozenset[str]] = frozenset(("log_metrics", "no_logs"))
@@ -73,7 +72,6 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
     starts = _per_prompt("logprob_start_len", given.logprob_start_len, count, is_batch)
     tops = _per_prompt("top_logprobs_num", given.top_logprobs_num, count, is_batch)
     token_ids = _per_prompt_ids(given.token_ids_logprob, count, is_batch)
-    priorities = _per_prompt("priority", given.priority, count, is_batch)
     salts = _per_prompt("cache_salt", given.cache_salt, count, is_batch)
     keys = _per_prompt("extra_key", given.extra_key, count, is_batch)
     inputs = [
@@ -83,7 +81,6 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
             input_ids=None if isinstance(prompts[i], str) else prompts[i],
             rid=rids[i],
             logprobs=_logprob_request(wants_logprob[i], starts[i], tops[i], token_ids[i]),
-            priority=priorities[i],
             cache_salt=cache_namespace(salts[i], keys[i]),
         )
         for i in range(count)

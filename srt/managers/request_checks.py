@@ -11,7 +11,6 @@ from srt.sampling.sampling_params import MAX_TOP_LOGPROBS, ParameterError, is_un
 
 MAX_LABEL_CHARS = 256
 MAX_LOGPROB_IDS = 128
-_MAX_PRIORITY = 1 << 31
 
 
 def bad(parameter: str, reason: str) -> RequestError:
@@ -30,8 +29,6 @@ def check_form(request: GenerateInput) -> None:
         if not request.rid:
             raise bad("rid", "must not be empty")
     check_label("cache_salt", request.cache_salt)
-    if type(request.priority) is not int or not -_MAX_PRIORITY <= request.priority < _MAX_PRIORITY:
-        raise bad("priority", "must be an integer of 32 bits")
     _check_logprobs(request.logprobs)
 
 
@@ -98,7 +95,6 @@ def build_request(
         sampling=request.params.spec(max_new_tokens, model.eos_ids),
         logprobs=_logprob_spec(request.logprobs, len(prompt_ids), model.vocab_size),
         seed=seed,
-        priority=request.priority,
         cache_salt=request.cache_salt,
     )
 

@@ -59,7 +59,6 @@ def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) ->
         text=prompt,
         rid=identity.id,
         logprobs=body.logprob_request(),
-        priority=body.priority,
         cache_salt=body.salt,
         add_special_tokens=False,
     )

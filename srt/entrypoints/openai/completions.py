@@ -50,7 +50,6 @@ def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerMana
             input_ids=None if isinstance(prompt, str) else prompt,
             rid=rid,
             logprobs=logprobs,
-            priority=body.priority,
             cache_salt=body.salt,
         )
         for prompt, rid in zip(prompts, identity.rids(len(prompts)), strict=True)

@@ -72,7 +72,6 @@ class OpenAIBody(RequestBody):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     rid: str | None = None
-    priority: int = 0
     cache_salt: str = ""
     extra_key: str = ""
 
@@ -80,7 +79,7 @@ class OpenAIBody(RequestBody):
         **dict.fromkeys(
             "json_schema regex ebnf structural_tag lora_path session_params session_id custom_logit_processor custom_params"
             " return_hidden_states return_meta_info return_token_ids bootstrap_host bootstrap_port bootstrap_room"
-            " routed_dp_rank data_parallel_rank beam_width return_routed_experts".split(),
+            " routed_dp_rank data_parallel_rank beam_width return_routed_experts priority".split(),
             (),
         ),
         "response_format": ({"type": "text"},),

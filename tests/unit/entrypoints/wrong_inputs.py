@@ -76,7 +76,6 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "logprobs": [-1, 1000],
     "top_logprobs": [-1, 1000],
     "best_of": [0, 5],
-    "priority": [1 << 40, -(1 << 40)],
     "rid": ["", "x" * 1000],
     "cache_salt": ["x" * 1000],
     "extra_key": ["x" * 1000],
