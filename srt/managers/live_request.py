@@ -10,6 +10,7 @@ from types import TracebackType
 
 from srt.managers.detokenizer import OutputText
 from srt.managers.io_struct import ChoiceUpdate, Finish, RequestError, TokenLogprob
+from srt.managers.request_ledger import NewTokens
 from srt.protocol.messages import GenerateRequest, RequestDone
 from srt.sampling.sampling_params import choice_seed
 
@@ -52,18 +53,17 @@ class LiveRequest:
 
     # ---- The manager's side
 
-    def take_tokens(
-        self, index: int, ids: list[int], logprobs: tuple[TokenLogprob, ...], prompt_logprobs: tuple[TokenLogprob, ...]
-    ) -> bool:
+    def take_tokens(self, news: NewTokens) -> bool:
         """Add tokens of a choice. True if a stop was found in their text: the choice has ended, and later tokens are not for it."""
-        choice = self._choices[index]
+        choice = self._choices[news.choice]
         if choice.finish is not None:
             return False
-        delta = choice.output.push(ids)
+        delta = choice.output.push(news.ids)
         choice.text.append(delta.text)
-        choice.ids += ids[: delta.num_tokens]
-        choice.logprobs += logprobs[: delta.num_tokens]
-        choice.prompt_logprobs = choice.prompt_logprobs or prompt_logprobs
+        choice.ids += news.ids[: delta.num_tokens]
+        choice.cached_tokens = news.cached
+        choice.logprobs += news.logprobs[: delta.num_tokens]
+        choice.prompt_logprobs = choice.prompt_logprobs or news.prompt_logprobs
         choice.num_tokens += delta.num_tokens
         if delta.stop is not None:
             self._finish(choice, Finish("stop", matched=delta.stop))

@@ -89,6 +89,7 @@ class Outbox:
             choices=columns[2].astype(np.int32),
             first=columns[3].astype(np.int32),
             counts=columns[4].astype(np.int32),
+            cached=columns[5].astype(np.int32),
             ids=ids,
             logprobs=logs,
             done=[_done(request) for request in ended],
@@ -113,14 +114,14 @@ def _done(request: Request) -> RequestDone:
 
 
 def _ranges(slots: SlotTable, rows: Int64Array, ended: list[Request]) -> tuple[Int64Array, Int32Array]:
-    """Columns (serial, rid, choice, first, count) of all ranges, and their ids end to end."""
+    """Columns (serial, rid, choice, first, count, cached) of all ranges, and their ids end to end."""
     first = slots.sent[rows]
     counts = slots.num_output[rows] - first
-    columns = np.stack((slots.serial[rows], slots.rid[rows], slots.choice[rows], first, counts))
+    columns = np.stack((slots.serial[rows], slots.rid[rows], slots.choice[rows], first, counts, slots.cached[rows]))
     ids = _outputs(slots, rows, first, counts)
     if not ended:
         return columns, ids
-    more = [(r.serial, r.rid, r.choice, r.sent, len(r.outputs) - r.sent) for r in ended]
+    more = [(r.serial, r.rid, r.choice, r.sent, len(r.outputs) - r.sent, r.cached_tokens) for r in ended]
     columns = np.concatenate((columns, np.array(more, np.int64).T), axis=1)
     return columns, np.concatenate((ids, *[r.outputs[r.sent :] for r in ended]))
 

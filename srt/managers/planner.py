@@ -221,8 +221,8 @@ class Planner:
             choice=request.choice,
             max_new=request.sampling.max_new_tokens,
             outputs=request.outputs,
+            cached=request.cached_tokens,
             sent=request.sent,
-            computed=request.cached_tokens,
             stop_ids=request.sampling.stop_ids,
         )
         self._memory.admit(request, node, cached)

@@ -36,13 +36,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """The next tokens of a choice, with a row of logprobs each if they were asked for; with the first ones, the prompt's rows."""
+    """The next tokens of a choice, with a row of logprobs each if they were asked for; with the first ones, the prompt's rows.
+
+    `cached` of the choice's prompt tokens came from the prefix cache.
+    """
 
     rid: int
     choice: int
     ids: list[int]
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class _Choice:
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens behind `num_released`
     num_released: int = 0  # tokens that a NewTokens has carried
+    cached: int = 0  # prompt tokens that came from the cache
     is_gap: bool = False  # the batch at hand has tokens behind the next ones
     asked_from: int = -1  # a gap was seen, and everything from this token on asked for
     done: RequestDone | None = None
@@ -200,20 +205,21 @@ class RequestLedger:
     # ---- What a batch brings
 
     def _take_ids(self, batch: TokenBatch, touched: dict[tuple[int, int], None]) -> None:
-        if not len(batch.rids) == len(batch.choices) == len(batch.first) == len(batch.counts):
+        columns = (batch.rids, batch.choices, batch.first, batch.counts, batch.cached)
+        if len({len(column) for column in columns}) != 1:
             raise LinkBroken(f"batch {batch.number} has columns of different lengths")
         if int(batch.counts.sum()) != len(batch.ids):
             raise LinkBroken(f"batch {batch.number} has {len(batch.ids)} ids for ranges of {int(batch.counts.sum())}")
         ids = batch.ids.tolist()
-        columns = (batch.rids.tolist(), batch.choices.tolist(), batch.first.tolist(), batch.counts.tolist())
         end = 0
-        for rid, index, first, count in zip(*columns, strict=True):
+        for rid, index, first, count, cached in zip(*[column.tolist() for column in columns], strict=True):
             end += count
             choice = self._choice(rid, index)
             if choice is None:
                 self.num_surplus_tokens += count
                 continue
             touched[rid, index] = None
+            choice.cached = cached
             known = len(choice.ids) - first
             if known < 0:
                 choice.is_gap = True
@@ -270,7 +276,7 @@ class RequestLedger:
         rows = tuple(choice.logprobs[: len(ids)])
         del choice.logprobs[: len(ids)]
         choice.num_released = end
-        return [NewTokens(entry.request.rid, index, ids, rows, prompt_rows)]
+        return [NewTokens(entry.request.rid, index, ids, rows, prompt_rows, choice.cached)]
 
     def _refuse(self, message: Refused) -> list[Effect]:
         entry = self._entries.get(message.rid)
@@ -287,7 +293,8 @@ class RequestLedger:
         if entry.request.logprobs.output:
             del choice.ids[choice.num_logprobs :]
         choice.is_gap, choice.asked_from, choice.done = False, -1, None
-        choice.done = _end_by_tokens(entry.request, index, choice.ids) if entry.has_prompt_logprobs else None
+        if entry.has_prompt_logprobs:
+            choice.done = _end_by_tokens(entry.request, index, choice.ids, choice.cached)
         return self._settle(entry.request.rid, index)
 
     def _choice(self, rid: int, choice: int) -> _Choice | None:
@@ -313,10 +320,10 @@ def _resubmission(entry: _Entry) -> GenerateRequest:
     )
 
 
-def _end_by_tokens(request: GenerateRequest, index: int, ids: list[int]) -> RequestDone | None:
+def _end_by_tokens(request: GenerateRequest, index: int, ids: list[int], cached: int) -> RequestDone | None:
     """The end that the tokens themselves show, if the old scheduler did not come to say so."""
     if ids and ids[-1] in request.sampling.stop_ids:
-        return RequestDone(request.rid, index, "stop", ids[-1], len(ids), 0)
+        return RequestDone(request.rid, index, "stop", ids[-1], len(ids), cached)
     if len(ids) >= request.sampling.max_new_tokens:
-        return RequestDone(request.rid, index, "length", -1, len(ids), 0)
+        return RequestDone(request.rid, index, "length", -1, len(ids), cached)
     return None

@@ -228,7 +228,7 @@ class Scheduler:
     def _send_again(self, replica: Replica, client: Client, ask: AskRange) -> list[Effect]:
         request = client.find(ask.rid, ask.choice)
         if request is None:
-            return [ToFrontend(client.number, Rejected(f"There is no choice {ask.choice} of request {ask.rid}."))]
+            return []  # it was aborted, or its end acknowledged, as the question travelled
         first = max(ask.first, 0)
         request.send_logs_again(first)
         if request.has_unsent_logs:

@@ -22,7 +22,7 @@ class SlotTable:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._columns: Int64Array = np.zeros((11, num_slots), np.int64)
+        self._columns: Int64Array = np.zeros((12, num_slots), np.int64)
         (
             self.incarnation,  # number of the admission that has the slot; 0: the slot is free
             self.serial,  # arrival of the request
@@ -31,6 +31,7 @@ class SlotTable:
             self.choice,
             self.max_new,
             self.num_output,
+            self.cached,  # tokens that it found in the prefix cache
             self.sent,  # outputs that the frontend was sent
             self.submitted,
             self.computed,
@@ -67,13 +68,16 @@ class SlotTable:
         choice: int,
         max_new: int,
         outputs: Int32Array,
+        cached: int,
         sent: int,
-        computed: int,
         stop_ids: Int32Array,
     ) -> None:
         """Everything about the request that has been given this slot."""
         count = len(outputs)
-        self._columns[:, slot] = (incarnation, serial, frontend, rid, choice, max_new, count, sent, count, computed, 0)
+        self._columns[:, slot] = (
+            *(incarnation, serial, frontend, rid, choice, max_new, count, cached, sent),
+            *(count, cached, 0),  # submitted, computed, num_pages
+        )
         if count:
             self.make_room_for_outputs(count)
             self.outputs[slot, :count] = outputs

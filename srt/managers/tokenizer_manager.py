@@ -292,7 +292,7 @@ class TokenizerManager:
         if live is None:
             return
         self._num_tokens += len(news.ids)
-        if live.take_tokens(news.choice, news.ids, news.logprobs, news.prompt_logprobs):
+        if live.take_tokens(news):
             self._apply(self._ledger.end(news.rid, news.choice))
             self._forget_if_ended(live)
 

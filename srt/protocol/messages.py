@@ -176,13 +176,14 @@ class RequestDone:
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """New tokens of a frontend's requests, as ranges: row i carries `counts[i]` ids of choice `choices[i]` of request `rids[i]`
-    from output index `first[i]` on; `ids` holds all rows end to end."""
+    from output index `first[i]` on; `ids` holds all rows end to end. `cached[i]` of that choice's prompt tokens came from the cache."""
 
     number: int
     rids: Int64Array
     choices: Int32Array
     first: Int32Array
     counts: Int32Array
+    cached: Int32Array
     ids: Int32Array
     logprobs: list[TokenLogprobs]
     done: list[RequestDone]

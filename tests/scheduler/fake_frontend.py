@@ -37,6 +37,7 @@ class Choice:
     done: RequestDone | None = None
     is_aborted: bool = False  # an abort was sent
     has_asked: bool = False  # ranges may come twice
+    cached: int | None = None  # as its tokens say
 
 
 @dataclass(slots=True)
@@ -119,11 +120,10 @@ class FakeFrontend:
         back: list[FromFrontend] = []
         start = 0
         ids = batch.ids.tolist()
-        rows = zip(
-            batch.rids.tolist(), batch.choices.tolist(), batch.first.tolist(), batch.counts.tolist(), strict=True
-        )
-        for rid, choice, first, count in rows:
+        columns = (batch.rids, batch.choices, batch.first, batch.counts, batch.cached)
+        for rid, choice, first, count, cached in zip(*[column.tolist() for column in columns], strict=True):
             assert count > 0, "an empty range was sent"
+            self.sent[rid].choices[choice].cached = cached
             self.num_catch_ups += count > 1
             back += self._take_range(rid, choice, first, ids[start : start + count])
             start += count
@@ -176,6 +176,9 @@ class FakeFrontend:
         assert choice.done is None or (choice.has_asked and choice.done == done), f"request {done.rid} ended twice"
         assert done.num_output == len(choice.ids) or choice.has_asked, (
             f"{done.num_output} tokens, {len(choice.ids)} came"
+        )
+        assert choice.cached in (None, done.cached_tokens), (
+            f"{choice.cached} tokens were cached, or {done.cached_tokens}"
         )
         choice.done = done
         if done.reason == "abort":

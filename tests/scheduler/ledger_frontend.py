@@ -69,6 +69,7 @@ class LedgerFrontend(FakeFrontend):
             choices=batch.choices[kept],
             first=batch.first[kept],
             counts=batch.counts[kept],
+            cached=batch.cached[kept],
             ids=batch.ids[np.repeat(kept, batch.counts)],
         )
 

@@ -66,15 +66,17 @@ class FakeScheduler:
         choice: int = 0,
         done: RequestDone | None = None,
         logprobs: Sequence[TokenLogprobs] = (),
+        cached: int = 0,
     ) -> None:
         """A batch with one range."""
-        self.send_ranges([(rid, choice, first, ids)], [done] if done else [], logprobs)
+        self.send_ranges([(rid, choice, first, ids)], [done] if done else [], logprobs, cached)
 
     def send_ranges(
         self,
         ranges: Sequence[tuple[int, int, int, Sequence[int]]],
         done: Sequence[RequestDone] = (),
         logprobs: Sequence[TokenLogprobs] = (),
+        cached: int = 0,
     ) -> None:
         number = self._next_number
         self._next_number += 1
@@ -85,6 +87,7 @@ class FakeScheduler:
                 choices=int32_array([r[1] for r in ranges]),
                 first=int32_array([r[2] for r in ranges]),
                 counts=int32_array([len(r[3]) for r in ranges]),
+                cached=int32_array([cached] * len(ranges)),
                 ids=int32_array([i for r in ranges for i in r[3]]),
                 logprobs=list(logprobs),
                 done=list(done),

@@ -49,7 +49,11 @@ def new_request(
 
 
 def batch(
-    *ranges: Range, number: int = 0, done: Sequence[RequestDone] = (), logprobs: Sequence[TokenLogprobs] = ()
+    *ranges: Range,
+    number: int = 0,
+    done: Sequence[RequestDone] = (),
+    logprobs: Sequence[TokenLogprobs] = (),
+    cached: int = 0,
 ) -> TokenBatch:
     return TokenBatch(
         number=number,
@@ -57,6 +61,7 @@ def batch(
         choices=int32_array([r[1] for r in ranges]),
         first=int32_array([r[2] for r in ranges]),
         counts=int32_array([len(r[3]) for r in ranges]),
+        cached=int32_array([cached] * len(ranges)),
         ids=int32_array([i for r in ranges for i in r[3]]),
         logprobs=list(logprobs),
         done=list(done),
@@ -242,8 +247,9 @@ def test_a_batch_that_contradicts_itself_breaks_the_link() -> None:
     ledger = ledger_with(new_request())
     good = batch((1, 0, 0, [10, 11]))
     for wrong in (
-        TokenBatch(0, good.rids, good.choices, good.first, int32_array([3]), good.ids, [], []),
-        TokenBatch(0, good.rids, good.choices, int32_array(), good.counts, good.ids, [], []),
+        TokenBatch(0, good.rids, good.choices, good.first, int32_array([3]), good.cached, good.ids, [], []),
+        TokenBatch(0, good.rids, good.choices, good.first, good.counts, int32_array(), good.ids, [], []),
+        TokenBatch(0, good.rids, good.choices, int32_array(), good.counts, good.cached, good.ids, [], []),
     ):
         with pytest.raises(LinkBroken):
             ledger.handle(wrong)

@@ -339,6 +339,7 @@ def test_a_prompt_that_was_seen_is_not_computed_again_but_for_its_last_page() ->
     host.say(request(2, list(range(12)), max_new=1))
     host.run()
     assert host.ends()[2, 0].cached_tokens == 8
+    assert [host.batches()[i].cached.tolist() for i in (0, -1)] == [[0], [8]]
     assert host.all_plans[-1].extend_starts.tolist() == [8]
 
 
@@ -639,5 +640,15 @@ def test_a_range_that_is_asked_for_again_is_sent_again_with_the_end() -> None:
     (again,) = host.batches()[sent:]
     assert (again.first.tolist(), again.ids.tolist()) == ([2], expected_ids(made)[2:])
     assert again.done[0].reason == "length"
-    host.say(AskRange(9, 0, 0))
-    assert len(host.of_type(Rejected)) == 1
+
+
+def test_a_range_of_a_choice_that_is_gone_is_not_sent_and_nobody_is_told() -> None:
+    """A rejection would make the frontend fail requests that have nothing to do with it."""
+    host = Host()
+    host.say(request(1, PROMPT, max_new=5))
+    host.run()
+    num_batches = len(host.batches())
+    for ask in (AskRange(1, 0, 0), AskRange(9, 0, 0)):
+        host.say(ask)
+        host.tick()
+    assert (len(host.batches()), host.of_type(Rejected)) == (num_batches, [])

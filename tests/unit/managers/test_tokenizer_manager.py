@@ -171,12 +171,13 @@ def test_a_stop_string_ends_the_choice_here_and_aborts_it_there(play: Callable[.
         handle, message = await begin(manager, scheduler, request)
         empty = np.zeros(0, np.float32)
         rows = TokenLogprobs(message.rid, 0, False, 0, np.zeros(4, np.float32), int32_array(), empty, empty)
-        scheduler.send_tokens(message.rid, flat, logprobs=[rows])
+        scheduler.send_tokens(message.rid, flat, logprobs=[rows], cached=3)
         (update,) = await read_all(handle)
         assert (update.text, update.ids, update.completion_tokens) == ("a", tuple(flat[:3]), 3)
         assert len(update.output_logprobs) == 3
         assert update.finish is not None
         assert (update.finish.kind, update.finish.matched) == ("stop", "bc")
+        assert update.cached_tokens == 3  # though the engine never came to say how the choice ended
         assert await scheduler.expect(Abort) == Abort(message.rid, 0)
         scheduler.send_tokens(message.rid, flat[:1], first=4, done=ended(message.rid, 5, "abort"))
 
