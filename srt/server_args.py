@@ -74,6 +74,9 @@ class ServerArgs:
     chunked_prefill_size: int = option(2048, "most prompt tokens in one step; -1: no limit", group=MEMORY)
     page_size: int = option(16, "tokens in one page of KV memory", group=MEMORY)
     schedule_policy: str = option("fcfs", "order of waiting requests", group=MEMORY, choices=("fcfs",))
+    schedule_conservativeness: float = option(
+        1.0, "above 1, answers are expected to be longer than those before: fewer run, fewer are preempted", group=MEMORY
+    )
     disable_radix_cache: bool = option(False, "do not reuse the KV of shared prefixes", group=MEMORY)
     disable_overlap_schedule: bool = option(False, "plan a step only when the one before is back", group=MEMORY)
 
@@ -119,6 +122,8 @@ class ServerArgs:
             raise ArgumentError(f"--port must lie between 0 and 65535, not {self.port}.")
         if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
             raise ArgumentError(f"--mem-fraction-static must lie between 0 and 1, not {self.mem_fraction_static}.")
+        if not self.schedule_conservativeness > 0:
+            raise ArgumentError(f"--schedule-conservativeness must be positive, not {self.schedule_conservativeness}.")
         if not self.watchdog_timeout > 0:
             raise ArgumentError(f"--watchdog-timeout must be positive, not {self.watchdog_timeout}.")
         self.model_overrides()
@@ -150,7 +155,7 @@ class ServerArgs:
 UNSUPPORTED = frozenset(
     "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port quantization kv_cache_dtype tokenizer_mode"
     " skip_tokenizer_init trust_remote_code is_embedding admin_api_key reasoning_parser tool_call_parser allow_auto_truncate"
-    " max_prefill_tokens schedule_conservativeness enable_priority_scheduling enable_mixed_chunk num_continuous_decode_steps"
+    " max_prefill_tokens enable_priority_scheduling enable_mixed_chunk num_continuous_decode_steps"
     " radix_eviction_policy prefill_attention_backend decode_attention_backend sampling_backend grammar_backend disable_cuda_graph"
     " cuda_graph_max_bs cuda_graph_bs enable_torch_compile enable_memory_saver enable_deterministic_inference"
     " disable_custom_all_reduce speculative_algorithm speculative_draft_model_path speculative_num_steps enable_lora lora_paths"

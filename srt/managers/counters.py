@@ -26,6 +26,8 @@ class Counters:
     num_aborted_decode: int = 0
     num_refused: int = 0
     num_dropped_rows: int = 0  # sampled for requests that had ended meanwhile
+    num_preempted: int = 0
+    num_recomputed_tokens: int = 0  # of preempted requests that came back, what the cache had lost meanwhile
     num_held_back: int = 0  # waited for another request to compute their prefix
     step_us: int = 0  # sum of what workers report
 

@@ -7,14 +7,16 @@ import numpy as np
 from srt.managers.request import Request
 from srt.managers.slots import SlotTable
 from srt.mem_cache.allocator import TokenToKVPoolAllocator
-from srt.mem_cache.radix_cache import NoPrefixCache, RadixCache, RadixNode
-from srt.protocol.messages import Int32Array
+from srt.mem_cache.radix_cache import NO_PAGES, NoPrefixCache, RadixCache, RadixNode
+from srt.protocol.messages import Int32Array, Int64Array
 
 
 class KvMemory:
-    """Gives pages to requests against a reservation made at admission, so that a request that runs never lacks one.
+    """Gives pages to requests. Each is admitted for as many as it is expected to need, which may be fewer than it may ask for:
+    so a running request can lack one, and the planner then preempts another.
 
-    At any time: free + evictable pages >= pages promised to running requests and not given out yet.
+    `num_promised` counts what running requests are expected to ask for still: up to the forecast made at admission; whoever has
+    outgrown that is expected to use half of what it may still ask for.
     """
 
     def __init__(self, num_pages: int, page_size: int, slots: SlotTable, *, prefix_cache: bool) -> None:
@@ -23,7 +25,9 @@ class KvMemory:
         self._slots = slots
         self._allocator = TokenToKVPoolAllocator(num_pages)
         self.tree = RadixCache(page_size) if prefix_cache else NoPrefixCache(page_size)
-        self._num_promised = 0
+        self._expected: Int64Array = np.zeros(slots.num_slots, np.int64)  # pages of the slot's request, by the forecast
+        self._most: Int64Array = np.zeros(slots.num_slots, np.int64)  # and at the very most; 0: no request has the slot
+        self.num_promised = 0
 
     @property
     def num_pages(self) -> int:
@@ -32,6 +36,15 @@ class KvMemory:
     @property
     def num_free(self) -> int:
         return self._allocator.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Free, or cached for nobody who runs."""
+        return self._allocator.num_free + self.tree.num_evictable
+
+    def capacity(self, slot: int) -> int:
+        """Positions that the slot could have if it got all that is available."""
+        return (int(self._slots.num_pages[slot]) + self.num_available) * self.page_size
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -43,30 +56,39 @@ class KvMemory:
     def unpin(self, node: RadixNode) -> None:
         self.tree.unpin(node)
 
-    def has_room(self, request: Request, num_cached: int) -> bool:
-        """Is there room for all that the request may need, apart from the `num_cached` pages that are pinned for it?"""
-        need = self.pages_for(request.max_tokens) - num_cached
-        return self.num_free + self.tree.num_evictable - self._num_promised >= need
+    def has_room(self, expected_tokens: int, num_cached: int) -> bool:
+        """Is there room for so many tokens, apart from the `num_cached` pages that are pinned, beside what is promised?"""
+        return self.num_available - self.num_promised >= self.pages_for(expected_tokens) - num_cached
 
-    def admit(self, request: Request, node: RadixNode, cached: Int32Array) -> None:
+    def admit(self, request: Request, node: RadixNode, cached: Int32Array, expected_tokens: int) -> None:
         """Promise the request its pages. It has a slot, and its pinned prefix is its first pages."""
+        slot = request.slot
         request.node = node
         request.num_in_tree = len(cached)
-        request.num_reserved = self.pages_for(request.max_tokens)
-        self._num_promised += request.num_reserved - len(cached)
+        self._expected[slot] = self.pages_for(expected_tokens)
+        self._most[slot] = self.pages_for(request.max_tokens)
         if len(cached):
-            self._slots.append_pages(request.slot, cached)
+            self._slots.append_pages(slot, cached)
+        self.num_promised += self._promised_to(slot)
 
     def grow(self, slot: int, tokens: int) -> Int32Array:
         """Give the slot the pages that it lacks for `tokens` positions, and say which."""
         missing = self.pages_for(tokens) - int(self._slots.num_pages[slot])
-        pages = self._take(max(missing, 0))
+        if missing <= 0:
+            return NO_PAGES
+        pages = self._take(missing)
+        self.num_promised -= self._promised_to(slot)
         self._slots.append_pages(slot, pages)
+        self.num_promised += self._promised_to(slot)
         return pages
 
-    def take_one_each(self, count: int) -> Int32Array:
-        """Pages for so many slots that need one more. The caller enters them into the table."""
-        return self._take(count)
+    def grow_by_one_each(self, slots: Int64Array) -> Int32Array:
+        """Give each of these slots one more page, and say which."""
+        pages = self._take(len(slots))
+        self.num_promised -= int(self._promised_to_each(slots).sum())
+        self._slots.append_page_each(slots, pages)
+        self.num_promised += int(self._promised_to_each(slots).sum())
+        return pages
 
     def insert_computed(self, request: Request, ids: Int32Array, computed: int) -> None:
         """Let the cache have the full pages of the first `computed` positions, which hold the KV of `ids` from now on."""
@@ -87,7 +109,8 @@ class KvMemory:
         """Everything that the request holds. What the cache has taken over stays there, without its pin."""
         assert request.node is not None
         pages = self._slots.pages_of(request.slot)
-        self._num_promised -= request.num_reserved - len(pages)
+        self.num_promised -= self._promised_to(request.slot)
+        self._expected[request.slot] = self._most[request.slot] = 0
         for copies in request.own_copies:
             self._allocator.free(copies)
         self._allocator.free(pages[request.num_in_tree :])
@@ -100,24 +123,27 @@ class KvMemory:
         self._allocator.free(self.tree.clear())
 
     def check(self, running: list[Request]) -> None:
-        """AssertionError unless every page is free, cached or one request's, exactly once, and every promise can be kept."""
+        """AssertionError unless every page is free, cached or one request's, exactly once, and the promises are counted right."""
         self._allocator.check()
         owned = [self._allocator.free_pages(), self.tree.check([r.node for r in running if r.node is not None])]
-        promised = 0
         for request in running:
-            pages = self._slots.pages_of(request.slot)
-            owned += [pages[request.num_in_tree :], *request.own_copies]
-            promised += request.num_reserved - len(pages)
+            owned += [self._slots.pages_of(request.slot)[request.num_in_tree :], *request.own_copies]
+        promised = sum(self._promised_to(request.slot) for request in running)
         everything = np.sort(np.concatenate(owned))
         assert np.array_equal(everything, np.arange(self.num_pages)), "a page is lost, or has two owners"
-        assert promised == self._num_promised, (
-            f"{self._num_promised} pages are promised, requests may ask for {promised}"
-        )
-        assert self.num_free + self.tree.num_evictable >= promised, "more pages are promised than there are"
+        assert promised == self.num_promised, f"{self.num_promised} pages are promised, by the requests {promised} are"
+
+    def _promised_to(self, slot: int) -> int:
+        has, expected = int(self._slots.num_pages[slot]), int(self._expected[slot])
+        return expected - has if has < expected else (int(self._most[slot]) - has + 1) // 2
+
+    def _promised_to_each(self, slots: Int64Array) -> Int64Array:
+        has, expected = self._slots.num_pages[slots], self._expected[slots]
+        promised: Int64Array = np.where(has < expected, expected - has, (self._most[slots] - has + 1) // 2)
+        return promised
 
     def _take(self, count: int) -> Int32Array:
         missing = count - self._allocator.num_free
         if missing > 0:
             self._allocator.free(self.tree.evict(missing))
-        self._num_promised -= count
         return self._allocator.allocate(count)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from srt.managers.request import Request
+from srt.managers.request import Request, Status
 from srt.managers.slots import SlotTable
 from srt.protocol.messages import Int32Array, Int64Array, RequestDone, TokenBatch, TokenLogprobs
 
@@ -31,6 +31,7 @@ class Outbox:
         self._unacknowledged: deque[_Sent] = deque()
         self._ended: dict[tuple[int, int], Request] = {}  # their RequestDone is to be sent
         self._logged: dict[tuple[int, int], Request] = {}  # have logprobs to be sent
+        self._waiting: dict[tuple[int, int], Request] = {}  # lost their slots, with tokens that are to be sent
 
     @property
     def is_open(self) -> bool:
@@ -47,11 +48,16 @@ class Outbox:
 
     @property
     def has_more_than_tokens(self) -> bool:
-        return bool(self._ended or self._logged)
+        return bool(self._ended or self._logged or self._waiting)
 
     def add_end(self, request: Request) -> None:
         """The request has ended: its last tokens and its `done` are to be sent."""
         self._ended[request.key] = request
+
+    def add_waiting(self, request: Request) -> None:
+        """It was preempted: tokens that are not sent yet are no longer in the slot table."""
+        if request.sent < len(request.outputs):
+            self._waiting[request.key] = request
 
     def add_logs(self, request: Request) -> None:
         self._logged[request.key] = request
@@ -76,10 +82,12 @@ class Outbox:
         number = self._next_number
         self._next_number += 1
         logs, logged = self._take_logs()
-        columns, ids = _sorted_ranges(*_ranges(slots, rows, [r for r in ended if r.sent < len(r.outputs)]))
+        without_slot = [*ended, *self._take_waiting()]
+        columns, ids = _sorted_ranges(*_ranges(slots, rows, [r for r in without_slot if r.sent < len(r.outputs)]))
         slots.sent[rows] = slots.num_output[rows]
-        for request in ended:
+        for request in without_slot:
             request.sent = len(request.outputs)
+        for request in ended:
             request.done_batch = number
         self._unacknowledged.append(_Sent(number, ended, logged))
         self._ended.clear()
@@ -94,6 +102,13 @@ class Outbox:
             logprobs=logs,
             done=[_done(request) for request in ended],
         )
+
+    def _take_waiting(self) -> list[Request]:
+        if not self._waiting:
+            return []
+        waiting = [request for request in self._waiting.values() if request.status is Status.WAITING]
+        self._waiting.clear()
+        return waiting
 
     def _take_logs(self) -> tuple[list[TokenLogprobs], list[tuple[Request, int]]]:
         if not self._logged:

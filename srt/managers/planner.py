@@ -2,6 +2,9 @@
 
 There are no phases. Every step lets `computed` chase what is wanted: all running decodes first, then chunks of prompts within
 one budget of tokens, those of running requests before those of new ones.
+
+Requests are admitted for the memory that they are expected to need. When it runs out, the last in rank is preempted: its slot
+and pages are taken, its computed prefix stays in the cache, and it waits again in its old place. So the first always goes on.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from srt.managers.counters import Counters
+from srt.managers.forecast import OutputForecast
 from srt.managers.kv_memory import KvMemory
 from srt.managers.request import Request, Status
 from srt.managers.slots import SlotTable
@@ -65,10 +69,13 @@ class _Draft:
 class Planner:
     """Owns the waiting requests and the order of the running ones. Slots and pages are taken and given back here only."""
 
-    def __init__(self, slots: SlotTable, memory: KvMemory, counters: Counters, chunk_size: int) -> None:
+    def __init__(
+        self, slots: SlotTable, memory: KvMemory, counters: Counters, forecast: OutputForecast, chunk_size: int
+    ) -> None:
         self._slots = slots
         self._memory = memory
         self._counters = counters
+        self._forecast = forecast
         self._chunk_size = UNLIMITED if chunk_size < 0 else chunk_size
         self._queue = WaitingQueue()
         self._running: list[Request | None] = [None] * slots.num_slots
@@ -77,6 +84,9 @@ class Planner:
         self._num_admitted = 0
         self._something_ended = False  # since the last plan
         self._no_room_for: Request | None = None  # the first that waits, found not to fit; nothing was released since
+        self._planned_step = self._answered_step = 0
+        self._away: dict[int, tuple[int, Request]] = {}  # preempted, with the last step that may have its rows
+        self._just_preempted: list[Request] = []
         self.num_waiting = 0
 
     # ---- Requests come and go
@@ -92,9 +102,11 @@ class Planner:
         self._no_room_for = None
         if was_waiting:
             self.num_waiting -= 1
-            self._queue.note_end()
+            if self._away.pop(request.incarnation, None) is None:
+                self._queue.note_end()
         else:
             self._vacate(request, keep_prefix=keep_prefix)
+            self._forecast.note_end(len(request.outputs), request.sampling.max_new_tokens)
 
     def request_in(self, slot: int) -> Request:
         request = self._running[slot]
@@ -104,20 +116,43 @@ class Planner:
     def running(self) -> list[Request]:
         return [request for request in self._running if request is not None]
 
+    @property
+    def has_away(self) -> bool:
+        return bool(self._away)
+
+    def preempted(self, incarnation: int) -> Request | None:
+        """The request that lost its slot with rows in flight, if that is what this incarnation was."""
+        _, request = self._away.get(incarnation, (0, None))
+        return request
+
+    def take_preempted(self) -> list[Request]:
+        """Who lost its slot since this was asked last."""
+        preempted, self._just_preempted = self._just_preempted, []
+        return preempted
+
+    def note_answered(self, step: int) -> None:
+        """The results of all plans up to this one are entered: who was preempted may come back when none of its rows is out."""
+        self._answered_step = step
+        back = [incarnation for incarnation, (last_step, _) in self._away.items() if last_step <= step]
+        for incarnation in back:
+            _, request = self._away.pop(incarnation)
+            request.know_all()
+            self._queue.push(request)
+
     # ---- The next step
 
     def plan(self, step: int) -> Planned | None:
         """The next step, or None if there is nothing to do. What it does counts as done from now on."""
-        if self._something_ended:
-            self._decoding = self._decoding[self._slots.incarnation[self._decoding] != 0]
-            self._something_ended = False
+        self._forget_ended()
         draft = _Draft(self._chunk_size)
+        is_short = self._preempt_for_room()
         decodes = self._plan_decodes(draft)
         for request in self._prefilling:
             if draft.budget <= 0:
                 break
             self._plan_chunk(draft, request)
-        self._admit(draft)
+        if not is_short or self._slots.num_used == 0:
+            self._admit(draft)
         if not draft.extends and not len(decodes):
             return None
         self._publish(draft)
@@ -127,30 +162,78 @@ class Planner:
         self._counters.count_step(len(draft.extends), len(decodes))
         return self._finish_plan(step, draft, decodes)
 
+    def _forget_ended(self) -> None:
+        if self._something_ended:
+            self._decoding = self._decoding[self._slots.incarnation[self._decoding] != 0]
+            self._something_ended = False
+
+    def _preempt_for_room(self) -> bool:
+        """Preempt until all decodes can go on, and the first in rank whatever it does. True if anybody was preempted."""
+        before = self._counters.num_preempted
+        while self._is_short():
+            self._preempt(max(self.running(), key=_order))
+            self._forget_ended()
+        return self._counters.num_preempted > before
+
+    def _is_short(self) -> bool:
+        available = self._memory.num_available
+        if available > len(self._decoding):
+            return False
+        left = available - len(self._lacking(self._decode_rows()))
+        if left != 0 or not self._prefilling:
+            return left < 0
+        first = min(self.running(), key=_order)
+        return not first.prompt_done and self._lacks_page(first.slot)
+
+    def _lacks_page(self, slot: int) -> bool:
+        return bool(self._slots.computed[slot] >= self._slots.num_pages[slot] * self._memory.page_size)
+
+    def _preempt(self, request: Request) -> None:
+        """Take its slot and pages. It may come back when all its rows in flight are answered, which are entered as if it still ran."""
+        computed = int(self._slots.computed[request.slot])
+        self._vacate(request, keep_prefix=True)
+        request.lose_slot(request.outputs, request.sent, computed)
+        self._counters.num_preempted += 1
+        self._just_preempted.append(request)
+        self.num_waiting += 1
+        self._no_room_for = None
+        self._away[request.incarnation] = (self._planned_step, request)
+        self.note_answered(self._answered_step)
+
+    def _decode_rows(self) -> Int64Array:
+        rows = self._decoding
+        wanting: Int64Array = rows[self._slots.submitted[rows] < self._slots.max_new[rows]]
+        return wanting
+
+    def _lacking(self, rows: Int64Array) -> Int64Array:
+        """Those that have no page for their next position."""
+        slots = self._slots
+        lacking: Int64Array = rows[slots.computed[rows] >= slots.num_pages[rows] * self._memory.page_size]
+        return lacking
+
     def _plan_decodes(self, draft: _Draft) -> Int64Array:
         """One more token for every request that wants one: its last id is on the device already, or will be."""
         slots = self._slots
-        all_rows = self._decoding
-        rows: Int64Array = all_rows[slots.submitted[all_rows] < slots.max_new[all_rows]]
+        rows = self._decode_rows()
         if not len(rows):
             return NO_SLOTS
-        computed = slots.computed[rows]
-        lacking = rows[computed >= slots.num_pages[rows] * self._memory.page_size]
+        lacking = self._lacking(rows)
         if len(lacking):
-            pages = self._memory.take_one_each(len(lacking))
-            slots.append_page_each(lacking, pages)
+            pages = self._memory.grow_by_one_each(lacking)
             draft.page_slots.append(lacking)
             draft.page_counts.append(np.ones(len(lacking), np.int64))
             draft.pages.append(pages)
-        slots.computed[rows] = computed + 1
+        slots.computed[rows] += 1
         slots.submitted[rows] += 1
         return rows
 
     def _plan_chunk(self, draft: _Draft, request: Request) -> None:
-        """The next known ids of this request, as far as the budget goes."""
+        """The next known ids of this request, as far as the budget and the memory go."""
         slots, slot = self._slots, request.slot
         start = int(slots.computed[slot])
-        count = min(draft.budget, request.num_known - start)
+        count = min(draft.budget, request.num_known - start, self._memory.capacity(slot) - start)
+        if count <= 0:
+            return
         draft.budget -= count
         end = start + count
         pages = self._memory.grow(slot, end)
@@ -181,7 +264,7 @@ class Planner:
                 draft.aside.append(request)
                 if len(draft.aside) == self._slots.num_free:
                     return  # more than these cannot be admitted next time
-            elif self._memory.has_room(request, len(cached)):
+            elif self._memory.has_room(self._expected_tokens(request), len(cached)):
                 self._queue.pop()
                 self._start(request, node, cached)
                 draft.admissions.append(self._admission(request))
@@ -190,6 +273,13 @@ class Planner:
                 self._memory.unpin(node)
                 self._no_room_for = request
                 return
+
+    def _expected_tokens(self, request: Request) -> int:
+        """Prompt and output. Whoever was preempted comes back only when there is room for all that it may need."""
+        if request.num_preempted:
+            return request.max_tokens
+        expected = self._forecast.expected_outputs(request.sampling.max_new_tokens)
+        return max(request.prompt_len + expected, request.num_known + 1)
 
     def _is_coming(self, draft: _Draft, request: Request, node: RadixNode, num_cached: int) -> bool:
         """Would this request compute a page that another one does in this very plan? Then the next plan has it in the cache.
@@ -211,7 +301,9 @@ class Planner:
         request.status = Status.RUNNING
         request.incarnation = self._num_admitted
         request.slot = self._slots.take()
-        request.cached_tokens = len(cached) * self._memory.page_size
+        num_cached = len(cached) * self._memory.page_size
+        if not request.num_preempted:
+            request.cached_tokens = num_cached
         self._slots.fill(
             request.slot,
             incarnation=request.incarnation,
@@ -225,19 +317,22 @@ class Planner:
             sent=request.sent,
             stop_ids=request.sampling.stop_ids,
         )
-        self._memory.admit(request, node, cached)
+        self._slots.computed[request.slot] = num_cached
+        self._memory.admit(request, node, cached, self._expected_tokens(request))
         self._running[request.slot] = request
         self._prefilling.append(request)
+        if request.num_preempted:
+            self._counters.num_recomputed_tokens += request.num_known - num_cached
+            return
         self._counters.num_prompt_tokens += request.num_known
-        self._counters.num_cached_tokens += request.cached_tokens
+        self._counters.num_cached_tokens += num_cached
 
-    @staticmethod
-    def _admission(request: Request) -> Admission:
+    def _admission(self, request: Request) -> Admission:
         return Admission(
             slot=request.slot,
             ids=request.known_ids,
             prompt_len=request.prompt_len,
-            cached=request.cached_tokens,
+            cached=int(self._slots.computed[request.slot]),
             seed=request.seed,
             sampling=request.sampling,
             logprobs=request.logprobs,
@@ -257,6 +352,7 @@ class Planner:
                 self._counters.count_prompt(request.num_chunks, self._memory.pages_for(request.prompt_len))
 
     def _finish_plan(self, step: int, draft: _Draft, decodes: Int64Array) -> Planned:
+        self._planned_step = step
         extend_slots = [request.slot for request in draft.extends]
         section = PlanSection(
             admissions=draft.admissions,
@@ -299,3 +395,7 @@ class Planner:
             [r.slot for r in self._prefilling] + [int(s) for s in self._decoding if self._slots.incarnation[s]]
         )
         assert in_lists == self._slots.used_slots(), "a running request is in no list of the planner, or in two"
+
+
+def _order(request: Request) -> tuple[float, int]:
+    return request.order

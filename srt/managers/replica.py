@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from srt.managers.counters import Counters
 from srt.managers.effects import Effect, ToFrontend
+from srt.managers.forecast import OutputForecast
 from srt.managers.kv_memory import KvMemory
 from srt.managers.planner import Planner
 from srt.managers.results import ResultReader
@@ -21,8 +22,9 @@ class Replica:
         self._max_queued = args.max_queued_requests
         self.counters = Counters()
         self.slots = SlotTable(hello.num_slots)
+        forecast = OutputForecast(args.schedule_conservativeness)
         self.memory = KvMemory(hello.num_pages, hello.page_size, self.slots, prefix_cache=not args.disable_radix_cache)
-        self.planner = Planner(self.slots, self.memory, self.counters, args.chunked_prefill_size)
+        self.planner = Planner(self.slots, self.memory, self.counters, forecast, args.chunked_prefill_size)
         self.results = ResultReader(self.slots, self.planner, self.counters)
         self.stream = WorkerStream(args.tp_size)
         self.max_total_num_tokens = hello.num_pages * hello.page_size

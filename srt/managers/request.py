@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from enum import Enum
 
 import numpy as np
@@ -44,7 +45,8 @@ class Request:
         "node",
         "num_chunks",
         "num_in_tree",
-        "num_reserved",
+        "num_preempted",
+        "order",
         "outputs",
         "own_copies",
         "prompt_done",
@@ -86,7 +88,8 @@ class Request:
         self.incarnation = 0
         self.node: RadixNode | None = None  # the pinned end of its prefix in the tree, `num_in_tree` pages deep
         self.num_in_tree = 0
-        self.num_reserved = 0  # pages that it may have in all
+        self.num_preempted = 0
+        self.order: tuple[float, int] = (0.0, serial)  # who is first: admitted first, preempted last
         self.own_copies: list[Int32Array] = []  # of its first `num_in_tree` pages, those that the tree has twice
 
     @property
@@ -110,6 +113,27 @@ class Request:
         if self.logprobs.prompt_start >= 0:
             tokens = min(tokens, max(self.logprobs.prompt_start - 1, 0))
         return tokens // page_size
+
+    def lose_slot(self, outputs: Int32Array, sent: int, computed: int) -> None:
+        """Preempted: it waits again, with what it has. Prompt logprobs that workers have been told to send are not asked for twice."""
+        self.status = Status.WAITING
+        self.outputs, self.sent = outputs, sent
+        self.slot = -1
+        self.num_chunks = 0
+        self.prompt_done = False
+        self.num_preempted += 1
+        if self.logprobs.prompt_start >= 0:
+            told = computed + 1  # a position tells of the token behind it
+            start = max(self.logprobs.prompt_start, told) if told < self.prompt_len else -1
+            self.logprobs = replace(self.logprobs, prompt_start=start)
+
+    def append(self, token: int) -> None:
+        """A token that was in flight when it was preempted."""
+        self.outputs = np.append(self.outputs, np.int32(token))
+
+    def know_all(self) -> None:
+        """Nothing of it is in flight: it may be admitted again, with all its tokens."""
+        self.known_ids = np.concatenate((self.known_ids[: self.prompt_len], self.outputs))
 
     def log(self, chunk: TokenLogprobs) -> None:
         self.logs.append(chunk)

@@ -31,6 +31,7 @@ class End:
 class Outcome:
     ends: list[End]
     logged: list[Request]  # have new logprobs
+    late: list[Request]  # were preempted, and have a new token all the same
 
 
 class ResultReader:
@@ -56,8 +57,34 @@ class ResultReader:
             rows, alive = rows[counts != 0], alive[counts != 0]
         self._counters.num_dropped_rows += len(alive) - int(np.count_nonzero(alive))
         ends = self._append(rows[alive], result.ids[alive])
+        late, late_ends = self._append_late(planned, result)
         ends += [End(self._planner.request_in(int(slot)), "error", status=500, message=NOT_FINITE) for slot in failed]
-        return Outcome(ends, [request for request in logged if request is not None])
+        ends += late_ends
+        return Outcome(ends, [request for request in logged if request is not None], late)
+
+    def _append_late(self, planned: Planned, result: StepResult) -> tuple[list[Request], list[End]]:
+        """The tokens of requests that were preempted while this step was in flight."""
+        if not self._planner.has_away:
+            return [], []
+        late, ends = [], []
+        places = np.cumsum(result.counts) - result.counts
+        for row, incarnation in enumerate(planned.sampling_incarnations.tolist()):
+            request = self._planner.preempted(incarnation)
+            if request is None:
+                continue
+            if result.counts[row] == 0:
+                ends.append(End(request, "error", status=500, message=NOT_FINITE))
+                continue
+            token = int(result.ids[places[row]])
+            request.append(token)
+            late.append(request)
+            self._counters.num_generated_tokens += 1
+            if token in request.sampling.stop_ids:
+                ends.append(End(request, "stop", token))
+            elif len(request.outputs) >= request.sampling.max_new_tokens:
+                ends.append(End(request, "length"))
+        self._counters.num_dropped_rows -= len(late) + sum(end.reason == "error" for end in ends)
+        return late, ends
 
     def _append(self, rows: Int64Array, ids: Int32Array) -> list[End]:
         if not len(rows):
@@ -88,10 +115,14 @@ class ResultReader:
             if not len(at):
                 raise BrokenReplica(f"Step {planned.plan.step} has logprobs for slot {slot}, which was not in it.")
             incarnation = int(planned.sampling_incarnations[at[0]])
-        if self._slots.incarnation[slot] != incarnation:
-            return None
-        request = self._planner.request_in(slot)
-        first = row.first if row.is_prompt else int(self._slots.num_output[slot])
+        if self._slots.incarnation[slot] == incarnation:
+            request, num_output = self._planner.request_in(slot), int(self._slots.num_output[slot])
+        else:
+            away = self._planner.preempted(incarnation)
+            if away is None:
+                return None
+            request, num_output = away, len(away.outputs)
+        first = row.first if row.is_prompt else num_output
         chunk = TokenLogprobs(
             request.rid, request.choice, row.is_prompt, first, row.chosen, row.top_ids, row.top, row.of_ids
         )

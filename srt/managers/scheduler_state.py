@@ -330,6 +330,9 @@ class Scheduler:
             else:
                 replica.counters.num_finished += 1
             self._end(end.request, end.reason, end.matched, end.status, end.message)
+        for request in outcome.late:
+            self._clients[request.frontend].outbox.add_waiting(request)
+        replica.planner.note_answered(result.step)
 
     # ---- What a tick does
 
@@ -337,6 +340,8 @@ class Scheduler:
         effects: list[Effect] = []
         while replica.stream.num_in_flight < self._args.window:
             planned = replica.planner.plan(replica.stream.next_step)
+            for request in replica.planner.take_preempted():
+                self._clients[request.frontend].outbox.add_waiting(request)
             if planned is None:
                 break
             replica.stream.submit(planned)

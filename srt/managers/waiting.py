@@ -8,14 +8,14 @@ from srt.managers.request import Request, Status
 
 
 class WaitingQueue:
-    """First come, first served, also for requests that stood aside for a while and come back."""
+    """In `Request.order`, also for requests that stood aside for a while or were preempted, and come back."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, Request]] = []  # entries of requests that ended meanwhile are dropped when met
+        self._heap: list[tuple[tuple[float, int], Request]] = []  # who ended meanwhile is dropped when met
         self._num_dead = 0
 
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.serial, request))
+        heapq.heappush(self._heap, (request.order, request))
 
     def first(self) -> Request | None:
         while self._heap:

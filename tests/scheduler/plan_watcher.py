@@ -59,7 +59,7 @@ class PlanWatcher:
         self._check_budget(section)
         for admission in section.admissions:
             watched = self._in_slot[admission.slot] = self._by_seed[admission.seed]
-            assert watched.num_samples == 0, f"{watched.name} is admitted again"
+            watched.num_pages = 0  # it may have been preempted; what it sampled before still counts
         cached = {admission.slot: admission.cached // self._settings.page_size for admission in section.admissions}
         for delta in section.pages:
             pages = delta.pages.tolist()

@@ -22,6 +22,7 @@ class Settings:
     caches: bool = True
     num_frontends: int = 1
     max_queued: int = 4096
+    conservativeness: float = 1.0
     num_requests: int = 40
     longest_prompt: int = 100
     longest_answer: int = 30
@@ -53,6 +54,7 @@ class Settings:
             caches=rng.random() < 0.85,
             num_frontends=rng.choice((1, 1, 2, 3)),
             max_queued=rng.choice((0, 3, 4096, 4096)),
+            conservativeness=rng.choice((1.0, 0.3, 0.01)),
             num_requests=rng.randint(10, 50),
             longest_prompt=longest_prompt,
             longest_answer=longest_answer,
@@ -74,5 +76,6 @@ class Settings:
             disable_overlap_schedule=self.window == 1,
             tp_size=self.tp_size,
             disable_radix_cache=not self.caches,
+            schedule_conservativeness=self.conservativeness,
             max_queued_requests=self.max_queued,
         )

@@ -40,7 +40,7 @@ PROTOCOL = "simulated"
 MAX_UNACKNOWLEDGED = 8
 _COUNTED = (
     "num_steps num_mixed_steps num_rows num_finished num_failed num_refused num_aborted_waiting num_aborted_prefill"
-    " num_aborted_decode num_cached_tokens num_dropped_rows num_evicted_pages num_held_back"
+    " num_aborted_decode num_cached_tokens num_dropped_rows num_evicted_pages num_held_back num_preempted"
 ).split()
 
 
