@@ -200,9 +200,7 @@ def test_any_history_finds_what_a_plain_list_of_texts_says(page_size: int) -> No
     next_page = 0
     for _ in range(300):
         text = [rng.randrange(3) for _ in range(rng.randint(0, 8) * page_size)]
-        expected = max(
-            n for n in range(len(text) // page_size + 1) if n == 0 or tuple(text[: n * page_size]) in known
-        )
+        expected = max(n for n in range(len(text) // page_size + 1) if n == 0 or tuple(text[: n * page_size]) in known)
         node, pages = cache.pin_prefix(int32_array(text), "", len(text) // page_size)
         assert len(pages) == expected
         new = int32_array(range(next_page, next_page + len(text) // page_size - expected))

@@ -106,6 +106,7 @@ def test_an_unknown_parameter_is_refused_by_name(name: str) -> None:
     ["beam_width", "json_schema", "regex", "ebnf", "structural_tag", "custom_params", "watermark", "stream_interval"],
 )
 def test_an_unsupported_parameter_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    neutral: Any
     for neutral in (None, False, "", {}):
         SamplingParams.from_dict({name: neutral})
     with pytest.raises(ParameterError, match=f"{name} is not supported"):
