@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
+import orjson
 import pytest
 
 from srt.entrypoints import exchange as exchange_module
@@ -124,6 +128,27 @@ def test_another_content_type_is_a_415() -> None:
     response = World().call("POST", "/generate", data={"text": "hi"})
     assert response.status_code == 415
     assert "application/json" in response.json()["error"]["message"]
+
+
+def test_a_long_body_is_read_without_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Millions of small lists would set off collections that take longer than the reading."""
+    was_enabled: list[bool] = []
+
+    class Watched:
+        JSONDecodeError = orjson.JSONDecodeError
+        dumps = staticmethod(orjson.dumps)
+
+        @staticmethod
+        def loads(body: bytes) -> Any:
+            was_enabled.append(gc.isenabled())
+            return orjson.loads(body)
+
+    monkeypatch.setattr(exchange_module, "orjson", Watched)
+    world = World()
+    for body in (b'{"text": "hi"}', b"[[1]," * 100_000, b'{"text": "hi", "bogus": [' + b"[1]," * 100_000 + b"[1]]}"):
+        world.call("POST", "/generate", content=body)
+        assert gc.isenabled()
+    assert was_enabled == [True, False, False]
 
 
 @pytest.mark.parametrize("says_its_length", [True, False])
