@@ -20,8 +20,9 @@ import uvloop
 
 from srt.entrypoints.app import App
 from srt.entrypoints.http_protocol import http_config
-from srt.entrypoints.service import STARTUP_FILE, Service
+from srt.entrypoints.service import Service
 from srt.managers.child import Child, SupervisorGone, run_child
+from srt.managers.startup_report import STARTUP_FILE
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import ServerReady, Stop
 from srt.utils.errors import StartError

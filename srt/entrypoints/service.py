@@ -8,7 +8,6 @@ from typing import Any
 import orjson
 
 from srt.managers.io_struct import RequestError
-from srt.managers.startup_report import STARTUP_FILE as STARTUP_FILE
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.server_args import ServerArgs
 
