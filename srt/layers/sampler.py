@@ -86,7 +86,8 @@ class Sampler:
             return
         is_here, columns = self._columns(arrays.bias_ids, logits.shape[1])
         # Adding 0 might turn -0.0 into 0.0, but never where a row did not ask for a bias.
-        logits.index_put_((arrays.bias_rows, columns), arrays.bias_values * is_here, accumulate=True)
+        biases = torch.where(is_here, arrays.bias_values, 0.0)
+        logits.index_put_((arrays.bias_rows, columns), biases, accumulate=True)
 
     def _hold_back_stops(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
         arrays = info.arrays
