@@ -100,7 +100,10 @@ async def run_all(
 ) -> None:
     """Submit all inputs and `use` each handle, side by side. The first error ends all."""
     with contextlib.ExitStack() as handles:
-        submitted = [handles.enter_context(await engine.submit(one)) for one in inputs]
+        submitted = []
+        for one in inputs:
+            submitted.append(handles.enter_context(await engine.submit(one)))
+            await asyncio.sleep(0)  # tokenizing a large batch takes seconds: streams go on in between
         if len(submitted) == 1:
             await use(0, submitted[0])
             return
