@@ -6,19 +6,34 @@ Importing this package is cheap: neither torch nor any of the processes' code is
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from srt.managers.io_struct import EngineDied, RequestError
     from srt.runtime import Runtime
+    from srt.server_args import ArgumentError
+    from srt.utils.errors import StartError
 
-__all__ = ["Runtime", "__version__"]
+__all__ = ["ArgumentError", "EngineDied", "RequestError", "Runtime", "StartError", "__version__"]
 
 __version__ = "0.1.0"
 
+_HOME: Mapping[str, str] = MappingProxyType(
+    {
+        "ArgumentError": "srt.server_args",
+        "EngineDied": "srt.managers.io_struct",
+        "RequestError": "srt.managers.io_struct",
+        "Runtime": "srt.runtime",
+        "StartError": "srt.utils.errors",
+    }
+)
+
 
 def __getattr__(name: str) -> Any:
-    """Load `Runtime` at its first use, so that `import srt` stays free of the engine."""
-    if name == "Runtime":
-        # By name, not by an import statement: otherwise every module that reads the version would depend on Runtime.
-        return importlib.import_module("srt.runtime").Runtime
+    """Load `Runtime` and what it raises at their first use, so that `import srt` stays free of the engine."""
+    # By name, not by an import statement: otherwise every module that reads the version would depend on Runtime.
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,8 +15,9 @@ from srt.entrypoints.native import server_facts
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import Pacer, run_all
 from srt.managers.engine_process import EngineProcess
-from srt.managers.io_struct import ChoiceUpdate, EngineDied
+from srt.managers.io_struct import ChoiceUpdate, EngineDied, RequestError
 from srt.managers.native_shapes import NativeAnswer, parse_generate
+from srt.managers.request_schema import renamed
 from srt.managers.startup_report import STARTUP_FILE
 from srt.managers.tokenizer_manager import RequestHandle, TokenizerManager
 from srt.protocol.messages import EngineStarted, Failed, ServerReady
@@ -95,13 +96,16 @@ class LocalEngine:
         return asyncio.run_coroutine_threadsafe(self._explained(work), self._loop)
 
     async def _explained(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The link to the scheduler breaks first, but the supervisor knows why."""
+        """With errors as the caller must read them: the link to the scheduler breaks first, but the supervisor knows why; and what
+        /generate calls text is called prompt here."""
         try:
             return await work
         except EngineDied as error:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._dead.wait(), REASON_S)
             raise EngineDied(self._death or error.message) from None
+        except RequestError as error:
+            raise renamed(error, {"text": "prompt"}) from None
 
     # ---- Calls, on the loop
 
@@ -123,8 +127,11 @@ class LocalEngine:
         engine = self._service.engine()
         call = parse_generate(body, engine.sampling_params)
         answer = NativeAnswer(call, engine.token_text, incremental=self._args.incremental_streaming_output)
+        handles = []
         with contextlib.ExitStack() as refused:
-            handles = [refused.enter_context(await engine.submit(one)) for one in call.inputs]
+            for one in call.inputs:
+                handles.append(refused.enter_context(await engine.submit(one)))
+                await asyncio.sleep(0)  # other calls go on in between
             refused.pop_all()
         return Chunks(handles, answer, Pacer(self._args.stream_interval))
 

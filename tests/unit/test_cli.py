@@ -32,6 +32,11 @@ def test_importing_the_package_loads_neither_torch_nor_the_engine() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_what_a_runtime_raises_can_be_caught_by_its_name_in_the_package() -> None:
+    assert {srt.Runtime.__name__, srt.StartError.__name__, srt.ArgumentError.__name__} < set(srt.__all__)
+    assert issubclass(srt.EngineDied, srt.RequestError)
+
+
 def test_an_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Engine"):
         srt.Engine  # noqa: B018
