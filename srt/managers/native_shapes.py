@@ -17,7 +17,7 @@ from srt.managers.request_schema import (
     cache_namespace,
     checked_sampling_params,
 )
-from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
+from srt.sampling.sampling_params import MAX_TOP_LOGPROBS, show
 
 MAX_BATCH = 4096
 WEIGHT_VERSION = "default"  # until weights can be updated
@@ -155,9 +155,9 @@ def check_num_choices(parameter: str, inputs: Sequence[GenerateInput]) -> None:
 
 def _logprob_request(wanted: bool, start: int, top: int, ids: list[int]) -> LogprobRequest:
     if start < -1:
-        raise bad_parameter("logprob_start_len", f"must be at least -1, not {start}")
+        raise bad_parameter("logprob_start_len", f"must be at least -1, not {show(start)}")
     if not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise bad_parameter("top_logprobs_num", f"must be at least 0 and at most {MAX_TOP_LOGPROBS}, not {top}")
+        raise bad_parameter("top_logprobs_num", f"must be at least 0 and at most {MAX_TOP_LOGPROBS}, not {show(top)}")
     if len(ids) > MAX_TOP_LOGPROBS:
         raise bad_parameter("token_ids_logprob", f"may have at most {MAX_TOP_LOGPROBS} entries, not {len(ids)}")
     if not wanted:

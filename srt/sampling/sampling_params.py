@@ -76,7 +76,7 @@ class SamplingParams:
                     raise ParameterError(name, "is not supported yet")
                 continue
             if name not in _CHECKS:
-                raise ParameterError(_show(name).strip("'"), "is not a known sampling parameter")
+                raise ParameterError(show(name).strip("'"), "is not a known sampling parameter")
             if value is not None:
                 values[name] = value
         checked = {name: _CHECKS[name](name, value) for name, value in values.items()}
@@ -98,7 +98,7 @@ class SamplingParams:
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
                     raise ParameterError(
-                        name, f"has the token id {_show(token_id)}, outside the vocabulary of {vocab_size}"
+                        name, f"has the token id {show(token_id)}, outside the vocabulary of {vocab_size}"
                     )
 
     def spec(self, max_new_tokens: int, eos_ids: tuple[int, ...]) -> SamplingSpec:
@@ -163,7 +163,7 @@ def _integer(least: int, most: int | None = None) -> Any:
                 name,
                 f"must be at least {least}"
                 + (f" and at most {most}" if most is not None else "")
-                + f", not {_show(value)}",
+                + f", not {show(value)}",
             )
         return value
 
@@ -177,7 +177,7 @@ def _number(least: float, most: float, *, open_low: bool = False) -> Any:
         if not ((least < value if open_low else least <= value) and value <= most):  # NaN fails too
             raise ParameterError(
                 name,
-                f"must be {'above' if open_low else 'at least'} {least:g} and at most {most:g}, not {_show(value)}",
+                f"must be {'above' if open_low else 'at least'} {least:g} and at most {most:g}, not {show(value)}",
             )
         return float(value)
 
@@ -194,7 +194,7 @@ def _top_k(name: str, value: Any) -> int:
     if type(value) is not int:
         raise ParameterError(name, f"must be an integer, not {_kind(value)}")
     if value < -1:
-        raise ParameterError(name, f"must be -1 or 0 (all), or at least 1, not {_show(value)}")
+        raise ParameterError(name, f"must be -1 or 0 (all), or at least 1, not {show(value)}")
     return -1 if value in (-1, 0) or value >= 1 << 30 else value
 
 
@@ -223,10 +223,10 @@ def _stop_regex(name: str, value: Any) -> tuple[str, ...]:
             matches_nothing = compile_stop_regex(pattern).search("") is not None
         except ValueError as error:
             raise ParameterError(
-                name, f"has an expression that cannot be compiled ({error}): {_show(pattern)}"
+                name, f"has an expression that cannot be compiled ({error}): {show(pattern)}"
             ) from error
         if matches_nothing:
-            raise ParameterError(name, f"has an expression that matches the empty text: {_show(pattern)}")
+            raise ParameterError(name, f"has an expression that matches the empty text: {show(pattern)}")
     return patterns
 
 
@@ -247,9 +247,9 @@ def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     pairs: dict[int, float] = {}
     for key, bias in value.items():
         if not (type(key) is int or (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12)):
-            raise ParameterError(name, f"must have token ids as keys, not {_show(key)}")
+            raise ParameterError(name, f"must have token ids as keys, not {show(key)}")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise ParameterError(name, f"must have numbers between -100 and 100 as values, not {_show(bias)}")
+            raise ParameterError(name, f"must have numbers between -100 and 100 as values, not {show(bias)}")
         pairs[int(key)] = float(bias)
     return tuple(sorted(pairs.items()))
 
@@ -263,7 +263,7 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in (None, False, "", 0, [], {}, *neutral))
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """The value as a sentence may quote it: short, whatever a client sent."""
     if type(value) is int and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
