@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
+import resource
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +13,11 @@ from pathlib import Path
 from srt.server_args import ServerArgs
 from srt.utils.checkpoint import estimate_weight_bytes, resolve_model_path
 from srt.utils.errors import StartError
-from srt.utils.host import available_memory_bytes
+from srt.utils.host import available_memory_bytes, raise_descriptor_limit
 from srt.utils.model_config import ModelConfig
 
 BACKLOG = 4096  # connections that wait while frontends start or are replaced; the kernel may cap it
+LEAST_DESCRIPTORS = 256  # some dozens for links and libraries, the rest for clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class ServerPlan:
 
 def check_and_listen(args: ServerArgs, *, http: bool) -> ServerPlan:
     """Take the port, find the model and see that it can run here. StartError or ArgumentError say in a sentence why not."""
+    check_surroundings()
     listener = listen(args.host, args.port) if http else None
     try:
         if listener:
@@ -47,6 +52,18 @@ def check_and_listen(args: ServerArgs, *, http: bool) -> ServerPlan:
         if listener:
             listener.close()
         raise
+
+
+def check_surroundings() -> None:
+    """StartError where no process of ours could work: too few open files, or a current folder that was deleted."""
+    raise_descriptor_limit()
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < LEAST_DESCRIPTORS:
+        raise StartError(f"Only {limit} files may be open at once: allow at least {LEAST_DESCRIPTORS} (ulimit -Hn).")
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise StartError(f"The current folder cannot be used ({error.strerror}): change to another one.") from error
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -64,6 +81,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise StartError(f"--host {host} is not an address of this machine.") from error
         raise StartError(
             f"Port {port} of {host} cannot be taken ({error.strerror}): choose another one with --port (0 takes any free one)."
         ) from error
@@ -72,6 +91,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 def check_model(args: ServerArgs) -> Path:
     """The folder of a model that can be split as asked and whose weights fit."""
+    if args.mem_fraction_static is not None and runs_on_cpu(args):
+        raise StartError(
+            "--mem-fraction-static is a share of a GPU's memory: on a CPU say with --max-total-tokens how much KV memory to take."
+        )
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
     config = ModelConfig.from_folder(folder, args.model_overrides(), args.context_length)
     config.check_tp(args.tp_size)
@@ -83,8 +106,7 @@ def check_model(args: ServerArgs) -> Path:
 def check_memory(folder: Path, dtype: str, args: ServerArgs) -> None:
     """On a CPU the weights of all ranks lie in this machine's memory."""
     needed = estimate_weight_bytes(folder, dtype)  # reads the headers, so a broken file is found here on any device
-    on_cpu = args.device == "cpu" or (args.device is None and not Path("/dev/nvidiactl").exists())
-    if not on_cpu:
+    if not runs_on_cpu(args):
         return
     available = available_memory_bytes()
     if needed > available:
@@ -92,6 +114,11 @@ def check_memory(folder: Path, dtype: str, args: ServerArgs) -> None:
             f"The weights take {needed / 1e9:.1f} GB as {dtype}, and {available / 1e9:.1f} GB of memory are available:"
             " choose a smaller model, or --dtype bfloat16 if it is not that already."
         )
+
+
+def runs_on_cpu(args: ServerArgs) -> bool:
+    """What a worker will find out with torch, as far as it can be told without."""
+    return args.device == "cpu" or (args.device is None and not Path("/dev/nvidiactl").exists())
 
 
 def is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from srt.managers import preflight
-from srt.managers.preflight import ServerPlan, check_and_listen, is_loopback, listen
+from srt.managers.preflight import ServerPlan, check_and_listen, check_surroundings, is_loopback, listen
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 
@@ -81,3 +82,30 @@ def test_a_host_that_is_none_is_refused() -> None:
 def test_loopback_is_told_from_the_rest() -> None:
     assert [host for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost") if not is_loopback(host)] == []
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "host.example")))
+
+
+def test_an_address_of_another_machine_is_refused_as_such() -> None:
+    with pytest.raises(StartError, match=r"^--host 192\.0\.2\.1 is not an address of this machine\.$"):
+        listen("192.0.2.1", 0)
+
+
+def test_too_few_open_files_are_refused_with_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "raise_descriptor_limit", lambda: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (20, 20))
+    with pytest.raises(StartError, match=r"Only 20 files may be open at once"):
+        check_surroundings()
+
+
+def test_a_deleted_current_folder_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(StartError, match="The current folder cannot be used"):
+        check_surroundings()
+    monkeypatch.undo()
+
+
+def test_a_share_of_the_gpu_is_refused_on_a_cpu(qwen3_checkpoint: Path) -> None:
+    with pytest.raises(StartError, match=r"--mem-fraction-static .* --max-total-tokens"):
+        check_and_listen(replace(args_for(qwen3_checkpoint), mem_fraction_static=0.5), http=False)
