@@ -19,7 +19,7 @@ from srt.managers.run_dir import RunDir
 from srt.managers.signal_pipe import SignalPipe
 from srt.server_args import ArgumentError, parse_args
 from srt.utils.errors import StartError
-from srt.utils.host import process_age_s, raise_descriptor_limit, usable_cores
+from srt.utils.host import process_age_s, usable_cores
 
 if TYPE_CHECKING:
     from srt.protocol.stream import MessageStream
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a server to its end and return the exit code."""
     started_s = time.monotonic() - process_age_s()
+    open_standard_streams()
     if not sys.platform.startswith("linux"):
         return _refuse(f"srt runs on Linux (and WSL2) only, not on {sys.platform}.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until there are processes to be ended in order
@@ -46,6 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def open_standard_streams() -> None:
+    """Lead those that are closed nowhere: else a socket gets the number of one, and is lost where a child gets its own."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def serve_runtime(lifeline_fd: int, started_s: float) -> int:
     """The same for a Runtime, which gives the options and gets the reason of a failure over its lifeline."""
     from srt.managers.lifeline import open_lifeline, say_failed
@@ -62,7 +74,6 @@ def serve(
     plan: ServerPlan, started_s: float, lifeline: MessageStream | None, modules: Mapping[str, str] = MODULES
 ) -> int:
     """Start all processes side by side, and run them until they end."""
-    raise_descriptor_limit()
     run_dir = RunDir()
     try:
         signals = SignalPipe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -31,3 +32,23 @@ def test_the_environment_of_other_systems_is_refused(
     monkeypatch.setattr(sys, "platform", "darwin")
     assert launch_server.main([]) == 1
     assert capsys.readouterr().err == "srt runs on Linux (and WSL2) only, not on darwin.\n"
+
+
+@pytest.mark.parametrize("closed", [(0,), (2,), (0, 1, 2)])
+def test_closed_standard_streams_lead_nowhere_instead_of_being_taken_for_sockets(closed: tuple[int, ...]) -> None:
+    script = """
+import os, sys
+from srt.launch_server import open_standard_streams
+open_standard_streams()
+assert sys.stderr is not None and sys.stdout is not None
+assert os.open(os.devnull, os.O_RDONLY) > 2
+assert all(os.get_inheritable(number) for number in range(3))
+sys.stderr.write("somewhere")
+"""
+
+    def close_them() -> None:
+        for number in closed:
+            os.close(number)
+
+    done = subprocess.run([sys.executable, "-c", script], preexec_fn=close_them)
+    assert done.returncode == 0
