@@ -26,23 +26,34 @@ class RunDir:
     """Made on entry with mode 0700, gone after `remove`. Holds the lock as long as this object's process lives."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        parent = parent or Path(tempfile.gettempdir())
-        sweep(parent)
+        self._lock_fd = -1
         try:
-            fresh = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=parent))
+            parent = parent or Path(tempfile.gettempdir())
+            sweep(parent)
+            self._make(parent)
         except OSError as error:
-            raise StartError(
-                f"The temporary folder {parent} cannot be written ({error.strerror}): set TMPDIR to another one."
-            ) from error
-        self._lock_fd = os.open(fresh / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
-        self.path = fresh.with_name(PREFIX + fresh.name.removeprefix(_UNLOCKED))
-        fresh.rename(self.path)
+            where = f"The temporary folder {parent}" if parent else "No temporary folder"
+            cannot = "cannot" if parent else "can"
+            raise StartError(f"{where} {cannot} be used ({error.strerror}): set TMPDIR to another one.") from error
         if len(os.fsencode(self.path)) + _ROOM_FOR_NAMES > _LONGEST_PATH:
             self.remove()
             raise StartError(
                 f"The temporary folder {parent} has too long a name for sockets: set TMPDIR to a shorter one."
             )
+
+    def _make(self, parent: Path) -> None:
+        """The folder, with the lock held. Of a failure nothing is left."""
+        fresh = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=parent))
+        try:
+            self._lock_fd = os.open(fresh / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+            self.path = fresh.with_name(PREFIX + fresh.name.removeprefix(_UNLOCKED))
+            fresh.rename(self.path)
+        except OSError:
+            shutil.rmtree(fresh, ignore_errors=True)
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
+            raise
 
     def remove(self) -> None:
         """Delete the folder and let the lock go; nothing happens the second time."""

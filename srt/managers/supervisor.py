@@ -38,6 +38,7 @@ from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import ChildStart, EngineStarted, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
 from srt.protocol.stream import MessageStream
 from srt.server_args import ServerArgs
+from srt.utils.errors import StartError
 
 GENERATION = 1
 GRACE_S = 25.0  # for requests that run when the server is asked to stop; a container gets 30 s or less as a rule
@@ -220,7 +221,7 @@ class Supervisor:
                 case Kill(child):
                     self._kill(child)
                 case SaveReport():
-                    self._report.write(self._run_dir.path / STARTUP_FILE, time.monotonic())
+                    self._save_report()
                 case BecameReady():
                     self._announce_ready()
                 case Stopping(grace_s):
@@ -238,6 +239,13 @@ class Supervisor:
         if self._children[key].popen.pid in self._by_pid:  # not reaped yet, so the number is still its own
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._children[key].popen.pid, signal.SIGKILL)
+
+    def _save_report(self) -> None:
+        path = self._run_dir.path / STARTUP_FILE
+        try:
+            self._report.write(path, time.monotonic())
+        except OSError as error:
+            raise StartError(f"{path} cannot be written ({error.strerror}): set TMPDIR to another folder.") from error
 
     def _announce_ready(self) -> None:
         took_s = time.monotonic() - self._report.started_s

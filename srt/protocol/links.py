@@ -16,6 +16,7 @@ from srt.protocol.codec import DecodeError, Envelope, decode, encode
 from srt.protocol.link_errors import LinkBroken as LinkBroken
 from srt.protocol.link_errors import PeerGone as PeerGone
 from srt.protocol.messages import Message
+from srt.utils.errors import StartError
 
 MAX_SOCKET_PATH = 107  # bytes: what the kernel takes
 
@@ -61,7 +62,10 @@ class RouterLink:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.bind(endpoint)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise StartError(f"The socket {endpoint} cannot be made ({error.strerror}).") from error
         self._generation = generation
         self._sent: defaultdict[bytes, int] = defaultdict(int)
         self._expected: defaultdict[bytes, int] = defaultdict(int)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,22 @@ def test_a_temporary_folder_with_too_long_a_name_is_refused(tmp_path: Path) -> N
 def test_a_temporary_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="TMPDIR"):
         RunDir(tmp_path / "missing")
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(lock: int, how: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fcntl, "flock", no_space)
+    with pytest.raises(StartError, match=rf"{tmp_path} cannot be used \(No space left on device\): set TMPDIR"):
+        RunDir(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_temporary_folder_at_all_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_found() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none_found)
+    with pytest.raises(StartError, match=r"No temporary folder can be used .* set TMPDIR"):
+        RunDir()
