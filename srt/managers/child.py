@@ -8,6 +8,7 @@ No child outlives its supervisor: the kernel kills it (parent-death signal), set
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -159,9 +160,10 @@ def _say_last_word(child: Child, sentence: str) -> None:
 
 def _exit(code: int) -> NoReturn:
     """End now: no forgotten thread or library may hold the process back."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody reads them any more
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from typing import TextIO
@@ -29,8 +30,7 @@ class ProgressDisplay:
             self._shown_s = now_s
             width = shutil.get_terminal_size().columns
             line = render(report, now_s)
-            self._stream.write(_CLEAR_LINE + line[: width - 1])
-            self._stream.flush()
+            self._put(_CLEAR_LINE + line[: width - 1])
             self._line_shown = True
         elif not self._live and not self._quiet and changed and changed.index == 0:
             # One process speaks for all of its role.
@@ -44,9 +44,14 @@ class ProgressDisplay:
         self._write(text)
 
     def _write(self, text: str) -> None:
-        self._stream.write(f"{_CLEAR_LINE if self._line_shown else ''}{text}\n")
-        self._stream.flush()
+        self._put(f"{_CLEAR_LINE if self._line_shown else ''}{text}\n")
         self._line_shown = False
+
+    def _put(self, text: str) -> None:
+        """A server does not end because nobody reads its output any more, or because the disk of its log is full."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def render(report: StartupReport, now_s: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 from srt.managers.child_process import ChildKey
@@ -87,3 +88,13 @@ def test_quiet_says_only_what_went_wrong() -> None:
     display.say("Ready.")
     display.error("The model does not fit.")
     assert stream.getvalue() == "The model does not fit.\n"
+
+
+def test_a_reader_that_has_gone_does_not_end_the_server() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8", buffering=1) as stream:
+        display = ProgressDisplay(quiet=False, stream=stream)
+        display.say("Ready.")
+        display.error("It failed.")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)
