@@ -73,11 +73,31 @@ class ServerArgs:
     max_queued_requests: int = option(4096, "requests that may wait; more are answered 429", group=MEMORY)
     chunked_prefill_size: int = option(2048, "most prompt tokens in one step; -1: no limit", group=MEMORY)
     page_size: int = option(16, "tokens in one page of KV memory", group=MEMORY)
-    schedule_policy: str = option("fcfs", "order of waiting requests", group=MEMORY, choices=("fcfs",))
+    schedule_policy: str = option(
+        "fcfs",
+        "order of waiting requests: as they came, longest cached prefix first, or by priority",
+        group=MEMORY,
+        choices=("fcfs", "lpm", "priority"),
+    )
+    enable_priority_scheduling: bool = option(False, "the same as --schedule-policy priority", group=MEMORY)
+    priority_scheduling_preemption_threshold: int = option(
+        10, "a request takes the place of one whose priority is lower by so much", group=MEMORY
+    )
+    priority_aging_time: float = option(
+        60.0, "seconds of waiting that count as much as one step of priority", group=MEMORY
+    )
     schedule_conservativeness: float = option(
-        1.0, "above 1, answers are expected to be longer than those before: fewer run, fewer are preempted", group=MEMORY
+        1.0,
+        "above 1, answers are expected to be longer than those before: fewer run, fewer are preempted",
+        group=MEMORY,
     )
     disable_radix_cache: bool = option(False, "do not reuse the KV of shared prefixes", group=MEMORY)
+    radix_eviction_policy: str = option(
+        "lru",
+        "which cached prefixes go first: unused for longest, or used least often",
+        group=MEMORY,
+        choices=("lru", "lfu"),
+    )
     disable_overlap_schedule: bool = option(False, "plan a step only when the one before is back", group=MEMORY)
 
     tp_size: int = option(
@@ -124,6 +144,11 @@ class ServerArgs:
             raise ArgumentError(f"--mem-fraction-static must lie between 0 and 1, not {self.mem_fraction_static}.")
         if not self.schedule_conservativeness > 0:
             raise ArgumentError(f"--schedule-conservativeness must be positive, not {self.schedule_conservativeness}.")
+        self._at_least("priority_scheduling_preemption_threshold", 1)
+        if not self.priority_aging_time > 0:
+            raise ArgumentError(f"--priority-aging-time must be positive, not {self.priority_aging_time}.")
+        if self.enable_priority_scheduling and self.schedule_policy == "lpm":
+            raise ArgumentError("--enable-priority-scheduling does not go together with --schedule-policy lpm.")
         if not self.watchdog_timeout > 0:
             raise ArgumentError(f"--watchdog-timeout must be positive, not {self.watchdog_timeout}.")
         self.model_overrides()
@@ -146,6 +171,10 @@ class ServerArgs:
         """Plans in flight."""
         return 1 if self.disable_overlap_schedule else 2
 
+    @property
+    def uses_priorities(self) -> bool:
+        return self.enable_priority_scheduling or self.schedule_policy == "priority"
+
     def _at_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:
             raise ArgumentError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}.")
@@ -155,8 +184,8 @@ class ServerArgs:
 UNSUPPORTED = frozenset(
     "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port quantization kv_cache_dtype tokenizer_mode"
     " skip_tokenizer_init trust_remote_code is_embedding admin_api_key reasoning_parser tool_call_parser allow_auto_truncate"
-    " max_prefill_tokens enable_priority_scheduling enable_mixed_chunk num_continuous_decode_steps"
-    " radix_eviction_policy prefill_attention_backend decode_attention_backend sampling_backend grammar_backend disable_cuda_graph"
+    " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
+    " prefill_attention_backend decode_attention_backend sampling_backend grammar_backend disable_cuda_graph"
     " cuda_graph_max_bs cuda_graph_bs enable_torch_compile enable_memory_saver enable_deterministic_inference"
     " disable_custom_all_reduce speculative_algorithm speculative_draft_model_path speculative_num_steps enable_lora lora_paths"
     " disaggregation_mode log_requests enable_metrics decode_log_interval crash_dump_folder enable_dp_attention gpu_id_step"

@@ -19,12 +19,14 @@ class KvMemory:
     outgrown that is expected to use half of what it may still ask for.
     """
 
-    def __init__(self, num_pages: int, page_size: int, slots: SlotTable, *, prefix_cache: bool) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, slots: SlotTable, *, prefix_cache: bool, by_frequency: bool = False
+    ) -> None:
         self.page_size = page_size
         self.caches = prefix_cache
         self._slots = slots
         self._allocator = TokenToKVPoolAllocator(num_pages)
-        self.tree = RadixCache(page_size) if prefix_cache else NoPrefixCache(page_size)
+        self.tree = RadixCache(page_size, by_frequency=by_frequency) if prefix_cache else NoPrefixCache(page_size)
         self._expected: Int64Array = np.zeros(slots.num_slots, np.int64)  # pages of the slot's request, by the forecast
         self._most: Int64Array = np.zeros(slots.num_slots, np.int64)  # and at the very most; 0: no request has the slot
         self.num_promised = 0
@@ -53,12 +55,21 @@ class KvMemory:
         """What the cache has of this request, pinned: to be admitted with, or given back with `unpin`."""
         return self.tree.pin_prefix(request.known_ids, request.salt, request.cacheable_pages(self.page_size))
 
+    def num_cached(self, request: Request) -> int:
+        """Tokens of it that the cache has."""
+        found = self.tree.match(request.known_ids, request.salt, request.cacheable_pages(self.page_size))
+        return found * self.page_size
+
     def unpin(self, node: RadixNode) -> None:
         self.tree.unpin(node)
 
     def has_room(self, expected_tokens: int, num_cached: int) -> bool:
         """Is there room for so many tokens, apart from the `num_cached` pages that are pinned, beside what is promised?"""
         return self.num_available - self.num_promised >= self.pages_for(expected_tokens) - num_cached
+
+    def held_by(self, slot: int) -> int:
+        """Pages that its end would set free, shared ones and promises included."""
+        return int(self._slots.num_pages[slot]) + self._promised_to(slot)
 
     def admit(self, request: Request, node: RadixNode, cached: Int32Array, expected_tokens: int) -> None:
         """Promise the request its pages. It has a slot, and its pinned prefix is its first pages."""
@@ -69,6 +80,7 @@ class KvMemory:
         self._most[slot] = self.pages_for(request.max_tokens)
         if len(cached):
             self._slots.append_pages(slot, cached)
+            self.tree.note_hit(node)
         self.num_promised += self._promised_to(slot)
 
     def grow(self, slot: int, tokens: int) -> Int32Array:

@@ -16,6 +16,7 @@ import numpy as np
 from srt.managers.counters import Counters
 from srt.managers.forecast import OutputForecast
 from srt.managers.kv_memory import KvMemory
+from srt.managers.policy import Ranking
 from srt.managers.request import Request, Status
 from srt.managers.slots import SlotTable
 from srt.managers.waiting import WaitingQueue
@@ -70,14 +71,22 @@ class Planner:
     """Owns the waiting requests and the order of the running ones. Slots and pages are taken and given back here only."""
 
     def __init__(
-        self, slots: SlotTable, memory: KvMemory, counters: Counters, forecast: OutputForecast, chunk_size: int
+        self,
+        slots: SlotTable,
+        memory: KvMemory,
+        counters: Counters,
+        forecast: OutputForecast,
+        ranking: Ranking,
+        queue: WaitingQueue,
+        chunk_size: int,
     ) -> None:
         self._slots = slots
         self._memory = memory
         self._counters = counters
         self._forecast = forecast
+        self._ranking = ranking
         self._chunk_size = UNLIMITED if chunk_size < 0 else chunk_size
-        self._queue = WaitingQueue()
+        self._queue = queue
         self._running: list[Request | None] = [None] * slots.num_slots
         self._prefilling: list[Request] = []
         self._decoding = NO_SLOTS
@@ -93,6 +102,7 @@ class Planner:
 
     def add(self, request: Request) -> None:
         self.num_waiting += 1
+        request.order = self._ranking.order(request)
         self._queue.push(request)
 
     def end(self, request: Request, *, keep_prefix: bool = True) -> None:
@@ -145,7 +155,10 @@ class Planner:
         """The next step, or None if there is nothing to do. What it does counts as done from now on."""
         self._forget_ended()
         draft = _Draft(self._chunk_size)
+        self._queue.begin_plan()
         is_short = self._preempt_for_room()
+        if self._ranking.has_priorities and not is_short:
+            self._displace()
         decodes = self._plan_decodes(draft)
         for request in self._prefilling:
             if draft.budget <= 0:
@@ -174,6 +187,27 @@ class Planner:
             self._preempt(max(self.running(), key=_order))
             self._forget_ended()
         return self._counters.num_preempted > before
+
+    def _displace(self) -> None:
+        """Preempt those whose place the first that waits may take, the last in rank first, if that makes it fit."""
+        request = self._queue.first()
+        if request is None:
+            return
+        lower = sorted((r for r in self.running() if self._ranking.may_displace(request, r)), key=_order, reverse=True)
+        if not lower:
+            return
+        expected = self._expected_tokens(request)
+        missing = self._memory.pages_for(expected) - self._memory.num_cached(request) // self._memory.page_size
+        missing -= self._memory.num_available - self._memory.num_promised
+        needs_slot = self._slots.num_free == 0
+        victims: list[Request] = []
+        while lower and (missing > 0 or (needs_slot and not victims)):
+            victims.append(lower.pop(0))
+            missing -= self._memory.held_by(victims[-1].slot)
+        if missing <= 0:
+            for victim in victims:
+                self._preempt(victim)
+            self._forget_ended()
 
     def _is_short(self) -> bool:
         available = self._memory.num_available

@@ -7,8 +7,10 @@ from srt.managers.effects import Effect, ToFrontend
 from srt.managers.forecast import OutputForecast
 from srt.managers.kv_memory import KvMemory
 from srt.managers.planner import Planner
+from srt.managers.policy import Ranking
 from srt.managers.results import ResultReader
 from srt.managers.slots import SlotTable
+from srt.managers.waiting import LongestPrefixQueue, WaitingQueue
 from srt.managers.worker_stream import WorkerStream
 from srt.protocol.messages import ControlReply, GenerateRequest, Load, Scalar, SchedulerHello, WorkerHello
 from srt.server_args import ServerArgs
@@ -20,11 +22,22 @@ class Replica:
     def __init__(self, args: ServerArgs, hello: WorkerHello) -> None:
         self._hello = hello
         self._max_queued = args.max_queued_requests
+        self._has_priorities = args.uses_priorities
         self.counters = Counters()
         self.slots = SlotTable(hello.num_slots)
         forecast = OutputForecast(args.schedule_conservativeness)
-        self.memory = KvMemory(hello.num_pages, hello.page_size, self.slots, prefix_cache=not args.disable_radix_cache)
-        self.planner = Planner(self.slots, self.memory, self.counters, forecast, args.chunked_prefill_size)
+        self.memory = KvMemory(
+            hello.num_pages,
+            hello.page_size,
+            self.slots,
+            prefix_cache=not args.disable_radix_cache,
+            by_frequency=args.radix_eviction_policy == "lfu",
+        )
+        is_lpm = args.schedule_policy == "lpm"
+        queue = LongestPrefixQueue(self.memory.num_cached) if is_lpm else WaitingQueue()
+        self.planner = Planner(
+            self.slots, self.memory, self.counters, forecast, Ranking(args), queue, args.chunked_prefill_size
+        )
         self.results = ResultReader(self.slots, self.planner, self.counters)
         self.stream = WorkerStream(args.tp_size)
         self.max_total_num_tokens = hello.num_pages * hello.page_size
@@ -54,6 +67,8 @@ class Replica:
         broken = _what_is_broken(message, self._hello.vocab_size)
         if broken is not None:
             return 400, broken
+        if message.priority and not self._has_priorities:
+            return 400, "priority means something only with --enable-priority-scheduling or --schedule-policy priority."
         num_prompt, num_new = len(message.prompt_ids), message.sampling.max_new_tokens
         if num_prompt + num_new > self.max_request_tokens:
             return 400, (

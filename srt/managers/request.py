@@ -30,6 +30,7 @@ class Request:
     """One choice. What changes at every step lies in the SlotTable while it runs."""
 
     __slots__ = (
+        "arrived_s",
         "cached_tokens",
         "choice",
         "done",
@@ -49,6 +50,7 @@ class Request:
         "order",
         "outputs",
         "own_copies",
+        "priority",
         "prompt_done",
         "prompt_len",
         "rid",
@@ -61,12 +63,14 @@ class Request:
         "status",
     )
 
-    def __init__(self, frontend: int, message: GenerateRequest, index: int, serial: int) -> None:
+    def __init__(self, frontend: int, message: GenerateRequest, index: int, serial: int, now: float = 0.0) -> None:
         self.frontend = frontend
         self.rid = message.rid
         self.label = message.label
         self.choice = int(message.choices[index])
         self.serial = serial  # order of arrival
+        self.arrived_s = now
+        self.priority = message.priority
         self.seed = choice_seed(message.seed, self.choice)
         self.salt = message.cache_salt
         self.sampling: SamplingSpec = message.sampling
@@ -89,7 +93,7 @@ class Request:
         self.node: RadixNode | None = None  # the pinned end of its prefix in the tree, `num_in_tree` pages deep
         self.num_in_tree = 0
         self.num_preempted = 0
-        self.order: tuple[float, int] = (0.0, serial)  # who is first: admitted first, preempted last
+        self.order: tuple[float, int] = (0.0, serial)  # by the Ranking
         self.own_copies: list[Int32Array] = []  # of its first `num_in_tree` pages, those that the tree has twice
 
     @property
@@ -162,6 +166,6 @@ class Request:
             self.logs_sent += 1
 
 
-def expand(frontend: int, message: GenerateRequest, next_serial: int) -> list[Request]:
+def expand(frontend: int, message: GenerateRequest, next_serial: int, now: float = 0.0) -> list[Request]:
     """One Request for each choice, in order."""
-    return [Request(frontend, message, index, next_serial + index) for index in range(len(message.choices))]
+    return [Request(frontend, message, index, next_serial + index, now) for index in range(len(message.choices))]

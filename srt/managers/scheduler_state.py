@@ -94,12 +94,12 @@ class Scheduler:
             case Frontend(number):
                 if not isinstance(message, _FROM_FRONTEND):
                     return [ToFrontend(number, Rejected(f"{type(message).__name__} is no message for a scheduler."))]
-                return self._from_frontend(number, message)
+                return self._from_frontend(number, message, now)
             case Worker(rank):
                 if not isinstance(message, _FROM_WORKER):
                     return [Fatal(f"Worker {rank} sent {type(message).__name__}, which is no message for a scheduler.")]
                 try:
-                    return self._from_worker(rank, message)
+                    return self._from_worker(rank, message, now)
                 except BrokenReplica as error:
                     return [Fatal(str(error))]
             case _:
@@ -148,7 +148,7 @@ class Scheduler:
 
     # ---- Frontends
 
-    def _from_frontend(self, number: int, message: FromFrontend) -> list[Effect]:
+    def _from_frontend(self, number: int, message: FromFrontend, now: float) -> list[Effect]:
         if isinstance(message, FrontendHello):
             return self._welcome(number, message)
         client = self._clients.get(number)
@@ -159,7 +159,7 @@ class Scheduler:
             return []
         match message:
             case GenerateRequest():
-                return self._accept(self._replica, client, message)
+                return self._accept(self._replica, client, message, now)
             case Abort(rid, choice):
                 self._abort_live([r for r in client.choices(rid) if choice in (-1, r.choice)])
                 return []
@@ -193,14 +193,14 @@ class Scheduler:
         self._clients[number] = Client(number)
         return [] if self._replica is None else self._replica.greeting(number)
 
-    def _accept(self, replica: Replica, client: Client, message: GenerateRequest) -> list[Effect]:
+    def _accept(self, replica: Replica, client: Client, message: GenerateRequest, now: float) -> list[Effect]:
         if client.knows(message.rid):
             return [ToFrontend(client.number, Rejected(f"Request {message.rid} is here already."))]
         refusal = self._reason_to_refuse(replica, message)
         if refusal is not None:
             replica.counters.num_refused += 1
             return [ToFrontend(client.number, Refused(message.rid, *refusal))]
-        requests = expand(client.number, message, self._next_serial)
+        requests = expand(client.number, message, self._next_serial, now)
         self._next_serial += len(requests)
         client.enter(requests)
         self._labels.enter(requests)
@@ -287,9 +287,9 @@ class Scheduler:
 
     # ---- Workers
 
-    def _from_worker(self, rank: int, message: FromWorker) -> list[Effect]:
+    def _from_worker(self, rank: int, message: FromWorker, now: float) -> list[Effect]:
         if isinstance(message, WorkerHello):
-            return self._take_hello(message)
+            return self._take_hello(message, now)
         if isinstance(message, WorkerFault):
             raise BrokenReplica(f"Worker {message.rank} failed at step {message.step}: {message.message}")
         replica = self._replica
@@ -306,7 +306,7 @@ class Scheduler:
                 assert_never(message)
         return []
 
-    def _take_hello(self, hello: WorkerHello) -> list[Effect]:
+    def _take_hello(self, hello: WorkerHello, now: float) -> list[Effect]:
         agreed = self._handshake.take(hello)
         if agreed is None:
             return []
@@ -316,7 +316,7 @@ class Scheduler:
             effects += replica.greeting(number)
         early, self._early = self._early, []
         for number, message in early:
-            effects += self._from_frontend(number, message)
+            effects += self._from_frontend(number, message, now)
         return effects
 
     def _take_result(self, replica: Replica, rank: int, result: StepResult) -> None:

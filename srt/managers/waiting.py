@@ -1,10 +1,15 @@
-"""The requests that wait for a slot, in order of arrival."""
+"""The requests that wait for a slot, and who of them is next."""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 from srt.managers.request import Request, Status
+
+NUM_COMPARED = 32  # so many of the earliest are compared by what the cache has of them
+NUM_MATCHED_AGAIN = 2  # of these per plan: the cache may have more of them, or less, than when they came
+MAX_PASSED = 64  # so many may be admitted before the earliest
 
 
 class WaitingQueue:
@@ -30,6 +35,9 @@ class WaitingQueue:
         """Take out the request that `first` returned."""
         heapq.heappop(self._heap)
 
+    def begin_plan(self) -> None:
+        """A plan is about to be made."""
+
     def note_end(self) -> None:
         """A request in here has ended. Its place is cleared when most places are such."""
         self._num_dead += 1
@@ -37,3 +45,76 @@ class WaitingQueue:
             self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
             heapq.heapify(self._heap)
             self._num_dead = 0
+
+
+class LongestPrefixQueue(WaitingQueue):
+    """Of the 32 earliest, first the one of which the cache has most; but nobody is passed by more than 64.
+
+    What a plan costs does not depend on how many wait: requests are matched when they come among the 32, and two of them anew.
+    """
+
+    def __init__(self, num_cached: Callable[[Request], int]) -> None:
+        super().__init__()
+        self._num_cached = num_cached
+        self._near: dict[int, Request] = {}  # by serial
+        self._cached: dict[int, int] = {}  # tokens, as far as is known
+        self._best: Request | None = None  # None: to be found
+        self._num_passed = 0  # admitted before the earliest, since it is that
+        self._earliest: Request | None = None
+
+    def push(self, request: Request) -> None:
+        super().push(request)
+        self._best = None
+
+    def first(self) -> Request | None:
+        if self._best is None or self._best.status is not Status.WAITING:
+            self._come_near()
+            self._best = self._choose()
+        return self._best
+
+    def pop(self) -> None:
+        assert self._best is not None
+        self._num_passed += self._best is not self._earliest
+        self._forget(self._best)
+        self._best = None
+
+    def begin_plan(self) -> None:
+        for request in list(self._near.values())[:NUM_MATCHED_AGAIN]:
+            if request.status is Status.WAITING:
+                self._forget(request)
+                self._enter(request)  # behind the others: each has its turn
+        self._best = None
+
+    def _come_near(self) -> None:
+        for request in [request for request in self._near.values() if request.status is not Status.WAITING]:
+            self._forget(request)
+        while (coming := super().first()) is not None:
+            if len(self._near) == NUM_COMPARED:
+                last = max(self._near.values(), key=_order)
+                if last.order < coming.order:
+                    return
+                self._forget(last)
+                super().push(last)
+            super().pop()
+            self._enter(coming)
+
+    def _choose(self) -> Request | None:
+        if not self._near:
+            return None
+        earliest = min(self._near.values(), key=_order)
+        if earliest is not self._earliest:
+            self._earliest, self._num_passed = earliest, 0
+        if self._num_passed >= MAX_PASSED:
+            return earliest
+        return min(self._near.values(), key=lambda request: (-self._cached[request.serial], request.order))
+
+    def _enter(self, request: Request) -> None:
+        self._near[request.serial] = request
+        self._cached[request.serial] = self._num_cached(request)
+
+    def _forget(self, request: Request) -> None:
+        del self._near[request.serial], self._cached[request.serial]
+
+
+def _order(request: Request) -> tuple[float, int]:
+    return request.order

@@ -19,12 +19,13 @@ import numpy as np
 from srt.protocol.messages import Int32Array, int32_array
 
 NO_PAGES = int32_array()
+_Offer = tuple[int, int, int, "RadixNode"]  # hits, last use, serial: the smallest goes first
 
 
 class RadixNode:
     """The end of a prefix, with the edge that leads to it from `parent`."""
 
-    __slots__ = ("children", "ids", "key", "last_used", "pages", "parent", "pins", "serial")
+    __slots__ = ("children", "ids", "key", "last_used", "num_hits", "pages", "parent", "pins", "serial")
 
     def __init__(self, serial: int, parent: RadixNode | None, key: bytes, ids: Int32Array, pages: Int32Array) -> None:
         self.serial = serial
@@ -35,6 +36,7 @@ class RadixNode:
         self.children: dict[bytes, RadixNode] = {}
         self.pins = 0
         self.last_used = 0
+        self.num_hits = 0
 
 
 class Extension(NamedTuple):
@@ -46,17 +48,21 @@ class Extension(NamedTuple):
 
 
 class RadixCache:
-    """Prefixes and their pages. Time is a counter, ties go by creation: the same calls give the same tree."""
+    """Prefixes and their pages. Time is a counter, ties go by creation: the same calls give the same tree.
 
-    def __init__(self, page_size: int) -> None:
+    Evicted is first what was used longest ago; with `by_frequency` what was hit least often, and of that what was used longest ago.
+    """
+
+    def __init__(self, page_size: int, *, by_frequency: bool = False) -> None:
         self.page_size = page_size
+        self._by_frequency = by_frequency
         self.num_pages = 0
         self.num_evictable = 0  # pages under no pin: all of them can be evicted, leaf by leaf
         self.num_evicted = 0  # ever
         self._num_nodes = 1
         self._clock = 0
         self._serial = 0
-        self._evictable: list[tuple[int, int, RadixNode]] = []  # heap; entries may be out of date
+        self._evictable: list[_Offer] = []  # heap; entries may be out of date
         self.root = RadixNode(0, None, b"", NO_PAGES, NO_PAGES)
 
     def pin_prefix(self, ids: Int32Array, salt: str, max_pages: int) -> tuple[RadixNode, Int32Array]:
@@ -73,6 +79,27 @@ class RadixCache:
             node, position = child, position + same
         self._pin(node)
         return node, np.concatenate(found) if found else NO_PAGES
+
+    def match(self, ids: Int32Array, salt: str, max_pages: int) -> int:
+        """How many pages `pin_prefix` would find. Changes nothing."""
+        node, position = self.root, 0
+        while position < max_pages:
+            child = node.children.get(self._key(node, salt, ids, position))
+            if child is None:
+                break
+            same = self._common_pages(child, ids, position, max_pages)
+            position += same
+            if same < len(child.pages):
+                break
+            node = child
+        return position
+
+    def note_hit(self, node: RadixNode) -> None:
+        """The prefix that ends here, which the caller has pinned, saved somebody its computation."""
+        step: RadixNode | None = node
+        while step is not None:
+            step.num_hits += 1
+            step = step.parent
 
     def extend(self, node: RadixNode, salt: str, ids: Int32Array, pages: Int32Array) -> Extension:
         """Continue the prefix that ends at `node`, which the caller has pinned, by `pages` that hold `ids`.
@@ -115,11 +142,11 @@ class RadixCache:
             step = step.parent
 
     def evict(self, count: int) -> Int32Array:
-        """Forget the `count` pages that were used longest ago; whoever asks has seen that so many are evictable."""
+        """Forget the `count` pages that are worth least; whoever asks has seen that so many are evictable."""
         assert count <= self.num_evictable, f"{count} pages to evict, {self.num_evictable} are evictable"
         evicted, missing = [], count
         while missing > 0:
-            last_used, _, node = heapq.heappop(self._evictable)
+            _, last_used, _, node = heapq.heappop(self._evictable)
             if node.parent is None or node.pins or node.children or node.last_used != last_used:
                 continue
             kept = max(len(node.pages) - missing, 0)
@@ -190,7 +217,7 @@ class RadixCache:
         assert node.parent is not None
         cut = pages * self.page_size
         upper = self._new_node(node.parent, node.key, node.ids[:cut], node.pages[:pages])
-        upper.pins, upper.last_used = node.pins, node.last_used
+        upper.pins, upper.last_used, upper.num_hits = node.pins, node.last_used, node.num_hits
         node.parent, node.ids, node.pages = upper, node.ids[cut:], node.pages[pages:]
         node.key = node.ids[: self.page_size].tobytes()
         upper.children[node.key] = node
@@ -237,12 +264,13 @@ class RadixCache:
         """Let `node` be found by `evict`, if it is a leaf."""
         if node.children:
             return
-        heapq.heappush(self._evictable, (node.last_used, node.serial, node))
+        heapq.heappush(self._evictable, self._offer_of(node))
         if len(self._evictable) > 4 * self._num_nodes + 256:
-            self._evictable = [
-                (n.last_used, n.serial, n) for n in self.nodes() if not n.pins and not n.children and n.parent
-            ]
+            self._evictable = [self._offer_of(n) for n in self.nodes() if not n.pins and not n.children and n.parent]
             heapq.heapify(self._evictable)
+
+    def _offer_of(self, node: RadixNode) -> _Offer:
+        return node.num_hits if self._by_frequency else 0, node.last_used, node.serial, node
 
 
 class NoPrefixCache(RadixCache):
@@ -250,3 +278,6 @@ class NoPrefixCache(RadixCache):
 
     def pin_prefix(self, ids: Int32Array, salt: str, max_pages: int) -> tuple[RadixNode, Int32Array]:
         return super().pin_prefix(ids, salt, 0)
+
+    def match(self, ids: Int32Array, salt: str, max_pages: int) -> int:
+        return 0

@@ -1,0 +1,118 @@
+"""Who is admitted first, who may take whose place, and what the cache forgets first."""
+
+from __future__ import annotations
+
+from srt.managers.waiting import MAX_PASSED, NUM_COMPARED
+from srt.protocol.messages import Refused
+from tests.unit.managers.scheduler_host import Host, expected_ids, request, worker_hello
+
+ONE_SLOT = worker_hello(num_slots=1)
+
+
+def admitted(host: Host) -> list[int]:
+    """Seeds, which are rids."""
+    return [admission.seed for plan in host.all_plans for admission in plan.admissions]
+
+
+def test_a_higher_priority_is_admitted_first_and_equal_ones_as_they_came() -> None:
+    host = Host(hello=ONE_SLOT, schedule_policy="priority")
+    for rid, priority in ((1, 0), (2, 1), (3, 5), (4, 5), (5, -1)):
+        host.say(request(rid, [rid], priority=priority))
+    host.run()
+    assert admitted(host) == [3, 4, 2, 1, 5]
+
+
+def test_waiting_is_worth_priority_so_that_nobody_starves() -> None:
+    host = Host(hello=ONE_SLOT, enable_priority_scheduling=True, priority_aging_time=10.0)
+    host.say(request(1, [1], priority=9))
+    host.tick()
+    host.say(request(2, [2], priority=0))
+    host.now = 11.0
+    host.say(request(3, [3], priority=1))
+    host.now = 12.0
+    host.say(request(4, [4], priority=2))
+    host.run()
+    assert admitted(host) == [1, 4, 2, 3], "11 seconds of waiting are worth more than one step of priority"
+
+
+def test_a_much_higher_priority_takes_the_place_of_the_last_in_rank_which_loses_nothing() -> None:
+    host = Host(hello=worker_hello(num_slots=2), schedule_policy="priority", priority_scheduling_preemption_threshold=3)
+    made = {rid: request(rid, [rid] * 6, max_new=12, priority=p) for rid, p in ((1, 1), (2, 0), (3, 2), (4, 3))}
+    host.say(made[1])
+    host.say(made[2])
+    host.tick()
+    host.say(made[3])
+    host.tick()
+    assert admitted(host) == [1, 2], "a priority higher by 2 is not worth a preemption"
+    host.say(made[4])
+    host.answer()
+    host.tick()
+    assert admitted(host) == [1, 2, 4]
+    host.run()
+    assert host.value("num_preempted") == 1
+    assert all(host.ids(rid) == expected_ids(one) for rid, one in made.items())
+
+
+def test_who_may_displace_does_so_for_pages_too_but_only_if_it_then_fits() -> None:
+    host = Host(
+        hello=worker_hello(num_pages=10), schedule_policy="priority", priority_scheduling_preemption_threshold=1
+    )
+    host.say(request(1, [1] * 8, max_new=12, priority=5))
+    host.say(request(2, [2] * 8, max_new=12))
+    host.tick()
+    host.answer()
+    host.say(request(3, [3] * 8, max_new=20, priority=4))  # 7 pages: more than request 2 has
+    host.answer()
+    host.tick()
+    assert host.value("num_preempted") == 0
+    host.say(request(4, [4] * 8, max_new=12, priority=6))  # 5 pages
+    host.answer()
+    host.tick()
+    assert (host.value("num_preempted"), admitted(host)) == (1, [1, 2, 4])
+    host.run()
+
+
+def test_a_priority_is_refused_where_it_means_nothing() -> None:
+    host = Host()
+    host.say(request(1, [1], priority=1))
+    (refused,) = host.of_type(Refused)
+    assert (refused.status, "--enable-priority-scheduling" in refused.message) == (400, True)
+
+
+def test_the_longest_cached_prefix_goes_first() -> None:
+    host = Host(hello=ONE_SLOT, schedule_policy="lpm")
+    host.say(request(1, list(range(20)), max_new=1))
+    host.run()
+    host.say(request(2, [50] * 20, max_new=1))
+    host.tick()
+    host.say(request(3, [60] * 20, max_new=1))
+    host.say(request(4, [*range(8), 70], max_new=1))
+    host.say(request(5, [*range(16), 70], max_new=1))
+    host.run()
+    assert admitted(host) == [1, 2, 5, 4, 3]
+
+
+def test_with_lpm_nobody_is_passed_for_ever() -> None:
+    host = Host(hello=ONE_SLOT, schedule_policy="lpm")
+    host.say(request(1, list(range(20)), max_new=1))
+    host.run()
+    host.say(request(2, [50] * 9, max_new=1))
+    for rid in range(3, 3 + MAX_PASSED + 2 * NUM_COMPARED):
+        host.say(request(rid, [*range(8), rid], max_new=1))
+    host.run()
+    assert admitted(host).index(2) == MAX_PASSED + 1
+
+
+def test_least_frequently_used_prefixes_go_first_if_asked_for() -> None:
+    """Two prefixes; the first is used three times, the second last. Then memory for one of them is needed."""
+    kept = {}
+    for policy in ("lru", "lfu"):
+        host = Host(hello=worker_hello(num_pages=9), radix_eviction_policy=policy)
+        often, lately, other = [1] * 13, [2] * 13, [3] * 17
+        for rid, prompt in enumerate((often, often, often, lately, other), 1):
+            host.say(request(rid, prompt, max_new=1))
+            host.run()
+        host.say(request(8, often, max_new=1))
+        host.run()
+        kept[policy] = host.ends()[8, 0].cached_tokens
+    assert kept["lru"] < kept["lfu"] == 12
