@@ -45,6 +45,7 @@ class GenerateInput:
     rid: str | None = None  # the client's name for it; drawn if absent
     logprobs: LogprobRequest = field(default_factory=LogprobRequest)
     cache_salt: str = ""
+    priority: int = 0  # higher goes first, where the server has priorities
     add_special_tokens: bool = True  # False when a chat template already wrote them
 
 

@@ -40,11 +40,12 @@ class GenerateBody(RequestBody):
     return_prompt_token_ids: bool = False
     extra_key: str | list[str] = ""
     cache_salt: str | list[str] = ""
+    priority: int | list[int] = 0
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = dict.fromkeys(
         "input_embeds image_data video_data audio_data lora_path lora_id session_id session_params custom_logit_processor"
         " routed_dp_rank data_parallel_rank bootstrap_host bootstrap_port bootstrap_room return_hidden_states"
-        " require_reasoning modalities priority".split(),
+        " require_reasoning modalities".split(),
         (),
     )
     MEANINGLESS: ClassVar[frozenset[str]] = frozenset(("log_metrics", "no_logs"))
@@ -74,6 +75,7 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
     token_ids = _per_prompt_ids(given.token_ids_logprob, count, is_batch)
     salts = _per_prompt("cache_salt", given.cache_salt, count, is_batch)
     keys = _per_prompt("extra_key", given.extra_key, count, is_batch)
+    priorities = _per_prompt("priority", given.priority, count, is_batch)
     inputs = [
         GenerateInput(
             params=checked_sampling_params(params[i], sampling_params),
@@ -82,6 +84,7 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
             rid=rids[i],
             logprobs=_logprob_request(wants_logprob[i], starts[i], tops[i], token_ids[i]),
             cache_salt=cache_namespace(salts[i], keys[i]),
+            priority=priorities[i],
         )
         for i in range(count)
     ]

@@ -9,6 +9,7 @@ from srt.managers.model_facts import ModelFacts
 from srt.protocol.messages import GenerateRequest, LogprobSpec, SchedulerHello, int32_array
 from srt.sampling.sampling_params import MAX_TOP_LOGPROBS, ParameterError, is_unicode
 
+MAX_PRIORITY = 1_000_000
 MAX_LABEL_CHARS = 256
 MAX_LOGPROB_IDS = 128
 
@@ -29,6 +30,8 @@ def check_form(request: GenerateInput) -> None:
         if not request.rid:
             raise bad("rid", "must not be empty")
     check_label("cache_salt", request.cache_salt)
+    if type(request.priority) is not int or abs(request.priority) > MAX_PRIORITY:
+        raise bad("priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
     _check_logprobs(request.logprobs)
 
 
@@ -95,6 +98,7 @@ def build_request(
         sampling=request.params.spec(max_new_tokens, model.eos_ids),
         logprobs=_logprob_spec(request.logprobs, len(prompt_ids), model.vocab_size),
         seed=seed,
+        priority=request.priority,
         cache_salt=request.cache_salt,
     )
 

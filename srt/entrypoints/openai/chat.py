@@ -60,6 +60,7 @@ def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) ->
         rid=identity.id,
         logprobs=body.logprob_request(),
         cache_salt=body.salt,
+        priority=body.priority,
         add_special_tokens=False,
     )
 

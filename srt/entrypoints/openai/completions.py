@@ -51,6 +51,7 @@ def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerMana
             rid=rid,
             logprobs=logprobs,
             cache_salt=body.salt,
+            priority=body.priority,
         )
         for prompt, rid in zip(prompts, identity.rids(len(prompts)), strict=True)
     ]

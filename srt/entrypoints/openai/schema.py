@@ -74,12 +74,13 @@ class OpenAIBody(RequestBody):
     rid: str | None = None
     cache_salt: str = ""
     extra_key: str = ""
+    priority: int = 0
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(
             "json_schema regex ebnf structural_tag lora_path session_params session_id custom_logit_processor custom_params"
             " return_hidden_states return_meta_info return_token_ids bootstrap_host bootstrap_port bootstrap_room"
-            " routed_dp_rank data_parallel_rank beam_width return_routed_experts priority".split(),
+            " routed_dp_rank data_parallel_rank beam_width return_routed_experts".split(),
             (),
         ),
         "response_format": ({"type": "text"},),

@@ -77,6 +77,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "top_logprobs": [-1, 1000],
     "best_of": [0, 5],
     "rid": ["", "x" * 1000],
+    "priority": [1 << 63, -HUGE],
     "cache_salt": ["x" * 1000],
     "extra_key": ["x" * 1000],
     "text": ["", [], [""], "word " * 5000],

@@ -50,8 +50,10 @@ def test_a_list_of_prompts_is_a_batch_and_lists_spread_over_it() -> None:
         return_logprob=[False, True],
         top_logprobs_num=[0, 2],
         logprob_start_len=[-1, 0],
+        priority=[1, -1],
     )
     assert call.is_list
+    assert [one.priority for one in call.inputs] == [1, -1]
     assert [one.input_ids for one in call.inputs] == [[1, 2], [3]]
     assert [one.rid for one in call.inputs] == ["batch_0", "batch_1"]
     assert [one.params.n for one in call.inputs] == [2, 1]

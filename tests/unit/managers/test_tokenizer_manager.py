@@ -440,6 +440,7 @@ WRONG: dict[str, tuple[Callable[[GenerateInput], GenerateInput], str, str]] = {
     "rid long": (lambda r: replace(r, rid="x" * 257), "rid", "at most 256"),
     "rid broken": (lambda r: replace(r, rid="\udfff"), "rid", "surrogate"),
     "salt broken": (lambda r: replace(r, cache_salt="\udfff"), "cache_salt", "surrogate"),
+    "priority": (lambda r: replace(r, priority=10**6 + 1), "priority", "from -1000000 to 1000000"),
     "top": (lambda r: replace(r, logprobs=LogprobRequest(top=129)), "top_logprobs_num", "0 to 128"),
     "logprob ids": (lambda r: replace(r, logprobs=LogprobRequest(ids=(512,))), "token_ids_logprob", "vocabulary"),
     "many ids": (lambda r: replace(r, logprobs=LogprobRequest(ids=(1,) * 129)), "token_ids_logprob", "at most 128"),

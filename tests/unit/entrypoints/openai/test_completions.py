@@ -62,12 +62,12 @@ def test_the_extras_reach_the_engine() -> None:
         "stop": ["x"],
         "presence_penalty": 0.5,
         "rid": "mine",
-        "priority": 0,
+        "priority": 3,
         "cache_salt": "s",
     }
     assert world.post(PATH, {"prompt": "hi", **extras}).json()["id"] == "mine"
     request = world.engine.handles[0].request
-    assert (request.rid, request.cache_salt) == ("mine", "s")
+    assert (request.rid, request.cache_salt, request.priority) == ("mine", "s", 3)
     params = request.params
     assert (params.top_k, params.min_p, params.min_new_tokens, params.repetition_penalty) == (5, 0.1, 1, 1.1)
     assert (params.ignore_eos, params.no_stop_trim, params.skip_special_tokens) == (True, True, False)
