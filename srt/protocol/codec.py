@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import types
 import typing
 from collections.abc import Callable
@@ -37,6 +38,7 @@ _ARRAYS: dict[Any, np.dtype[Any]] = {
     Int64Array: np.dtype("<i8"),
     Float32Array: np.dtype("<f4"),
 }
+_PLAIN = (int, str, bool, float)
 
 
 def encode(message: Message, generation: int, sequence: int) -> bytes:
@@ -88,20 +90,22 @@ def _codec_of(kind: Any, where: str) -> tuple[Encoder | None, Decoder]:
         return None, _scalar_dict_decoder(where)
     if origin in (types.UnionType, typing.Union):
         return _optional_codec(arguments, where)
-    if kind in (int, str, bool, float):
+    if kind in _PLAIN:
         return None, _plain_decoder(kind, where)
     raise TypeError(f"{where}: no encoding for {kind}")
 
 
 def _array_codec(dtype: np.dtype[Any], where: str) -> tuple[Encoder, Decoder]:
+    empty = np.frombuffer(b"", dtype)  # read-only, so all messages can share it: most arrays of a request are empty
+
     def pack(value: Any) -> bytes:
-        data: bytes = np.ascontiguousarray(value, dtype).tobytes()
+        data: bytes = (value if value.dtype == dtype else value.astype(dtype)).tobytes()
         return data
 
     def unpack(value: Any) -> Any:
         if type(value) is not bytes or len(value) % dtype.itemsize:
             raise DecodeError(f"{where}: expected the bytes of {dtype.name} values")
-        return np.frombuffer(value, dtype)
+        return np.frombuffer(value, dtype) if value else empty
 
     return pack, unpack
 
@@ -158,18 +162,38 @@ def _class_codec(cls: Any) -> tuple[Callable[[Any], list[Any]], Decoder]:
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     codecs = [_codec_of(hints[name], f"{cls.__name__}.{name}") for name in names]
-    steps = [(name, pack) for name, (pack, _) in zip(names, codecs, strict=True)]
+    packs = [(i, pack) for i, (pack, _) in enumerate(codecs) if pack]
     decoders = [unpack for _, unpack in codecs]
+    get_fields = operator.attrgetter(*names) if len(names) > 1 else lambda message: [getattr(message, n) for n in names]
+    # Most messages have exactly these types on the wire: then one comparison checks all plain fields at once.
+    wire_types = [hints[name] if hints[name] in _PLAIN else _wire_type(hints[name]) for name in names]
+    unpacks = [(i, unpack) for i, unpack in enumerate(decoders) if hints[names[i]] not in _PLAIN]
 
     def pack(message: Any) -> list[Any]:
-        return [getattr(message, name) if pack is None else pack(getattr(message, name)) for name, pack in steps]
+        parts = list(get_fields(message))
+        for i, pack_field in packs:
+            parts[i] = pack_field(parts[i])
+        return parts
 
     def unpack(parts: Any) -> Any:
         if type(parts) is not list or len(parts) != len(decoders):
             raise DecodeError(f"{cls.__name__}: expected {len(decoders)} fields")
-        return cls(*[unpack(part) for unpack, part in zip(decoders, parts, strict=True)])
+        if list(map(type, parts)) == wire_types:
+            for i, unpack_field in unpacks:
+                parts[i] = unpack_field(parts[i])
+            return cls(*parts)
+        return cls(*[unpack_field(part) for unpack_field, part in zip(decoders, parts, strict=True)])
 
     return pack, unpack
+
+
+def _wire_type(kind: Any) -> type | None:
+    """What a value of this annotated type is in MessagePack; None: one of several."""
+    if kind in _ARRAYS:
+        return bytes
+    if dataclasses.is_dataclass(kind) or typing.get_origin(kind) in (list, tuple):
+        return list
+    return dict if typing.get_origin(kind) is dict else None
 
 
 _CODECS = {code: (cls, *_class_codec(cls)) for code, cls in MESSAGE_TYPES.items()}
