@@ -20,6 +20,7 @@ from srt.managers.request_schema import (
 from srt.sampling.sampling_params import MAX_TOP_LOGPROBS, show
 
 MAX_BATCH = 4096
+MAX_BATCH_REGEXES = 256  # each takes the event loop a millisecond or more
 WEIGHT_VERSION = "default"  # until weights can be updated
 TokenText = Callable[[int], str]
 
@@ -68,6 +69,7 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
     prompts, is_batch = _prompts(given)
     count = len(prompts)
     params = _per_prompt("sampling_params", given.sampling_params, count, is_batch)
+    _check_num_regexes(params)
     rids = _rids(given.rid, count, is_batch)
     wants_logprob = _per_prompt("return_logprob", given.return_logprob, count, is_batch)
     starts = _per_prompt("logprob_start_len", given.logprob_start_len, count, is_batch)
@@ -127,6 +129,16 @@ def _per_prompt(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
     if len(value) != count:
         raise bad_parameter(name, f"must have one entry per prompt ({count}), not {len(value)}")
     return value
+
+
+def _check_num_regexes(params: list[dict[str, Any]]) -> None:
+    distinct: set[str] = set()
+    for stops in {id(one): one.get("stop_regex") for one in params}.values():
+        distinct.update(stop for stop in (stops if isinstance(stops, list) else [stops]) if isinstance(stop, str))
+    if len(distinct) > MAX_BATCH_REGEXES:
+        raise bad_parameter(
+            "stop_regex", f"may have at most {MAX_BATCH_REGEXES} expressions in a batch, not {len(distinct)}"
+        )
 
 
 def _per_prompt_ids(value: list[Any], count: int, is_batch: bool) -> list[list[int]]:

@@ -144,6 +144,9 @@ def compile_stop_regex(pattern: str) -> Any:
 
     options = re2.Options()
     options.log_errors = False
+    options.max_mem = (
+        1 << 20
+    )  # an expression that needs more is refused: compiling it would stall, and hundreds are kept
     try:
         return re2.compile(pattern, options)
     except re2.error as error:

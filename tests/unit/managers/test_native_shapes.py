@@ -180,3 +180,16 @@ def test_logprobs_are_rows_of_value_id_and_text() -> None:
     assert meta["output_token_logprobs"] == [[-0.5, 5, "<5>"]]
     assert meta["output_top_logprobs"] == [[[-0.1, 6, "<6>"]]]
     assert meta["output_token_ids_logprobs"] == [[[-2.0, 9, "<9>"]]]
+
+
+def test_a_batch_may_have_only_so_many_stop_expressions() -> None:
+    """Compiling one takes a millisecond or more, on the event loop."""
+    params = [{"stop_regex": [f"a{i}x{j}" for j in range(32)]} for i in range(9)]
+    with pytest.raises(RequestError, match="stop_regex may have at most 256 expressions in a batch, not 288"):
+        parse(text=["hi"] * 9, sampling_params=params)
+    assert len(parse(text=["hi"] * 9, sampling_params=params[0]).inputs) == 9
+
+
+def test_a_stop_expression_that_needs_much_memory_is_refused() -> None:
+    with pytest.raises(RequestError, match="stop_regex has an expression that cannot be compiled"):
+        parse(text="hi", sampling_params={"stop_regex": r"\pL{1000}"})
