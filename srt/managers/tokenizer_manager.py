@@ -30,6 +30,7 @@ from srt.protocol.messages import (
     Message,
     Refused,
     Rejected,
+    RequestDone,
     Scalar,
     SchedulerHello,
     TokenBatch,
@@ -40,6 +41,9 @@ from srt.utils.chat_template import ChatTemplate, ChatTemplateError
 from srt.utils.tokenizer import Tokenizer, load_chat_template, load_tokenizer
 
 LONG_TEXT_CHARS = 8192  # a longer one is tokenized in a thread: the loop's other streams would feel it
+HEAD_CHARS_PER_TOKEN = (
+    16  # of a text with more, the beginning is tokenized first: as a rule it is too long, and that shows it
+)
 _TOKENIZING_THREADS = 2
 _RETRY_AFTER_S = 1
 
@@ -65,7 +69,9 @@ class TokenizerManager:
         self._new_seed = new_seed
         self._ledger = RequestLedger()
         self._live: dict[int, LiveRequest] = {}
-        self._labels_on_the_way: set[str] = set()  # of requests that are being tokenized
+        self._labels_on_the_way: dict[
+            str, bool
+        ] = {}  # of requests that are being tokenized; True: and were aborted meanwhile
         self._calls: dict[int, asyncio.Future[ControlReply]] = {}
         self._num_requests = 0
         self._num_calls = 0
@@ -188,11 +194,11 @@ class TokenizerManager:
         if label in self._labels_on_the_way or self._ledger.has_label(label):
             raise bad("rid", f"{label!r} is the name of a request that runs")
         seed = request.params.sampling_seed if request.params.sampling_seed is not None else self._new_seed()
-        self._labels_on_the_way.add(label)
+        self._labels_on_the_way[label] = False
         try:
             prompt_ids = await self._prompt_ids(request)
         finally:
-            self._labels_on_the_way.remove(label)
+            is_aborted = self._labels_on_the_way.pop(label)
         self._check_alive()  # it may have died meanwhile
         message = build_request(
             request,
@@ -204,7 +210,14 @@ class TokenizerManager:
             limits=self.limits,
         )
         self._num_requests += 1
-        return self._begin(message, request.params)
+        live = self._live_request(message, request.params)
+        if is_aborted:
+            for choice in message.choices.tolist():
+                live.end_choice(choice, RequestDone(message.rid, choice, "abort", -1, 0, 0))
+        else:
+            self._live[message.rid] = live
+            self._apply(self._ledger.add(message))
+        return RequestHandle(live, self._abort)
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -215,6 +228,10 @@ class TokenizerManager:
     async def _prompt_ids(self, request: GenerateInput) -> list[int]:
         if request.text is None:
             return request.input_ids or []
+        most = self.model.context_length
+        head = request.text[: max(HEAD_CHARS_PER_TOKEN * most, 2 * LONG_TEXT_CHARS)]
+        if len(head) < len(request.text) and len(await self._encode(head, request.add_special_tokens)) > 2 * most:
+            raise bad("text", f"has more than {2 * most} tokens, but the model's context holds {most}")
         return await self._encode(request.text, request.add_special_tokens)
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -223,7 +240,7 @@ class TokenizerManager:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._tokenizer.encode, text, add_special_tokens)
 
-    def _begin(self, message: GenerateRequest, params: SamplingParams) -> RequestHandle:
+    def _live_request(self, message: GenerateRequest, params: SamplingParams) -> LiveRequest:
         stop_ids = frozenset(message.sampling.stop_ids.tolist())
         tail = message.prompt_ids[-16:].tolist()
 
@@ -231,10 +248,7 @@ class TokenizerManager:
             stream = self._tokenizer.text_stream(tail, params.skip_special_tokens, params.spaces_between_special_tokens)
             return OutputText(stream, params, stop_ids)
 
-        live = LiveRequest(message, new_output)
-        self._live[message.rid] = live
-        self._apply(self._ledger.add(message))
-        return RequestHandle(live, self._abort)
+        return LiveRequest(message, new_output)
 
     def _abort(self, rid: int) -> None:
         """End a request from this side; nothing if it has ended."""
@@ -292,7 +306,12 @@ class TokenizerManager:
         if live is None:
             return
         self._num_tokens += len(news.ids)
-        if live.take_tokens(news):
+        try:
+            has_stopped = live.take_tokens(news)
+        except Exception:
+            self._text_failed(live)
+            return
+        if has_stopped:
             self._apply(self._ledger.end(news.rid, news.choice))
             self._forget_if_ended(live)
 
@@ -300,10 +319,20 @@ class TokenizerManager:
         live = self._live.get(end.rid)
         if live is None:
             return
-        live.end_choice(end.choice, end.done)
+        try:
+            live.end_choice(end.choice, end.done)
+        except Exception:
+            self._text_failed(live)
+            return
         if live.has_failed:
             self._abort(end.rid)  # its other choices
         self._forget_if_ended(live)
+
+    def _text_failed(self, live: LiveRequest) -> None:
+        """A defect, but one of this answer's text alone: the link and all other requests are sound."""
+        logger.exception("The text of request %d could not be made.", live.rid)
+        self._abort(live.rid)
+        live.fail(RequestError(500, "The text of this answer could not be made."))
 
     def _refuse(self, refusal: RequestRefused) -> None:
         self._num_refused += 1
@@ -376,9 +405,11 @@ class TokenizerManager:
     async def abort_label(self, label: str) -> int:
         """Abort the live requests of this label, whichever frontend has them; the empty label means all. Returns how many."""
         check_text("rid", label)
+        on_the_way = [other for other in self._labels_on_the_way if label in ("", other)]
+        self._labels_on_the_way.update(dict.fromkeys(on_the_way, True))
         reply = await self._call(lambda call: AbortLabel(call, label))
         count = reply.values.get("num_aborted", 0)
-        return count if isinstance(count, int) else 0
+        return len(on_the_way) + (count if isinstance(count, int) else 0)
 
     async def _call(self, make: Callable[[int], FlushCache | GetState | AbortLabel]) -> ControlReply:
         self._check_alive()

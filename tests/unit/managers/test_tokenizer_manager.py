@@ -6,7 +6,8 @@ import asyncio
 import gc
 import math
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import uvloop
 
+from srt.managers.detokenizer import OutputText, TextDelta
 from srt.managers.io_struct import ChoiceUpdate, EngineDied, GenerateInput, LogprobRequest, RequestError, TokenLogprob
 from srt.managers.tokenizer_manager import LONG_TEXT_CHARS, RequestHandle, TokenizerManager, seed_source
 from srt.protocol.messages import (
@@ -35,6 +37,7 @@ from srt.protocol.messages import (
 )
 from srt.sampling.sampling_params import SamplingParams, choice_seed
 from srt.server_args import ServerArgs
+from srt.utils.tokenizer import Tokenizer
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.fake_scheduler import PATIENCE_S, FakeScheduler, ended
 
@@ -505,6 +508,80 @@ def test_a_name_is_taken_while_its_text_is_tokenized(play: Callable[..., None]) 
         long = GenerateInput(params=SamplingParams(), text="a b" * LONG_TEXT_CHARS, rid="mine")
         results = await asyncio.gather(manager.submit(long), manager.submit(long), return_exceptions=True)
         assert [one.parameter for one in results if isinstance(one, RequestError)] == ["text", "rid"]
+
+    play(story)
+
+
+def test_an_abort_reaches_a_request_whose_text_is_still_tokenized(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_encode = threading.Event()
+
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert may_encode.wait(PATIENCE_S)
+        return [5, 6]
+
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        monkeypatch.setattr(Tokenizer, "encode", encode)
+        for label in ("mine", ""):
+            may_encode.clear()
+            text = "a" * (LONG_TEXT_CHARS + 1)
+            long = GenerateInput(params=SamplingParams(n=2, max_new_tokens=1), text=text, rid="mine")
+            submitting = asyncio.ensure_future(manager.submit(long))
+            await until(lambda: manager.stats()["live_labels"] == 1)
+            aborting = asyncio.ensure_future(manager.abort_label(label))
+            call = await scheduler.expect(AbortLabel)
+            scheduler.send(ControlReply(call.call, True, "", {"num_aborted": 0}))
+            assert await aborting == 1
+            may_encode.set()
+            updates = await (await submitting).collect()
+            assert [update.finish.kind for update in updates if update.finish] == ["abort", "abort"]
+            assert not scheduler.has_received()
+            await nothing_left(manager)
+
+    play(story)
+
+
+def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        monkeypatch.setattr(Tokenizer, "encode", counted)
+        long = ask(manager, "word " * 100_000)
+        with pytest.raises(RequestError, match=r"text has more than 8192 tokens, but the model's context holds 4096"):
+            await manager.submit(long)
+        assert len(encoded) == 1
+        assert encoded[0] == 16 * 4096
+
+    play(story)
+
+
+def test_a_text_that_cannot_be_made_fails_its_request_alone(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = OutputText.push
+
+    def push_but_13(self: OutputText, ids: Sequence[int]) -> TextDelta:
+        assert 13 not in ids
+        return push(self, ids)
+
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        monkeypatch.setattr(OutputText, "push", push_but_13)
+        broken, first = await begin(manager, scheduler, ask(manager))
+        sound, second = await begin(manager, scheduler, ask(manager))
+        scheduler.send_ranges([(first.rid, 0, 0, [13]), (second.rid, 0, 0, [5])])
+        with pytest.raises(RequestError, match="could not be made"):
+            await broken.collect()
+        assert await scheduler.expect(Abort) == Abort(first.rid, -1)
+        scheduler.send_tokens(second.rid, [6], first=1, done=ended(second.rid, 2))
+        assert (await sound.collect())[0].ids == (5, 6)
 
     play(story)
 
