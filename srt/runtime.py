@@ -27,7 +27,7 @@ class Runtime:
     """A running engine. The keywords are the server's options (`tp_size=2` is `--tp-size 2`); `port=` serves HTTP as well.
 
     Any thread may call any method. `RequestError` names the parameter that is wrong; `EngineDied` comes from every call that runs
-    when the engine ends. Nothing is printed unless `log_level` is "info" or "debug".
+    when the engine ends. Only errors are printed, unless `log_level` is "info" or "debug".
     """
 
     def __init__(self, **server_args: Any) -> None:
