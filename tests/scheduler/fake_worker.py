@@ -1,197 +1,299 @@
-"""A worker without a model. It does what it is told, and checks everything that a real one silently relies on."""
+"""A worker without a model. It does what it is told, and checks at once all that a real one silently relies on.
+
+Its KV memory is known by page: which slots hold the page, and the hash of all tokens up to the page's end, once that is written.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
+from numpy.typing import NDArray
 
 from srt.mem_cache.tables_hash import tables_hash
 from srt.protocol.messages import (
     Admission,
+    Int32Array,
     Int64Array,
+    PageDelta,
     PlanSection,
     RowLogprobs,
-    Scalar,
     StepPlan,
     StepResult,
     WorkDone,
     WorkPlan,
     int32_array,
 )
-from tests.scheduler.reference import draw, extend_hash, is_not_finite, logprob, prefix_hashes
+from tests.scheduler.reference import UInt64Array, logprobs
+from tests.scheduler.settings import Settings
+from tests.scheduler.traffic import Choice
 
-_NEVER_WRITTEN = -1
-
-
-@dataclass(slots=True)
-class _Slot:
-    admission: Admission
-    tokens: list[int]
-    hashes: list[int]
-    length: int
-    pages: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    slot: int
-    start: int
-    end: int
-    samples: bool
+OVER, ROBBED, EMPTY = 1, 2, 4  # why a slot may be in no plan
+_NOT_WRITTEN = 0
 
 
 class FakeWorker:
-    """Its KV memory holds, for each position, the hash of the tokens up to there: a foreign or stale cell is found when it is read."""
+    """All ranks of one replica, which say the same. It knows who is admitted by the seed."""
 
-    def __init__(self, num_slots: int, num_pages: int, page_size: int, vocab_size: int, *, breaks_down: bool) -> None:
-        self._num_slots = num_slots
-        self._num_pages = num_pages
-        self._page_size = page_size
-        self._vocab_size = vocab_size
-        self._breaks_down = breaks_down
-        self._kv: Int64Array = np.full(num_pages * page_size, _NEVER_WRITTEN, np.int64)
-        self._slots: dict[int, _Slot] = {}
+    def __init__(self, settings: Settings, by_seed: dict[int, Choice]) -> None:
+        self._settings = s = settings
+        self._by_seed = by_seed
+        num_words = -(-s.num_slots // 64)
+        width = s.max_request_tokens + 1
+        self._choices: list[Choice | None] = [None] * s.num_slots
+        self._barred: NDArray[np.uint8] = np.full(s.num_slots, EMPTY, np.uint8)
+        self._length: Int64Array = np.zeros(s.num_slots, np.int64)  # positions computed
+        self._known: Int64Array = np.zeros(s.num_slots, np.int64)  # ids in the token table
+        self._most_known: Int64Array = np.zeros(s.num_slots, np.int64)
+        self._error_at: Int64Array = np.zeros(s.num_slots, np.int64)
+        self._ids: Int32Array = np.zeros((s.num_slots, width), np.int32)  # of the reference
+        self._hashes: UInt64Array = np.zeros((s.num_slots, width), np.uint64)
+        self._pages: Int32Array = np.zeros((s.num_slots, width // s.page_size + 2), np.int32)
+        self._num_pages: Int64Array = np.zeros(s.num_slots, np.int64)
+        self._page_hash: UInt64Array = np.zeros(s.num_pages, np.uint64)
+        self._holders: UInt64Array = np.zeros((s.num_pages, num_words), np.uint64)  # a bit for each slot
+        self._bits: UInt64Array = np.zeros((s.num_slots, num_words), np.uint64)
+        for slot in range(s.num_slots):
+            self._bits[slot, slot // 64] = np.uint64(1 << slot % 64)
+        self._logging: set[int] = set()  # slots that are asked for logprobs of their outputs
+        self._prompt_start: dict[int, int] = {}  # and of their prompts, from this position on
         self._next_step = 1
+        self.rows_per_step: list[int] = []
+        self.num_prefix_hits = 0
+        self.num_readmissions = 0
 
-    def slot_seed(self, slot: int) -> int:
-        """The seed of the request that was admitted to this slot last: tests know requests by it."""
-        return self._slots[slot].admission.seed
+    def end(self, choice: Choice) -> None:
+        """The scheduler knows that it is over: no plan that is made from now on may have it."""
+        choice.is_over = True
+        if choice.slot >= 0 and self._choices[choice.slot] is choice:
+            self._barred[choice.slot] |= OVER
 
     def do(self, work: WorkPlan) -> WorkDone:
         self._count(work.step)
-        assert work.kind == "inspect"
-        values: dict[str, Scalar] = {"tables_hash": tables_hash({slot: s.pages for slot, s in self._slots.items()})}
-        return WorkDone(work.step, 0, values)
+        assert work.kind == "inspect", work.kind
+        used = (slot for slot, choice in enumerate(self._choices) if choice is not None)
+        hashed = tables_hash({slot: self._pages[slot, : self._num_pages[slot]] for slot in used})
+        return WorkDone(work.step, 0, {"tables_hash": hashed})
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, step_us: int) -> StepResult:
         """The step's result, as rank 0 would send it."""
         self._count(plan.step)
         (section,) = plan.sections
-        self._apply_delta(section)
-        rows = self._rows(section)
-        assert rows, f"step {plan.step} has no rows"
-        assert len({row.slot for row in rows}) == len(rows), f"step {plan.step} has a slot twice"
-        self._run_model(rows)
-        logprobs = [part for row in rows for part in self._prompt_logprobs(row)]
-        counts, ids = [], []
-        for row in rows:
-            if row.samples:
-                token = self._sample(row, logprobs)
-                counts.append(0 if token is None else 1)
-                ids += [] if token is None else [token]
-        ids_hash = prefix_hashes(ids)[-1] if ids else 0
-        return StepResult(plan.step, int32_array(counts), int32_array(ids), ids_hash, logprobs, 1000)
+        for admission in section.admissions:
+            self._admit(admission)
+        (delta,) = section.pages
+        if len(delta.slots):
+            self._take_pages(delta, {a.slot: a.cached for a in section.admissions})
+        for admission in section.admissions:
+            self._check_cached(admission)
+        sampling, chosen = self._extend(section)
+        decodes = section.decode_slots
+        rows = np.concatenate((sampling, decodes)) if len(sampling) else decodes
+        self._check_rows(section, plan.step)
+        if len(decodes):
+            self._decode(decodes)
+        if self._logging:
+            chosen += [(int(slot), int(self._known[slot]), False) for slot in rows if int(slot) in self._logging]
+        places = self._known[rows]
+        late = places >= self._most_known[rows]
+        if late.any():
+            raise AssertionError(f"{self._name(rows[late][0])} is sampled more often than needed")
+        ids = self._ids[rows, places]
+        self._known[rows] = places + 1
+        counts = np.ones(len(rows), np.int32)
+        if self._settings.breaks_down:
+            counts[places == self._error_at[rows]] = 0
+            ids = ids[counts != 0]
+            chosen = [entry for entry in chosen if entry[2] or entry[1] != self._error_at[entry[0]]]
+        logged = [self._row_logprobs(*entry) for entry in chosen]
+        return StepResult(plan.step, counts, ids, int(ids.sum()), logged, step_us)
 
     def _count(self, step: int) -> None:
         assert step == self._next_step, f"step {step} came where {self._next_step} was expected"
         self._next_step += 1
 
-    def _apply_delta(self, section: PlanSection) -> None:
-        for admission in section.admissions:
-            ids = admission.ids.tolist()
-            assert 0 <= admission.slot < self._num_slots
-            assert 0 <= admission.cached < len(ids), (
-                f"{admission.cached} of {len(ids)} ids are cached: nothing is left to compute"
-            )
-            assert 0 < admission.prompt_len <= len(ids)
-            self._slots[admission.slot] = _Slot(admission, ids, prefix_hashes(ids), admission.cached)
-        (delta,) = section.pages
-        assert len(set(delta.slots.tolist())) == len(delta.slots), "a slot appears twice in a page delta"
-        pages = delta.pages.tolist()
-        assert len(pages) == int(delta.counts.sum())
-        for slot, count in zip(delta.slots.tolist(), delta.counts.tolist(), strict=True):
-            self._slots[slot].pages += pages[:count]
-            del pages[:count]
-            row = self._slots[slot].pages
-            assert all(0 <= page < self._num_pages for page in row) and len(set(row)) == len(row), f"pages {row}"
+    def _name(self, slot: int) -> str:
+        choice = self._choices[slot]
+        return f"slot {slot}, {'empty' if choice is None else choice.name},"
 
-    def _rows(self, section: PlanSection) -> list[_Row]:
-        rows = []
-        extends = zip(
-            section.extend_slots.tolist(),
+    # ---- The delta
+
+    def _admit(self, admission: Admission) -> None:
+        slot, ids = admission.slot, admission.ids
+        choice = self._by_seed.get(admission.seed)
+        assert choice is not None, "nobody has the seed of an admission"
+        self._leave(slot)
+        self._check_admission(choice, admission)
+        self._choices[slot] = choice
+        choice.slot = slot
+        everything, late = choice.answer.all_ids, self._settings.window - 1
+        needed = choice.prompt_len + len(choice.answer.ids)
+        if choice.answer.reason != "length":
+            needed += late + (choice.answer.reason == "error")
+        self._most_known[slot] = min(needed, len(everything))
+        self._error_at[slot] = choice.prompt_len + choice.answer.error_at if choice.answer.error_at >= 0 else -1
+        self._ids[slot, : len(everything)] = everything
+        self._hashes[slot, : len(everything)] = choice.hashes
+        self._length[slot], self._known[slot], self._num_pages[slot] = admission.cached, len(ids), 0
+        self._barred[slot] = 0
+        self.num_prefix_hits += admission.cached > 0
+        if admission.logprobs.output:
+            self._logging.add(slot)
+        if admission.logprobs.prompt_start >= 0:
+            self._prompt_start[slot] = admission.logprobs.prompt_start
+
+    def _leave(self, slot: int) -> None:
+        """The slot's table row begins anew. Whoever had it runs no more, unless it is admitted again."""
+        before = self._choices[slot]
+        if before is None:
+            return
+        if before.slot == slot:
+            before.num_held = int(self._known[slot])
+            before.slot = -1
+        self._holders[self._pages[slot, : self._num_pages[slot]]] &= ~self._bits[slot]
+        self._logging.discard(slot)
+        self._prompt_start.pop(slot, None)
+
+    def _check_admission(self, choice: Choice, admission: Admission) -> None:
+        ids, request = admission.ids, choice.request
+        assert not choice.is_over, f"{choice.name} is admitted after its end"
+        if choice.slot >= 0:  # preempted, and its slot was not used since
+            choice.num_held = int(self._known[choice.slot])
+            self._barred[choice.slot] |= OVER
+        if choice.num_held >= 0:
+            self.num_readmissions += 1
+            assert len(ids) == choice.num_held, (
+                f"{choice.name} comes back with {len(ids)} ids, it had {choice.num_held}"
+            )
+        assert admission.prompt_len == choice.prompt_len <= len(ids)
+        assert np.array_equal(ids, choice.answer.all_ids[: len(ids)]), f"{choice.name} is admitted with wrong ids"
+        assert 0 <= admission.cached < len(ids), (
+            f"{admission.cached} of {len(ids)} ids are cached: nothing is left to compute"
+        )
+        assert admission.cached % self._settings.page_size == 0
+        assert admission.sampling is request.sampling and admission.logprobs.output == request.logprobs.output
+
+    def _take_pages(self, delta: PageDelta, cached: dict[int, int]) -> None:
+        slots, counts = delta.slots, delta.counts
+        assert len(set(slots.tolist())) == len(slots), "a slot appears twice in a page delta"
+        assert int(counts.sum()) == len(delta.pages), "a page delta's columns do not match"
+        if not cached and int(counts.max()) == 1:
+            self._append_pages(slots, delta.pages)
+            return
+        pages, owners, end = delta.pages, [], 0
+        own = np.ones(len(pages), np.bool_)
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            start, end = end, end + count
+            num_cached = cached.get(slot, 0) // self._settings.page_size
+            own[start : start + num_cached] = False
+            held = int(self._num_pages[slot])
+            self._pages[slot, held : held + count] = pages[start:end]
+            self._num_pages[slot] = held + count
+            owners.append(slot)
+        everyone = np.repeat(owners, counts)
+        self._own(everyone[own], pages[own])
+        for slot in cached:
+            self._holders[self._pages[slot, : cached[slot] // self._settings.page_size]] |= self._bits[slot]
+
+    def _append_pages(self, slots: Int32Array, pages: Int32Array) -> None:
+        places = self._num_pages[slots]
+        self._pages[slots, places] = pages
+        self._num_pages[slots] = places + 1
+        self._own(slots, pages)
+
+    def _own(self, slots: Int32Array, pages: Int32Array) -> None:
+        """These slots will write these pages. Who has held one of them so far must not run any more."""
+        bits = self._bits[slots]
+        before = self._holders[pages]
+        if before.any():
+            robbed = np.bitwise_or.reduce(before, axis=0).view(np.uint8)
+            self._barred |= np.unpackbits(robbed, bitorder="little")[: len(self._barred)] * np.uint8(ROBBED)
+        self._holders[pages] = bits
+        assert np.array_equal(self._holders[pages], bits), "a plan gives a page to two slots"
+        self._page_hash[pages] = _NOT_WRITTEN
+
+    def _check_cached(self, admission: Admission) -> None:
+        """What an earlier step wrote there is what this request would write."""
+        size, slot = self._settings.page_size, admission.slot
+        count = admission.cached // size
+        if count:
+            held = self._page_hash[self._pages[slot, :count]]
+            wrong = np.flatnonzero(held != self._hashes[slot, size - 1 : admission.cached : size])
+            assert not len(wrong), (
+                f"{self._name(slot)} is admitted with page {wrong[0]} of {count} from the cache, which"
+                f" {'was not written by an earlier plan' if held[wrong[0]] == _NOT_WRITTEN else 'holds something else'}"
+            )
+
+    # ---- The rows
+
+    def _check_rows(self, section: PlanSection, step: int) -> None:
+        rows = [*section.extend_slots.tolist(), *section.decode_slots.tolist()]
+        assert rows, f"step {step} has no rows"
+        assert len(set(rows)) == len(rows), f"step {step} has a slot twice"
+        self.rows_per_step.append(len(rows))
+        barred = self._barred[rows]
+        if barred.any():
+            at = int(np.flatnonzero(barred)[0])
+            why = "after its end" if barred[at] & OVER else "though a page of it was given to another"
+            raise AssertionError(f"{self._name(rows[at])} is in a plan {why}")
+        chunk = self._settings.chunk
+        assert chunk < 0 or int(section.extend_counts.sum()) <= chunk, "a plan has more prompt tokens than allowed"
+
+    def _extend(self, section: PlanSection) -> tuple[Int32Array, list[tuple[int, int, bool]]]:
+        """The slots that sample, and the logprobs of prompt tokens: (slot, position, True)."""
+        slots, chosen = section.extend_slots, []
+        size = self._settings.page_size
+        columns = (
+            slots.tolist(),
             section.extend_starts.tolist(),
             section.extend_counts.tolist(),
             section.extend_samples.tolist(),
-            strict=True,
         )
-        for slot, start, count, samples in extends:
-            state = self._slots[slot]
-            assert start == state.length and count > 0, f"chunk at {start}, slot {slot} has {state.length} computed"
-            assert start + count <= len(state.tokens), "a chunk goes beyond the known ids"
-            assert samples == (start + count == len(state.tokens)), "a row must sample exactly at its last known id"
-            rows.append(_Row(slot, start, start + count, bool(samples)))
-        for slot in section.decode_slots.tolist():
-            state = self._slots[slot]
-            assert state.length == len(state.tokens) - 1, (
-                f"slot {slot} decodes at {state.length} of {len(state.tokens)} ids"
+        for slot, start, count, samples in zip(*columns, strict=True):
+            end, known = start + count, int(self._known[slot])
+            assert start == self._length[slot] and count > 0, (
+                f"{self._name(slot)} has a chunk at {start}, not at {self._length[slot]}"
             )
-            rows.append(_Row(slot, state.length, state.length + 1, True))
-        return rows
+            assert end <= known, f"{self._name(slot)} has a chunk beyond its {known} ids"
+            assert samples == (end == known), f"{self._name(slot)} must sample exactly at its last known id"
+            assert end <= self._num_pages[slot] * size, f"{self._name(slot)} has too few pages for {end} positions"
+            first, last = start // size, end // size
+            self._page_hash[self._pages[slot, first:last]] = self._hashes[slot, (first + 1) * size - 1 : end : size]
+            self._length[slot] = end
+            if slot in self._prompt_start:
+                chosen += self._prompt_positions(slot, start, end)
+        return slots[section.extend_samples != 0], chosen
 
-    def _run_model(self, rows: list[_Row]) -> None:
-        """Reads see what earlier steps wrote; nothing that a step reads is written by another row of it."""
-        places = {row.slot: self._places(row) for row in rows}
-        for row in rows:
-            self._check_context(row, places[row.slot], row.start)
-        written = np.concatenate([places[row.slot][row.start :] for row in rows])
-        assert len(np.unique(written)) == len(written), "two rows of a step write the same position"
-        for row in rows:
-            hashes = self._slots[row.slot].hashes
-            self._kv[places[row.slot][row.start :]] = hashes[row.start : row.end]
-            self._slots[row.slot].length = row.end
-        for row in rows:
-            self._check_context(row, places[row.slot], row.end)
-
-    def _places(self, row: _Row) -> Int64Array:
-        pages = np.array(self._slots[row.slot].pages, np.int64)
-        assert row.end <= len(pages) * self._page_size, (
-            f"slot {row.slot} has {len(pages)} pages for {row.end} positions"
-        )
-        positions = np.arange(row.end)
-        places: Int64Array = pages[positions // self._page_size] * self._page_size + positions % self._page_size
-        return places
-
-    def _check_context(self, row: _Row, places: Int64Array, end: int) -> None:
-        held = self._kv[places[:end]]
-        wanted = np.array(self._slots[row.slot].hashes[:end], np.int64)
-        wrong = np.flatnonzero(held != wanted)
-        assert not len(wrong), (
-            f"slot {row.slot} reads position {wrong[0]} of {end}, but its cell"
-            f" {'was never written' if held[wrong[0]] == _NEVER_WRITTEN else 'holds something else'}"
-        )
-
-    def _sample(self, row: _Row, logprobs: list[RowLogprobs]) -> int | None:
-        state = self._slots[row.slot]
-        admission, prefix = state.admission, state.hashes[row.end - 1]
-        if self._breaks_down and is_not_finite(prefix, admission.seed):
-            state.tokens.append(0)  # the table holds something; the row is over
-            state.hashes.append(0)
-            return None
-        num_outputs = len(state.tokens) - admission.prompt_len
-        sampling = admission.sampling
-        assert num_outputs < sampling.max_new_tokens, "a row is sampled beyond max_new_tokens"
-        banned = frozenset(sampling.stop_ids.tolist()) if num_outputs < sampling.min_new_tokens else frozenset()
-        token = draw(prefix, admission.seed, self._vocab_size, banned)
-        state.tokens.append(token)
-        state.hashes.append(extend_hash(prefix, token))
-        if admission.logprobs.output:
-            logprobs.append(_row_logprobs(row.slot, False, num_outputs, [logprob(state.hashes[-1])]))
-        return token
-
-    def _prompt_logprobs(self, row: _Row) -> list[RowLogprobs]:
+    def _prompt_positions(self, slot: int, start: int, end: int) -> list[tuple[int, int, bool]]:
         """Positions of a chunk tell of the tokens behind them; of token 0 nobody tells."""
-        state = self._slots[row.slot]
-        wanted, prompt_len = state.admission.logprobs.prompt_start, state.admission.prompt_len
-        if wanted < 0:
-            return []
-        first, end = max(wanted, row.start + 1 if row.start else 0), min(row.end + 1, prompt_len)
-        if first >= end:
-            return []
-        values = [logprob(state.hashes[i]) if i else float("nan") for i in range(first, end)]
-        return [_row_logprobs(row.slot, True, first, values)]
+        wanted = self._prompt_start[slot]
+        first, behind = max(wanted, start + 1 if start else 0), min(end + 1, self._prompt_len(slot))
+        return [(slot, first, True)] if first < behind else []
 
+    def _decode(self, rows: Int32Array) -> None:
+        length, size = self._length[rows], self._settings.page_size
+        if not (length == self._known[rows] - 1).all():
+            raise AssertionError(
+                f"{self._name(rows[length != self._known[rows] - 1][0])} decodes though it lacks more than one position"
+            )
+        if not (length < self._num_pages[rows] * size).all():
+            raise AssertionError(
+                f"{self._name(rows[length >= self._num_pages[rows] * size][0])} has no page for its next position"
+            )
+        full = length % size == size - 1
+        if full.any():
+            ends, places = rows[full], length[full]
+            self._page_hash[self._pages[ends, places // size]] = self._hashes[ends, places]
+        self._length[rows] = length + 1
 
-def _row_logprobs(slot: int, is_prompt: bool, first: int, values: list[float]) -> RowLogprobs:
-    nothing = np.zeros(0, np.float32)
-    return RowLogprobs(slot, is_prompt, first, np.array(values, np.float32), int32_array(), nothing, nothing)
+    def _row_logprobs(self, slot: int, first: int, is_prompt: bool) -> RowLogprobs:
+        nothing = np.zeros(0, np.float32)
+        end = min(int(self._length[slot]) + 1, self._prompt_len(slot)) if is_prompt else first + 1
+        values = logprobs(self._hashes[slot, first:end])
+        if is_prompt and first == 0:
+            values[0] = float("nan")
+        start = first if is_prompt else first - self._prompt_len(slot)
+        return RowLogprobs(slot, is_prompt, start, np.array(values, np.float32), int32_array(), nothing, nothing)
+
+    def _prompt_len(self, slot: int) -> int:
+        choice = self._choices[slot]
+        assert choice is not None
+        return choice.prompt_len

@@ -1,68 +1,115 @@
-"""A frontend that keeps its books with the real RequestLedger, on a link that loses ranges now and then."""
+"""A frontend that keeps its books with the real RequestLedger, and knows every answer beforehand: it accepts nothing else."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import assert_never
 
 import numpy as np
 
-from srt.managers.request_ledger import ChoiceEnded, Effect, NewTokens, RequestLedger, RequestRefused, Send
+from srt.managers.request_ledger import (
+    ALL_CHOICES,
+    ChoiceEnded,
+    Effect,
+    NewTokens,
+    RequestLedger,
+    RequestRefused,
+    Send,
+)
 from srt.protocol.messages import (
-    Abort,
     AskRange,
+    ControlReply,
     FromFrontend,
-    GenerateRequest,
+    Load,
     Refused,
+    Rejected,
     RequestDone,
+    SchedulerHello,
     ToFrontend,
     TokenBatch,
 )
-from tests.scheduler.fake_frontend import FakeFrontend
-from tests.scheduler.reference import Answer, logprob
+from tests.scheduler.reference import logprobs
+from tests.scheduler.settings import Settings
+from tests.scheduler.traffic import Choice
 
-LOST = 0.02  # share of ranges
 
+class LedgerFrontend:
+    """What the ledger releases must be each token once, in order, then the end, once, whatever became of schedulers meanwhile."""
 
-class LedgerFrontend(FakeFrontend):
-    """What the ledger releases must be what the world knows to be right."""
-
-    may_resume = False  # the ledger itself resumes requests, when a scheduler is replaced
-
-    def __init__(self, number: int, rng: random.Random) -> None:
-        super().__init__(number, rng)
+    def __init__(self, number: int, settings: Settings, rng: random.Random, statistics: Counter[str]) -> None:
+        self.number = number
+        self.replies: dict[int, ControlReply] = {}
+        self.live: dict[int, dict[int, Choice]] = {}  # rid -> choice -> what is to come
         self._ledger = RequestLedger()
+        self._settings = settings
+        self._rng = rng
+        self._statistics = statistics
+        self._next_batch = 0
+        self._is_greeted = False
 
-    def add(self, request: GenerateRequest, answers: dict[int, Answer]) -> None:
-        super().add(request, answers)
-        self._ledger.add(request)
+    def add(self, choices: list[Choice]) -> list[FromFrontend]:
+        request = choices[0].request
+        self.live[request.rid] = {choice.choice: choice for choice in choices}
+        return self._take_all(self._ledger.add(request))
 
-    def abort(self, rid: int, choice: int) -> list[Abort]:
+    def abort(self, rid: int, choice: int) -> list[FromFrontend]:
         """The ledger forgets at once what it aborts: nothing more may be released for it."""
-        for index, state in self.sent[rid].choices.items():
-            if choice in (-1, index) and state.done is None:
-                state.is_aborted = True
-                state.done = RequestDone(rid, index, "abort", -1, len(state.ids), 0)
-        effects = self._ledger.end(rid, choice)
-        return [effect.message for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Abort)]
+        choices = self.live.get(rid, {})
+        for index in list(choices) if choice == ALL_CHOICES else [choice]:
+            choices.pop(index, None)
+        if not choices:
+            self.live.pop(rid, None)
+        return self._take_all(self._ledger.end(rid, choice))
+
+    def resume(self) -> list[FromFrontend]:
+        """A new scheduler is there: what the ledger wants to tell it, behind the hello."""
+        self._next_batch, self._is_greeted = 0, False
+        for choices in self.live.values():
+            for choice in choices.values():
+                choice.begin_anew()
+        return self._take_all(self._ledger.resume())
+
+    def live_choices(self) -> list[Choice]:
+        return [choice for choices in self.live.values() for choice in choices.values()]
 
     def receive(self, message: ToFrontend) -> list[FromFrontend]:
-        if isinstance(message, TokenBatch):
-            assert message.number == self._next_batch
-            self._next_batch += 1
-            effects = [*self._ledger.handle(self._lose_ranges(message)), *self._ledger.acknowledge()]
-            return [reply for effect in effects for reply in self._take(effect)]
-        if isinstance(message, Refused):
-            return [reply for effect in self._ledger.handle(message) for reply in self._take(effect)]
-        return super().receive(message)
+        match message:
+            case TokenBatch():
+                assert message.number == self._next_batch, f"batch {message.number} came, not {self._next_batch}"
+                self._next_batch += 1
+                batch = self._lose_ranges(message) if self._settings.lost_share else message
+                replies = self._take_all(self._ledger.handle(batch))
+                return [*replies, *self._take_all(self._ledger.acknowledge())]
+            case Refused():
+                return self._take_all(self._ledger.handle(message))
+            case SchedulerHello():
+                assert not self._is_greeted, "greeted twice"
+                self._is_greeted = True
+            case ControlReply(call):
+                assert call not in self.replies, f"call {call} was answered twice"
+                self.replies[call] = message
+            case Rejected(reason):
+                raise AssertionError(f"frontend {self.number} was rejected: {reason}")
+            case Load():
+                pass
+            case _:
+                assert_never(message)
+        return []
+
+    def check_complete(self) -> None:
+        """At the end of the world: every request has its answer."""
+        for choice in self.live_choices():
+            raise AssertionError(f"{choice.name} of frontend {self.number} never ended")
+        assert self._ledger.num_requests == self._ledger.num_unacknowledged == 0, "the ledger still holds something"
 
     def _lose_ranges(self, batch: TokenBatch) -> TokenBatch:
         keys = zip(batch.rids.tolist(), batch.choices.tolist(), strict=True)
-        kept = np.array([self._rng.random() >= LOST or not self._may_lose(*key) for key in keys], np.bool_)
+        kept = np.array([not self._loses(*key) for key in keys], np.bool_)
         if kept.all():
             return batch
-        self.num_asked_again += int((~kept).sum())
+        self._statistics["lost ranges"] += int((~kept).sum())
         return replace(
             batch,
             rids=batch.rids[kept],
@@ -73,48 +120,72 @@ class LedgerFrontend(FakeFrontend):
             ids=batch.ids[np.repeat(kept, batch.counts)],
         )
 
-    def _may_lose(self, rid: int, choice: int) -> bool:
+    def _loses(self, rid: int, index: int) -> bool:
         """Once, and no logprobs: the scheduler keeps tokens as long as their request, but logprobs only until acknowledged."""
-        spec = self.sent[rid].request.logprobs
-        return not (spec.output or spec.prompt_start >= 0 or self.sent[rid].choices[choice].has_asked)
+        choice = self.live.get(rid, {}).get(index)
+        if choice is None or choice.has_asked or self._rng.random() >= self._settings.lost_share:
+            return False
+        spec = choice.request.logprobs
+        return not (spec.output or spec.prompt_start >= 0)
 
-    def _take(self, effect: Effect) -> list[FromFrontend]:
-        match effect:
-            case Send(message):
-                if isinstance(message, AskRange):
-                    self.sent[message.rid].choices[message.choice].has_asked = True
-                return [message]
-            case NewTokens():
-                self._take_tokens(effect)
-            case ChoiceEnded(_, _, done):
-                self._take_done(done)
-            case RequestRefused(rid):
-                self.sent[rid].is_refused = True
-            case _:
-                assert_never(effect)
-        return []
+    def _take_all(self, effects: list[Effect]) -> list[FromFrontend]:
+        messages: list[FromFrontend] = []
+        for effect in effects:
+            match effect:
+                case NewTokens():
+                    self._take_tokens(effect)
+                case Send(message):
+                    if isinstance(message, AskRange):
+                        self.live[message.rid][message.choice].has_asked = True
+                    messages.append(message)
+                case ChoiceEnded(rid, choice, done):
+                    self._take_end(rid, choice, done)
+                case RequestRefused():
+                    self._take_refusal(effect)
+                case _:
+                    assert_never(effect)
+        return messages
 
     def _take_tokens(self, news: NewTokens) -> None:
-        sent = self.sent[news.rid]
-        choice, spec = sent.choices[news.choice], sent.request.logprobs
-        first = len(choice.ids)
-        assert choice.done is None, f"tokens were released after the end of request {news.rid}"
-        assert news.ids == choice.answer.ids[first : first + len(news.ids)], (
-            f"request {news.rid}: wrong tokens from {first} on"
-        )
-        choice.ids += news.ids
-        values = [row.logprob for row in news.logprobs]
-        assert values == (choice.answer.logprobs[first : len(choice.ids)] if spec.output else [])
-        choice.logprobs |= (
-            dict(enumerate(choice.answer.logprobs[first : len(choice.ids)], first)) if spec.output else {}
-        )
+        choice = self.live.get(news.rid, {}).get(news.choice)
+        assert choice is not None, f"tokens of request {news.rid} were released after its end"
+        first, last = choice.num_delivered, choice.num_delivered + len(news.ids)
+        assert news.ids == choice.answer.ids[first:last], f"{choice.name}: wrong tokens from {first} on"
+        choice.num_delivered = last
+        spec = choice.request.logprobs
+        if spec.output:
+            wanted = logprobs(choice.hashes[choice.prompt_len + first : choice.prompt_len + last])
+            assert [row.logprob for row in news.logprobs] == wanted, f"{choice.name}: wrong logprobs"
+        else:
+            assert not news.logprobs
         if first == 0 and spec.prompt_start >= 0:
-            wanted = [logprob(h) if i else None for i, h in enumerate(choice.prompt_hashes)][spec.prompt_start :]
-            assert [row.logprob for row in news.prompt_logprobs] == wanted, (
-                f"wrong prompt logprobs of request {news.rid}"
-            )
-            choice.prompt_logprobs = dict.fromkeys(range(spec.prompt_start, len(choice.prompt_hashes)), 0.0)
+            values = [None, *logprobs(choice.hashes[1 : choice.prompt_len])][spec.prompt_start :]
+            assert [row.logprob for row in news.prompt_logprobs] == values, f"{choice.name}: wrong prompt logprobs"
 
-    def check_complete(self) -> None:
-        super().check_complete()
-        assert self._ledger.num_requests == self._ledger.num_unacknowledged == 0, "the ledger still holds something"
+    def _take_end(self, rid: int, index: int, done: RequestDone) -> None:
+        choices = self.live.get(rid, {})
+        choice = choices.pop(index, None)
+        assert choice is not None, f"request {rid} ended twice"
+        if not choices:
+            del self.live[rid]
+        assert done.num_output == choice.num_delivered, f"{choice.name}: {choice.num_delivered} tokens came, {done}"
+        if done.reason == "abort":
+            assert choice.may_abort, f"{choice.name} was aborted by nobody"
+            return
+        answer = choice.answer
+        assert (done.reason, done.matched, done.num_output) == (answer.reason, answer.matched, len(answer.ids)), (
+            f"{choice.name}: {done} where {answer} was expected"
+        )
+        assert (done.status == 500) == (done.reason == "error")
+        self._statistics["finished"] += 1
+
+    def _take_refusal(self, refusal: RequestRefused) -> None:
+        choices, status = self.live.pop(refusal.rid, None), refusal.status
+        assert choices, f"request {refusal.rid} was refused after its end"
+        first = next(iter(choices.values()))
+        assert all(choice.num_delivered == 0 for choice in choices.values()), f"{first.name} was refused in the middle"
+        num_tokens = first.prompt_len + first.request.sampling.max_new_tokens
+        is_crowded = status == 429 and self._settings.max_queued < 4096
+        is_too_long = status == 400 and not self._settings.can_fit(num_tokens)
+        assert is_crowded or is_too_long, f"{first.name} was refused with {status}: {refusal.message}"
+        self._statistics["refused"] += 1

@@ -23,50 +23,75 @@ class Settings:
     num_frontends: int = 1
     max_queued: int = 4096
     conservativeness: float = 1.0
+    policy: str = "fcfs"
+    threshold: int = 10  # of priorities
+    eviction: str = "lru"
     num_requests: int = 40
     longest_prompt: int = 100
     longest_answer: int = 30
     vocab_size: int = 40
-    arrival_gap: float = 0.01
+    has_choices: bool = True
+    breaks_down: bool = False
+    logprob_share: float = 0.1
+    arrival_gap: float = 0.01  # mean; many come together
     step_time: float = 0.01
     delay: float = 0.005
     ack_delay: float = 0.005
+    tick_delay: float = 0.005  # so long may a host process gather acknowledgements before it ticks
     abort_share: float = 0.2
-    resumed_share: float = 0.1
-    breaks_down: bool = False
-    frontends_return: bool = False
-    is_disturbed: bool = True  # by questions, flushes, and aborts of what others sent
-    keeps_ledger: bool = False  # frontends are real RequestLedgers
+    lost_share: float = 0.0  # of the ranges in batches
+    num_deaths: int = 0  # of the scheduler or a worker
+    num_returns: int = 0  # of frontends
+    num_questions: int = 4  # and flushes, and aborts of what others sent
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
-        page_size = rng.choice((1, 1, 4, 4, 16))
-        longest_prompt, longest_answer = rng.choice(((12, 8), (60, 30), (60, 30), (150, 40), (20, 120)))
-        least_pages = -(-(longest_prompt + longest_answer) // page_size)
+        page_size = rng.choice((1, 4, 16, 16))
+        num_slots = rng.choice((1, 4, 12, 16, 16, 24, 24, 32, 96, 96))
+        if num_slots <= 4:
+            longest_prompt, longest_answer = rng.choice(((12, 8), (60, 20)))
+        else:
+            longest_prompt, longest_answer = rng.choice(((12, 8), (60, 40), (60, 80), (100, 160), (300, 60), (20, 160)))
+        least_pages = -(-(longest_prompt + longest_answer) // page_size) + 2
+        used_pages = num_slots * (longest_prompt + longest_answer) * 0.5 / page_size
+        memory = rng.choice((0.0, 0.4, 0.7, 0.7, 1.0, 1.0, 2.0, 5.0) if num_slots < 16 else (0.7, 0.8, 1.0, 2.0, 5.0))
+        num_pages = max(least_pages, int(used_pages * memory))
+        step_time = 0.01
+        num_requests = 10 + num_slots * rng.choice((2, 4, 6))
+        load = rng.choice((0.0, 0.2, 0.4, 0.6))
+        chunks = (64, 256, -1) if longest_prompt > 60 or num_slots > 16 else (7, 64, 64, -1)
         return cls(
             page_size=page_size,
-            num_pages=int(least_pages * rng.choice((1.0, 1.3, 2.0, 3.0, 8.0, 40.0))) + rng.randint(0, 3),
-            num_slots=rng.choice((1, 2, 4, 16, 64)),
-            max_request_tokens=longest_prompt + longest_answer + rng.choice((0, 100)),
-            chunk=rng.choice((1, 7, 64, 64, -1)),
-            window=rng.choice((1, 2, 2)),
-            tp_size=rng.choice((1, 1, 2)),
-            caches=rng.random() < 0.85,
-            num_frontends=rng.choice((1, 1, 2, 3)),
-            max_queued=rng.choice((0, 3, 4096, 4096)),
+            num_pages=num_pages + rng.randint(0, 3),
+            num_slots=num_slots,
+            max_request_tokens=longest_prompt + longest_answer + rng.choice((0, 20)),
+            chunk=rng.choice((1, 64) if longest_prompt < 20 and num_slots <= 16 else chunks),
+            window=rng.choice((1, 2, 2, 2)),
+            tp_size=rng.choice((1,) * 9 + (2,)),
+            caches=rng.random() < 0.9,
+            num_frontends=rng.choice((1, 1, 1, 2, 3)),
+            max_queued=rng.choice((0, 3, *(4096,) * 10)),
             conservativeness=rng.choice((1.0, 0.3, 0.01)),
-            num_requests=rng.randint(10, 50),
+            policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
+            threshold=rng.choice((1, 4)),
+            eviction=rng.choice(("lru", "lru", "lfu")),
+            num_requests=num_requests,
             longest_prompt=longest_prompt,
             longest_answer=longest_answer,
-            vocab_size=rng.choice((8, 40, 1000)),
-            arrival_gap=rng.choice((0.0, 0.001, 0.02, 0.1)),
+            vocab_size=rng.choice((8, 40, 40, 1000)),
+            has_choices=rng.random() < 0.7,
+            breaks_down=rng.random() < 0.1,
+            logprob_share=rng.choice((0.0, 0.0, 0.0, 0.2)),
+            arrival_gap=load * step_time * longest_answer / num_slots,
+            step_time=step_time,
             delay=rng.choice((0.0001, 0.005, 0.03)),
-            ack_delay=rng.choice((0.001, 0.05, 0.5)),
-            abort_share=rng.choice((0.0, 0.3, 0.8)),
-            resumed_share=rng.choice((0.0, 0.2)),
-            breaks_down=rng.random() < 0.2,
-            frontends_return=rng.random() < 0.2,
-            keeps_ledger=rng.random() < 0.4,
+            ack_delay=rng.choice((0.001, 0.02, 0.1, 0.5)),
+            tick_delay=rng.choice((0.0, 0.005, 0.02, 0.02)),
+            abort_share=rng.choice((0.0, 0.1, 0.2, 0.5)),
+            lost_share=rng.choice((0.0, 0.0, 0.0, 0.03)),
+            num_deaths=rng.choice((0, 1, 1, 2, 4)),
+            num_returns=rng.choice((0, 0, 0, 1, 3)),
+            num_questions=rng.choice((0, 4, 10)),
         )
 
     def server_args(self) -> ServerArgs:
@@ -76,6 +101,14 @@ class Settings:
             disable_overlap_schedule=self.window == 1,
             tp_size=self.tp_size,
             disable_radix_cache=not self.caches,
-            schedule_conservativeness=self.conservativeness,
             max_queued_requests=self.max_queued,
+            schedule_conservativeness=self.conservativeness,
+            schedule_policy=self.policy,
+            priority_scheduling_preemption_threshold=self.threshold,
+            priority_aging_time=self.longest_answer * self.step_time,
+            radix_eviction_policy=self.eviction,
         )
+
+    def can_fit(self, num_tokens: int) -> bool:
+        """A request of so many tokens, prompt and answer, may not be refused for its size."""
+        return num_tokens <= min(self.max_request_tokens, (self.num_pages - self.window) * self.page_size)

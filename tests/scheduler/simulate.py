@@ -1,53 +1,141 @@
-"""Run simulated worlds, one a seed:   python -m tests.scheduler.simulate --seed 7   or   --seeds 1000 [--from 0]."""
+"""Run simulated worlds, one a seed, and say what happened in them.
+
+python -m tests.scheduler.simulate --seeds 1000 [--from 0]          so many worlds
+python -m tests.scheduler.simulate --steps 10000000 [--resume FILE] worlds until so many steps; FILE keeps what was done
+python -m tests.scheduler.simulate --seed 7                         one world: this is how a failure is replayed
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
 
 from tests.scheduler.world import World
 
+MOST_ROWS = 1024
+PER_MILLION = ("preemptions", "num_evicted_pages", "deaths", "crossing aborts", "prefix hits")
+SAVE_EVERY = 50  # worlds
 
-def run_worlds(seeds: range) -> Counter[str]:
-    """What happened in all of them; AssertionError with the seed for the first that breaks a promise."""
-    statistics: Counter[str] = Counter()
+
+@dataclass(slots=True)
+class Tally:
+    """What happened in the worlds from `first` up to `next_seed`."""
+
+    first: int = 0
+    next_seed: int = 0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    statistics: Counter[str] = field(default_factory=Counter)
+    steps_by_rows: list[int] = field(default_factory=lambda: [0] * MOST_ROWS)
+
+    @property
+    def num_steps(self) -> int:
+        return self.statistics["steps"]
+
+    def add(self, world: World) -> None:
+        self.next_seed += 1
+        self.statistics.update(world.statistics)
+        counts = np.bincount(world.rows_per_step, minlength=MOST_ROWS)
+        self.steps_by_rows = (counts + self.steps_by_rows).tolist()
+
+    def save(self, file: Path) -> None:
+        draft = file.with_suffix(".tmp")
+        draft.write_text(json.dumps({name: getattr(self, name) for name in Tally.__slots__}))
+        draft.replace(file)
+
+    @classmethod
+    def load(cls, file: Path) -> Tally:
+        fields = json.loads(file.read_text())
+        return cls(**{**fields, "statistics": Counter(fields["statistics"])})
+
+    def rows_quantile(self, share: float) -> int:
+        """So many rows had the step that this share of the steps did not exceed."""
+        return int(np.searchsorted(np.cumsum(self.steps_by_rows), share * self.num_steps))
+
+    def share_with_rows(self, rows: int) -> float:
+        return sum(self.steps_by_rows[rows:]) / max(self.num_steps, 1)
+
+    def per_million(self, name: str) -> float:
+        return self.statistics[name] * 1e6 / max(self.num_steps, 1)
+
+    def report(self) -> str:
+        lines = [f"{name:22} {number:>12,}" for name, number in sorted(self.statistics.items())]
+        lines += [f"{name:22} {self.per_million(name):>12,.0f} per million steps" for name in PER_MILLION]
+        lines.append(
+            f"running rows: median {self.rows_quantile(0.5)}, {self.share_with_rows(64):.1%} of the steps have at least 64"
+        )
+        lines.append(
+            f"{self.num_steps:,} steps ({self.statistics['events']:,} events) in worlds {self.first} to {self.next_seed - 1}:"
+            f" {self.wall_s:.1f} s, {self.num_steps / max(self.wall_s, 1e-9):,.0f} steps/s;"
+            f" {self.cpu_s:.1f} s of CPU, {self.num_steps / max(self.cpu_s, 1e-9):,.0f} steps/s. Nothing broke."
+        )
+        return "\n".join(lines)
+
+
+def run_worlds(
+    seeds: Iterable[int], tally: Tally | None = None, *, steps: int | None = None, check_every: int = 8
+) -> Tally:
+    """What happened in all of them, or in the first that have so many steps. AssertionError names the seed that breaks a promise."""
+    tally = tally or Tally()
     for seed in seeds:
-        world = World(seed)
+        if steps is not None and tally.num_steps >= steps:
+            break
+        cpu, wall = time.process_time(), time.perf_counter()
+        world = World(seed, check_every=check_every)
         try:
             world.run()
         except Exception as error:
             raise AssertionError(
-                f"World {seed} broke: {error}\n{world.settings}\n"
+                f"World {seed} broke at {world.now:.3f} s: {type(error).__name__}: {error}\n{world.settings}\n"
                 f"Replay it with: python -m tests.scheduler.simulate --seed {seed}"
             ) from error
-        statistics += world.statistics
-    return statistics
+        tally.add(world)
+        tally.cpu_s += time.process_time() - cpu
+        tally.wall_s += time.perf_counter() - wall
+    return tally
+
+
+def soak(tally: Tally, steps: int, file: Path | None) -> None:
+    """Go on with these worlds until there were so many steps; the file keeps up."""
+    while tally.num_steps < steps:
+        run_worlds(range(tally.next_seed, tally.next_seed + SAVE_EVERY), tally, steps=steps)
+        if file is not None:
+            tally.save(file)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, help="run this world only")
-    parser.add_argument("--seeds", type=int, default=100, help="how many worlds")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--seed", type=int, help="run this world only")
+    what.add_argument("--seeds", type=int, default=100, help="how many worlds")
+    what.add_argument("--steps", type=int, help="run worlds until they have so many steps in all")
     parser.add_argument("--from", type=int, default=0, dest="first", help="seed of the first")
-    options = parser.parse_args()
-    seeds = (
-        range(options.seed, options.seed + 1)
-        if options.seed is not None
-        else range(options.first, options.first + options.seeds)
+    parser.add_argument(
+        "--resume", type=Path, help="with --steps: go on behind the worlds that this file tells of, and keep it"
     )
-    started = time.perf_counter()
+    options = parser.parse_args()
+    tally = Tally(options.first, options.first)
     try:
-        statistics = run_worlds(seeds)
+        if options.seed is not None:
+            tally = run_worlds([options.seed], Tally(options.seed, options.seed))
+        elif options.steps is not None:
+            tally = Tally.load(options.resume) if options.resume and options.resume.exists() else tally
+            soak(tally, options.steps, options.resume)
+        else:
+            run_worlds(range(options.first, options.first + options.seeds), tally)
     except AssertionError:
         traceback.print_exc()
         return 1
-    seconds = time.perf_counter() - started
-    for name, number in sorted(statistics.items()):
-        print(f"{name:24} {number:>10}")
-    print(f"{len(seeds)} worlds in {seconds:.1f} s, {statistics['num_steps'] / seconds:.0f} steps/s: nothing broken")
+    print(tally.report())
     return 0
 
 

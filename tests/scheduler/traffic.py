@@ -1,71 +1,104 @@
-"""Made-up requests whose answers are known: shared prefixes, conversations that go on, several choices, resumptions."""
+"""Made-up requests whose answers are known: shared prefixes, conversations that go on, several choices, priorities."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-from srt.protocol.messages import GenerateRequest, LogprobSpec, SamplingSpec, int32_array
+import numpy as np
+
+from srt.protocol.messages import GenerateRequest, Int32Array, LogprobSpec, SamplingSpec, int32_array
 from srt.sampling.sampling_params import choice_seed
-from tests.scheduler.reference import Answer, answer
+from tests.scheduler.reference import Answer, UInt64Array, answer, prefix_hashes
 from tests.scheduler.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
-class Planted:
-    """A request, and what each of its choices must be answered."""
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One choice of a request: what it must become, how far it has come, and what the scheduler knows of it."""
 
     request: GenerateRequest
-    answers: dict[int, Answer]
-    seeds: dict[int, int]
+    choice: int
+    seed: int
+    answer: Answer
+    hashes: UInt64Array  # of all_ids
+    # At its frontend:
+    num_delivered: int = 0
+    may_abort: bool = False  # an abort is on its way, or somebody else may send one
+    has_asked: bool = False  # for tokens that were lost
+    # In the present server:
+    is_over: bool = False  # the scheduler knows that it has ended: no plan may have it any more
+    is_done: bool = False  # and said so
+    slot: int = -1  # that it was admitted to last
+    num_held: int = -1  # ids that a worker held when it was admitted elsewhere; -1: was never admitted
+
+    @property
+    def name(self) -> str:
+        return f"choice {self.choice} of request {self.request.rid} ({self.request.label})"
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_ids)
+
+    def begin_anew(self) -> None:
+        """A new server knows nothing of it."""
+        self.is_over = self.is_done = False
+        self.slot = self.num_held = -1
 
 
 class Traffic:
     """Draws one request after another."""
 
-    def __init__(self, settings: Settings, rng: random.Random) -> None:
+    def __init__(self, settings: Settings, seed: int) -> None:
         self._settings = settings
-        self._rng = rng
+        self._rng = random.Random(seed)
+        self._ids_rng = np.random.Generator(np.random.PCG64(seed))
         self._texts = [self._ids(settings.longest_prompt) for _ in range(3)]  # what prompts begin with
         self._num_requests = 0
 
-    def next_request(self, rid: int, *, may_resume: bool) -> Planted:
+    def next_request(self, rid: int) -> list[Choice]:
+        """Its choices; the message is in each of them."""
         s, rng = self._settings, self._rng
         self._num_requests += 1
-        seed = rng.getrandbits(63) * 2 % (1 << 64) + self._num_requests % 2
         prompt, sampling = self._prompt(), self._sampling()
-        choices = list(range(rng.choice((1, 1, 1, 2, 5))))
-        if len(choices) > 1 and rng.random() < 0.2:
-            choices = choices[1:]  # the others are elsewhere, or have ended
-        seeds = {choice: choice_seed(seed, choice) for choice in choices}
-        answers = {c: answer(prompt, sampling, seeds[c], s.vocab_size, s.breaks_down) for c in choices}
-        is_resumed = rng.random() < s.resumed_share and may_resume
-        outputs = [self._part(answers[c].ids) if is_resumed else [] for c in choices]
+        choices = list(range(rng.choice((1, 1, 1, 2, 5)))) if s.has_choices else [0]
         request = GenerateRequest(
             rid=rid,
-            label=f"request {self._num_requests}",
-            prompt_ids=int32_array(prompt),
+            label=f"label {self._num_requests}",
+            prompt_ids=prompt,
             choices=int32_array(choices),
-            output_ids=[int32_array(ids) for ids in outputs],
+            output_ids=[int32_array() for _ in choices],
             sampling=sampling,
             logprobs=self._logprobs(len(prompt)),
-            seed=seed,
+            seed=rng.getrandbits(64),
+            priority=rng.choice((0, 0, 1, 5)) if s.policy == "priority" else 0,
             cache_salt=rng.choice(("", "", "", "pepper")),
         )
-        self._texts.append([*prompt, *answers[choices[0]].ids])
-        return Planted(request, answers, seeds)
+        planted = [self._plant(request, choice) for choice in choices]
+        if rng.random() < 0.5:
+            self._texts[3 + self._num_requests % 4 :] = [
+                planted[0].answer.all_ids[: len(prompt) + len(planted[0].answer.ids)]
+            ]
+        return planted
 
-    def _prompt(self) -> list[int]:
+    def _plant(self, request: GenerateRequest, choice: int) -> Choice:
+        s, prompt = self._settings, request.prompt_ids
+        prompt_hash = prefix_hashes(prompt)[-1]
+        known = answer(prompt, prompt_hash, choice, request.sampling, s.vocab_size, s.breaks_down)
+        seed = choice_seed(request.seed, choice)
+        return Choice(request, choice, seed, known, prefix_hashes(known.all_ids, request.cache_salt))
+
+    def _prompt(self) -> Int32Array:
         s, rng = self._settings, self._rng
-        shared = rng.choice(self._texts[:3] + self._texts[-4:])
+        shared = rng.choice(self._texts)
         keep = rng.choice((0, rng.randint(0, len(shared)), len(shared)))
-        prompt = [*shared[:keep], *self._ids(rng.choice((0, 1, rng.randint(1, s.longest_prompt))))]
-        return prompt[: s.longest_prompt] or self._ids(1)
+        prompt = np.concatenate((shared[:keep], self._ids(rng.choice((0, 1, rng.randint(1, s.longest_prompt))))))
+        return prompt[: s.longest_prompt] if len(prompt) else self._ids(1)
 
     def _sampling(self) -> SamplingSpec:
         s, rng = self._settings, self._rng
-        max_new = rng.choice((1, 2, rng.randint(1, s.longest_answer), s.longest_answer))
-        num_stops = rng.choice((0, 0, 1, 2, 5, 12))
+        max_new = rng.choice((1, rng.randint(1, s.longest_answer), s.longest_answer, s.longest_answer))
+        num_stops = rng.choice((0, 0, 0, 1, 2, 12))
         stops = rng.sample(range(s.vocab_size), min(num_stops, s.vocab_size - 1))
         return SamplingSpec(
             max_new_tokens=max_new,
@@ -75,12 +108,9 @@ class Traffic:
 
     def _logprobs(self, prompt_len: int) -> LogprobSpec:
         rng = self._rng
-        start = rng.choice((-1, -1, -1, 0, rng.randint(0, prompt_len)))
-        return LogprobSpec(output=rng.random() < 0.2, prompt_start=start)
+        if rng.random() >= self._settings.logprob_share:
+            return LogprobSpec()
+        return LogprobSpec(output=rng.random() < 0.7, prompt_start=rng.choice((-1, 0, rng.randint(0, prompt_len))))
 
-    def _part(self, ids: list[int]) -> list[int]:
-        """Some of the answer, at times all of it."""
-        return ids[: self._rng.randint(0, len(ids))]
-
-    def _ids(self, count: int) -> list[int]:
-        return [self._rng.randrange(self._settings.vocab_size) for _ in range(count)]
+    def _ids(self, count: int) -> Int32Array:
+        return self._ids_rng.integers(0, self._settings.vocab_size, count, np.int32)

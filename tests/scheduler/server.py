@@ -1,0 +1,255 @@
+"""One generation of a simulated server: the real Scheduler, the host process around it, its workers and its links."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, Worker
+from srt.managers.effects import ToFrontend as SendToFrontend
+from srt.managers.effects import ToWorkers as SendToWorkers
+from srt.managers.request import Request, Status
+from srt.managers.scheduler_state import Scheduler
+from srt.protocol.messages import (
+    Abort,
+    AbortLabel,
+    AckBatch,
+    FromFrontend,
+    FrontendHello,
+    Message,
+    StepAck,
+    StepPlan,
+    StepResult,
+    ToFrontend,
+    TokenBatch,
+    WorkDone,
+    WorkerFault,
+    WorkerHello,
+    WorkPlan,
+)
+from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.ledger_frontend import LedgerFrontend
+
+if TYPE_CHECKING:
+    from tests.scheduler.world import World
+
+PROTOCOL = "simulated"
+MAX_UNACKNOWLEDGED = 8
+COUNTED = (
+    "num_mixed_steps num_rows num_failed num_aborted_waiting num_aborted_prefill num_aborted_decode num_cached_tokens"
+    " num_dropped_rows num_evicted_pages num_held_back num_preempted num_preemptions"
+).split()
+
+
+class Link:
+    """Messages arrive in order, until it is cut."""
+
+    __slots__ = ("_end", "cut_at")
+
+    def __init__(self, begin: float = 0.0) -> None:
+        self._end = begin
+        self.cut_at = math.inf
+
+    def next_arrival(self, now: float, delay: float) -> float:
+        """Of a message that is sent now: behind all that was sent before."""
+        self._end = max(self._end, now + delay)
+        return self._end
+
+
+class Server:
+    """Owns what dies with the scheduler. The world tells it what its frontends say."""
+
+    def __init__(self, world: World, generation: int) -> None:
+        s = world.settings
+        self.generation = generation
+        self.is_alive = True
+        self._world = world
+        self._settings = s
+        self._scheduler = Scheduler(s.server_args(), PROTOCOL)
+        self._worker = FakeWorker(s, world.by_seed)
+        self._connected: dict[int, LedgerFrontend] = {}
+        self._last_ack: dict[int, int] = {}
+        self._to_frontends = [Link(world.now) for _ in range(s.num_frontends)]
+        self._from_ranks = [Link(world.now) for _ in range(s.tp_size)]
+        self._tick_at = math.inf
+        self._num_in_flight = 0
+
+    def start(self) -> None:
+        """The workers come up."""
+        s = self._settings
+        sizes = (s.page_size, s.num_pages, s.num_slots, s.max_request_tokens, s.vocab_size)
+        for rank in range(s.tp_size):
+            self._from_rank(rank, s.delay, WorkerHello(rank, PROTOCOL, "config", "float32", *sizes))
+
+    def die(self) -> None:
+        """By a fault of a worker, or all at once."""
+        if self._scheduler.is_ready and self._world.rng.random() < 0.5:
+            fault = WorkerFault(0, 1, "it broke")
+            effects = self._scheduler.handle(Worker(0), fault, self._world.now)
+            assert any(isinstance(effect, Fatal) for effect in effects), "a worker's fault is not taken seriously"
+        self.is_alive = False
+        self.count()
+
+    def cut(self, frontend: int, when: float) -> None:
+        """What would reach this frontend later does not."""
+        self._to_frontends[frontend].cut_at = when
+
+    def count(self) -> None:
+        statistics, worker = self._world.statistics, self._worker
+        self._world.rows_per_step += worker.rows_per_step
+        statistics["steps"] += len(worker.rows_per_step)
+        statistics["prefix hits"] += worker.num_prefix_hits
+        statistics["preemptions"] += worker.num_readmissions
+        replica = self._scheduler._replica
+        if replica is not None:
+            values = replica.state()
+            statistics.update({name: int(values[name] or 0) for name in COUNTED if name in values})
+
+    # ---- Messages in
+
+    def hear(self, frontend: LedgerFrontend, message: FromFrontend) -> None:
+        if not self.is_alive:
+            return
+        number = frontend.number
+        if isinstance(message, FrontendHello):
+            self._meet(frontend)
+        elif isinstance(message, Abort):
+            self._note_abort(message)
+        elif isinstance(message, AckBatch):
+            self._last_ack[number] = message.number
+        elif isinstance(message, AbortLabel) and not message.label:
+            self._world.note_abort_of_all()
+        self._handle(Frontend(number), message, self._settings.tick_delay if isinstance(message, AckBatch) else 0.0)
+
+    def lose(self, frontend: LedgerFrontend) -> None:
+        """The scheduler's process finds that this frontend is gone."""
+        if self.is_alive and self._connected.get(frontend.number) is frontend:
+            self._forget(frontend)
+            self._scheduler.frontend_gone(frontend.number)
+            self._tick_by(self._world.now)
+
+    def wake(self) -> None:
+        when = self._scheduler.next_tick_s if self.is_alive else None
+        if when is not None and when <= self._world.now:
+            self._tick_by(self._world.now)
+
+    @property
+    def has_more_to_do(self) -> bool:
+        return self.is_alive and self._scheduler.next_tick_s is not None
+
+    def _meet(self, frontend: LedgerFrontend) -> None:
+        before = self._connected.get(frontend.number)
+        if before is not None:
+            self._forget(before)
+        self._connected[frontend.number] = frontend
+        self._last_ack[frontend.number] = -1
+        link = self._to_frontends[frontend.number]
+        self._to_frontends[frontend.number] = Link(max(link.next_arrival(self._world.now, 0.0), self._world.now))
+
+    def _forget(self, frontend: LedgerFrontend) -> None:
+        del self._connected[frontend.number]
+        for choice in frontend.live_choices():
+            self._worker.end(choice)
+
+    def _note_abort(self, abort: Abort) -> None:
+        for choice in self._world.by_rid[abort.rid]:
+            if abort.choice in (-1, choice.choice):
+                self._world.statistics["crossing aborts"] += choice.is_done
+                self._worker.end(choice)
+
+    def _handle(self, source: Source, message: Message, tick_within: float) -> None:
+        now = self._world.now
+        self._apply(self._scheduler.handle(source, message, now))
+        # A host process may find more messages before it ticks.
+        self._tick_by(now + (tick_within or self._world.rng.choice((0.0, 0.0, 0.002))))
+
+    def _tick_by(self, when: float) -> None:
+        if when < self._tick_at:
+            self._tick_at = when
+            self._world.at(when, self._tick)
+
+    def _tick(self) -> None:
+        world = self._world
+        if not self.is_alive or world.now < self._tick_at:
+            return  # it was done earlier
+        self._tick_at = math.inf
+        replica = self._scheduler._replica
+        before = replica.planner.running() if replica is not None else []
+        self._apply(self._scheduler.tick(world.now))
+        self._check_order(before)
+        if world.rng.random() * world.check_every < 1.0:
+            self._scheduler.check()
+
+    def _check_order(self, before: list[Request]) -> None:
+        """Nobody loses its slot while one goes on who came later and is no more important."""
+        victims = [request for request in before if request.status is Status.WAITING]
+        for victim in victims:
+            for other in before:
+                passes = other.status is Status.RUNNING and other.serial > victim.serial
+                is_due = self._settings.policy == "priority" and other.priority > victim.priority
+                assert not passes or is_due, (
+                    f"request {victim.key} was preempted instead of {other.key}, which came later"
+                )
+
+    # ---- Effects out
+
+    def _apply(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendToWorkers(work):
+                    self._to_workers(work)
+                case SendToFrontend(number, message):
+                    self._to_frontend(number, message)
+                case HandshakeDone():
+                    pass
+                case _:
+                    raise AssertionError(f"the scheduler gave up: {effect}")
+
+    def _to_frontend(self, number: int, message: ToFrontend) -> None:
+        world, receiver = self._world, self._connected.get(number)
+        if receiver is None:
+            return
+        if isinstance(message, TokenBatch):
+            assert message.number - self._last_ack[number] <= MAX_UNACKNOWLEDGED, f"frontend {number} is flooded"
+            for done in message.done:
+                choice = world.by_rid[done.rid][done.choice]
+                self._worker.end(choice)
+                choice.is_done = True
+                if world.rng.random() < 0.1 * self._settings.abort_share:  # its client leaves while the end travels
+                    world.at(world.now, partial(world.abort, receiver, done.rid, done.choice))
+        link = self._to_frontends[number]
+        when = link.next_arrival(world.now, world.rng.random() * 2 * self._settings.delay)
+        world.at(when, partial(world.deliver, receiver, message), link)
+
+    # ---- Workers
+
+    def _to_workers(self, work: StepPlan | WorkPlan) -> None:
+        """What it makes of the work is known at once; when that is told is another matter."""
+        s, rng = self._settings, self._world.rng
+        answer: StepResult | WorkDone
+        if isinstance(work, StepPlan):
+            self._num_in_flight += 1
+            assert self._num_in_flight <= s.window, f"{self._num_in_flight} plans are in flight"
+            answer = self._worker.execute(work, 1000)
+        else:
+            answer = self._worker.do(work)
+        duration = s.delay * rng.random() + s.step_time * rng.choice((0.5, 1.0, 1.0, 3.0))
+        for rank in range(s.tp_size):
+            self._from_rank(rank, duration, _of_rank(answer, rank))
+
+    def _from_rank(self, rank: int, delay: float, message: Message) -> None:
+        link = self._from_ranks[rank]
+        world = self._world
+        world.at(link.next_arrival(world.now, delay), partial(self._hear_rank, rank, message))
+
+    def _hear_rank(self, rank: int, message: Message) -> None:
+        if self.is_alive:
+            self._num_in_flight -= isinstance(message, StepResult)
+            self._handle(Worker(rank), message, 0.0)
+
+
+def _of_rank(answer: StepResult | WorkDone, rank: int) -> StepResult | StepAck | WorkDone:
+    if isinstance(answer, WorkDone):
+        return WorkDone(answer.step, rank, answer.values)
+    return answer if rank == 0 else StepAck(answer.step, rank, answer.ids_hash, answer.step_us)
