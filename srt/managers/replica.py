@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from srt.managers.counters import Counters
 from srt.managers.effects import Effect, ToFrontend
 from srt.managers.forecast import OutputForecast
@@ -118,6 +120,8 @@ def _what_is_broken(message: GenerateRequest, vocab_size: int) -> str | None:
     if message.sampling.max_new_tokens < 1:
         return f"max_new_tokens must be at least 1, not {message.sampling.max_new_tokens}."
     for ids in (message.prompt_ids, *message.output_ids):
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+        if (
+            len(ids) and int(np.maximum.reduce(ids.view(np.uint32))) >= vocab_size
+        ):  # unsigned: one look finds negatives too
             return f"A token id lies outside the vocabulary of {vocab_size}."
     return None

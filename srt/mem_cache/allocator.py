@@ -34,7 +34,7 @@ class TokenToKVPoolAllocator:
         count = len(pages)
         if count == 0:
             return
-        assert not self._is_free[pages].any(), f"pages freed twice: {pages[self._is_free[pages]].tolist()}"
+        assert not np.count_nonzero(self._is_free[pages]), f"pages freed twice: {pages[self._is_free[pages]].tolist()}"
         self._stack[self._num_free : self._num_free + count] = pages[::-1]
         self._num_free += count
         self._is_free[pages] = True

@@ -78,7 +78,7 @@ class RadixCache:
             found.append(child.pages)
             node, position = child, position + same
         self._pin(node)
-        return node, np.concatenate(found) if found else NO_PAGES
+        return node, _joined(found)
 
     def match(self, ids: Int32Array, salt: str, max_pages: int) -> int:
         """How many pages `pin_prefix` would find. Changes nothing."""
@@ -108,7 +108,7 @@ class RadixCache:
         if nobody uses them; so the pin keeps no more pages from eviction than the caller brings. Otherwise the caller's pages are
         not taken.
         """
-        position, count, given_up, not_taken = 0, len(pages), [NO_PAGES], [NO_PAGES]
+        position, count, given_up, not_taken = 0, len(pages), list[Int32Array](), list[Int32Array]()
         while position < count:
             key = self._key(node, salt, ids, position)
             child = node.children.get(key)
@@ -120,13 +120,13 @@ class RadixCache:
                 child = self._split(child, same)
             doubles = pages[position : position + same]
             if child.pins:
-                not_taken.append(doubles)
+                not_taken.append(doubles.copy())
             else:
                 given_up.append(child.pages)
                 child.pages = doubles.copy()
             self._add_pin(child)
             node, position = child, position + same
-        return Extension(node, np.concatenate(given_up), np.concatenate(not_taken))
+        return Extension(node, _joined(given_up), _joined(not_taken))
 
     def unpin(self, node: RadixNode) -> None:
         """Give back one pin of this node; its whole path counts as just used."""
@@ -160,7 +160,7 @@ class RadixCache:
         self.num_pages -= count
         self.num_evictable -= count
         self.num_evicted += count
-        return np.concatenate(evicted) if evicted else NO_PAGES
+        return _joined(evicted)
 
     def clear(self) -> Int32Array:
         """Forget everything; the pages are the caller's. Nothing may be pinned."""
@@ -271,6 +271,13 @@ class RadixCache:
 
     def _offer_of(self, node: RadixNode) -> _Offer:
         return node.num_hits if self._by_frequency else 0, node.last_used, node.serial, node
+
+
+def _joined(runs: list[Int32Array]) -> Int32Array:
+    """All pages end to end. The caller keeps the array, but does not write to it."""
+    if len(runs) == 1:
+        return runs[0]
+    return np.concatenate(runs) if runs else NO_PAGES
 
 
 class NoPrefixCache(RadixCache):
