@@ -182,6 +182,12 @@ class Replacer:
             effects += self._kill(late)
         return effects
 
+    def excuse(self, now_s: float) -> None:
+        """The supervisor itself was stopped for a while, and its children perhaps with it: nobody's silence counts so far."""
+        for life in self._alive.values():
+            if life.last_beat_s is not None:
+                life.last_beat_s = now_s
+
     def next_tick_s(self) -> float | None:
         """When `tick` has something to do at the latest; None when only an event can bring something."""
         times = [deadline.when_s for deadline in self._deadlines]

@@ -15,13 +15,26 @@ import zmq
 from srt.managers.child import Child, run_child
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
 from srt.managers.scheduler_state import Scheduler
+from srt.managers.step_deadline import StepDeadline
 from srt.protocol.codec import protocol_hash
 from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, worker_path
-from srt.protocol.messages import FrontendHello, Message, Rejected, ServerReady, Stop, WorkerHello
+from srt.protocol.messages import (
+    FrontendHello,
+    Message,
+    Rejected,
+    ServerReady,
+    StepAck,
+    StepResult,
+    Stop,
+    ToWorker,
+    WorkDone,
+    WorkerHello,
+)
 from srt.utils.errors import StartError
 
 MAX_MESSAGES_AT_ONCE = 512  # from frontends, before the next plan is made
 LINGER_MS = 500  # for last messages to leave
+OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
 
 
 class SchedulerProcess:
@@ -36,6 +49,7 @@ class SchedulerProcess:
         self._peer_of_frontend: dict[int, bytes] = {}
         self._frontend_of_peer: dict[bytes, int] = {}
         self._rank_of_peer: dict[bytes, int] = {}
+        self._deadline = StepDeadline(start.args.watchdog_timeout, start.args.tp_size)
         self._stop_at: float | None = None
         self._busy_since: float | None = None
         self._poller = zmq.Poller()
@@ -47,13 +61,14 @@ class SchedulerProcess:
         self._child.start_heartbeats(self.progress_age_s)
         self._child.report_phase("workers")
         while not self._has_ended():
-            self._poller.poll(self._timeout_ms())
+            self._wait()
             self._busy_since = time.monotonic()
             self._hear_supervisor()
             self._hear_workers()
             self._hear_frontends()
             while self._apply(self._scheduler.tick(time.monotonic())):
                 pass  # a frontend has gone, and left room for others
+            self._check_deadline()
             self._busy_since = None
 
     def close(self) -> None:
@@ -66,6 +81,15 @@ class SchedulerProcess:
         """How long the messages at hand have been worked on. Called by the heartbeat's thread."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def _wait(self) -> None:
+        """Until there is a message, or time alone brings something to do."""
+        timeout_ms = self._timeout_ms()
+        asleep_since = time.monotonic()
+        self._poller.poll(timeout_ms)
+        now = time.monotonic()
+        if timeout_ms is not None and now - asleep_since > timeout_ms / 1000 + OVERSLEPT_S:
+            self._deadline.excuse(now)
 
     # ---- Messages in
 
@@ -90,7 +114,15 @@ class SchedulerProcess:
             rank = self._rank_of_peer.get(received.peer)
             if rank is None:
                 raise StartError(f"A worker sent {type(message).__name__} before its WorkerHello.")
-            self._apply(self._scheduler.handle(Worker(rank), message, time.monotonic()))
+            now = time.monotonic()
+            if isinstance(message, (StepResult, StepAck, WorkDone)):
+                self._deadline.answered(rank, message.step, now)
+            self._apply(self._scheduler.handle(Worker(rank), message, now))
+
+    def _check_deadline(self) -> None:
+        complaint = self._deadline.complaint(time.monotonic())
+        if complaint is not None:
+            raise StartError(complaint)
 
     def _hear_frontends(self) -> None:
         for _ in range(MAX_MESSAGES_AT_ONCE):
@@ -145,7 +177,8 @@ class SchedulerProcess:
                     assert_never(effect)
         return is_gone
 
-    def _send_to_workers(self, message: Message) -> None:
+    def _send_to_workers(self, message: ToWorker) -> None:
+        self._deadline.sent(message, time.monotonic())
         for peer, rank in self._rank_of_peer.items():
             try:
                 self._workers.send(peer, message)
@@ -190,7 +223,7 @@ class SchedulerProcess:
     def _timeout_ms(self) -> int | None:
         """Sleep until a message comes, unless time alone will bring something to do."""
         now = time.monotonic()
-        times = [at for at in (self._stop_at, self._scheduler.next_tick_s) if at is not None]
+        times = [at for at in (self._stop_at, self._scheduler.next_tick_s, self._deadline.due_s) if at is not None]
         return max(0, math.ceil((min(times) - now) * 1000)) if times else None
 
     def _worker_name(self, peer: bytes) -> str:

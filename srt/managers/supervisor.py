@@ -34,6 +34,7 @@ from srt.managers.replacer import (
 from srt.managers.run_dir import RunDir
 from srt.managers.signal_pipe import STOP_SIGNALS, SignalPipe
 from srt.managers.startup_report import STARTUP_FILE, StartupReport
+from srt.managers.step_deadline import TOKENS_PER_TIMEOUT
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import ChildStart, EngineStarted, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
 from srt.protocol.stream import MessageStream
@@ -42,13 +43,13 @@ from srt.utils.errors import StartError
 
 GENERATION = 1
 GRACE_S = 25.0  # for requests that run when the server is asked to stop; a container gets 30 s or less as a rule
+OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
 
-TOKENS_PER_TIMEOUT = 256  # of a step's tokens that --watchdog-timeout is meant for: a longer step may take longer
 UNLIMITED_CHUNK = 32768
 
 
 def stuck_s(args: ServerArgs) -> float:
-    """How long the largest step that can be planned may take."""
+    """How long the largest step that can be planned may take. The scheduler knows better of each step, if it lives."""
     chunk = UNLIMITED_CHUNK if args.chunked_prefill_size == -1 else args.chunked_prefill_size
     return args.watchdog_timeout * max(1.0, chunk / TOKENS_PER_TIMEOUT)
 
@@ -115,7 +116,10 @@ class Supervisor:
 
     def _wait_and_handle(self) -> None:
         # Messages before deaths: what a child said last explains why it ended.
-        ready = self._selector.select(self._timeout_s())
+        timeout_s, asleep_since_s = self._timeout_s(), time.monotonic()
+        ready = self._selector.select(timeout_s)
+        if timeout_s is not None and time.monotonic() - asleep_since_s > timeout_s + OVERSLEPT_S:
+            self._replacer.excuse(time.monotonic())
         for selected, _ in ready:
             if isinstance(selected.data, ChildKey):
                 self._hear(selected.data)

@@ -159,6 +159,15 @@ def test_silence_counts_from_the_first_heartbeat_on() -> None:
     assert effects == [Finish(1, f"Worker 0 has given no sign of life for {SILENT_S:.0f} s.")]
 
 
+def test_silence_while_the_supervisor_itself_was_stopped_does_not_count() -> None:
+    replacer = ready()
+    replacer.handle(ChildSpoke(SCHEDULER, Heartbeat(0.0)), 1000.0)
+    replacer.excuse(2000.0)
+    assert replacer.tick(2000.0) == []
+    assert replacer.state is State.READY
+    assert replacer.next_tick_s() == 2000.0 + SILENT_S
+
+
 def test_who_makes_no_progress_ends_the_server_once_it_is_ready() -> None:
     replacer = starting()
     replacer.handle(ChildSpoke(WORKERS[1], Heartbeat(100.0)), 1.0)

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import zmq
@@ -64,11 +64,11 @@ class Peer:
 class Server:
     """A scheduler process with one frontend and one worker."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ours, theirs = socket.socketpair()
         self.supervisor = MessageStream(ours, GENERATION)
-        start = ChildStart("scheduler", 0, GENERATION, str(folder), "", 1, ServerArgs(model_path="m"))
+        start = ChildStart("scheduler", 0, GENERATION, str(folder), "", 1, ServerArgs(model_path="m", **options))
         self.process = SchedulerProcess(Child(MessageStream(theirs, GENERATION), start, None), self.context)
         self.frontend = Peer(self.context, frontend_path(str(folder), GENERATION), b"frontend")
         self.worker = Peer(self.context, worker_path(str(folder), GENERATION), b"worker")
@@ -224,3 +224,12 @@ def test_a_frontend_that_is_gone_loses_its_requests(server: Server) -> None:
     server.frontend = other
     ids, done = server.work_until_the_end(worker)
     assert (done.rid, ids) == (7, expected_ids(made))
+
+
+def test_a_step_that_takes_too_long_ends_the_process_with_the_reason(tmp_path: Path) -> None:
+    server = Server(tmp_path, watchdog_timeout=0.2)
+    server.greet()
+    server.frontend.link.send(request(1, [1, 2, 3]))
+    server.join()
+    server.close()
+    assert str(server.failure) == "Worker 0 has not answered step 1 (3 tokens) within 0.2 s (see --watchdog-timeout)."

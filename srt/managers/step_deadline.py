@@ -1,0 +1,73 @@
+"""When a step has taken too long: the oldest that not every rank has answered, against `--watchdog-timeout`. Reads no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from srt.protocol.messages import StepPlan, ToWorker
+
+TOKENS_PER_TIMEOUT = (
+    256  # of a step's tokens that the time-out is meant for: a step of more may take longer in proportion
+)
+
+
+@dataclass(slots=True)
+class _Item:
+    step: int
+    num_tokens: int
+    waiting_for: set[int] = field(default_factory=set)  # ranks
+
+
+class StepDeadline:
+    """Ranks work through the items in their order, so the time of one begins when all have answered the one before."""
+
+    def __init__(self, timeout_s: float, num_ranks: int) -> None:
+        self._timeout_s = timeout_s
+        self._num_ranks = num_ranks
+        self._items: deque[_Item] = deque()
+        self._begun_s = 0.0  # the first of _items
+
+    @property
+    def due_s(self) -> float | None:
+        """When the oldest item must be answered; None if there is none."""
+        return self._begun_s + self._limit_s(self._items[0]) if self._items else None
+
+    def sent(self, message: ToWorker, now_s: float) -> None:
+        if not self._items:
+            self._begun_s = now_s
+        self._items.append(_Item(message.step, _num_tokens(message), set(range(self._num_ranks))))
+
+    def answered(self, rank: int, step: int, now_s: float) -> None:
+        """Answers come in order; of one that was never asked for the Scheduler itself complains."""
+        for item in self._items:
+            if item.step == step:
+                item.waiting_for.discard(rank)
+        while self._items and not self._items[0].waiting_for:
+            self._items.popleft()
+            self._begun_s = now_s
+
+    def excuse(self, now_s: float) -> None:
+        """Begin to count anew: this process itself was stopped for a while, and the workers perhaps with it."""
+        self._begun_s = now_s
+
+    def complaint(self, now_s: float) -> str | None:
+        """The sentence that ends the replica, once the time is over."""
+        due_s = self.due_s
+        if due_s is None or now_s < due_s:
+            return None
+        item = self._items[0]
+        late = ", ".join(str(rank) for rank in sorted(item.waiting_for))
+        return (
+            f"Worker {late} has not answered step {item.step} ({item.num_tokens} tokens) within"
+            f" {self._limit_s(item):g} s (see --watchdog-timeout)."
+        )
+
+    def _limit_s(self, item: _Item) -> float:
+        return self._timeout_s * max(1.0, item.num_tokens / TOKENS_PER_TIMEOUT)
+
+
+def _num_tokens(message: ToWorker) -> int:
+    if not isinstance(message, StepPlan):
+        return 0
+    return sum(int(section.extend_counts.sum()) + len(section.decode_slots) for section in message.sections)
