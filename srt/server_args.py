@@ -72,6 +72,9 @@ class ServerArgs:
     max_running_requests: int = option(256, "requests that run at the same time", group=MEMORY)
     max_queued_requests: int = option(4096, "requests that may wait; more are answered 429", group=MEMORY)
     chunked_prefill_size: int = option(2048, "most prompt tokens in one step; -1: no limit", group=MEMORY)
+    max_decode_stall: float = option(
+        10.0, "milliseconds by which prompts may lengthen a step beyond twice its time without them", group=MEMORY
+    )
     page_size: int = option(16, "tokens in one page of KV memory", group=MEMORY)
     schedule_policy: str = option(
         "fcfs",
@@ -149,6 +152,8 @@ class ServerArgs:
             raise ArgumentError(f"--priority-aging-time must be positive, not {self.priority_aging_time}.")
         if self.enable_priority_scheduling and self.schedule_policy == "lpm":
             raise ArgumentError("--enable-priority-scheduling does not go together with --schedule-policy lpm.")
+        if not self.max_decode_stall >= 0:
+            raise ArgumentError(f"--max-decode-stall must be at least 0, not {self.max_decode_stall}.")
         if not self.watchdog_timeout > 0:
             raise ArgumentError(f"--watchdog-timeout must be positive, not {self.watchdog_timeout}.")
         self.model_overrides()

@@ -1,7 +1,8 @@
 """What the next step does: which requests get a slot, which prompts go on, which rows decode.
 
 There are no phases. Every step lets `computed` chase what is wanted: all running decodes first, then chunks of prompts within
-one budget of tokens, those of running requests before those of new ones.
+one budget of tokens and time, those of running requests before those of new ones. Prompts that do not fit into one step go
+last, but the first of them has half of the budget for itself: long prompts go on at any time, and short ones pass them.
 
 Requests are admitted for the memory that they are expected to need. When it runs out, the last in rank is preempted: its slot
 and pages are taken, its computed prefix stays in the cache, and it waits again in its old place. So the first always goes on.
@@ -10,6 +11,7 @@ and pages are taken, its computed prefix stays in the cache, and it waits again 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from srt.managers.kv_memory import KvMemory
 from srt.managers.policy import Ranking
 from srt.managers.request import Request, Status
 from srt.managers.slots import SlotTable
+from srt.managers.step_times import StepTimes
 from srt.managers.waiting import WaitingQueue
 from srt.mem_cache.radix_cache import RadixNode
 from srt.protocol.messages import Admission, Int32Array, Int64Array, PageDelta, PlanSection, StepPlan, int32_array
@@ -42,7 +45,8 @@ class Planned:
 class _Draft:
     """A plan in the making."""
 
-    budget: int
+    budget: int  # prompt tokens that may still be planned
+    budget_us: float  # and how much longer they may make the step
     admissions: list[Admission] = field(default_factory=list)
     extends: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -53,6 +57,10 @@ class _Draft:
     pages: list[Int32Array] = field(default_factory=list)
     coming: set[_NextPage] = field(default_factory=set)  # what its rows compute next, behind the tree
     aside: list[Request] = field(default_factory=list)  # wait for one of them, in the queue, until the next plan
+
+    @property
+    def has_budget(self) -> bool:
+        return self.budget > 0 and self.budget_us > 0
 
     def add_pages(self, slot: int, pages: Int32Array) -> None:
         if len(pages):
@@ -78,6 +86,7 @@ class Planner:
         forecast: OutputForecast,
         ranking: Ranking,
         queue: WaitingQueue,
+        step_times: StepTimes,
         chunk_size: int,
     ) -> None:
         self._slots = slots
@@ -85,6 +94,7 @@ class Planner:
         self._counters = counters
         self._forecast = forecast
         self._ranking = ranking
+        self._step_times = step_times
         self._chunk_size = UNLIMITED if chunk_size < 0 else chunk_size
         self._queue = queue
         self._running: list[Request | None] = [None] * slots.num_slots
@@ -140,9 +150,15 @@ class Planner:
         preempted, self._just_preempted = self._just_preempted, []
         return preempted
 
-    def note_answered(self, step: int) -> None:
-        """The results of all plans up to this one are entered: who was preempted may come back when none of its rows is out."""
-        self._answered_step = step
+    def note_answered(self, planned: Planned, step_us: int) -> None:
+        """The results of all plans up to this one are entered."""
+        self._step_times.take(planned.plan.sections[0], step_us)
+        self._answered_step = planned.plan.step
+        self._return_preempted()
+
+    def _return_preempted(self) -> None:
+        """Who was preempted may come back when none of its rows is out."""
+        step = self._answered_step
         back = [incarnation for incarnation, (last_step, _) in self._away.items() if last_step <= step]
         for incarnation in back:
             _, request = self._away.pop(incarnation)
@@ -154,18 +170,14 @@ class Planner:
     def plan(self, step: int) -> Planned | None:
         """The next step, or None if there is nothing to do. What it does counts as done from now on."""
         self._forget_ended()
-        draft = _Draft(self._chunk_size)
         self._queue.begin_plan()
         is_short = self._preempt_for_room()
         if self._ranking.has_priorities and not is_short:
             self._displace()
-        decodes = self._plan_decodes(draft)
-        for request in self._prefilling:
-            if draft.budget <= 0:
-                break
-            self._plan_chunk(draft, request)
-        if not is_short or self._slots.num_used == 0:
-            self._admit(draft)
+        rows = self._decode_rows()
+        draft = _Draft(self._chunk_size, self._step_times.budget_us(len(rows)))
+        decodes = self._plan_decodes(draft, rows)
+        self._plan_prompts(draft, may_admit=not is_short or self._slots.num_used == 0)
         if not draft.extends and not len(decodes):
             return None
         self._publish(draft)
@@ -232,7 +244,7 @@ class Planner:
         self.num_waiting += 1
         self._no_room_for = None
         self._away[request.incarnation] = (self._planned_step, request)
-        self.note_answered(self._answered_step)
+        self._return_preempted()
 
     def _decode_rows(self) -> Int64Array:
         rows = self._decoding
@@ -245,10 +257,9 @@ class Planner:
         lacking: Int64Array = rows[slots.computed[rows] >= slots.num_pages[rows] * self._memory.page_size]
         return lacking
 
-    def _plan_decodes(self, draft: _Draft) -> Int64Array:
+    def _plan_decodes(self, draft: _Draft, rows: Int64Array) -> Int64Array:
         """One more token for every request that wants one: its last id is on the device already, or will be."""
         slots = self._slots
-        rows = self._decode_rows()
         if not len(rows):
             return NO_SLOTS
         lacking = self._lacking(rows)
@@ -261,14 +272,45 @@ class Planner:
         slots.submitted[rows] += 1
         return rows
 
+    def _plan_prompts(self, draft: _Draft, *, may_admit: bool) -> None:
+        short: list[Request] = []
+        long: list[Request] = []
+        for request in self._prefilling:
+            (long if self._count_within(draft, request) < self._missing(request) else short).append(request)
+        kept, kept_us = 0, 0.0
+        if long:
+            kept, kept_us = (draft.budget + 1) // 2, draft.budget_us / 2 if draft.budget_us != inf else 0.0
+            draft.budget -= kept
+            draft.budget_us -= kept_us
+        for request in long:
+            assert request.node is not None
+            draft.coming.add(self._next_page(request, request.node, request.num_in_tree))
+        for request in short:
+            if draft.has_budget:
+                self._plan_chunk(draft, request)
+        if may_admit:
+            self._admit(draft)
+        draft.budget, draft.budget_us = draft.budget + kept, max(draft.budget_us, 0.0) + kept_us
+        for request in long:
+            if draft.has_budget:
+                self._plan_chunk(draft, request)
+
+    def _missing(self, request: Request) -> int:
+        return request.num_known - int(self._slots.computed[request.slot])
+
+    def _count_within(self, draft: _Draft, request: Request) -> int:
+        start = int(self._slots.computed[request.slot])
+        return min(draft.budget, self._step_times.tokens_within(draft.budget_us, start))
+
     def _plan_chunk(self, draft: _Draft, request: Request) -> None:
-        """The next known ids of this request, as far as the budget and the memory go."""
+        """The next known ids of this request, as far as budget and memory go."""
         slots, slot = self._slots, request.slot
         start = int(slots.computed[slot])
-        count = min(draft.budget, request.num_known - start, self._memory.capacity(slot) - start)
+        count = min(self._count_within(draft, request), self._missing(request), self._memory.capacity(slot) - start)
         if count <= 0:
             return
         draft.budget -= count
+        draft.budget_us -= self._step_times.cost_us(start, count)
         end = start + count
         pages = self._memory.grow(slot, end)
         draft.add_pages(slot, slots.pages_of(slot).copy() if request.num_chunks == 0 else pages)
@@ -287,7 +329,7 @@ class Planner:
 
     def _admit(self, draft: _Draft) -> None:
         """Give slots to those who wait, in order, while there is room and something left of the budget."""
-        while draft.budget > 0 and self._slots.num_free > 0:
+        while draft.has_budget and self._slots.num_free > 0:
             request = self._queue.first()
             if request is None or request is self._no_room_for:
                 return

@@ -12,6 +12,7 @@ from srt.managers.planner import Planner
 from srt.managers.policy import Ranking
 from srt.managers.results import ResultReader
 from srt.managers.slots import SlotTable
+from srt.managers.step_times import StepTimes
 from srt.managers.waiting import LongestPrefixQueue, WaitingQueue
 from srt.managers.worker_stream import WorkerStream
 from srt.protocol.messages import ControlReply, GenerateRequest, Load, Scalar, SchedulerHello, WorkerHello
@@ -27,6 +28,7 @@ class Replica:
         self._has_priorities = args.uses_priorities
         self.counters = Counters()
         self.slots = SlotTable(hello.num_slots)
+        step_times = StepTimes(1000.0 * args.max_decode_stall)
         forecast = OutputForecast(args.schedule_conservativeness)
         self.memory = KvMemory(
             hello.num_pages,
@@ -38,7 +40,14 @@ class Replica:
         is_lpm = args.schedule_policy == "lpm"
         queue = LongestPrefixQueue(self.memory.num_cached) if is_lpm else WaitingQueue()
         self.planner = Planner(
-            self.slots, self.memory, self.counters, forecast, Ranking(args), queue, args.chunked_prefill_size
+            self.slots,
+            self.memory,
+            self.counters,
+            forecast,
+            Ranking(args),
+            queue,
+            step_times,
+            args.chunked_prefill_size,
         )
         self.results = ResultReader(self.slots, self.planner, self.counters)
         self.stream = WorkerStream(args.tp_size)

@@ -332,7 +332,7 @@ class Scheduler:
             self._end(end.request, end.reason, end.matched, end.status, end.message)
         for request in outcome.late:
             self._clients[request.frontend].outbox.add_waiting(request)
-        replica.planner.note_answered(result.step)
+        replica.planner.note_answered(planned, result.step_us)
 
     # ---- What a tick does
 

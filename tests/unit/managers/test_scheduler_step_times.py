@@ -1,0 +1,103 @@
+"""Prompts and those who stream: how much of a step prompts get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from srt.managers.step_times import LEAST_CHUNK, StepTimes
+from srt.protocol.messages import PageDelta, PlanSection, StepPlan, int32_array
+from tests.unit.managers.scheduler_host import Host, request, worker_hello
+
+NO_PAGES = [PageDelta(int32_array(), int32_array(), int32_array())]
+
+
+def section(extends: list[tuple[int, int]], num_decodes: int) -> PlanSection:
+    """Extends as (start, count)."""
+    rows = int32_array(range(len(extends)))
+    starts, counts = (int32_array([one[i] for one in extends]) for i in (0, 1))
+    return PlanSection([], NO_PAGES, rows, starts, counts, rows, int32_array(range(num_decodes)))
+
+
+def gpu_us(plan: PlanSection) -> int:
+    """A step of a made-up GPU: 10 ms for decodes, 25 µs a prompt token, 1 µs per 1,000 tokens that it attends to."""
+    decodes = 10_000 if len(plan.decode_slots) else 2_000
+    tokens = zip(plan.extend_starts.tolist(), plan.extend_counts.tolist(), strict=True)
+    return decodes + int(sum(count * (25 + (start + count / 2) / 1000) for start, count in tokens))
+
+
+def test_what_tokens_cost_is_learnt_and_depends_on_how_far_they_look_back() -> None:
+    times = StepTimes(0)
+    times.take(section([], 8), 10_000)
+    for start in range(0, 100_000, 500):
+        plan = section([(start, 500)], 8)
+        times.take(plan, gpu_us(plan))
+    assert times.per_token == pytest.approx(25, rel=0.05)
+    assert times.per_pair == pytest.approx(0.001, rel=0.05)
+    for start in (0, 90_000):
+        count = times.tokens_within(10_000, start)
+        assert times.cost_us(start, count) <= 10_000 < times.cost_us(start, count + 1)
+
+
+def test_without_streams_prompts_get_all() -> None:
+    times = StepTimes(0)
+    times.take(section([], 8), 10_000)
+    times.take(section([(0, 100)], 8), 50_000)
+    assert times.tokens_within(times.budget_us(0), 0) > 1 << 30
+    assert times.tokens_within(times.budget_us(1), 0) == 25
+
+
+def test_prompts_go_on_whatever_it_costs() -> None:
+    times = StepTimes(0)
+    times.take(section([], 8), 10)
+    times.take(section([(0, 10)], 8), 1_000_000)
+    assert times.tokens_within(times.budget_us(8), 0) == LEAST_CHUNK
+
+
+def run_timed(host: Host, cost_us: Callable[[PlanSection], int], max_steps: int) -> list[tuple[PlanSection, int]]:
+    """The steps and what each took."""
+    steps: list[tuple[PlanSection, int]] = []
+    execute = host.worker.execute
+    host.tick()
+    while host.plans and len(steps) < max_steps:
+        plan = host.plans.popleft()
+        assert isinstance(plan, StepPlan)
+        took = cost_us(plan.sections[0])
+        steps.append((plan.sections[0], took))
+        host.from_worker(replace(execute(plan), step_us=took))
+        host.tick()
+        host.acknowledge()
+    return steps
+
+
+def long_world(**options: object) -> Host:
+    hello = worker_hello(page_size=64, num_pages=4000, num_slots=40, max_request_tokens=120_000)
+    host = Host(hello=hello, chunked_prefill_size=8192, **options)
+    for rid in range(32):
+        host.say(request(rid, [rid] * 20, max_new=1000))
+    run_timed(host, gpu_us, 40)
+    return host
+
+
+def test_a_very_long_prompt_delays_no_stream_by_more_than_twice_its_step_and_the_stated_bound() -> None:
+    host = long_world(max_decode_stall=5.0)
+    host.say(request(100, list(range(97)) * 1030, max_new=4))
+    steps = run_timed(host, gpu_us, 600)
+    mixed = [(plan, us) for plan, us in steps if len(plan.extend_slots)]
+    assert sum(int(plan.extend_counts.sum()) for plan, _ in mixed) == 97 * 1030
+    assert all(len(plan.decode_slots) == 32 for plan, _ in mixed), "no stream stands still"
+    assert max(us for _, us in mixed) <= 2 * 10_000 + 5_000 + LEAST_CHUNK * 130
+    used = [us for _, us in mixed[:-1]]
+    assert sum(used) / len(used) >= 20_000, "nor is the room for prompts left unused"
+
+
+def test_short_prompts_pass_a_long_one_which_goes_on_all_the_same() -> None:
+    host = long_world()
+    host.say(request(100, list(range(97)) * 1030, max_new=4))
+    run_timed(host, gpu_us, 5)
+    host.say(request(101, [7] * 50, max_new=1))
+    steps = run_timed(host, gpu_us, 6)
+    assert (101, 0) in host.ends(), "a short prompt does not wait for the long one"
+    assert all(len(plan.extend_slots) >= 1 for plan, _ in steps)
