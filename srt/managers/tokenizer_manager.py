@@ -352,6 +352,8 @@ class TokenizerManager:
         return await self._encode(text, add_special_tokens)
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if len(ids) > self.model.context_length:  # decoding millions would take the loop seconds
+            raise bad("tokens", f"has {len(ids)} tokens, but the model's context holds {self.model.context_length}")
         check_ids("tokens", ids, self.model.vocab_size)
         return self._tokenizer.decode(ids, skip_special_tokens)
 

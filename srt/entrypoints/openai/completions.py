@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from srt.entrypoints.exchange import Exchange
@@ -26,7 +28,7 @@ async def complete(exchange: Exchange, service: Service) -> None:
     inputs = parse_inputs(body, identity, engine)
     usage = Usage(body.check_stream_options(), service.args.enable_cache_report)
     try:
-        echoes = [_prompt_text(one, engine) if body.echo else "" for one in inputs]
+        echoes = await _echoes(inputs, engine) if body.echo else [""] * len(inputs)
         answer = CompletionAnswer(body, identity, usage, engine, echoes)
         await answer_call(exchange, engine, inputs, answer, stream=body.stream, interval=service.args.stream_interval)
     except RequestError as error:
@@ -70,8 +72,16 @@ def _prompts(prompt: Any) -> list[Any]:
     return list(prompt)
 
 
-def _prompt_text(one: GenerateInput, engine: TokenizerManager) -> str:
-    return one.text if one.text is not None else engine.detokenize(one.input_ids or [], one.params.skip_special_tokens)
+async def _echoes(inputs: Sequence[GenerateInput], engine: TokenizerManager) -> list[str]:
+    """The prompts as text."""
+    texts = []
+    for one in inputs:
+        if one.text is not None:
+            texts.append(one.text)
+            continue
+        texts.append(engine.detokenize(one.input_ids or [], one.params.skip_special_tokens))
+        await asyncio.sleep(0)  # a large batch lets others go on in between
+    return texts
 
 
 class CompletionAnswer:

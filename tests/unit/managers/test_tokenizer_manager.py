@@ -37,7 +37,7 @@ from srt.protocol.messages import (
 )
 from srt.sampling.sampling_params import SamplingParams, choice_seed
 from srt.server_args import ServerArgs
-from srt.utils.tokenizer import Tokenizer
+from srt.utils.tokenizer import Tokenizer, load_tokenizer
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.fake_scheduler import PATIENCE_S, FakeScheduler, ended
 
@@ -608,7 +608,7 @@ def test_a_long_text_leaves_the_loop_to_others(play: Callable[..., None]) -> Non
             await asyncio.sleep(0)
             turns += 1
         assert turns > 1
-        assert manager.detokenize(tokenizing.result()) == text
+        assert load_tokenizer(manager.model.folder).decode(tokenizing.result()) == text
 
     play(story)
 
@@ -676,6 +676,16 @@ def test_a_conversation_becomes_a_prompt(play: Callable[..., None]) -> None:
         with pytest.raises(RequestError) as caught:
             manager.apply_chat_template([{"content": "no role"}])
         assert (caught.value.status, caught.value.parameter) == (400, "messages")
+
+    play(story)
+
+
+def test_more_tokens_than_the_context_holds_are_not_decoded(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        most = manager.model.context_length
+        assert manager.detokenize([5] * most)
+        with pytest.raises(RequestError, match=f"^tokens has {most + 1} tokens, but the model's context holds {most}"):
+            manager.detokenize([5] * (most + 1))
 
     play(story)
 
