@@ -9,21 +9,23 @@ import math
 
 from srt.protocol.messages import PlanSection
 
-MEMORY = 0.9  # what a report counts, when the next has come
+MEMORY = 0.85  # what a report counts, when the next has come
 LEAST_CHUNK = 16  # tokens that a prompt goes on by in any case
 
 
 class StepTimes:
-    """step = decodes + per_token * tokens + per_pair * (tokens * the positions that they attend to); in µs.
+    """step = decodes + tokens * (per_token + per_pair * the positions that a token attends to); in µs.
 
-    The decodes' part is a decaying mean of steps without prompt tokens; the other two are fitted to what steps with prompt
-    tokens took beyond it. Both are used as the messages come: no clock.
+    The decodes' part is a decaying mean of steps without prompt tokens; the other two are fitted to what a token took beyond it
+    in steps with both (until there is one, in steps of prompts alone). Every step counts alike, so that one that compiled kernels
+    is soon forgotten. Only messages matter: no clock.
     """
 
     def __init__(self, stall_us: float) -> None:
         self._stall_us = stall_us
         self._decode_us = _Mean()
-        self._squares = [0.0] * 5  # decaying sums: tokens², tokens * pairs, pairs², tokens * µs, pairs * µs
+        self._sums = [0.0] * 5  # decaying: 1, attended, attended², µs, attended * µs; of a token, one entry a step
+        self._has_mixed = False
         self.per_token = self.per_pair = 0.0
 
     @property
@@ -37,10 +39,16 @@ class StepTimes:
             return
         counts = section.extend_counts.astype(float)
         tokens = float(counts.sum())
-        pairs = float((counts * (section.extend_starts + counts / 2)).sum())
-        beyond = max(step_us - self.decode_us, 0.0) if len(section.decode_slots) else float(step_us)
-        new = (tokens * tokens, tokens * pairs, pairs * pairs, tokens * beyond, pairs * beyond)
-        self._squares = [MEMORY * old + one for old, one in zip(self._squares, new, strict=True)]
+        attended = float((counts * (section.extend_starts + counts / 2)).sum()) / tokens
+        is_mixed = len(section.decode_slots) > 0 and self._decode_us.has_value
+        if self._has_mixed and not is_mixed:
+            return
+        if is_mixed and not self._has_mixed:
+            self._has_mixed = True
+            self._sums = [0.0] * 5
+        us = max(step_us - self.decode_us, 0.0) / tokens if is_mixed else step_us / tokens
+        new = (1.0, attended, attended * attended, us, attended * us)
+        self._sums = [MEMORY * old + one for old, one in zip(self._sums, new, strict=True)]
         self._fit()
 
     def budget_us(self, num_decodes: int) -> float:
@@ -62,16 +70,16 @@ class StepTimes:
 
     def _fit(self) -> None:
         """Least squares; a part that came out negative is nothing, and the other is fitted alone."""
-        tt, tp, pp, tu, pu = self._squares
-        det = tt * pp - tp * tp
-        if det > 1e-6 * tt * pp:
-            self.per_token, self.per_pair = (tu * pp - pu * tp) / det, (pu * tt - tu * tp) / det
+        n, x, xx, u, xu = self._sums
+        det = n * xx - x * x
+        if det > 1e-6 * n * xx:
+            self.per_token, self.per_pair = (u * xx - xu * x) / det, (xu * n - u * x) / det
             if self.per_token >= 0.0 and self.per_pair >= 0.0:
                 return
             if self.per_token < 0.0:
-                self.per_token, self.per_pair = 0.0, pu / pp
+                self.per_token, self.per_pair = 0.0, xu / xx
                 return
-        self.per_token, self.per_pair = tu / tt, 0.0
+        self.per_token, self.per_pair = u / n, 0.0
 
 
 class _Mean:

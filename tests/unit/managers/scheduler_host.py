@@ -31,8 +31,8 @@ from srt.protocol.messages import (
     int32_array,
 )
 from srt.server_args import ServerArgs
-from tests.scheduler.fake_worker import FakeWorker
-from tests.scheduler.reference import answer
+from tests.support.simple_reference import answer
+from tests.support.simple_worker import FakeWorker
 
 PROTOCOL = "p1"
 VOCAB = 100

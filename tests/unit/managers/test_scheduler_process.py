@@ -37,7 +37,7 @@ from srt.protocol.messages import (
 from srt.protocol.stream import MessageStream
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
-from tests.scheduler.fake_worker import FakeWorker
+from tests.support.simple_worker import FakeWorker
 from tests.unit.managers.scheduler_host import VOCAB, expected_ids, request, worker_hello
 
 GENERATION = 1

@@ -56,6 +56,18 @@ def test_prompts_go_on_whatever_it_costs() -> None:
     assert times.tokens_within(times.budget_us(8), 0) == LEAST_CHUNK
 
 
+def test_a_step_that_compiled_kernels_is_soon_forgotten() -> None:
+    times = StepTimes(0)
+    times.take(section([(0, 2000)], 0), 5_000_000)
+    times.take(section([], 8), 10_000)
+    for num_steps in range(60):
+        if times.tokens_within(10_000, 0) > 300:
+            break
+        plan = section([(0, times.tokens_within(10_000, 0))], 8)
+        times.take(plan, gpu_us(plan))
+    assert num_steps < 40
+
+
 def run_timed(host: Host, cost_us: Callable[[PlanSection], int], max_steps: int) -> list[tuple[PlanSection, int]]:
     """The steps and what each took."""
     steps: list[tuple[PlanSection, int]] = []
@@ -72,9 +84,9 @@ def run_timed(host: Host, cost_us: Callable[[PlanSection], int], max_steps: int)
     return steps
 
 
-def long_world(**options: object) -> Host:
+def long_world(max_decode_stall: float = 10.0) -> Host:
     hello = worker_hello(page_size=64, num_pages=4000, num_slots=40, max_request_tokens=120_000)
-    host = Host(hello=hello, chunked_prefill_size=8192, **options)
+    host = Host(hello=hello, chunked_prefill_size=8192, max_decode_stall=max_decode_stall)
     for rid in range(32):
         host.say(request(rid, [rid] * 20, max_new=1000))
     run_timed(host, gpu_us, 40)
