@@ -46,6 +46,7 @@ class LedgerFrontend:
         self._settings = settings
         self._rng = rng
         self._statistics = statistics
+        self._leaving: list[Choice] = []
         self._next_batch = 0
         self._is_greeted = False
 
@@ -81,6 +82,9 @@ class LedgerFrontend:
                 self._next_batch += 1
                 batch = self._lose_ranges(message) if self._settings.lost_share else message
                 replies = self._take_all(self._ledger.handle(batch))
+                while self._leaving:
+                    choice = self._leaving.pop()
+                    replies += self.abort(choice.request.rid, choice.choice)
                 return [*replies, *self._take_all(self._ledger.acknowledge())]
             case Refused():
                 return self._take_all(self._ledger.handle(message))
@@ -152,6 +156,8 @@ class LedgerFrontend:
         first, last = choice.num_delivered, choice.num_delivered + len(news.ids)
         assert news.ids == choice.answer.ids[first:last], f"{choice.name}: wrong tokens from {first} on"
         choice.num_delivered = last
+        if 0 <= choice.leave_at < last:
+            self._leaving.append(choice)
         spec = choice.request.logprobs
         if spec.output:
             wanted = logprobs(choice.hashes[choice.prompt_len + first : choice.prompt_len + last])

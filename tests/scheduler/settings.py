@@ -47,14 +47,14 @@ class Settings:
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
         page_size = rng.choice((1, 4, 16, 16))
-        num_slots = rng.choice((1, 4, 12, 16, 16, 24, 24, 32, 96, 96))
+        num_slots = rng.choice((1, 4, 12, 16, 24, 24, 32, 96, 96, 96))
         if num_slots <= 4:
             longest_prompt, longest_answer = rng.choice(((12, 8), (60, 20)))
         else:
             longest_prompt, longest_answer = rng.choice(((12, 8), (60, 40), (60, 80), (100, 160), (300, 60), (20, 160)))
         least_pages = -(-(longest_prompt + longest_answer) // page_size) + 2
         used_pages = num_slots * (longest_prompt + longest_answer) * 0.5 / page_size
-        memory = rng.choice((0.0, 0.4, 0.7, 0.7, 1.0, 1.0, 2.0, 5.0) if num_slots < 16 else (0.7, 0.8, 1.0, 2.0, 5.0))
+        memory = rng.choice((0.0, 0.3, 0.5, 0.5, 0.7, 1.0, 3.0) if num_slots < 32 else (0.6, 0.7, 0.8, 1.0, 3.0))
         num_pages = max(least_pages, int(used_pages * memory))
         step_time = 0.01
         num_requests = 10 + num_slots * rng.choice((2, 4, 6))
@@ -71,7 +71,7 @@ class Settings:
             caches=rng.random() < 0.9,
             num_frontends=rng.choice((1, 1, 1, 2, 3)),
             max_queued=rng.choice((0, 3, *(4096,) * 10)),
-            conservativeness=rng.choice((1.0, 0.3, 0.01)),
+            conservativeness=rng.choice((1.0, 0.3, 0.01, 0.01)),
             policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
             threshold=rng.choice((1, 4)),
             eviction=rng.choice(("lru", "lru", "lfu")),

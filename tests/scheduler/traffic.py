@@ -24,6 +24,7 @@ class Choice:
     hashes: UInt64Array  # of all_ids
     # At its frontend:
     num_delivered: int = 0
+    leave_at: int = -1  # with this token its frontend aborts it, as with a stop string; -1: never
     may_abort: bool = False  # an abort is on its way, or somebody else may send one
     has_asked: bool = False  # for tokens that were lost
     # In the present server:

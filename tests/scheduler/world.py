@@ -153,9 +153,16 @@ class World:
         self.by_seed.update((choice.seed, choice) for choice in choices)
         self._say(frontend, frontend.add(choices))
         if self.rng.random() < self.settings.abort_share:
-            mean = self.rng.choice((0.0, self.settings.delay, self.settings.step_time * len(choices[0].answer.ids)))
-            rid, choice = choices[0].request.rid, self.rng.choice([-1, *range(len(choices))])
-            self.at(self.now + 2 * mean * self.rng.random(), partial(self.abort, frontend, rid, choice))
+            self._plan_abort(frontend, choices)
+
+    def _plan_abort(self, frontend: LedgerFrontend, choices: list[Choice]) -> None:
+        chosen = self.rng.choice(choices)
+        if self.rng.random() < 0.6:
+            chosen.leave_at = self.rng.randrange(max(len(chosen.answer.ids), 1))
+            return
+        mean = self.rng.choice((0.0, self.settings.delay, self.settings.step_time * len(chosen.answer.ids)))
+        action = partial(self.abort, frontend, chosen.request.rid, self.rng.choice((-1, chosen.choice)))
+        self.at(self.now + 2 * mean * self.rng.random(), action)
 
     def abort(self, frontend: LedgerFrontend, rid: int, choice: int) -> None:
         if self._frontends[frontend.number] is frontend:
