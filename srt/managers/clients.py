@@ -12,28 +12,28 @@ class Client:
     def __init__(self, number: int) -> None:
         self.number = number
         self.outbox = Outbox()
-        self._requests: dict[int, dict[int, Request]] = {}  # rid -> choice -> request
+        self._requests: dict[int, list[Request]] = {}  # by rid: the choices
 
     def knows(self, rid: int) -> bool:
         return rid in self._requests
 
     def enter(self, requests: list[Request]) -> None:
-        self._requests[requests[0].rid] = {request.choice: request for request in requests}
+        self._requests[requests[0].rid] = list(requests)
 
     def find(self, rid: int, choice: int) -> Request | None:
-        return self._requests.get(rid, {}).get(choice)
+        return next((request for request in self._requests.get(rid, ()) if request.choice == choice), None)
 
     def choices(self, rid: int) -> list[Request]:
-        return list(self._requests.get(rid, {}).values())
+        return list(self._requests.get(rid, ()))
 
     def forget(self, request: Request) -> None:
         choices = self._requests[request.rid]
-        del choices[request.choice]
+        choices.remove(request)
         if not choices:
             del self._requests[request.rid]
 
     def all_requests(self) -> list[Request]:
-        return [request for choices in self._requests.values() for request in choices.values()]
+        return [request for choices in self._requests.values() for request in choices]
 
     @property
     def num_known(self) -> int:

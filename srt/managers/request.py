@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from enum import Enum
 
@@ -82,7 +81,7 @@ class Request:
         self.sent = len(self.outputs)  # while it runs, the SlotTable counts
         self.done: RequestDone | None = None
         self.done_batch = -1  # number of the batch that carried `done` last
-        self.logs: deque[TokenLogprobs] = deque()  # not acknowledged yet; the first is number `logs_acked`
+        self.logs: list[TokenLogprobs] = []  # not acknowledged yet; the first is number `logs_acked`
         self.logs_acked = 0
         self.logs_sent = 0
         self.cached_tokens = 0
@@ -147,15 +146,15 @@ class Request:
         return self.logs_sent < self.logs_acked + len(self.logs)
 
     def take_unsent_logs(self) -> list[TokenLogprobs]:
-        chunks = [self.logs[i] for i in range(self.logs_sent - self.logs_acked, len(self.logs))]
+        chunks = self.logs[self.logs_sent - self.logs_acked :]
         self.logs_sent = self.logs_acked + len(self.logs)
         return chunks
 
     def forget_logs(self, number: int) -> None:
         """The frontend has all chunks before this number."""
-        while self.logs_acked < number:
-            self.logs.popleft()
-            self.logs_acked += 1
+        if number > self.logs_acked:
+            del self.logs[: number - self.logs_acked]
+            self.logs_acked = number
 
     def send_logs_again(self, first: int) -> None:
         """From output index `first` on; prompt logprobs too if they are still here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 
 from srt.managers.request import Request, Status
@@ -13,27 +14,41 @@ MAX_PASSED = 64  # so many may be admitted before the earliest
 
 
 class WaitingQueue:
-    """In `Request.order`, also for requests that stood aside for a while or were preempted, and come back."""
+    """In `Request.order`, also for requests that stood aside for a while or were preempted, and come back.
+
+    Who comes behind all others, as most do, stands in a line, so that the cost does not grow with its length; the others in a heap.
+    Who ended meanwhile is dropped when met.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, int], Request]] = []  # who ended meanwhile is dropped when met
+        self._line: deque[Request] = deque()
+        self._heap: list[tuple[tuple[float, int], Request]] = []
         self._num_dead = 0
 
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.order, request))
+        if not self._line or self._line[-1].order < request.order:
+            self._line.append(request)
+        else:
+            heapq.heappush(self._heap, (request.order, request))
 
     def first(self) -> Request | None:
-        while self._heap:
-            request = self._heap[0][1]
-            if request.status is Status.WAITING:
-                return request
-            heapq.heappop(self._heap)
+        line, heap = self._line, self._heap
+        while line and line[0].status is not Status.WAITING:
+            line.popleft()
             self._num_dead -= 1
-        return None
+        while heap and heap[0][1].status is not Status.WAITING:
+            heapq.heappop(heap)
+            self._num_dead -= 1
+        if self._is_heap_first():
+            return heap[0][1]
+        return line[0] if line else None
 
     def pop(self) -> None:
         """Take out the request that `first` returned."""
-        heapq.heappop(self._heap)
+        if self._is_heap_first():
+            heapq.heappop(self._heap)
+        else:
+            self._line.popleft()
 
     def begin_plan(self) -> None:
         """A plan is about to be made."""
@@ -41,10 +56,14 @@ class WaitingQueue:
     def note_end(self) -> None:
         """A request in here has ended. Its place is cleared when most places are such."""
         self._num_dead += 1
-        if self._num_dead > len(self._heap) // 2 + 16:
+        if self._num_dead > (len(self._line) + len(self._heap)) // 2 + 16:
+            self._line = deque(request for request in self._line if request.status is Status.WAITING)
             self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
             heapq.heapify(self._heap)
             self._num_dead = 0
+
+    def _is_heap_first(self) -> bool:
+        return bool(self._heap) and (not self._line or self._heap[0][0] < self._line[0].order)
 
 
 class LongestPrefixQueue(WaitingQueue):
