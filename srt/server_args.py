@@ -71,6 +71,12 @@ class ServerArgs:
     )
     max_running_requests: int = option(256, "requests that run at the same time", group=MEMORY)
     max_queued_requests: int = option(4096, "requests that may wait; more are answered 429", group=MEMORY)
+    request_waiting_timeout: float | None = option(
+        None, "seconds that a request may wait before it runs; then it ends with status 503", group=MEMORY
+    )
+    request_running_timeout: float | None = option(
+        None, "seconds that a request may run, pauses included; then it ends with status 504", group=MEMORY
+    )
     chunked_prefill_size: int = option(2048, "most prompt tokens in one step; -1: no limit", group=MEMORY)
     max_decode_stall: float = option(
         10.0, "milliseconds by which prompts may lengthen a step beyond twice its time without them", group=MEMORY
@@ -154,6 +160,10 @@ class ServerArgs:
             raise ArgumentError("--enable-priority-scheduling does not go together with --schedule-policy lpm.")
         if not self.max_decode_stall >= 0:
             raise ArgumentError(f"--max-decode-stall must be at least 0, not {self.max_decode_stall}.")
+        for name in ("request_waiting_timeout", "request_running_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ArgumentError(f"--{name.replace('_', '-')} must be positive, not {value}.")
         if not self.watchdog_timeout > 0:
             raise ArgumentError(f"--watchdog-timeout must be positive, not {self.watchdog_timeout}.")
         self.model_overrides()

@@ -28,6 +28,14 @@ class Counters:
     num_dropped_rows: int = 0  # sampled for requests that had ended meanwhile
     num_preempted: int = 0
     num_recomputed_tokens: int = 0  # of preempted requests that came back, what the cache had lost meanwhile
+    queue_us: int = 0  # sum of the times from arrival to the first admission
+    num_queued_1ms: int = 0  # such times up to 1 ms, ...
+    num_queued_10ms: int = 0
+    num_queued_100ms: int = 0
+    num_queued_1s: int = 0
+    num_queued_10s: int = 0
+    num_queued_longer: int = 0
+    num_timed_out: int = 0
     num_held_back: int = 0  # waited for another request to compute their prefix
     step_us: int = 0  # sum of what workers report
 
@@ -39,6 +47,21 @@ class Counters:
             self.num_mixed_steps += 1
         if rows > self.max_rows_in_step:
             self.max_rows_in_step = rows
+
+    def count_wait(self, seconds: float) -> None:
+        self.queue_us += round(seconds * 1e6)
+        if seconds <= 0.001:
+            self.num_queued_1ms += 1
+        elif seconds <= 0.01:
+            self.num_queued_10ms += 1
+        elif seconds <= 0.1:
+            self.num_queued_100ms += 1
+        elif seconds <= 1.0:
+            self.num_queued_1s += 1
+        elif seconds <= 10.0:
+            self.num_queued_10s += 1
+        else:
+            self.num_queued_longer += 1
 
     def count_prompt(self, num_chunks: int, num_pages: int) -> None:
         self.max_chunks_of_a_prompt = max(self.max_chunks_of_a_prompt, num_chunks)

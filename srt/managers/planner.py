@@ -103,9 +103,11 @@ class Planner:
         self._num_admitted = 0
         self._something_ended = False  # since the last plan
         self._no_room_for: Request | None = None  # the first that waits, found not to fit; nothing was released since
+        self._now = 0.0  # when the present plan is made
         self._planned_step = self._answered_step = 0
         self._away: dict[int, tuple[int, Request]] = {}  # preempted, with the last step that may have its rows
         self._just_preempted: list[Request] = []
+        self._returning: dict[int, Request] = {}  # all that were preempted and wait, by serial
         self.num_waiting = 0
 
     # ---- Requests come and go
@@ -122,6 +124,7 @@ class Planner:
         self._no_room_for = None
         if was_waiting:
             self.num_waiting -= 1
+            self._returning.pop(request.serial, None)
             if self._away.pop(request.incarnation, None) is None:
                 self._queue.note_end()
         else:
@@ -165,10 +168,15 @@ class Planner:
             request.know_all()
             self._queue.push(request)
 
+    def started(self) -> list[Request]:
+        """Who runs, and who was preempted with rows in flight or waits to return."""
+        return [*self.running(), *self._returning.values()]
+
     # ---- The next step
 
-    def plan(self, step: int) -> Planned | None:
+    def plan(self, step: int, now: float) -> Planned | None:
         """The next step, or None if there is nothing to do. What it does counts as done from now on."""
+        self._now = now
         self._forget_ended()
         self._queue.begin_plan()
         is_short = self._preempt_for_room()
@@ -241,6 +249,7 @@ class Planner:
         request.lose_slot(request.outputs, request.sent, computed)
         self._counters.num_preempted += 1
         self._just_preempted.append(request)
+        self._returning[request.serial] = request
         self.num_waiting += 1
         self._no_room_for = None
         self._away[request.incarnation] = (self._planned_step, request)
@@ -397,7 +406,11 @@ class Planner:
         self._memory.admit(request, node, cached, self._expected_tokens(request))
         self._running[request.slot] = request
         self._prefilling.append(request)
+        if request.started_s is None:
+            request.started_s = self._now
+            self._counters.count_wait(self._now - request.arrived_s)
         if request.num_preempted:
+            del self._returning[request.serial]
             self._counters.num_recomputed_tokens += request.num_known - num_cached
             return
         self._counters.num_prompt_tokens += request.num_known

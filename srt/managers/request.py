@@ -59,6 +59,7 @@ class Request:
         "sent",
         "serial",
         "slot",
+        "started_s",
         "status",
     )
 
@@ -69,6 +70,7 @@ class Request:
         self.choice = int(message.choices[index])
         self.serial = serial  # order of arrival
         self.arrived_s = now
+        self.started_s: float | None = None  # first admission
         self.priority = message.priority
         self.seed = choice_seed(message.seed, self.choice)
         self.salt = message.cache_salt

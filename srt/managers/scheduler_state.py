@@ -14,6 +14,7 @@ from typing import assert_never
 import numpy as np
 
 from srt.managers.clients import Client, Labels
+from srt.managers.deadlines import Deadlines
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers, Worker
 from srt.managers.replica import Replica
 from srt.managers.request import Request, Status, expand
@@ -64,6 +65,7 @@ class Scheduler:
         self._is_draining = False
         self._asked_deep: list[tuple[int, int]] = []  # frontend and call
         self._last_load: tuple[float, Load] | None = None
+        self._deadlines = Deadlines(args.request_waiting_timeout, args.request_running_timeout)
 
     # ---- For the host process
 
@@ -83,10 +85,15 @@ class Scheduler:
     @property
     def next_tick_s(self) -> float | None:
         """When `tick` has something to do though no message has come; None: not before one comes."""
-        if self._replica is None or self._last_load is None or not self._clients:
+        if self._replica is None:
             return None
-        told_at, told = self._last_load
-        return None if told == self._replica.load() else told_at + LOAD_INTERVAL_S
+        times: list[float | None] = []
+        if self._deadlines.are_set:
+            times.append(self._deadlines.next_s(self._replica.planner.started()))
+        if self._last_load is not None and self._clients:
+            told_at, told = self._last_load
+            times.append(None if told == self._replica.load() else told_at + LOAD_INTERVAL_S)
+        return min((at for at in times if at is not None), default=None)
 
     def handle(self, source: Source, message: Message, now: float) -> list[Effect]:
         """Take in one message. Its consequences are sent at once where it asks for an answer, else by the next `tick`."""
@@ -109,7 +116,9 @@ class Scheduler:
         """Plan steps until the window is full, then send the frontends what is new."""
         if self._replica is None:
             return []
-        effects = self._plan(self._replica)
+        if self._deadlines.are_set:
+            self._end_overdue(self._replica, now)
+        effects = self._plan(self._replica, now)
         effects += self._send_batches(self._replica)
         effects += self._tell_load(self._replica, now)
         return effects
@@ -206,6 +215,7 @@ class Scheduler:
         self._labels.enter(requests)
         for request in requests:
             replica.planner.add(request)
+            self._deadlines.add(request)
             self._end_if_complete(request)
         return []
 
@@ -336,10 +346,15 @@ class Scheduler:
 
     # ---- What a tick does
 
-    def _plan(self, replica: Replica) -> list[Effect]:
+    def _end_overdue(self, replica: Replica, now: float) -> None:
+        for request, reason in list(self._deadlines.overdue(replica.planner.started(), now)):
+            replica.counters.num_timed_out += 1
+            self._end(request, "error", status=503 if request.started_s is None else 504, message=reason)
+
+    def _plan(self, replica: Replica, now: float) -> list[Effect]:
         effects: list[Effect] = []
         while replica.stream.num_in_flight < self._args.window:
-            planned = replica.planner.plan(replica.stream.next_step)
+            planned = replica.planner.plan(replica.stream.next_step, now)
             for request in replica.planner.take_preempted():
                 self._clients[request.frontend].outbox.add_waiting(request)
             if planned is None:
