@@ -10,6 +10,8 @@ from srt.mem_cache.allocator import TokenToKVPoolAllocator
 from srt.mem_cache.radix_cache import NO_PAGES, NoPrefixCache, RadixCache, RadixNode
 from srt.protocol.messages import Int32Array, Int64Array
 
+EVICTED_SHARE = 256  # of all pages so small a part, at least, is evicted at a time
+
 
 class KvMemory:
     """Gives pages to requests. Each is admitted for as many as it is expected to need, which may be fewer than it may ask for:
@@ -157,5 +159,8 @@ class KvMemory:
     def _take(self, count: int) -> Int32Array:
         missing = count - self._allocator.num_free
         if missing > 0:
-            self._allocator.free(self.tree.evict(missing))
+            some = max(
+                missing, self.num_pages // EVICTED_SHARE
+            )  # beyond what is missing: most takes then find free pages
+            self._allocator.free(self.tree.evict(min(some, self.tree.num_evictable)))
         return self._allocator.allocate(count)

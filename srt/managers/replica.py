@@ -124,7 +124,7 @@ def _what_is_broken(message: GenerateRequest, vocab_size: int) -> str | None:
         return "The prompt is empty."
     if len(message.choices) == 0 or len(message.choices) != len(message.output_ids):
         return f"{len(message.choices)} choices came with {len(message.output_ids)} lists of output ids."
-    if len(set(message.choices.tolist())) != len(message.choices):
+    if len(message.choices) > 1 and len(set(message.choices.tolist())) != len(message.choices):
         return "A choice is asked for twice."
     if message.sampling.max_new_tokens < 1:
         return f"max_new_tokens must be at least 1, not {message.sampling.max_new_tokens}."

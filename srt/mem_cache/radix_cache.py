@@ -114,6 +114,8 @@ class RadixCache:
             child = node.children.get(key)
             if child is None:
                 node = self._append(node, key, ids[position * self.page_size :], pages[position:])
+                if position == 0:
+                    return Extension(node, NO_PAGES, NO_PAGES)  # nearly always
                 break
             same = self._common_pages(child, ids, position, count)
             if same < len(child.pages):
