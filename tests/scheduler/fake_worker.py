@@ -225,9 +225,10 @@ class FakeWorker:
     # ---- The rows
 
     def _check_rows(self, section: PlanSection, step: int) -> None:
-        rows = [*section.extend_slots.tolist(), *section.decode_slots.tolist()]
-        assert rows, f"step {step} has no rows"
-        assert len(set(rows)) == len(rows), f"step {step} has a slot twice"
+        extends, decodes = section.extend_slots, section.decode_slots
+        rows = np.concatenate((extends, decodes)) if len(extends) else decodes
+        assert len(rows), f"step {step} has no rows"
+        assert len(set(rows.tolist())) == len(rows), f"step {step} has a slot twice"
         self.rows_per_step.append(len(rows))
         barred = self._barred[rows]
         if barred.any():

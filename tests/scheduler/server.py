@@ -175,20 +175,26 @@ class Server:
             return  # it was done earlier
         self._tick_at = math.inf
         replica = self._scheduler._replica
-        before = replica.planner.running() if replica is not None else []
+        if replica is None:
+            return
+        running, incarnations = replica.planner._running.copy(), replica.slots.incarnation.copy()
+        num_preempted = replica.counters.num_preempted
         self._apply(self._scheduler.tick(world.now))
-        self._check_order(before)
+        if replica.counters.num_preempted != num_preempted:
+            before = zip(running, incarnations.tolist(), strict=True)
+            self._check_order([(request, number) for request, number in before if request is not None])
         if world.rng.random() * world.check_every < 1.0:
             self._scheduler.check()
 
-    def _check_order(self, before: list[Request]) -> None:
+    def _check_order(self, before: list[tuple[Request, int]]) -> None:
         """Nobody loses its slot while one goes on who came later and is no more important."""
-        victims = [request for request in before if request.status is Status.WAITING]
-        for victim in victims:
-            for other in before:
-                passes = other.status is Status.RUNNING and other.serial > victim.serial
+        stayed = [r for r, incarnation in before if r.status is Status.RUNNING and r.incarnation == incarnation]
+        for victim, incarnation in before:
+            if victim.status is Status.ENDED or (victim.status is Status.RUNNING and victim.incarnation == incarnation):
+                continue
+            for other in stayed:
                 is_due = self._settings.policy == "priority" and other.priority > victim.priority
-                assert not passes or is_due, (
+                assert other.serial < victim.serial or is_due, (
                     f"request {victim.key} was preempted instead of {other.key}, which came later"
                 )
 
@@ -228,15 +234,22 @@ class Server:
         """What it makes of the work is known at once; when that is told is another matter."""
         s, rng = self._settings, self._world.rng
         answer: StepResult | WorkDone
+        step_us = 0
         if isinstance(work, StepPlan):
             self._num_in_flight += 1
             assert self._num_in_flight <= s.window, f"{self._num_in_flight} plans are in flight"
-            answer = self._worker.execute(work, 1000)
+            step_us = self._step_us(work)
+            answer = self._worker.execute(work, step_us)
         else:
             answer = self._worker.do(work)
-        duration = s.delay * rng.random() + s.step_time * rng.choice((0.5, 1.0, 1.0, 3.0))
+        duration = s.delay * rng.random() + (step_us / 1e6 or s.step_time)
         for rank in range(s.tp_size):
             self._from_rank(rank, duration, _of_rank(answer, rank))
+
+    def _step_us(self, plan: StepPlan) -> int:
+        s, (section,) = self._settings, plan.sections
+        base_us = 1e6 * s.step_time * self._world.rng.choice(s.jitter)
+        return int(base_us + s.row_us * len(section.decode_slots) + s.token_us * int(section.extend_counts.sum()))
 
     def _from_rank(self, rank: int, delay: float, message: Message) -> None:
         link = self._from_ranks[rank]

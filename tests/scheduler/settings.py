@@ -35,6 +35,9 @@ class Settings:
     logprob_share: float = 0.1
     arrival_gap: float = 0.01  # mean; many come together
     step_time: float = 0.01
+    row_us: float = 0.0  # what a decode, and a prompt token, adds to a step
+    token_us: float = 0.0
+    jitter: tuple[float, ...] = (0.5, 1.0, 1.0, 3.0)  # factors of the step time
     delay: float = 0.005
     ack_delay: float = 0.005
     tick_delay: float = 0.005  # so long may a host process gather acknowledgements before it ticks
@@ -84,6 +87,9 @@ class Settings:
             logprob_share=rng.choice((0.0, 0.0, 0.0, 0.2)),
             arrival_gap=load * step_time * longest_answer / num_slots,
             step_time=step_time,
+            row_us=rng.choice((0.0, 20.0)),
+            token_us=rng.choice((0.0, 10.0, 50.0, 300.0)),
+            jitter=rng.choice(((1.0,), (0.5, 1.0, 1.0, 3.0))),
             delay=rng.choice((0.0001, 0.005, 0.03)),
             ack_delay=rng.choice((0.001, 0.02, 0.1, 0.5)),
             tick_delay=rng.choice((0.0, 0.005, 0.02, 0.02)),

@@ -82,7 +82,7 @@ class Tally:
 
 
 def run_worlds(
-    seeds: Iterable[int], tally: Tally | None = None, *, steps: int | None = None, check_every: int = 8
+    seeds: Iterable[int], tally: Tally | None = None, *, steps: int | None = None, check_every: int = 16
 ) -> Tally:
     """What happened in all of them, or in the first that have so many steps. AssertionError names the seed that breaks a promise."""
     tally = tally or Tally()

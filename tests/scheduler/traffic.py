@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,6 +47,14 @@ class Choice:
         self.slot = self.num_held = -1
 
 
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """What requests have in common that ask the same."""
+
+    request: GenerateRequest
+    answers: list[tuple[Answer, UInt64Array]]
+
+
 class Traffic:
     """Draws one request after another."""
 
@@ -55,39 +63,55 @@ class Traffic:
         self._rng = random.Random(seed)
         self._ids_rng = np.random.Generator(np.random.PCG64(seed))
         self._texts = [self._ids(settings.longest_prompt) for _ in range(3)]  # what prompts begin with
+        self._recent: list[_Template] = []
         self._num_requests = 0
 
     def next_request(self, rid: int) -> list[Choice]:
         """Its choices; the message is in each of them."""
         s, rng = self._settings, self._rng
         self._num_requests += 1
-        prompt, sampling = self._prompt(), self._sampling()
-        choices = list(range(rng.choice((1, 1, 1, 2, 5)))) if s.has_choices else [0]
-        request = GenerateRequest(
+        if self._recent and rng.random() < 0.4:
+            template = rng.choice(self._recent)  # somebody asked the same before
+        else:
+            template = self._new_template()
+            self._recent[self._num_requests % 6 :] = [template]
+        request = replace(
+            template.request,
             rid=rid,
             label=f"label {self._num_requests}",
-            prompt_ids=prompt,
-            choices=int32_array(choices),
-            output_ids=[int32_array() for _ in choices],
-            sampling=sampling,
-            logprobs=self._logprobs(len(prompt)),
+            logprobs=self._logprobs(len(template.request.prompt_ids)),
             seed=rng.getrandbits(64),
             priority=rng.choice((0, 0, 1, 5)) if s.policy == "priority" else 0,
-            cache_salt=rng.choice(("", "", "", "pepper")),
         )
-        planted = [self._plant(request, choice) for choice in choices]
-        if rng.random() < 0.5:
-            self._texts[3 + self._num_requests % 4 :] = [
-                planted[0].answer.all_ids[: len(prompt) + len(planted[0].answer.ids)]
-            ]
-        return planted
+        return [
+            Choice(request, index, choice_seed(request.seed, index), known, hashes)
+            for index, (known, hashes) in enumerate(template.answers)
+        ]
 
-    def _plant(self, request: GenerateRequest, choice: int) -> Choice:
-        s, prompt = self._settings, request.prompt_ids
+    def _new_template(self) -> _Template:
+        s, rng = self._settings, self._rng
+        prompt, sampling, salt = self._prompt(), self._sampling(), rng.choice(("", "", "", "pepper"))
+        num_choices = rng.choice((1, 1, 1, 2, 5)) if s.has_choices else 1
+        request = GenerateRequest(
+            rid=0,
+            label="",
+            prompt_ids=prompt,
+            choices=np.arange(num_choices, dtype=np.int32),
+            output_ids=[int32_array()] * num_choices,
+            sampling=sampling,
+            logprobs=LogprobSpec(),
+            seed=0,
+            cache_salt=salt,
+        )
         prompt_hash = prefix_hashes(prompt)[-1]
-        known = answer(prompt, prompt_hash, choice, request.sampling, s.vocab_size, s.breaks_down)
-        seed = choice_seed(request.seed, choice)
-        return Choice(request, choice, seed, known, prefix_hashes(known.all_ids, request.cache_salt))
+        answers = []
+        for index in range(num_choices):
+            known = answer(prompt, prompt_hash, index, sampling, s.vocab_size, s.breaks_down)
+            answers.append((known, prefix_hashes(known.all_ids, salt)))
+        if rng.random() < 0.5:
+            first, _ = answers[0]
+            self._texts[3 + self._num_requests % 4 :] = [first.all_ids[: len(prompt) + len(first.ids)]]
+        return _Template(request, answers)
 
     def _prompt(self) -> Int32Array:
         s, rng = self._settings, self._rng

@@ -38,7 +38,7 @@ class World:
     scheduler's own books are checked in full at one tick of `check_every`, by chance, and at the end.
     """
 
-    def __init__(self, seed: int, settings: Settings | None = None, *, check_every: int = 8) -> None:
+    def __init__(self, seed: int, settings: Settings | None = None, *, check_every: int = 16) -> None:
         self.rng = random.Random(seed)
         self.settings = s = settings or Settings.draw(self.rng)
         self.statistics: Counter[str] = Counter()
