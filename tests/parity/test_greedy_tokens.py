@@ -54,6 +54,16 @@ def test_tokens_equal_the_reference_in_the_rest_of_the_product(setting: Setting,
     check_setting(setting, *greedy(family, setting.chunk == 1))
 
 
+@pytest.mark.e2e
+def test_tokens_equal_the_reference_when_memory_is_so_short_that_requests_are_preempted(greedy: Cases) -> None:
+    folder, cases = greedy("qwen3", False)
+    setting = Setting(tp=1, page_size=16, chunk=64, cache=True)
+    with _runtime(setting, folder, max_total_tokens=30 * 16, schedule_conservativeness=0.01) as runtime:
+        answers = asyncio.run(send_at_random(cases, _stream(runtime), np.random.default_rng(0)))
+        _compare(cases, answers)
+        assert runtime.get_server_info()["internal_states"][0]["num_preempted"] > 0
+
+
 def test_the_covering_set_covers_every_pair_of_values() -> None:
     assert set().union(*map(pairs, COVERING)) == set().union(*map(pairs, PRODUCT))
     assert len(COVERING) < len(PRODUCT) / 3
@@ -61,7 +71,16 @@ def test_the_covering_set_covers_every_pair_of_values() -> None:
 
 def check_setting(setting: Setting, folder: Path, cases: list[Case]) -> None:
     rounds = [cases, cases[::-1]] if setting.cache else [cases]  # the second round meets a warm cache
-    with srt.Runtime(
+    with _runtime(setting, folder, max_total_tokens=20_000) as runtime:
+        for number, these in enumerate(rounds):
+            answers = asyncio.run(send_at_random(these, _stream(runtime), np.random.default_rng(number)))
+            _compare(these, answers)
+        report = runtime.get_server_info()["internal_states"][0]
+    _check_report(report, setting, cases)
+
+
+def _runtime(setting: Setting, folder: Path, **more: float) -> srt.Runtime:
+    return srt.Runtime(
         model_path=str(folder),
         device="cpu",
         dtype="float32",
@@ -69,14 +88,9 @@ def check_setting(setting: Setting, folder: Path, cases: list[Case]) -> None:
         page_size=setting.page_size,
         chunked_prefill_size=setting.chunk,
         disable_radix_cache=not setting.cache,
-        max_total_tokens=20_000,
         max_running_requests=64,
-    ) as runtime:
-        for number, these in enumerate(rounds):
-            answers = asyncio.run(send_at_random(these, _stream(runtime), np.random.default_rng(number)))
-            _compare(these, answers)
-        report = runtime.get_server_info()["internal_states"][0]
-    _check_report(report, setting, cases)
+        **more,
+    )
 
 
 def _stream(runtime: srt.Runtime) -> Callable[[Case], AsyncIterator[Answer]]:
