@@ -30,6 +30,8 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/server_info": {"GET": native.server_info},
     "/get_server_info": {"GET": native.server_info},
     "/flush_cache": {"GET": native.flush_cache, "POST": native.flush_cache},
+    "/pause_generation": {"POST": native.pause_generation},
+    "/continue_generation": {"POST": native.continue_generation},
     "/abort_request": {"POST": native.abort_request},
 }
 OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate"))

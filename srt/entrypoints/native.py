@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 import time
-from typing import Any
+from typing import Any, Literal
 
 import srt
 from srt.entrypoints.exchange import Exchange
@@ -28,7 +28,7 @@ UNSUPPORTED = {
     **dict.fromkeys(("/open_session", "/close_session"), "keeps no sessions"),
     **dict.fromkeys(("/start_profile", "/stop_profile"), "has no profiler"),
     **dict.fromkeys(
-        ("/pause_generation", "/continue_generation", "/set_internal_state", "/configure_logging", "/freeze_gc"),
+        ("/set_internal_state", "/configure_logging", "/freeze_gc"),
         "does not change its mode while running",
     ),
     "/slow_down": "cannot be slowed down",
@@ -160,6 +160,24 @@ async def flush_cache(exchange: Exchange, service: Service) -> None:
         if time.monotonic() >= deadline:
             raise RequestError(400, message)
         await asyncio.sleep(FLUSH_RETRY_S)
+
+
+class PauseBody(RequestBody):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+async def pause_generation(exchange: Exchange, service: Service) -> None:
+    """200 once no step is in flight. New requests are taken, and wait."""
+    body = PauseBody.parse(await exchange.read_json())
+    done, message = await service.engine().pause(body.mode)
+    if not done:
+        raise RequestError(400, message, "mode")
+    await exchange.send_text("Generation is paused.")
+
+
+async def continue_generation(exchange: Exchange, service: Service) -> None:
+    await service.engine().resume()
+    await exchange.send_text("Generation goes on.")
 
 
 def _query(exchange: Exchange, *known: str) -> dict[str, str]:

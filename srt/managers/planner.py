@@ -148,6 +148,10 @@ class Planner:
         _, request = self._away.get(incarnation, (0, None))
         return request
 
+    def preempt_all(self) -> None:
+        for request in self.running():
+            self._preempt(request)
+
     def take_preempted(self) -> list[Request]:
         """Who lost its slot since this was asked last."""
         preempted, self._just_preempted = self._just_preempted, []

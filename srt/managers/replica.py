@@ -91,10 +91,10 @@ class Replica:
             return 429, f"{self.planner.num_waiting} requests are waiting already, and at most {self._max_queued} may."
         return None
 
-    def flush(self, call: int) -> ControlReply:
-        """Forget the prefix cache, unless a request is there that uses it. Workers need not know."""
+    def flush(self, call: int, *, is_paused: bool) -> ControlReply:
+        """Forget the prefix cache, unless a request is there that uses it, or will at once. Workers need not know."""
         num_running, num_waiting = self.slots.num_used, self.planner.num_waiting
-        if num_running or num_waiting:
+        if num_running or (num_waiting and not is_paused):
             reason = f"The cache cannot be flushed while {num_running} requests run and {num_waiting} wait."
             return ControlReply(call, False, reason, {})
         self.memory.flush()

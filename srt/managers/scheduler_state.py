@@ -24,6 +24,7 @@ from srt.protocol.messages import (
     AbortLabel,
     AckBatch,
     AskRange,
+    ContinueGeneration,
     ControlReply,
     FlushCache,
     FromFrontend,
@@ -33,6 +34,7 @@ from srt.protocol.messages import (
     GetState,
     Load,
     Message,
+    PauseGeneration,
     Refused,
     Rejected,
     RequestDone,
@@ -46,7 +48,19 @@ from srt.protocol.messages import (
 from srt.server_args import ServerArgs
 
 LOAD_INTERVAL_S = 0.2
-_FROM_FRONTEND = (FrontendHello, GenerateRequest, Abort, AbortLabel, AckBatch, AskRange, FlushCache, GetState)
+PAUSE_MODES = ("abort", "retract", "in_place")
+_FROM_FRONTEND = (
+    FrontendHello,
+    GenerateRequest,
+    Abort,
+    AbortLabel,
+    AckBatch,
+    AskRange,
+    FlushCache,
+    GetState,
+    PauseGeneration,
+    ContinueGeneration,
+)
 _FROM_WORKER = (WorkerHello, StepResult, StepAck, WorkDone, WorkerFault)
 
 
@@ -63,6 +77,8 @@ class Scheduler:
         self._early: list[tuple[int, FromFrontend]] = []  # came before the workers were ready
         self._next_serial = 1
         self._is_draining = False
+        self._is_paused = False
+        self._asked_to_pause: list[tuple[int, int]] = []  # frontend and call, until no step is in flight
         self._asked_deep: list[tuple[int, int]] = []  # frontend and call
         self._last_load: tuple[float, Load] | None = None
         self._deadlines = Deadlines(args.request_waiting_timeout, args.request_running_timeout)
@@ -132,7 +148,8 @@ class Scheduler:
                 self._abort(request, tell=False)
 
     def drain(self) -> None:
-        """Take no new requests from now on."""
+        """Take no new requests from now on, and finish those that are here."""
+        self._is_paused = False
         self._is_draining = True
 
     def abort_all(self) -> int:
@@ -182,7 +199,12 @@ class Scheduler:
             case AskRange():
                 return self._send_again(self._replica, client, message)
             case FlushCache(call):
-                return [ToFrontend(number, self._replica.flush(call))]
+                return [ToFrontend(number, self._replica.flush(call, is_paused=self._is_paused))]
+            case PauseGeneration(call, mode):
+                return self._pause(self._replica, number, call, mode)
+            case ContinueGeneration(call):
+                self._is_paused = False
+                return [ToFrontend(number, ControlReply(call, True, "", {}))]
             case GetState(call, deep):
                 if not deep:
                     return [ToFrontend(number, self._state(self._replica, call, []))]
@@ -353,14 +375,21 @@ class Scheduler:
 
     def _plan(self, replica: Replica, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while replica.stream.num_in_flight < self._args.window:
+        while replica.stream.num_in_flight < self._args.window and not self._is_paused:
             planned = replica.planner.plan(replica.stream.next_step, now)
-            for request in replica.planner.take_preempted():
-                self._clients[request.frontend].outbox.add_waiting(request)
             if planned is None:
                 break
             replica.stream.submit(planned)
             effects.append(ToWorkers(planned.plan))
+        for request in replica.planner.take_preempted():
+            self._clients[request.frontend].outbox.add_waiting(request)
+        if replica.stream.num_in_flight == 0:
+            effects += [
+                ToFrontend(n, ControlReply(call, True, "", {}))
+                for n, call in self._asked_to_pause
+                if n in self._clients
+            ]
+            self._asked_to_pause.clear()
         for number, call in self._asked_deep:
             effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "inspect")))
             replica.stream.submit_inspection(Inspection(number, call, replica.slots.tables_hash()))
@@ -391,6 +420,17 @@ class Scheduler:
 
     # ---- Control
 
+    def _pause(self, replica: Replica, number: int, call: int, mode: str) -> list[Effect]:
+        if mode not in PAUSE_MODES:
+            return [ToFrontend(number, ControlReply(call, False, f"mode must be one of {', '.join(PAUSE_MODES)}.", {}))]
+        self._is_paused = True
+        if mode == "abort":
+            self.abort_all()
+        elif mode == "retract":
+            replica.planner.preempt_all()
+        self._asked_to_pause.append((number, call))
+        return []
+
     def _take_inspection(self, replica: Replica, rank: int, done: WorkDone) -> list[Effect]:
         inspection = replica.stream.take_done(rank, done)
         if inspection is None or inspection.frontend not in self._clients:
@@ -405,6 +445,7 @@ class Scheduler:
     def _state(self, replica: Replica, call: int, findings: list[str]) -> ControlReply:
         values = replica.state()
         values["is_draining"] = self._is_draining
+        values["is_paused"] = self._is_paused
         for number, client in self._clients.items():
             values[f"live_requests_of_frontend_{number}"] = client.num_known
             values[f"unacknowledged_batches_of_frontend_{number}"] = client.outbox.num_unacknowledged

@@ -22,12 +22,15 @@ from srt.managers.request_ledger import ChoiceEnded, Effect, NewTokens, RequestL
 from srt.managers.scheduler_link import SchedulerLink
 from srt.protocol.messages import (
     AbortLabel,
+    ContinueGeneration,
     ControlReply,
     FlushCache,
+    FromFrontend,
     GenerateRequest,
     GetState,
     Load,
     Message,
+    PauseGeneration,
     Refused,
     Rejected,
     RequestDone,
@@ -399,6 +402,14 @@ class TokenizerManager:
         reply = await self._call(FlushCache)
         return reply.ok, reply.message
 
+    async def pause(self, mode: str) -> tuple[bool, str]:
+        """(done?, sentence). When it returns no step is in flight; requests wait until `resume`."""
+        reply = await self._call(lambda call: PauseGeneration(call, mode))
+        return reply.ok, reply.message
+
+    async def resume(self) -> None:
+        await self._call(ContinueGeneration)
+
     async def get_state(self, deep: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
         """(ok?, sentence, the scheduler's counters). `deep` compares the workers' tables too."""
         reply = await self._call(lambda call: GetState(call, deep))
@@ -413,7 +424,7 @@ class TokenizerManager:
         count = reply.values.get("num_aborted", 0)
         return len(on_the_way) + (count if isinstance(count, int) else 0)
 
-    async def _call(self, make: Callable[[int], FlushCache | GetState | AbortLabel]) -> ControlReply:
+    async def _call(self, make: Callable[[int], FromFrontend]) -> ControlReply:
         self._check_alive()
         number = self._num_calls
         self._num_calls += 1

@@ -147,6 +147,25 @@ class GetState:
     deep: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PauseGeneration:
+    """Make no more plans until ContinueGeneration. Answered by ControlReply once no step is in flight.
+
+    What runs: `abort` ends it, as well as all that waits; `retract` preempts it, so that the cache can be flushed; `in_place`
+    leaves it where it is.
+    """
+
+    call: int
+    mode: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContinueGeneration:
+    """Go on after PauseGeneration. Answered by ControlReply, also where nothing was paused."""
+
+    call: int
+
+
 # ---- Scheduler -> frontend
 
 
@@ -207,7 +226,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class ControlReply:
-    """Answer to FlushCache, GetState or AbortLabel with the same call number."""
+    """Answer to FlushCache, GetState, AbortLabel, PauseGeneration or ContinueGeneration with the same call number."""
 
     call: int
     ok: bool
@@ -453,6 +472,8 @@ Message = (
     | AskRange
     | FlushCache
     | GetState
+    | PauseGeneration
+    | ContinueGeneration
     | SchedulerHello
     | TokenBatch
     | Refused
@@ -476,7 +497,18 @@ Message = (
     | EngineStart
     | EngineStarted
 )
-FromFrontend = FrontendHello | GenerateRequest | Abort | AbortLabel | AckBatch | AskRange | FlushCache | GetState
+FromFrontend = (
+    FrontendHello
+    | GenerateRequest
+    | Abort
+    | AbortLabel
+    | AckBatch
+    | AskRange
+    | FlushCache
+    | GetState
+    | PauseGeneration
+    | ContinueGeneration
+)
 ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load
 ToWorker = StepPlan | WorkPlan
 FromWorker = WorkerHello | StepResult | StepAck | WorkDone | WorkerFault
@@ -494,6 +526,8 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
     6: AskRange,
     7: FlushCache,
     8: GetState,
+    9: PauseGeneration,
+    10: ContinueGeneration,
     20: SchedulerHello,
     21: TokenBatch,
     22: Refused,

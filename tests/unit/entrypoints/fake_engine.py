@@ -98,6 +98,7 @@ class FakeEngine:
         self.is_closed = False
         self.aborted_labels: list[str] = []
         self.num_flushes_refused = 0
+        self.paused = ""  # or the mode
         self.difference = ""  # between the processes' tables
         self.limits = SchedulerHello(max_total_num_tokens=8192, max_request_tokens=CONTEXT, page_size=16)
         self.model = ModelFacts(
@@ -151,6 +152,13 @@ class FakeEngine:
     ) -> str:
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return text + ("<assistant>" if add_generation_prompt else "") + str(dict(variables or {}) or "")
+
+    async def pause(self, mode: str) -> tuple[bool, str]:
+        self.paused = mode
+        return True, ""
+
+    async def resume(self) -> None:
+        self.paused = ""
 
     async def flush_cache(self) -> tuple[bool, str]:
         if self.num_flushes_refused:

@@ -143,6 +143,17 @@ def test_a_deep_look_that_finds_a_difference_is_a_500_with_the_reason() -> None:
         assert world.get(f"/server_info?{query}").status_code == 400
 
 
+def test_generation_is_paused_in_one_of_three_ways_and_goes_on() -> None:
+    world = World()
+    for body, mode in (({}, "abort"), ({"mode": "retract"}, "retract"), ({"mode": "in_place"}, "in_place")):
+        assert world.post("/pause_generation", body).status_code == 200
+        assert world.engine.paused == mode
+    answer = world.post("/pause_generation", {"mode": "later"})
+    assert (answer.status_code, "mode" in answer.text) == (400, True)
+    assert world.post("/continue_generation", {}).status_code == 200
+    assert world.engine.paused == ""
+
+
 def test_flush_cache_is_a_400_while_requests_run() -> None:
     world = World()
     world.engine.num_flushes_refused = 1

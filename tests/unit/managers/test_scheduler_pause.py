@@ -1,0 +1,70 @@
+"""Pausing, what becomes of those who run, and going on."""
+
+from __future__ import annotations
+
+from srt.protocol.messages import ContinueGeneration, ControlReply, FlushCache, PauseGeneration
+from tests.unit.managers.scheduler_host import Host, expected_ids, request
+
+MADE = request(1, [1, 2, 3, 4, 5], max_new=9)
+
+
+def paused(mode: str) -> Host:
+    host = Host()
+    host.say(MADE)
+    host.tick()
+    host.answer()
+    host.tick()
+    host.say(PauseGeneration(7, mode))
+    host.tick()
+    return host
+
+
+def replies(host: Host) -> dict[int, bool]:
+    return {reply.call: reply.ok for reply in host.of_type(ControlReply)}
+
+
+def test_a_pause_is_answered_when_no_step_is_in_flight_and_none_is_planned() -> None:
+    host = paused("in_place")
+    assert 7 not in replies(host)
+    host.run()
+    assert replies(host)[7]
+    assert (host.value("is_paused"), host.value("num_running"), len(host.ids(1))) == (True, 1, 3)
+    host.say(request(2, [2]))
+    host.run()
+    assert host.value("num_waiting") == 1
+    host.say(ContinueGeneration(8))
+    host.run()
+    assert replies(host)[8]
+    assert host.ids(1) == expected_ids(MADE)
+    assert host.ids(2) == expected_ids(request(2, [2]))
+
+
+def test_retracted_requests_leave_the_cache_free_to_be_flushed_and_come_back() -> None:
+    host = paused("retract")
+    host.run()
+    assert (host.value("num_running"), host.value("num_waiting"), len(host.ids(1))) == (0, 1, 3)
+    host.say(FlushCache(8))
+    assert replies(host)[8]
+    assert host.value("num_free_pages") == host.value("num_total_pages")
+    host.say(ContinueGeneration(9))
+    host.run()
+    assert host.ids(1) == expected_ids(MADE)
+
+
+def test_an_aborting_pause_ends_what_is_there_and_lets_what_comes_wait() -> None:
+    host = paused("abort")
+    host.run()
+    assert host.ends()[1, 0].reason == "abort"
+    host.say(request(2, [2]))
+    host.run()
+    assert (2, 0) not in host.ends()
+    host.say(ContinueGeneration(8))
+    host.run()
+    assert host.ends()[2, 0].reason == "length"
+
+
+def test_a_pause_of_an_unknown_kind_is_refused() -> None:
+    host = paused("now")
+    assert replies(host) == {7: False}
+    host.run()
+    assert host.ids(1) == expected_ids(MADE)
