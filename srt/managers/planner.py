@@ -52,8 +52,8 @@ class _Draft:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
-    page_slots: list[Int64Array] = field(default_factory=list)
-    page_counts: list[Int64Array] = field(default_factory=list)
+    page_slots: list[int] = field(default_factory=list)
+    page_counts: list[int] = field(default_factory=list)
     pages: list[Int32Array] = field(default_factory=list)
     coming: set[_NextPage] = field(default_factory=set)  # what its rows compute next, behind the tree
     aside: list[Request] = field(default_factory=list)  # wait for one of them, in the queue, until the next plan
@@ -64,15 +64,14 @@ class _Draft:
 
     def add_pages(self, slot: int, pages: Int32Array) -> None:
         if len(pages):
-            self.page_slots.append(np.array([slot]))
-            self.page_counts.append(np.array([len(pages)]))
+            self.page_slots.append(slot)
+            self.page_counts.append(len(pages))
             self.pages.append(pages)
 
     def page_delta(self) -> PageDelta:
         if not self.pages:
             return PageDelta(int32_array(), int32_array(), int32_array())
-        slots, counts = np.concatenate(self.page_slots), np.concatenate(self.page_counts)
-        return PageDelta(slots.astype(np.int32), counts.astype(np.int32), np.concatenate(self.pages))
+        return PageDelta(int32_array(self.page_slots), int32_array(self.page_counts), np.concatenate(self.pages))
 
 
 class Planner:
@@ -278,8 +277,8 @@ class Planner:
         lacking = self._lacking(rows)
         if len(lacking):
             pages = self._memory.grow_by_one_each(lacking)
-            draft.page_slots.append(lacking)
-            draft.page_counts.append(np.ones(len(lacking), np.int64))
+            draft.page_slots += lacking.tolist()
+            draft.page_counts += [1] * len(lacking)
             draft.pages.append(pages)
         slots.computed[rows] += 1
         slots.submitted[rows] += 1
@@ -353,9 +352,9 @@ class Planner:
                 draft.aside.append(request)
                 if len(draft.aside) == self._slots.num_free:
                     return  # more than these cannot be admitted next time
-            elif self._memory.has_room(self._expected_tokens(request), len(cached)):
+            elif self._memory.has_room(expected := self._expected_tokens(request), len(cached)):
                 self._queue.pop()
-                self._start(request, node, cached)
+                self._start(request, node, cached, expected)
                 draft.admissions.append(self._admission(request))
                 self._plan_chunk(draft, request)
             else:
@@ -384,7 +383,7 @@ class Planner:
         size = self._memory.page_size
         return node.serial, request.salt, request.known_ids[num_pages * size : (num_pages + 1) * size].tobytes()
 
-    def _start(self, request: Request, node: RadixNode, cached: Int32Array) -> None:
+    def _start(self, request: Request, node: RadixNode, cached: Int32Array, expected_tokens: int) -> None:
         self.num_waiting -= 1
         self._num_admitted += 1
         request.status = Status.RUNNING
@@ -407,7 +406,7 @@ class Planner:
             stop_ids=request.sampling.stop_ids,
         )
         self._slots.computed[request.slot] = num_cached
-        self._memory.admit(request, node, cached, self._expected_tokens(request))
+        self._memory.admit(request, node, cached, expected_tokens)
         self._running[request.slot] = request
         self._prefilling.append(request)
         if request.started_s is None:
