@@ -178,6 +178,11 @@ class LedgerFrontend:
         if done.reason == "abort":
             assert choice.may_abort, f"{choice.name} was aborted by nobody"
             return
+        if done.status in (503, 504):
+            timeout = self._settings.waiting_timeout if done.status == 503 else self._settings.running_timeout
+            assert timeout is not None and done.reason == "error", f"{choice.name} ran into a timeout that is not set"
+            self._statistics["timed out"] += 1
+            return
         answer = choice.answer
         assert (done.reason, done.matched, done.num_output) == (answer.reason, answer.matched, len(answer.ids)), (
             f"{choice.name}: {done} where {answer} was expected"

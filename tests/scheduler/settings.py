@@ -26,6 +26,8 @@ class Settings:
     policy: str = "fcfs"
     threshold: int = 10  # of priorities
     eviction: str = "lru"
+    waiting_timeout: float | None = None
+    running_timeout: float | None = None
     num_requests: int = 40
     longest_prompt: int = 100
     longest_answer: int = 30
@@ -78,6 +80,8 @@ class Settings:
             policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
             threshold=rng.choice((1, 4)),
             eviction=rng.choice(("lru", "lru", "lfu")),
+            waiting_timeout=rng.choice((None,) * 9 + (2 * longest_answer * step_time,)),
+            running_timeout=rng.choice((None,) * 9 + (longest_answer * step_time,)),
             num_requests=num_requests,
             longest_prompt=longest_prompt,
             longest_answer=longest_answer,
@@ -113,6 +117,8 @@ class Settings:
             priority_scheduling_preemption_threshold=self.threshold,
             priority_aging_time=self.longest_answer * self.step_time,
             radix_eviction_policy=self.eviction,
+            request_waiting_timeout=self.waiting_timeout,
+            request_running_timeout=self.running_timeout,
         )
 
     def can_fit(self, num_tokens: int) -> bool:
