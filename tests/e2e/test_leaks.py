@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -136,7 +138,7 @@ def test_a_thousand_requests_a_third_of_them_broken_off_leave_nothing_behind(ser
     asyncio.run(_first_hundred(server))
     before = _settled(server)
     processes = server.processes
-    descriptors, memory = _descriptors(processes), _memory(processes)
+    descriptors, memory = _descriptors(server), _memory(processes)
 
     burst = Burst(server.url + "/generate", random.Random(3))
     asyncio.run(burst.run())
@@ -150,7 +152,7 @@ def test_a_thousand_requests_a_third_of_them_broken_off_leave_nothing_behind(ser
     assert burst.answered + burst.broken == NUM_REQUESTS
     assert burst.broken >= NUM_REQUESTS // 3
     assert min(aborted.values()) >= 50
-    assert _descriptors(processes) == descriptors
+    assert _descriptors(server) == descriptors
     for name, held in _memory(processes).items():
         assert held <= memory[name] + MEMORY_SLACK, f"{name} grew from {memory[name]} to {held} bytes"
 
@@ -177,8 +179,16 @@ def _settled(server: Server) -> dict[str, Any]:
     return state
 
 
-def _descriptors(processes: dict[str, psutil.Process]) -> dict[str, int]:
-    return {name: process.num_fds() for name, process in processes.items()}
+def _descriptors(server: Server) -> dict[str, int]:
+    """Once the server has seen that the last client has left, which it may learn a moment after the client has closed."""
+    port = urlsplit(server.url).port
+    while any(
+        connection.laddr.port == port and connection.status != psutil.CONN_LISTEN
+        for process in server.processes.values()
+        for connection in process.net_connections("tcp")
+    ):
+        time.sleep(0.01)
+    return {name: process.num_fds() for name, process in server.processes.items()}
 
 
 def _memory(processes: dict[str, psutil.Process]) -> dict[str, int]:
