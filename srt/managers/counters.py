@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
 from srt.protocol.messages import Scalar
+
+
+class Histogram:
+    """How many values were at most each of these bounds and above the one before, and how many were above all."""
+
+    def __init__(self, *bounds: float) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+
+    def take(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+
+    def values(self, name: str) -> dict[str, Scalar]:
+        labels = [*(f"{name}_to_{bound:g}" for bound in self._bounds), f"{name}_above"]
+        return dict(zip(labels, self._counts, strict=True))
 
 
 @dataclass(slots=True)
@@ -29,15 +45,14 @@ class Counters:
     num_preempted: int = 0
     num_recomputed_tokens: int = 0  # of preempted requests that came back, what the cache had lost meanwhile
     queue_us: int = 0  # sum of the times from arrival to the first admission
-    num_queued_1ms: int = 0  # such times up to 1 ms, ...
-    num_queued_10ms: int = 0
-    num_queued_100ms: int = 0
-    num_queued_1s: int = 0
-    num_queued_10s: int = 0
-    num_queued_longer: int = 0
     num_timed_out: int = 0
     num_held_back: int = 0  # waited for another request to compute their prefix
     step_us: int = 0  # sum of what workers report
+    prompt_step_us: int = 0  # of this, steps with prompt tokens
+    num_prompt_steps: int = 0
+    num_computed_prompt_tokens: int = 0  # in them
+    rows_per_step: Histogram = field(default_factory=lambda: Histogram(1, 4, 16, 64, 256))
+    queue_ms: Histogram = field(default_factory=lambda: Histogram(1, 10, 100, 1000, 10_000))
 
     def count_step(self, num_extends: int, num_decodes: int) -> None:
         rows = num_extends + num_decodes
@@ -45,27 +60,27 @@ class Counters:
         self.num_rows += rows
         if num_extends and num_decodes:
             self.num_mixed_steps += 1
+        self.rows_per_step.take(rows)
         if rows > self.max_rows_in_step:
             self.max_rows_in_step = rows
 
     def count_wait(self, seconds: float) -> None:
         self.queue_us += round(seconds * 1e6)
-        if seconds <= 0.001:
-            self.num_queued_1ms += 1
-        elif seconds <= 0.01:
-            self.num_queued_10ms += 1
-        elif seconds <= 0.1:
-            self.num_queued_100ms += 1
-        elif seconds <= 1.0:
-            self.num_queued_1s += 1
-        elif seconds <= 10.0:
-            self.num_queued_10s += 1
-        else:
-            self.num_queued_longer += 1
+        self.queue_ms.take(seconds * 1000)
+
+    def count_prompt_step(self, num_tokens: int, step_us: int) -> None:
+        self.num_prompt_steps += 1
+        self.num_computed_prompt_tokens += num_tokens
+        self.prompt_step_us += step_us
 
     def count_prompt(self, num_chunks: int, num_pages: int) -> None:
         self.max_chunks_of_a_prompt = max(self.max_chunks_of_a_prompt, num_chunks)
         self.max_pages_of_a_prompt = max(self.max_pages_of_a_prompt, num_pages)
 
     def values(self) -> dict[str, Scalar]:
-        return asdict(self)
+        """By name; a histogram has one for each of its ranges."""
+        values: dict[str, Scalar] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            values |= value.values(name) if isinstance(value, Histogram) else {name: value}
+        return values

@@ -158,7 +158,10 @@ class Planner:
 
     def note_answered(self, planned: Planned, step_us: int) -> None:
         """The results of all plans up to this one are entered."""
-        self._step_times.take(planned.plan.sections[0], step_us)
+        section = planned.plan.sections[0]
+        self._step_times.take(section, step_us)
+        if len(section.extend_counts):
+            self._counters.count_prompt_step(int(section.extend_counts.sum()), step_us)
         self._answered_step = planned.plan.step
         self._return_preempted()
 

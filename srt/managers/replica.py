@@ -28,8 +28,8 @@ class Replica:
         self._has_priorities = args.uses_priorities
         self.counters = Counters()
         self.slots = SlotTable(hello.num_slots)
-        step_times = StepTimes(1000.0 * args.max_decode_stall)
-        forecast = OutputForecast(args.schedule_conservativeness)
+        self._step_times = StepTimes(1000.0 * args.max_decode_stall)
+        self._forecast = OutputForecast(args.schedule_conservativeness)
         self.memory = KvMemory(
             hello.num_pages,
             hello.page_size,
@@ -43,10 +43,10 @@ class Replica:
             self.slots,
             self.memory,
             self.counters,
-            forecast,
+            self._forecast,
             Ranking(args),
             queue,
-            step_times,
+            self._step_times,
             args.chunked_prefill_size,
         )
         self.results = ResultReader(self.slots, self.planner, self.counters)
@@ -113,7 +113,11 @@ class Replica:
             "num_pinned": tree.num_pinned,
             "num_evicted_pages": tree.num_evicted,
             "page_size": memory.page_size,
+            "num_promised_pages": memory.num_promised,
             "num_in_flight": self.stream.num_in_flight,
+            "expected_share_of_max_new_tokens": self._forecast.share,
+            "decode_step_us": round(self._step_times.decode_us),
+            "prompt_token_ns": round(1000 * self._step_times.per_token),
         }
         return values | self.counters.values()
 

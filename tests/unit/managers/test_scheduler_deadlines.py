@@ -64,4 +64,15 @@ def test_how_long_requests_waited_is_counted() -> None:
     host.tick()
     host.now = 0.5
     host.run()
-    assert (host.value("num_queued_1ms"), host.value("num_queued_1s"), host.value("queue_us")) == (1, 1, 500_000)
+    assert (host.value("queue_ms_to_1"), host.value("queue_ms_to_1000"), host.value("queue_us")) == (1, 1, 500_000)
+
+
+def test_the_state_tells_what_steps_were_made_of() -> None:
+    host = Host()
+    host.say(request(1, [1] * 6, max_new=3))
+    host.run()
+    names = ("rows_per_step_to_1", "num_prompt_steps", "num_computed_prompt_tokens", "prompt_step_us", "decode_step_us")
+    assert [host.value(name) for name in names] == [3, 1, 6, 1000, 1000]
+    values = host.state().values
+    pages = [values[f"num_{kind}_pages"] for kind in ("free", "cached", "promised")]
+    assert pages == [62, 2, 0]
