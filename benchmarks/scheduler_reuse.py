@@ -156,11 +156,16 @@ def measure_reuse(num_chats: int, report: Callable[..., None]) -> None:
     infinite, uses = run_trace(trace, 1 << 20)
     pages = working_set(trace, uses)
     num_distinct = len({page for turn in uses for page in turn.pages})
-    whole, _ = run_trace(trace, pages)
-    half, _ = run_trace(trace, pages // 2)
-    best = belady_hits(uses, pages // 2)
     print(f"\nreuse: {num_chats} chats, {len(trace)} turns, {num_distinct} pages in all, working set {pages}")
-    print(f"{'infinite cache':32} {infinite:10} tokens hit")
-    print(f"{'working set':32} {whole:10}   {whole / infinite:.3f} of infinite, goal >= 0.98")
-    print(f"{'half of it':32} {half:10}   {half / best:.3f} of the optimum ({best}), goal >= 0.8")
-    report("prefix reuse", of_infinite=round(whole / infinite, 4), of_optimum=round(half / best, 4), turns=len(trace))
+    print(f"{'tokens hit':16} {'scheduler':>12} {'optimum':>12} {'ratio':>8}")
+    for name, share, goal in (
+        ("infinite", 0, ""),
+        ("working set", 1, "goal 0.98"),
+        ("half", 2, "goal 0.8"),
+        ("quarter", 4, ""),
+    ):
+        num_pages = pages // share if share else NEVER
+        hits = run_trace(trace, num_pages)[0] if share else infinite
+        best = belady_hits(uses, num_pages)
+        print(f"{name:16} {hits:12} {best:12} {hits / best:8.3f}  {goal}")
+        report("prefix reuse", memory=name, pages=num_pages if share else None, hits=hits, optimum=best)
