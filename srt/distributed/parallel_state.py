@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from srt.distributed.errors import CollectiveError
+
 Backend = Literal["gloo", "nccl"]
 
 
@@ -75,7 +77,11 @@ class TensorParallel:
         if x.numel():
             # Bytes: no backend needs to know the type.
             flat = x.contiguous().view(-1).view(torch.uint8)
-            self._group._allgather_base(gathered.view(-1).view(torch.uint8), flat).wait()
+            try:
+                self._group._allgather_base(gathered.view(-1).view(torch.uint8), flat).wait()
+            except RuntimeError as error:
+                reason = str(error).partition(". This is typically")[0].rstrip(".")  # gloo goes on to guess
+                raise CollectiveError(f"rank {self.rank} lost the others: {reason}") from error
         return gathered
 
 

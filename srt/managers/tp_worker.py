@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+from srt.distributed.errors import CollectiveError
 from srt.managers.child import Child, SupervisorGone, run_child
 from srt.managers.worker_link import WorkerLink
 from srt.protocol.codec import protocol_hash
@@ -36,6 +37,7 @@ from srt.protocol.messages import (
     WorkPlan,
     int32_array,
 )
+from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -154,9 +156,11 @@ def main(child: Child) -> None:
     except SupervisorGone:
         raise
     except Exception as error:
-        sentence = f"Worker {rank} failed in step {worker.step}: {type(error).__name__}: {error}"
-        link.send(WorkerFault(rank, worker.step, " ".join(sentence.split())))
+        sentence = " ".join(f"Worker {rank} failed in step {worker.step}: {type(error).__name__}: {error}".split())
+        link.send(WorkerFault(rank, worker.step, sentence))
         link.close()
+        if isinstance(error, CollectiveError):  # another rank's fault as a rule, so where we were tells nobody anything
+            raise StartError(sentence) from error
         raise
     link.close()
 

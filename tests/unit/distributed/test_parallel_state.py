@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from srt.distributed.errors import CollectiveError
 from srt.distributed.parallel_state import TensorParallel, init_tensor_parallel
 from tests.support.ranks import CPU, run_ranks, single_rank
 
@@ -115,7 +116,7 @@ def test_a_peer_that_leaves_ends_the_wait(tmp_path: Path) -> None:
         if tp.rank == 1:
             tp.close()
             return "left"
-        with pytest.raises(RuntimeError):
+        with pytest.raises(CollectiveError, match=r"^rank 0 lost the others: "):
             tp.min_int(1)
         return "noticed"
 
