@@ -15,7 +15,7 @@ from srt.layers.sampler import Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.mem_cache.tables_hash import tables_hash
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from srt.model_executor.memory_profile import check_pages, profile_max_num_token
+from srt.model_executor.memory_profile import check_pages, check_tables, profile_max_num_token
 from srt.model_executor.plan_arrays import PlanArrays, Staging
 from srt.model_executor.step_output import StepOutput
 from srt.model_executor.step_planner import HostStep, StepPlanner
@@ -85,6 +85,7 @@ class ModelRunner:
         self.num_slots = self._args.max_running_requests
         self.max_total_num_tokens = self.num_pages * page_size
         self.max_request_tokens = min(config.context_length, self.max_total_num_tokens)
+        check_tables(self.num_slots, self.max_request_tokens, page_size, self.device)
         self._req_to_token_pool = ReqToTokenPool(
             self.num_slots, self.max_request_tokens, self.num_pages, page_size, self.device
         )
