@@ -31,6 +31,9 @@ MODULES = {
 }
 
 
+FEW_CORES = 4  # a rank with fewer computes on all of them
+
+
 @dataclass(frozen=True, slots=True)
 class ChildKey:
     """A place in the server: `worker` 1, `frontend` 0, `scheduler` 0."""
@@ -99,11 +102,16 @@ def children_of(num_frontends: int, tp_size: int) -> list[ChildKey]:
     return [*workers, ChildKey("scheduler", 0), *(ChildKey("frontend", index) for index in range(num_frontends))]
 
 
+def _torch_threads(cores: int) -> int:
+    """Of a rank that has so many cores: one is left to the worker's other threads and the other processes, if it can be spared."""
+    return max(1, cores if cores < FEW_CORES else cores - 1)
+
+
 def environment_of(role: str, tp_size: int, num_processes: int, cores: int) -> dict[str, str]:
     """What must be set before the child's libraries are loaded. What the user has set stays."""
     wanted = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's pool of threads costs start-up time, and nobody multiplies with it
     if role == "worker":
-        wanted["OMP_NUM_THREADS"] = str(max(1, cores // tp_size))
+        wanted["OMP_NUM_THREADS"] = str(_torch_threads(cores // tp_size))
         if cores < num_processes + 2:
             wanted["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of a process that has work
     return {name: value for name, value in wanted.items() if name not in os.environ}
