@@ -29,6 +29,10 @@ def option(
 MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "Devices and kernels", "Logging"
 
 
+MOST = (1 << 31) - 1  # of counts, sizes and seconds
+MOST_SEED = (1 << 63) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class ServerArgs:
     """The options as the user gave them. `check()` refuses what cannot work together; nothing is guessed here."""
@@ -145,6 +149,10 @@ class ServerArgs:
         for name in ("context_length", "max_total_tokens"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
+        for f in dataclasses.fields(self):
+            value, most = getattr(self, f.name), MOST_SEED if f.name == "random_seed" else MOST
+            if type(value) is int and abs(value) > most:
+                raise ArgumentError(f"--{f.name.replace('_', '-')} must be at most {most}, not {value}.")
         if self.chunked_prefill_size != -1:
             self._at_least("chunked_prefill_size", 1)
         if not 0 <= self.port <= 65535:

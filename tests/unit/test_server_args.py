@@ -59,6 +59,9 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
         ([*MODEL, "--json-model-override-args", "{"], "--json-model-override-args is not JSON"),
         ([*MODEL, "--json-model-override-args", "[]"], "--json-model-override-args must be a JSON object"),
         ([*MODEL, "--max-total-tokens", "0"], "--max-total-tokens must be at least 1"),
+        ([*MODEL, "--max-total-tokens", "9" * 30], "--max-total-tokens must be at most 2147483647"),
+        ([*MODEL, "--dist-timeout", "99999999999"], "--dist-timeout must be at most 2147483647"),
+        ([*MODEL, "--random-seed", "-9223372036854775809"], "--random-seed must be at most"),
         ([*MODEL, "--no-such-thing"], "Unknown option --no-such-thing"),
         ([*MODEL, "stray"], "Unknown option stray"),
         ([*MODEL, "--page", "16"], "Unknown option --page"),  # no guessing from beginnings
