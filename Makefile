@@ -3,7 +3,6 @@
 #   make serve      start a server on a small random checkpoint       (ARGS="--port 8000 --tp 2", MODEL=path)
 #   make test       everything but the GPU tests and the full product (ARGS="tests/unit -k radix")
 #   make test-all   everything but the GPU tests
-#   make test-ci    make test, and this run's share of the full product
 #   make lint       ruff, mypy, import-linter, and whether docs/options.md is current
 #   make docs       write docs/options.md
 #   make bench      the benchmarks that a CPU can run
@@ -13,7 +12,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: serve test test-all test-ci lint format docs bench venv clean
+.PHONY: serve test test-all lint format docs bench venv clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,11 +26,6 @@ PIP_INSTALL := $(RUN) pip install --quiet --disable-pip-version-check
 RANDOM_MODEL := $(CACHE)/models/random-qwen3
 MODEL ?= $(RANDOM_MODEL)
 
-# The full product is spread over this many runs of CI. One while it fits into CI's time. With more, the run is told by
-# CI's own counter; the number of commits stands in for it, but may skip shares.
-CI_SHARES ?= 1
-CI_RUN ?= $(or $(CI_RUN_NUMBER),$(GITHUB_RUN_NUMBER),$(shell git rev-list --count HEAD))
-
 serve: $(VENV)/.installed $(if $(filter $(RANDOM_MODEL),$(MODEL)),$(RANDOM_MODEL)/config.json)
 	@exec $(RUN) srt.launch_server --model-path $(MODEL) $(if $(filter $(RANDOM_MODEL),$(MODEL)),--served-model-name random) $(ARGS)
 
@@ -40,9 +34,6 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(RUN) pytest -m "not gpu" $(ARGS)
-
-test-ci: $(VENV)/.installed-test
-	$(RUN) pytest -m "not gpu" --share $$(($(CI_RUN) % $(CI_SHARES)))/$(CI_SHARES) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@failed=(); \

@@ -31,22 +31,3 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFactory:
 def qwen3_checkpoint(checkpoint: CheckpointFactory) -> Path:
     """The checkpoint for tests to which the family does not matter."""
     return checkpoint("qwen3")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--share 1/4` keeps the second quarter of the tests that are marked `full`, and every other test."""
-    parser.addoption("--share", metavar="I/N", help="of the tests marked full, run only share I (from 0) of N")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of other shares. Neighbours, which are alike, fall into different shares."""
-    option: str | None = config.getoption("--share")
-    if option is None:
-        return
-    share, num_shares = (int(part) for part in option.split("/"))
-    if not 0 <= share < num_shares:
-        raise pytest.UsageError(f"--share counts from 0 and ends before the number of shares: {option}")
-    full = [item for item in items if item.get_closest_marker("full")]
-    others = {item.nodeid for index, item in enumerate(full) if index % num_shares != share}
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
-    items[:] = [item for item in items if item.nodeid not in others]
