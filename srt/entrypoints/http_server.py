@@ -146,7 +146,7 @@ class Frontend:
         self._server.stop(stop.grace_s)
         await asyncio.wait((http,), timeout=max(0.0, stop.grace_s - LAST_WORDS_S))
         if self._engine is not None and not http.done():
-            self._engine.engine_died("the server is shutting down")
+            self._engine.engine_died(stop.reason or "the server is shutting down")
         await http
         if self._engine is not None:
             await self._engine.close()

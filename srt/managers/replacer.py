@@ -275,7 +275,7 @@ class Replacer:
         frontends = self._of_role("frontend") if was_ready else ()
         at_once = tuple(child for child in self._alive if child not in frontends)
         self._deadlines += [_Deadline(now_s + SETTLE_S, at_once), _Deadline(now_s + ENDING_S, frontends)]
-        return [Tell(child, Stop(LAST_ANSWERS_S)) for child in frontends]
+        return [Tell(child, Stop(LAST_ANSWERS_S, self._cause.sentence)) for child in frontends]
 
     def _stop(self, grace_s: float, now_s: float) -> list[Effect]:
         if self.state is State.READY and grace_s > 0:

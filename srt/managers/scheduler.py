@@ -96,7 +96,7 @@ class SchedulerProcess:
     def _hear_supervisor(self) -> None:
         while (message := self._child.receive()) is not None:
             match message:
-                case Stop(grace_s):
+                case Stop(grace_s, _):
                     self._stop_at = time.monotonic() + grace_s
                     self._scheduler.drain()
                 case ServerReady():

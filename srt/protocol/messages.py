@@ -399,9 +399,10 @@ class ServerReady:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Finish what runs within `grace_s` seconds, then end with exit code 0."""
+    """Finish what runs within `grace_s` seconds, then end with exit code 0. `reason` is why, if it was not asked for: clients are told."""
 
     grace_s: float
+    reason: str = ""
 
 
 # ---- Child -> supervisor

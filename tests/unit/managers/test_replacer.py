@@ -5,6 +5,7 @@ from __future__ import annotations
 from srt.managers.child_process import ChildKey
 from srt.managers.replacer import (
     ENDING_S,
+    LAST_ANSWERS_S,
     SETTLE_S,
     SILENT_S,
     BecameReady,
@@ -131,7 +132,8 @@ def test_the_first_death_is_the_reason_and_the_kills_that_follow_are_not() -> No
 
 def test_when_the_engine_dies_frontends_get_time_for_their_last_answers() -> None:
     replacer = ready()
-    assert told(exits(replacer, [WORKERS[0]], 5.0, -11)) == FRONTENDS
+    word = Stop(LAST_ANSWERS_S, "Worker 0 was killed by SIGSEGV.")
+    assert exits(replacer, [WORKERS[0]], 5.0, -11) == [Tell(child, word) for child in FRONTENDS]
     assert killed(replacer.tick(5.0 + SETTLE_S)) == [WORKERS[1], SCHEDULER]
     assert exits(replacer, [WORKERS[1], SCHEDULER], 5.5, -9) == []
     assert exits(replacer, FRONTENDS, 6.0) == [Finish(1, "Worker 0 was killed by SIGSEGV.")]
