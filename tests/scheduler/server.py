@@ -15,9 +15,11 @@ from srt.protocol.messages import (
     Abort,
     AbortLabel,
     AckBatch,
+    ContinueGeneration,
     FromFrontend,
     FrontendHello,
     Message,
+    PauseGeneration,
     StepAck,
     StepPlan,
     StepResult,
@@ -74,6 +76,7 @@ class Server:
         self._from_ranks = [Link(world.now) for _ in range(s.tp_size)]
         self._tick_at = math.inf
         self._num_in_flight = 0
+        self._is_paused = False
 
     def start(self) -> None:
         """The workers come up."""
@@ -120,6 +123,12 @@ class Server:
             self._last_ack[number] = message.number
         elif isinstance(message, AbortLabel) and not message.label:
             self._world.note_abort_of_all()
+        elif isinstance(message, PauseGeneration):
+            self._is_paused = True
+            if message.mode == "abort":
+                self._world.note_abort_of_all()
+        elif isinstance(message, ContinueGeneration):
+            self._is_paused = False
         self._handle(Frontend(number), message, self._settings.tick_delay if isinstance(message, AckBatch) else 0.0)
 
     def lose(self, frontend: LedgerFrontend) -> None:
@@ -149,6 +158,7 @@ class Server:
 
     def _forget(self, frontend: LedgerFrontend) -> None:
         del self._connected[frontend.number]
+        self._is_paused &= self._scheduler.is_ready  # what it said before that is forgotten
         for choice in frontend.live_choices():
             self._worker.end(choice)
 
@@ -236,6 +246,7 @@ class Server:
         answer: StepResult | WorkDone
         step_us = 0
         if isinstance(work, StepPlan):
+            assert not self._is_paused, "a plan was made in a pause"
             self._num_in_flight += 1
             assert self._num_in_flight <= s.window, f"{self._num_in_flight} plans are in flight"
             step_us = self._step_us(work)

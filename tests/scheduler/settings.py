@@ -52,7 +52,7 @@ class Settings:
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
         page_size = rng.choice((1, 4, 16, 16))
-        num_slots = rng.choice((1, 4, 12, 16, 24, 24, 32, 96, 96, 96))
+        num_slots = rng.choice((1, 4, 16, 24, 24, 32, 32, 96, 96, 112))
         if num_slots <= 4:
             longest_prompt, longest_answer = rng.choice(((12, 8), (60, 20)))
         else:
@@ -62,9 +62,9 @@ class Settings:
         memory = rng.choice((0.0, 0.3, 0.5, 0.5, 0.7, 1.0, 3.0) if num_slots < 32 else (0.6, 0.7, 0.8, 1.0, 3.0))
         num_pages = max(least_pages, int(used_pages * memory))
         step_time = 0.01
-        num_requests = 10 + num_slots * rng.choice((2, 4, 6))
-        load = rng.choice((0.0, 0.2, 0.4, 0.6))
-        chunks = (64, 256, -1) if longest_prompt > 60 or num_slots > 16 else (7, 64, 64, -1)
+        num_requests = 10 + num_slots * (rng.choice((2, 4, 6)) if num_slots < 64 else rng.choice((4, 6)))
+        load = rng.choice((0.0, 0.2, 0.4, 0.6) if num_slots < 64 else (0.0, 0.1, 0.2, 0.3))
+        chunks = (32, 64, 256, -1) if longest_prompt > 60 or num_slots > 16 else (7, 32, 64, -1)
         return cls(
             page_size=page_size,
             num_pages=num_pages + rng.randint(0, 3),

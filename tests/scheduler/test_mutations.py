@@ -15,8 +15,6 @@ from tests.scheduler.mutations import MUTATIONS, PACKAGE, Mutation
 MOST_SEEDS = 40
 
 
-@pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
 def test_a_planted_bug_is_found_within_40_worlds(mutation: Mutation, tmp_path: Path) -> None:
     mutation.plant(tmp_path)

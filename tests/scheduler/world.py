@@ -15,11 +15,13 @@ from functools import partial
 from srt.protocol.messages import (
     AbortLabel,
     AckBatch,
+    ContinueGeneration,
     ControlReply,
     FlushCache,
     FromFrontend,
     FrontendHello,
     GetState,
+    PauseGeneration,
     ToFrontend,
 )
 from tests.scheduler.ledger_frontend import LedgerFrontend
@@ -170,11 +172,13 @@ class World:
 
     def _ask_something(self) -> None:
         frontend = self.rng.choice(self._frontends)
-        kind = self.rng.choice(("deep", "deep", "state", "flush", "label", "label", "all"))
+        kind = self.rng.choice(("deep", "deep", "state", "flush", "label", "label", "all", "pause"))
         if kind in ("deep", "state"):
             self._say(frontend, [GetState(self._call(), deep=kind == "deep")])
         elif kind == "flush":
-            self._say(frontend, [FlushCache(self._call())])
+            self._flush(frontend.number)
+        elif kind == "pause":
+            self._pause(frontend)
         else:
             owner = self.rng.choice(self._frontends)
             live = (
@@ -187,6 +191,20 @@ class World:
                 for choice in live:
                     choice.may_abort |= label in ("", choice.request.label)
                 self._say(frontend, [AbortLabel(self._call(), label)])
+
+    def _pause(self, frontend: LedgerFrontend) -> None:
+        self.statistics["pauses"] += 1
+        mode = self.rng.choice(("retract", "retract", "in_place", "in_place", "abort"))
+        self._say(frontend, [PauseGeneration(self._call(), mode)])
+        if mode == "retract":
+            self.at(self.now + 0.1, partial(self._flush, frontend.number))
+        self.at(self.now + self.rng.random(), partial(self._continue, frontend.number))
+
+    def _flush(self, number: int) -> None:
+        self._say(self._frontends[number], [FlushCache(self._call())])
+
+    def _continue(self, number: int) -> None:
+        self._say(self._frontends[number], [ContinueGeneration(self._call())])
 
     def note_abort_of_all(self) -> None:
         for frontend in self._frontends:
