@@ -57,9 +57,10 @@ class StepDeadline:
         if due_s is None or now_s < due_s:
             return None
         item = self._items[0]
-        late = ", ".join(str(rank) for rank in sorted(item.waiting_for))
+        late = sorted(item.waiting_for)
+        who = f"Worker {late[0]} has" if len(late) == 1 else f"Workers {', '.join(map(str, late))} have"
         return (
-            f"Worker {late} has not answered step {item.step} ({item.num_tokens} tokens) within"
+            f"{who} not answered step {item.step} ({item.num_tokens} tokens) within"
             f" {self._limit_s(item):g} s (see --watchdog-timeout)."
         )
 

@@ -65,7 +65,7 @@ class RouterLink:
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
-            raise StartError(f"The socket {endpoint} cannot be made ({error.strerror}).") from error
+            raise StartError(f"The socket {endpoint} cannot be made: {error}.") from error
         self._generation = generation
         self._sent: defaultdict[bytes, int] = defaultdict(int)
         self._expected: defaultdict[bytes, int] = defaultdict(int)

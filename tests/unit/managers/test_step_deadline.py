@@ -47,7 +47,7 @@ def test_who_is_late_is_named_with_the_step_and_the_option() -> None:
     deadline.answered(1, 7, 1.0)
     assert deadline.complaint(29.9) is None
     assert deadline.complaint(30.0) == (
-        "Worker 0, 2 has not answered step 7 (0 tokens) within 30 s (see --watchdog-timeout)."
+        "Workers 0, 2 have not answered step 7 (0 tokens) within 30 s (see --watchdog-timeout)."
     )
 
 

@@ -20,6 +20,7 @@ from srt.protocol.links import (
     worker_path,
 )
 from srt.protocol.messages import Abort, FlushCache, Load, Message
+from srt.utils.errors import StartError
 
 WAIT_MS = 10_000
 HELLO = FlushCache(0)
@@ -211,3 +212,8 @@ def test_socket_paths_are_the_generations_and_short() -> None:
     assert worker_path("/tmp/srt-x", 4) != worker_path("/tmp/srt-x", 5)
     with pytest.raises(ValueError, match="shorter"):
         frontend_path("/tmp/" + "x" * 100, 1)
+
+
+def test_a_path_that_cannot_be_bound_is_one_sentence(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"^The socket ipc://.*/missing/w1 cannot be made: No such file or directory"):
+        RouterLink(context, worker_path(str(tmp_path / "missing"), 1), 1)
