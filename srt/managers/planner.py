@@ -10,7 +10,6 @@ and pages are taken, its computed prefix stays in the cache, and it waits again 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -18,60 +17,18 @@ import numpy as np
 from srt.managers.counters import Counters
 from srt.managers.forecast import OutputForecast
 from srt.managers.kv_memory import KvMemory
+from srt.managers.plan_draft import Draft, NextPage, Planned
 from srt.managers.policy import Ranking
+from srt.managers.preempted import PreemptedRequests
 from srt.managers.request import Request, Status
 from srt.managers.slots import SlotTable
 from srt.managers.step_times import StepTimes
 from srt.managers.waiting import WaitingQueue
 from srt.mem_cache.radix_cache import RadixNode
-from srt.protocol.messages import Admission, Int32Array, Int64Array, PageDelta, PlanSection, StepPlan, int32_array
+from srt.protocol.messages import Admission, Int32Array, Int64Array, PlanSection, StepPlan, int32_array
 
 UNLIMITED = 1 << 40
 NO_SLOTS: Int64Array = np.zeros(0, np.int64)
-_NextPage = tuple[int, str, bytes]  # where the tree would go on: serial of the node, salt, ids of the page behind it
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A step that was submitted. Its result is matched against who had the slots then."""
-
-    plan: StepPlan
-    sampling_slots: Int64Array
-    sampling_incarnations: Int64Array
-    extends: dict[int, int]  # slot -> incarnation of the rows that compute prompt tokens
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    budget: int  # prompt tokens that may still be planned
-    budget_us: float  # and how much longer they may make the step
-    admissions: list[Admission] = field(default_factory=list)
-    extends: list[Request] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    page_slots: list[int] = field(default_factory=list)
-    page_counts: list[int] = field(default_factory=list)
-    pages: list[Int32Array] = field(default_factory=list)
-    coming: set[_NextPage] = field(default_factory=set)  # what its rows compute next, behind the tree
-    aside: list[Request] = field(default_factory=list)  # wait for one of them, in the queue, until the next plan
-
-    @property
-    def has_budget(self) -> bool:
-        return self.budget > 0 and self.budget_us > 0
-
-    def add_pages(self, slot: int, pages: Int32Array) -> None:
-        if len(pages):
-            self.page_slots.append(slot)
-            self.page_counts.append(len(pages))
-            self.pages.append(pages)
-
-    def page_delta(self) -> PageDelta:
-        if not self.pages:
-            return PageDelta(int32_array(), int32_array(), int32_array())
-        return PageDelta(int32_array(self.page_slots), int32_array(self.page_counts), np.concatenate(self.pages))
 
 
 class Planner:
@@ -103,10 +60,8 @@ class Planner:
         self._something_ended = False  # since the last plan
         self._no_room_for: Request | None = None  # the first that waits, found not to fit; nothing was released since
         self._now = 0.0  # when the present plan is made
-        self._planned_step = self._answered_step = 0
-        self._away: dict[int, tuple[int, Request]] = {}  # preempted, with the last step that may have its rows
-        self._just_preempted: list[Request] = []
-        self._returning: dict[int, Request] = {}  # all that were preempted and wait, by serial
+        self._planned_step = 0
+        self.preempted = PreemptedRequests()
         self.num_waiting = 0
 
     # ---- Requests come and go
@@ -123,8 +78,7 @@ class Planner:
         self._no_room_for = None
         if was_waiting:
             self.num_waiting -= 1
-            self._returning.pop(request.serial, None)
-            if self._away.pop(request.incarnation, None) is None:
+            if not self.preempted.remove(request):
                 self._queue.note_end()
         else:
             self._vacate(request, keep_prefix=keep_prefix)
@@ -138,23 +92,9 @@ class Planner:
     def running(self) -> list[Request]:
         return [request for request in self._running if request is not None]
 
-    @property
-    def has_away(self) -> bool:
-        return bool(self._away)
-
-    def preempted(self, incarnation: int) -> Request | None:
-        """The request that lost its slot with rows in flight, if that is what this incarnation was."""
-        _, request = self._away.get(incarnation, (0, None))
-        return request
-
     def preempt_all(self) -> None:
         for request in self.running():
             self._preempt(request)
-
-    def take_preempted(self) -> list[Request]:
-        """Who lost its slot since this was asked last."""
-        preempted, self._just_preempted = self._just_preempted, []
-        return preempted
 
     def note_answered(self, planned: Planned, step_us: int) -> None:
         """The results of all plans up to this one are entered."""
@@ -162,21 +102,12 @@ class Planner:
         self._step_times.take(section, step_us)
         if len(section.extend_counts):
             self._counters.count_prompt_step(int(section.extend_counts.sum()), step_us)
-        self._answered_step = planned.plan.step
-        self._return_preempted()
-
-    def _return_preempted(self) -> None:
-        """Who was preempted may come back when none of its rows is out."""
-        step = self._answered_step
-        back = [incarnation for incarnation, (last_step, _) in self._away.items() if last_step <= step]
-        for incarnation in back:
-            _, request = self._away.pop(incarnation)
-            request.know_all()
+        for request in self.preempted.note_answered(planned.plan.step):
             self._queue.push(request)
 
     def started(self) -> list[Request]:
-        """Who runs, and who was preempted with rows in flight or waits to return."""
-        return [*self.running(), *self._returning.values()]
+        """Who runs, and who was preempted and waits to run again."""
+        return [*self.running(), *self.preempted.requests()]
 
     # ---- The next step
 
@@ -189,7 +120,7 @@ class Planner:
         if self._ranking.has_priorities and not is_short:
             self._displace()
         rows = self._decode_rows()
-        draft = _Draft(self._chunk_size, self._step_times.budget_us(len(rows)))
+        draft = Draft(self._chunk_size, self._step_times.budget_us(len(rows)))
         decodes = self._plan_decodes(draft, rows)
         self._plan_prompts(draft, may_admit=not is_short or self._slots.num_used == 0)
         if not draft.extends and not len(decodes):
@@ -254,12 +185,10 @@ class Planner:
         self._vacate(request, keep_prefix=True)
         request.lose_slot(request.outputs, request.sent, computed)
         self._counters.num_preempted += 1
-        self._just_preempted.append(request)
-        self._returning[request.serial] = request
         self.num_waiting += 1
         self._no_room_for = None
-        self._away[request.incarnation] = (self._planned_step, request)
-        self._return_preempted()
+        for back in self.preempted.add(request, self._planned_step):
+            self._queue.push(back)
 
     def _decode_rows(self) -> Int64Array:
         rows = self._decoding
@@ -272,7 +201,7 @@ class Planner:
         lacking: Int64Array = rows[slots.computed[rows] >= slots.num_pages[rows] * self._memory.page_size]
         return lacking
 
-    def _plan_decodes(self, draft: _Draft, rows: Int64Array) -> Int64Array:
+    def _plan_decodes(self, draft: Draft, rows: Int64Array) -> Int64Array:
         """One more token for every request that wants one: its last id is on the device already, or will be."""
         slots = self._slots
         if not len(rows):
@@ -287,7 +216,7 @@ class Planner:
         slots.submitted[rows] += 1
         return rows
 
-    def _plan_prompts(self, draft: _Draft, *, may_admit: bool) -> None:
+    def _plan_prompts(self, draft: Draft, *, may_admit: bool) -> None:
         short: list[Request] = []
         long: list[Request] = []
         for request in self._prefilling:
@@ -313,11 +242,11 @@ class Planner:
     def _missing(self, request: Request) -> int:
         return request.num_known - int(self._slots.computed[request.slot])
 
-    def _count_within(self, draft: _Draft, request: Request) -> int:
+    def _count_within(self, draft: Draft, request: Request) -> int:
         start = int(self._slots.computed[request.slot])
         return min(draft.budget, self._step_times.tokens_within(draft.budget_us, start))
 
-    def _plan_chunk(self, draft: _Draft, request: Request) -> None:
+    def _plan_chunk(self, draft: Draft, request: Request) -> None:
         """The next known ids of this request, as far as budget and memory go."""
         slots, slot = self._slots, request.slot
         start = int(slots.computed[slot])
@@ -342,7 +271,7 @@ class Planner:
         draft.counts.append(count)
         draft.samples.append(int(samples))
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Give slots to those who wait, in order, while there is room and something left of the budget."""
         while draft.has_budget and self._slots.num_free > 0:
             request = self._queue.first()
@@ -372,7 +301,7 @@ class Planner:
         expected = self._forecast.expected_outputs(request.sampling.max_new_tokens)
         return max(request.prompt_len + expected, request.num_known + 1)
 
-    def _is_coming(self, draft: _Draft, request: Request, node: RadixNode, num_cached: int) -> bool:
+    def _is_coming(self, draft: Draft, request: Request, node: RadixNode, num_cached: int) -> bool:
         """Would this request compute a page that another one does in this very plan? Then the next plan has it in the cache.
 
         Nobody waits for long: as long as budget is left, those in the plan compute all that they know.
@@ -381,7 +310,7 @@ class Planner:
             return False
         return self._next_page(request, node, num_cached) in draft.coming
 
-    def _next_page(self, request: Request, node: RadixNode, num_pages: int) -> _NextPage:
+    def _next_page(self, request: Request, node: RadixNode, num_pages: int) -> NextPage:
         """The page behind the request's first `num_pages`, which end at `node`."""
         size = self._memory.page_size
         return node.serial, request.salt, request.known_ids[num_pages * size : (num_pages + 1) * size].tobytes()
@@ -416,7 +345,7 @@ class Planner:
             request.started_s = self._now
             self._counters.count_wait(self._now - request.arrived_s)
         if request.num_preempted:
-            del self._returning[request.serial]
+            self.preempted.remove(request)
             self._counters.num_recomputed_tokens += request.num_known - num_cached
             return
         self._counters.num_prompt_tokens += request.num_known
@@ -433,7 +362,7 @@ class Planner:
             logprobs=request.logprobs,
         )
 
-    def _publish(self, draft: _Draft) -> None:
+    def _publish(self, draft: Draft) -> None:
         """The plan stands: what it writes is in the prefix cache for later plans, and prompts that end in it decode from then on."""
         for request in draft.extends:
             computed = int(self._slots.computed[request.slot])
@@ -446,7 +375,7 @@ class Planner:
             for request in finished:
                 self._counters.count_prompt(request.num_chunks, self._memory.pages_for(request.prompt_len))
 
-    def _finish_plan(self, step: int, draft: _Draft, decodes: Int64Array) -> Planned:
+    def _finish_plan(self, step: int, draft: Draft, decodes: Int64Array) -> Planned:
         self._planned_step = step
         extend_slots = [request.slot for request in draft.extends]
         section = PlanSection(

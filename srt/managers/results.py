@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from srt.managers.counters import Counters
-from srt.managers.planner import Planned, Planner
+from srt.managers.plan_draft import Planned
+from srt.managers.planner import Planner
 from srt.managers.request import Request
 from srt.managers.slots import SlotTable
 from srt.managers.worker_stream import BrokenReplica
@@ -64,12 +65,12 @@ class ResultReader:
 
     def _append_late(self, planned: Planned, result: StepResult) -> tuple[list[Request], list[End]]:
         """The tokens of requests that were preempted while this step was in flight."""
-        if not self._planner.has_away:
+        if not self._planner.preempted.are_some_away:
             return [], []
         late, ends = [], []
         places = np.cumsum(result.counts) - result.counts
         for row, incarnation in enumerate(planned.sampling_incarnations.tolist()):
-            request = self._planner.preempted(incarnation)
+            request = self._planner.preempted.find(incarnation)
             if request is None:
                 continue
             if result.counts[row] == 0:
@@ -118,7 +119,7 @@ class ResultReader:
         if self._slots.incarnation[slot] == incarnation:
             request, num_output = self._planner.request_in(slot), int(self._slots.num_output[slot])
         else:
-            away = self._planner.preempted(incarnation)
+            away = self._planner.preempted.find(incarnation)
             if away is None:
                 return None
             request, num_output = away, len(away.outputs)

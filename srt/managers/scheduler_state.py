@@ -381,7 +381,7 @@ class Scheduler:
                 break
             replica.stream.submit(planned)
             effects.append(ToWorkers(planned.plan))
-        for request in replica.planner.take_preempted():
+        for request in replica.planner.preempted.take_new():
             self._clients[request.frontend].outbox.add_waiting(request)
         if replica.stream.num_in_flight == 0:
             effects += [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from srt.managers.planner import Planned
+from srt.managers.plan_draft import Planned
 from srt.protocol.messages import Scalar, StepAck, StepResult, WorkDone, WorkerHello
 
 
