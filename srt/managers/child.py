@@ -38,6 +38,7 @@ from srt.protocol.stream import MessageStream
 from srt.utils.errors import StartError
 
 HEARTBEAT_S = 1.0
+OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
 _PR_SET_PDEATHSIG = 1
 
 
@@ -112,12 +113,30 @@ class Child:
         threading.Thread(target=self._beat, args=(progress_age_s,), name="heartbeat", daemon=True).start()
 
     def _beat(self, progress_age_s: Callable[[], float]) -> None:
+        awake = AwakeTime(time.monotonic())
         while True:
+            awake_s = awake.seconds(time.monotonic())
             try:
-                self.send(Heartbeat(progress_age_s()))
+                # Nobody makes progress while the whole process is stopped.
+                self.send(Heartbeat(min(progress_age_s(), awake_s)))
             except SupervisorGone:
                 return  # the main thread sees it too, and ends
             time.sleep(HEARTBEAT_S)
+
+
+class AwakeTime:
+    """How long a process has run since something outside (a paused container, SIGSTOP) last stopped it: for ever, at first."""
+
+    def __init__(self, now_s: float) -> None:
+        self._since_s = float("-inf")
+        self._last_s = now_s
+
+    def seconds(self, now_s: float) -> float:
+        """To be called every HEARTBEAT_S: a call that comes much later shows that the process was stopped."""
+        if now_s - self._last_s > HEARTBEAT_S + OVERSLEPT_S:
+            self._since_s = now_s
+        self._last_s = now_s
+        return now_s - self._since_s
 
 
 def run_child(main: Callable[[Child], None]) -> NoReturn:

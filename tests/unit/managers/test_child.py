@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from srt.managers.child import AwakeTime
 from srt.managers.child_process import CHILD_FD, PARENT_PID, ChildKey, children_of, environment_of, spawn
 from srt.protocol.link_errors import PeerGone
 from srt.protocol.messages import ChildStart, Failed, Heartbeat, Message, Progress, Ready, ServerReady, Stop
@@ -177,3 +178,9 @@ def test_workers_share_the_cores_and_do_not_spin_where_there_are_few(monkeypatch
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert "OMP_NUM_THREADS" not in environment_of("worker", 2, 5, 64)
+
+
+def test_the_time_in_which_a_process_was_stopped_does_not_count_as_awake() -> None:
+    awake = AwakeTime(100.0)
+    assert [awake.seconds(now_s) for now_s in (101.0, 102.5, 105.0)] == [float("inf")] * 3
+    assert [awake.seconds(now_s) for now_s in (705.0, 706.0)] == [0.0, 1.0]
