@@ -18,6 +18,7 @@ from srt.protocol.messages import (
     ContinueGeneration,
     FromFrontend,
     FrontendHello,
+    GenerateRequest,
     Message,
     PauseGeneration,
     StepAck,
@@ -32,6 +33,7 @@ from srt.protocol.messages import (
 )
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.ledger_frontend import LedgerFrontend
+from tests.scheduler.traffic import Choice
 
 if TYPE_CHECKING:
     from tests.scheduler.world import World
@@ -71,6 +73,7 @@ class Server:
         self._scheduler = Scheduler(s.server_args(), PROTOCOL)
         self._worker = FakeWorker(s, world.by_seed)
         self._connected: dict[int, LedgerFrontend] = {}
+        self._known: dict[str, list[Choice]] = {}  # by label, what has arrived
         self._last_ack: dict[int, int] = {}
         self._to_frontends = [Link(world.now) for _ in range(s.num_frontends)]
         self._from_ranks = [Link(world.now) for _ in range(s.tp_size)]
@@ -121,12 +124,15 @@ class Server:
             self._note_abort(message)
         elif isinstance(message, AckBatch):
             self._last_ack[number] = message.number
-        elif isinstance(message, AbortLabel) and not message.label:
-            self._world.note_abort_of_all()
+        elif isinstance(message, GenerateRequest):
+            known = self._world.by_rid[message.rid]
+            self._known[message.label] = [known[index] for index in message.choices.tolist()]
+        elif isinstance(message, AbortLabel):
+            self._note_abort_by(message.label)
         elif isinstance(message, PauseGeneration):
             self._is_paused = True
             if message.mode == "abort":
-                self._world.note_abort_of_all()
+                self._note_abort_by("")
         elif isinstance(message, ContinueGeneration):
             self._is_paused = False
         self._handle(Frontend(number), message, self._settings.tick_delay if isinstance(message, AckBatch) else 0.0)
@@ -167,6 +173,13 @@ class Server:
             if abort.choice in (-1, choice.choice):
                 self._world.statistics["crossing aborts"] += choice.is_done
                 self._worker.end(choice)
+
+    def _note_abort_by(self, label: str) -> None:
+        """Those that have arrived are over; those that arrive meanwhile may be, too, if all are aborted."""
+        if not label:
+            self._world.note_abort_of_all()
+        for choice in [c for known in ([self._known.get(label, [])] if label else self._known.values()) for c in known]:
+            self._worker.end(choice)
 
     def _handle(self, source: Source, message: Message, tick_within: float) -> None:
         now = self._world.now
@@ -228,6 +241,7 @@ class Server:
             return
         if isinstance(message, TokenBatch):
             assert message.number - self._last_ack[number] <= MAX_UNACKNOWLEDGED, f"frontend {number} is flooded"
+            self._check_ranges(message)
             for done in message.done:
                 choice = world.by_rid[done.rid][done.choice]
                 self._worker.end(choice)
@@ -237,6 +251,18 @@ class Server:
         link = self._to_frontends[number]
         when = link.next_arrival(world.now, world.rng.random() * 2 * self._settings.delay)
         world.at(when, partial(world.deliver, receiver, message), link)
+
+    def _check_ranges(self, batch: TokenBatch) -> None:
+        """Each token is sent once, in order, unless it was asked for again."""
+        columns = zip(
+            batch.rids.tolist(), batch.choices.tolist(), batch.first.tolist(), batch.counts.tolist(), strict=True
+        )
+        for rid, index, first, count in columns:
+            choice = self._world.by_rid[rid][index]
+            assert first == choice.num_sent or choice.num_sent < 0 or choice.has_asked, (
+                f"{choice.name}: tokens from {first} on were sent, where {choice.num_sent} were sent before"
+            )
+            choice.num_sent = first + count
 
     # ---- Workers
 

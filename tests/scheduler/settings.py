@@ -52,14 +52,14 @@ class Settings:
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
         page_size = rng.choice((1, 4, 16, 16))
-        num_slots = rng.choice((1, 4, 16, 24, 24, 32, 32, 96, 96, 112))
+        num_slots = rng.choice((1, 4, 16, 24, 24, 32, 48, 96, 96, 112))
         if num_slots <= 4:
             longest_prompt, longest_answer = rng.choice(((12, 8), (60, 20)))
         else:
             longest_prompt, longest_answer = rng.choice(((12, 8), (60, 40), (60, 80), (100, 160), (300, 60), (20, 160)))
         least_pages = -(-(longest_prompt + longest_answer) // page_size) + 2
         used_pages = num_slots * (longest_prompt + longest_answer) * 0.5 / page_size
-        memory = rng.choice((0.0, 0.3, 0.5, 0.5, 0.7, 1.0, 3.0) if num_slots < 32 else (0.6, 0.7, 0.8, 1.0, 3.0))
+        memory = rng.choice((0.0, 0.4, 0.6, 0.6, 0.8, 1.0, 3.0) if num_slots < 32 else (0.6, 0.7, 0.8, 1.0, 3.0))
         num_pages = max(least_pages, int(used_pages * memory))
         step_time = 0.01
         num_requests = 10 + num_slots * (rng.choice((2, 4, 6)) if num_slots < 64 else rng.choice((4, 6)))

@@ -30,6 +30,7 @@ class Choice:
     # In the present server:
     is_over: bool = False  # the scheduler knows that it has ended: no plan may have it any more
     is_done: bool = False  # and said so
+    num_sent: int = -1  # tokens that it has sent, its own and those that the request came with; -1: none yet
     slot: int = -1  # that it was admitted to last
     num_held: int = -1  # ids that a worker held when it was admitted elsewhere; -1: was never admitted
 
@@ -44,7 +45,7 @@ class Choice:
     def begin_anew(self) -> None:
         """A new server knows nothing of it."""
         self.is_over = self.is_done = False
-        self.slot = self.num_held = -1
+        self.slot = self.num_held = self.num_sent = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,6 +231,8 @@ class World:
         self._links[number] = Link(self._links[number].cut_at)
         self._server_of[number] = self._server
         self._say(new, [FrontendHello(number, PROTOCOL)])
+        if self.statistics["pauses"]:
+            self._continue(number)  # the old one's word may have been lost
 
     def _die(self) -> None:
         """The scheduler or a worker dies. Of what it had sent, each frontend still hears a part; then all begin anew."""
