@@ -22,6 +22,7 @@ from srt.entrypoints.app import App
 from srt.entrypoints.http_protocol import http_config
 from srt.entrypoints.service import Service
 from srt.managers.child import Child, SupervisorGone, run_child
+from srt.managers.io_struct import EngineDied
 from srt.managers.startup_report import STARTUP_FILE
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import ServerReady, Stop
@@ -113,7 +114,10 @@ class Frontend:
             args=start.args,
         )
         self._child.report_phase("waiting for the engine")
-        await self._engine.wait_ready()
+        try:
+            await self._engine.wait_ready()
+        except EngineDied as error:
+            raise StartError(error.message) from error
         gc.collect()
         gc.freeze()
         self._ticked_at = time.monotonic()

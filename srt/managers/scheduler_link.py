@@ -107,7 +107,7 @@ class SchedulerLink:
 
     def _break(self, reason: str) -> None:
         if self._is_open:
-            logger.error("The link to the scheduler is broken: %s.", reason)
+            logger.debug("The link to the scheduler is broken: %s.", reason)
             self._end(0)
             self._on_broken(reason)
 

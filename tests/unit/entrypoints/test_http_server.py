@@ -14,6 +14,7 @@ import pytest
 from srt.entrypoints import http_protocol
 from srt.entrypoints.http_server import Frontend
 from srt.managers.child import Child, SupervisorGone
+from srt.managers.io_struct import EngineDied
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import ChildStart, ServerReady, Stop
 from srt.server_args import ServerArgs
@@ -195,6 +196,19 @@ def test_a_checkpoint_that_cannot_be_used_is_a_start_error(monkeypatch: pytest.M
         async with running(monkeypatch) as process:
             process.error = StartError("The tokenizer is broken.")
             with pytest.raises(StartError, match="The tokenizer is broken"):
+                await process.task
+
+    asyncio.run(go())
+
+
+def test_an_engine_that_ends_at_the_start_is_a_start_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait_ready(engine: FakeEngine) -> None:
+        raise EngineDied("The engine has ended: the scheduler has gone.")
+
+    async def go() -> None:
+        monkeypatch.setattr(FakeEngine, "wait_ready", wait_ready)
+        async with running(monkeypatch) as process:
+            with pytest.raises(StartError, match="the scheduler has gone"):
                 await process.task
 
     asyncio.run(go())
