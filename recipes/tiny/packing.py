@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,20 +111,32 @@ def _make_shard(job: tuple[str, ShardTask]) -> Rows:
     return _packers[folder].shard(task)
 
 
-def stream_shards(folder: Path, tasks: Iterator[ShardTask], workers: int, ahead: int = 64) -> Iterator[Rows]:
-    """The shards of `tasks`, in order, made by `workers` processes at most `ahead` before they are taken; 0: made right here."""
+def stream_shards(
+    folder: Path, tasks: Iterator[ShardTask], workers: int, ahead: int = 64
+) -> Generator[Rows, None, None]:
+    """The shards of `tasks`, in order, made by `workers` processes at most `ahead` before they are taken; 0: made right here.
+
+    Closing the generator ends the processes.
+    """
     jobs = ((str(folder), task) for task in tasks)
     if workers == 0:
         yield from map(_make_shard, jobs)
         return
-    room = threading.Semaphore(ahead)
+    room, closed = threading.Semaphore(ahead), threading.Event()
 
     def admitted() -> Iterator[tuple[str, ShardTask]]:
         for job in jobs:
             room.acquire()
+            if closed.is_set():
+                return
             yield job
 
     with multiprocessing.get_context("spawn").Pool(workers, _begin_worker) as pool:
-        for rows in pool.imap(_make_shard, admitted()):
+        try:
+            for rows in pool.imap(_make_shard, admitted()):
+                room.release()
+                yield rows
+        finally:
+            # The pool's own thread may wait for room; it would never see that the pool ends.
+            closed.set()
             room.release()
-            yield rows

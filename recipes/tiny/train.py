@@ -7,6 +7,7 @@ would say, so that its guesses are tiny's. A run that was stopped goes on where 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -32,6 +33,8 @@ from recipes.tiny.tokenizer import load_tokenizer, save_tokenizer, token_id, tra
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENIZER_SEED, TOKENIZER_TEXTS = 7, 30_000
+STATE = "state.pt"
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +165,13 @@ def shard_tasks(settings: Settings, first_step: int) -> Iterator[ShardTask]:
 def batches(
     settings: Settings, folder: Path, first_step: int, workers: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    shards = stream_shards(folder, shard_tasks(settings, first_step), workers)
-    for step in range(first_step, settings.steps):
-        rows, _ = settings.shape_of(step)
-        parts = list(itertools.islice(shards, math.ceil(rows / ROWS_PER_SHARD)))
-        ids = torch.from_numpy(np.concatenate([part.ids for part in parts])[:rows].astype(np.int32))
-        learned = torch.from_numpy(np.concatenate([part.learned for part in parts])[:rows])
-        yield ids.to(device, non_blocking=True).long(), learned.to(device, non_blocking=True)
+    with contextlib.closing(stream_shards(folder, shard_tasks(settings, first_step), workers)) as shards:
+        for step in range(first_step, settings.steps):
+            rows, _ = settings.shape_of(step)
+            parts = list(itertools.islice(shards, math.ceil(rows / ROWS_PER_SHARD)))
+            ids = torch.from_numpy(np.concatenate([part.ids for part in parts])[:rows].astype(np.int32))
+            learned = torch.from_numpy(np.concatenate([part.learned for part in parts])[:rows])
+            yield ids.to(device, non_blocking=True).long(), learned.to(device, non_blocking=True)
 
 
 class Progress:
@@ -202,14 +205,10 @@ class Progress:
 def train(
     settings: Settings, work: Path, device: torch.device, workers: int, compiled: bool, save_every: int
 ) -> Trainer:
-    """Train to the end, from the state in `work` if there is one."""
-    work.mkdir(parents=True, exist_ok=True)
-    if not (work / "tokenizer.json").is_file():
-        texts = itertools.islice(draw_texts(TOKENIZER_SEED), TOKENIZER_TEXTS)
-        save_tokenizer(train_tokenizer(texts), work)
+    """Train to the end with the tokenizer in `work`, from the state there if there is one."""
     torch.set_float32_matmul_precision("high")
     trainer = Trainer(settings, device, compiled)
-    state_file = work / "state.pt"
+    state_file = work / STATE
     if state_file.is_file():
         trainer.load_state(torch.load(state_file, map_location=device, weights_only=True))
     progress = Progress(trainer)
@@ -253,9 +252,7 @@ def main(argv: list[str] | None = None) -> None:
     default = Settings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "srt/assets/models", help="where the checkpoints go")
-    parser.add_argument(
-        "--results", type=Path, default=Path(__file__).parent / "results", help="where losses and plot go"
-    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where losses and plot go")
     parser.add_argument(
         "--work", type=Path, default=REPOSITORY / ".cache/tiny", help="tokenizer and state, to resume from"
     )
@@ -269,8 +266,12 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     args = parser.parse_args(argv)
     settings = Settings(**{name: getattr(args, name) for name in asdict(default)})
+    if not (args.work / STATE).is_file():
+        texts = itertools.islice(draw_texts(TOKENIZER_SEED), TOKENIZER_TEXTS)
+        save_tokenizer(train_tokenizer(texts), args.work)
     trainer = train(settings, args.work, torch.device(args.device), args.workers, args.compile, args.save_every)
     export(trainer, args.work, args.out, args.results)
+    (args.work / STATE).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
