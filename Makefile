@@ -1,6 +1,6 @@
 # Every target sets up what it needs: the environment in .venv, made again when setup.py changes.
 #
-#   make serve      start a server on a small random checkpoint       (ARGS="--port 8000 --tp 2", MODEL=path)
+#   make serve      start a server on the model that ships with it    (ARGS="--port 8000 --tp 2", MODEL=path)
 #   make test       everything but the GPU tests and the full product (ARGS="tests/unit -k radix")
 #   make test-all   everything but the GPU tests
 #   make lint       ruff, mypy, import-linter, and whether docs/options.md is current
@@ -23,11 +23,10 @@ BIN := $(VENV)/bin
 # Always -m: a tool that the environment sees on the host has no script in .venv/bin.
 RUN := $(BIN)/python -m
 PIP_INSTALL := $(RUN) pip install --quiet --disable-pip-version-check
-RANDOM_MODEL := $(CACHE)/models/random-qwen3
-MODEL ?= $(RANDOM_MODEL)
+MODEL ?= tiny
 
-serve: $(VENV)/.installed $(if $(filter $(RANDOM_MODEL),$(MODEL)),$(RANDOM_MODEL)/config.json)
-	@exec $(RUN) srt.launch_server --model-path $(MODEL) $(if $(filter $(RANDOM_MODEL),$(MODEL)),--served-model-name random) $(ARGS)
+serve: $(VENV)/.installed
+	@exec $(RUN) srt.launch_server --model-path $(MODEL) $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(RUN) pytest $(ARGS)
@@ -52,8 +51,8 @@ format: $(VENV)/.installed-dev
 docs: $(VENV)/.installed
 	$(RUN) scripts.document_options
 
-bench: $(VENV)/.installed-test $(RANDOM_MODEL)/config.json
-	$(RUN) benchmarks.startup $(ARGS)
+bench: $(VENV)/.installed-test
+	$(RUN) benchmarks.startup --model-path $(MODEL)
 	$(RUN) benchmarks.scheduler
 
 venv: $(BIN)/python
@@ -76,6 +75,3 @@ $(VENV)/.installed-test: setup.py | $(BIN)/python
 $(VENV)/.installed-dev: setup.py | $(BIN)/python
 	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed-test $(VENV)/.installed
-
-$(RANDOM_MODEL)/config.json: srt/model_loader/random_checkpoint.py srt/model_loader/random_tokenizer.py | $(VENV)/.installed
-	$(RUN) srt.model_loader.random_checkpoint $(RANDOM_MODEL) --family qwen3

@@ -1,5 +1,6 @@
 """A conversation in the terminal, with a running server or with a model that is started for it.
 
+    python -m srt.chat
     python -m srt.chat --url http://localhost:30000
     python -m srt.chat --model-path FOLDER --system "Answer briefly."
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from srt.managers.engine_process import EngineProcess
 from srt.server_args import ArgumentError, ServerArgs, from_keywords
+from srt.utils.checkpoint import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from srt.entrypoints.local_engine import Answer, Chunks, LocalEngine
@@ -25,6 +26,7 @@ HTTP_ONLY = ("host", "api_key", "tokenizer_worker_num", "served_model_name", "en
 
 class Runtime:
     """A running engine. The keywords are the server's options (`tp_size=2` is `--tp-size 2`); `port=` serves HTTP as well.
+    Without `model_path` it is the model that ships with the project.
 
     Any thread may call any method. `RequestError` names the parameter that is wrong; `EngineDied` comes from every call that runs
     when the engine ends. Only errors are printed, unless `log_level` is "info" or "debug".
@@ -36,7 +38,7 @@ class Runtime:
         for name in HTTP_ONLY:
             if name in server_args and not http:
                 raise ArgumentError(f"{name} needs port: without it a Runtime serves no HTTP.")
-        self.server_args: ServerArgs = from_keywords({"log_level": "error", **server_args})
+        self.server_args: ServerArgs = from_keywords({"model_path": DEFAULT_MODEL, "log_level": "error", **server_args})
         process = EngineProcess(self.server_args, http=http)
         from srt.entrypoints.local_engine import LocalEngine  # here: the engine loads its modules meanwhile
 

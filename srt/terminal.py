@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from srt.runtime import Runtime
+from srt.utils.checkpoint import DEFAULT_MODEL
 
 API_KEY_VARIABLE = "SRT_API_KEY"
 CONNECT_TIMEOUT_S = 10.0
@@ -82,7 +83,11 @@ def _reason(body: bytes, status: int) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("Where the model runs").add_mutually_exclusive_group()
     where.add_argument("--url", help="a running server, such as http://localhost:30000")
-    where.add_argument("--model-path", "--model", help="start an engine for this: a folder, a shipped name or a hub id")
+    where.add_argument(
+        "--model-path",
+        "--model",
+        help=f"start an engine for this model (default: {DEFAULT_MODEL}, which ships with srt)",
+    )
     group = parser.add_argument_group("Where the model runs, further")
     group.add_argument(
         "--api-key", default=os.environ.get(API_KEY_VARIABLE), help=f"of the server (default: ${API_KEY_VARIABLE})"
@@ -108,7 +113,5 @@ def engine(options: argparse.Namespace) -> Iterator[Client]:
     if options.url:
         yield Client(options.url, options.api_key)
         return
-    if not options.model_path:
-        raise AnswerError("Name a server with --url, or a model with --model-path.")
-    with Runtime(model_path=options.model_path, device=options.device, port=0) as runtime:
+    with Runtime(model_path=options.model_path or DEFAULT_MODEL, device=options.device, port=0) as runtime:
         yield Client(str(runtime.url), None)

@@ -14,6 +14,7 @@ from typing import Any
 from srt.utils.model_error import ModelError
 
 SHIPPED_MODELS = Path(__file__).resolve().parent.parent / "assets" / "models"
+DEFAULT_MODEL = "tiny"  # of those; what a program or a person at the terminal gets who names none
 
 HUB_PATTERNS = (
     "config.json",

@@ -103,7 +103,7 @@ def test_generate_writes_the_continuation_and_nothing_else(server: Server, capsy
     [
         (["--url", "localhost:1", "x"], "localhost:1"),
         (["--url", "ftp:x", "x"], "ftp:x"),
-        (["x"], "--model-path"),
+        (["--model-path", "no-such-model", "x"], "no-such-model"),
     ],
 )
 def test_what_cannot_be_reached_is_named(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
