@@ -211,7 +211,7 @@ def save_checkpoint(model: Model, folder: Path, bos_id: int, end_id: int) -> Non
             "do_sample": True,
             "eos_token_id": [end_id, bos_id],
             "pad_token_id": bos_id,
-            "temperature": 0.5,
+            "temperature": 0.7,
             "top_p": 0.95,
         },
     )
