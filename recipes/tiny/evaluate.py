@@ -69,12 +69,15 @@ class Score:
 
 
 def draw_cases(skill: str, count: int, seed: int = 1) -> list[Case]:
-    """Different prompts, the same ones for the same seed. Fewer where there are not that many."""
+    """Different prompts, the same ones for the same seed. Fewer where there are not that many.
+
+    Of the prompts written by hand, each is asked once: what comes before it does not make another question of it.
+    """
     rng = random.Random(f"{seed} {skill}")
     cases: dict[str, Case] = {}
     for _ in range(count * 20):
         case = Case(held_out_case(rng, skill))
-        cases.setdefault(case.prompt(), case)
+        cases.setdefault(case.exchange.phrasing if skill == "unknown" else case.prompt(), case)
         if len(cases) == count:
             break
     return list(cases.values())
