@@ -32,10 +32,12 @@ def greedy_cases(
     while len(cases) < talkers:
         cases += _safe_cases(oracle, _tokens(rng, oracle, int(rng.integers(1, 7))), most_new, eos_ids)
     while len(cases) < talkers + readers:
-        prefix = _tokens(rng, oracle, int(rng.integers(longest // 2, longest)))
-        for _ in range(min(8, talkers + readers - len(cases))):
-            shared = prefix[: int(rng.integers(len(prefix) // 2, len(prefix) + 1))]
-            prompt = shared + _tokens(rng, oracle, int(rng.integers(1, 9)))
+        # The first group is long enough for several of the larger chunks, and begins with its longest, which finds nothing cached.
+        is_first = len(cases) == talkers
+        prefix = _tokens(rng, oracle, 2 * longest if is_first else int(rng.integers(longest // 2, longest)))
+        for number in range(min(8, talkers + readers - len(cases))):
+            num_shared = len(prefix) if number == 0 else int(rng.integers(len(prefix) // 2, len(prefix) + 1))
+            prompt = prefix[:num_shared] + _tokens(rng, oracle, int(rng.integers(1, 9)))
             cases += _safe_cases(oracle, prompt, int(rng.integers(2, 1 + most_new // 3)), eos_ids)
     return cases
 
