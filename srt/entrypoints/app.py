@@ -6,7 +6,7 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from srt.entrypoints import health, native
+from srt.entrypoints import health, native, web_page
 from srt.entrypoints.errors import ApiError
 from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
 from srt.entrypoints.openai import chat, completions, models
@@ -33,8 +33,10 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/pause_generation": {"POST": native.pause_generation},
     "/continue_generation": {"POST": native.continue_generation},
     "/abort_request": {"POST": native.abort_request},
+    **{path: {"GET": web_page.file} for path in web_page.FILES},
+    "/page/stats": {"GET": web_page.stats},
 }
-OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate"))
+OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate", *web_page.FILES))
 
 _log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class Service:
         self.status = STARTING
         self.startup_s: float | None = None
         self._engine: TokenizerManager | None = None
+        self._draining = asyncio.Event()
 
     def begin(self, engine: TokenizerManager, startup_s: float) -> None:
         """The whole server is ready: requests are taken from now on."""
@@ -36,6 +38,11 @@ class Service:
     def drain(self) -> None:
         """Take no more requests; those that run may finish."""
         self.status = DRAINING
+        self._draining.set()
+
+    async def wait_draining(self) -> None:
+        """Return when no more requests are taken."""
+        await self._draining.wait()
 
     def startup_report(self) -> Any:
         """When each phase of each process began; None if the supervisor has not written it."""

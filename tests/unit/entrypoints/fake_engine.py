@@ -16,7 +16,7 @@ from srt.managers.io_struct import ChoiceUpdate, EngineDied, Finish, GenerateInp
 from srt.managers.model_facts import ModelFacts
 from srt.managers.request_checks import build_request, check_form, check_ids
 from srt.managers.tokenizer_manager import TokenizerManager
-from srt.protocol.messages import Scalar, SchedulerHello
+from srt.protocol.messages import Load, Scalar, SchedulerHello
 from srt.sampling.sampling_params import SamplingParams
 from srt.server_args import ServerArgs
 
@@ -100,6 +100,8 @@ class FakeEngine:
         self.num_flushes_refused = 0
         self.paused = ""  # or the mode
         self.difference = ""  # between the processes' tables
+        self.counters: dict[str, Scalar] = {"num_running": 0, "num_waiting": 1, "num_total_pages": 512}
+        self.load: Load | None = None
         self.limits = SchedulerHello(max_total_num_tokens=8192, max_request_tokens=CONTEXT, page_size=16)
         self.model = ModelFacts(
             folder="/m",
@@ -167,7 +169,7 @@ class FakeEngine:
         return True, "Cache flushed."
 
     async def get_state(self, deep: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
-        return not (deep and self.difference), self.difference, {"num_running": 0}
+        return not (deep and self.difference), self.difference, dict(self.counters)
 
     async def abort_label(self, label: str) -> int:
         self.aborted_labels.append(label)
