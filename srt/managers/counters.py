@@ -28,6 +28,7 @@ class Counters:
     num_steps: int = 0
     num_mixed_steps: int = 0  # with prompt chunks and decodes
     num_rows: int = 0  # over all steps
+    num_prompt_rows: int = 0  # of these, with chunks of prompts
     max_rows_in_step: int = 0
     num_prompt_tokens: int = 0  # of requests when they are admitted, cached ones included
     num_cached_tokens: int = 0
@@ -58,6 +59,7 @@ class Counters:
         rows = num_extends + num_decodes
         self.num_steps += 1
         self.num_rows += rows
+        self.num_prompt_rows += num_extends
         if num_extends and num_decodes:
             self.num_mixed_steps += 1
         self.rows_per_step.take(rows)
