@@ -39,7 +39,10 @@ class _Choice:
 class LiveRequest:
     """Owned by the TokenizerManager, which feeds it; a RequestHandle reads it."""
 
-    def __init__(self, request: GenerateRequest, new_output: Callable[[], OutputText]) -> None:
+    def __init__(
+        self, request: GenerateRequest, new_output: Callable[[], OutputText], *, wants_tokens: bool = True
+    ) -> None:
+        """Without `wants_tokens` the one token that the engine draws at the least is not shown: only the prompt was to be computed."""
         self.rid = request.rid
         self.label = request.label
         self.seed = request.seed
@@ -47,6 +50,7 @@ class LiveRequest:
         self._choices = {
             index: _Choice(index, new_output(), choice_seed(request.seed, index)) for index in request.choices.tolist()
         }
+        self._wants_tokens = wants_tokens
         self._wants_all = False  # the reader waits for the end
         self._error: RequestError | None = None
         self._wake = asyncio.Event()
@@ -58,12 +62,14 @@ class LiveRequest:
         choice = self._choices[news.choice]
         if choice.finish is not None:
             return False
+        choice.cached_tokens = news.cached
+        choice.prompt_logprobs = choice.prompt_logprobs or news.prompt_logprobs
+        if not self._wants_tokens:
+            return False
         delta = choice.output.push(news.ids)
         choice.text.append(delta.text)
         choice.ids += news.ids[: delta.num_tokens]
-        choice.cached_tokens = news.cached
         choice.logprobs += news.logprobs[: delta.num_tokens]
-        choice.prompt_logprobs = choice.prompt_logprobs or news.prompt_logprobs
         choice.num_tokens += delta.num_tokens
         if delta.stop is not None:
             self._finish(choice, Finish("stop", matched=delta.stop))
@@ -175,9 +181,9 @@ class LiveRequest:
 def _finish_of(done: RequestDone, num_tokens: int, stop: str | None) -> Finish:
     if stop is not None:  # the last, unfinished character completed it
         return Finish("stop", matched=stop)
-    if done.reason == "stop":
+    if done.reason == "stop" and num_tokens:
         return Finish("stop", matched=done.matched if done.matched >= 0 else None)
-    if done.reason == "length":
+    if done.reason in ("stop", "length"):
         return Finish("length", length=num_tokens)
     return Finish("abort", message=done.message or ABORTED)
 

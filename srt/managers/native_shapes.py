@@ -17,7 +17,8 @@ from srt.managers.request_schema import (
     cache_namespace,
     checked_sampling_params,
 )
-from srt.sampling.sampling_params import MAX_TOP_LOGPROBS, show
+from srt.sampling.parameter_checks import show
+from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
 
 MAX_BATCH = 4096
 MAX_BATCH_REGEXES = 256  # each takes the event loop a millisecond or more

@@ -7,7 +7,8 @@ import numpy as np
 from srt.managers.io_struct import GenerateInput, LogprobRequest, RequestError
 from srt.managers.model_facts import ModelFacts
 from srt.protocol.messages import GenerateRequest, LogprobSpec, SchedulerHello, int32_array
-from srt.sampling.sampling_params import MAX_TOP_LOGPROBS, ParameterError, is_unicode
+from srt.sampling.parameter_checks import ParameterError, is_unicode
+from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
 
 MAX_PRIORITY = 1_000_000
 MAX_LABEL_CHARS = 256
@@ -125,7 +126,7 @@ def _output_limit(
             "min_new_tokens",
             f"is {params.min_new_tokens}, but with a prompt of {num_prompt} tokens only {room} fit: {owner} holds {total}",
         )
-    return room if wanted is None else min(wanted, room)
+    return room if wanted is None else max(1, min(wanted, room))  # at least one is drawn, even if none is shown
 
 
 def _logprob_spec(logprobs: LogprobRequest, num_prompt: int, vocab_size: int) -> LogprobSpec:

@@ -13,7 +13,8 @@ from pydantic_core import CoreSchema
 
 from srt.managers.io_struct import RequestError
 from srt.managers.request_checks import MAX_LABEL_CHARS
-from srt.sampling.sampling_params import ParameterError, SamplingParams
+from srt.sampling.parameter_checks import ParameterError
+from srt.sampling.sampling_params import SamplingParams
 
 NEUTRAL: tuple[Any, ...] = (None, False, "", 0, [], {})
 SamplingParamsOf = Callable[[dict[str, Any]], SamplingParams]

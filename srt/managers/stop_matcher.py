@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from re import _parser as expression_parser  # type: ignore[attr-defined]
 from typing import Any, Protocol
 
-from srt.sampling.sampling_params import compile_stop_regex
+from srt.sampling.parameter_checks import compile_stop_regex
 
 MAX_REGEX_MATCH = 256
 """Characters that a match of a stop expression may have. Fewer are held back where the expression cannot match as many."""

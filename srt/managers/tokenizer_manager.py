@@ -251,7 +251,7 @@ class TokenizerManager:
             stream = self._tokenizer.text_stream(tail, params.skip_special_tokens, params.spaces_between_special_tokens)
             return OutputText(stream, params, stop_ids)
 
-        return LiveRequest(message, new_output)
+        return LiveRequest(message, new_output, wants_tokens=params.max_new_tokens != 0)
 
     def _abort(self, rid: int) -> None:
         """End a request from this side; nothing if it has ended."""

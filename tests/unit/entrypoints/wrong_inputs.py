@@ -55,7 +55,7 @@ KINDS: list[Any] = [
 # Right in type, wrong in value; by the engine's name. Every parameter is here or in UNBOUNDED.
 LONG_ID, HUGE = 1 << 40, 10**9
 OUT_OF_RANGE: dict[str, list[Any]] = {
-    "max_new_tokens": [0, -1, HUGE, 1 << 62],
+    "max_new_tokens": [-1, HUGE, 1 << 62],
     "min_new_tokens": [-1, HUGE, 1 << 62],
     "temperature": [-0.1, 1e9, 1e300],
     "top_k": [-2, -(1 << 62)],

@@ -18,7 +18,15 @@ import pytest
 import uvloop
 
 from srt.managers.detokenizer import OutputText, TextDelta
-from srt.managers.io_struct import ChoiceUpdate, EngineDied, GenerateInput, LogprobRequest, RequestError, TokenLogprob
+from srt.managers.io_struct import (
+    ChoiceUpdate,
+    EngineDied,
+    Finish,
+    GenerateInput,
+    LogprobRequest,
+    RequestError,
+    TokenLogprob,
+)
 from srt.managers.tokenizer_manager import LONG_TEXT_CHARS, RequestHandle, TokenizerManager, seed_source
 from srt.protocol.messages import (
     Abort,
@@ -238,6 +246,26 @@ def test_logprobs_of_prompt_and_output_reach_the_reader(play: Callable[..., None
         (update,) = await handle.collect()
         assert update.prompt_logprobs == (TokenLogprob(None, 5), TokenLogprob(-2.0, 6, ((-2.0, 3),), ((-2.0, 7),)))
         assert update.output_logprobs == (TokenLogprob(-1.0, 9, ((-1.0, 3),), ((-1.0, 7),)),)
+
+    play(story)
+
+
+def test_no_tokens_at_all_means_the_prompt_alone(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        params = manager.sampling_params({"max_new_tokens": 0})
+        request = GenerateInput(params=params, input_ids=[5, 6], logprobs=LogprobRequest(output=True, prompt_start=0))
+        handle, message = await begin(manager, scheduler, request)
+        assert message.sampling.max_new_tokens == 1
+        none = np.zeros(0, np.float32)
+        rows = [
+            TokenLogprobs(message.rid, 0, is_prompt, 0, np.asarray(values, np.float32), int32_array(), none, none)
+            for is_prompt, values in ((True, [math.nan, -2.0]), (False, [-1.0]))
+        ]
+        scheduler.send_tokens(message.rid, [9], logprobs=rows, done=ended(message.rid, 1, "stop", matched=9))
+        (update,) = await handle.collect()
+        assert update.prompt_logprobs == (TokenLogprob(None, 5), TokenLogprob(-2.0, 6))
+        assert (update.text, update.ids, update.output_logprobs, update.completion_tokens) == ("", (), (), 0)
+        assert update.finish == Finish("length", length=0)
 
     play(story)
 

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from srt.sampling.parameter_checks import MAX_STOP_REGEX_CHARS, ParameterError
 from srt.sampling.sampling_params import (
     MAX_BIAS_ENTRIES,
     MAX_CHOICES,
     MAX_STOP_CHARS,
-    MAX_STOP_REGEX_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
-    ParameterError,
     SamplingParams,
     choice_seed,
 )
@@ -26,7 +25,7 @@ NOT_BOOLEANS: list[Any] = [0, 1, "true", [], {}]
 NOT_STRINGS: list[Any] = [1, True, {}, [1], ["a", None], [["a"]]]
 
 WRONG: dict[str, list[Any]] = {
-    "max_new_tokens": [*NOT_INTEGERS, 0, -1, 1 << 31, 10**5000],
+    "max_new_tokens": [*NOT_INTEGERS, -1, 1 << 31, 10**5000],
     "temperature": [*NOT_NUMBERS, -0.1, 1001],
     "top_k": [*NOT_INTEGERS, -2],
     "top_p": [*NOT_NUMBERS, 0, -0.5, 1.01],

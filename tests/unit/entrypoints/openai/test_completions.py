@@ -178,7 +178,7 @@ def test_fields_without_meaning_and_neutral_values_are_accepted(neutral: dict[st
         ({"prompt": "x" * 5000}, "prompt"),
         ({"prompt": ["a"] * 4097}, "prompt"),
         ({"prompt": ["a"] * 33, "n": 128}, "prompt"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 10**6}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"min_tokens": 30, "max_tokens": 20}, "min_tokens"),
