@@ -1,0 +1,124 @@
+"""What the hardware allows: bytes over measured bandwidth, operations over the measured matrix rate.
+
+python -m benchmarks.limits        measures both and prints them as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from srt.utils.model_config import ModelConfig
+
+BYTES = 2  # of a weight or a key or value element: bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU, or the CPU, as measured."""
+
+    name: str
+    read_bytes_s: float
+    matmul_flops_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a model's steps must read and compute, over all ranks."""
+
+    linear_weights: int  # of the layers: each takes part in every token
+    head_weights: int  # of the output layer: once for every row that samples
+    kv_bytes_per_token: int
+    attention_flops_per_pair: int  # for each (query token, key token)
+
+    @classmethod
+    def of(cls, folder: str) -> Shape:
+        config = ModelConfig.from_folder(folder, {}, None)
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        attention = config.hidden_size * dim * (2 * heads + 2 * kv_heads)
+        layer = attention + 3 * config.hidden_size * config.intermediate_size
+        return cls(
+            linear_weights=layer * config.num_layers,
+            head_weights=config.vocab_size * config.hidden_size,
+            kv_bytes_per_token=2 * kv_heads * dim * config.num_layers * BYTES,
+            attention_flops_per_pair=4 * heads * dim * config.num_layers,
+        )
+
+    def decode_s(self, device: Device, rows: int, context: float) -> float:
+        """A step of `rows` tokens, each behind `context` others: all weights and all KV read once, or the products."""
+        read = (self.linear_weights + self.head_weights) * BYTES + rows * context * self.kv_bytes_per_token
+        products = 2 * rows * (self.linear_weights + self.head_weights)
+        return max(read / device.read_bytes_s, products / device.matmul_flops_s)
+
+    def prefill_s(self, device: Device, rows: int, length: int) -> float:
+        """Prompts of `length` tokens, causal."""
+        linear = 2 * (rows * length * self.linear_weights + rows * self.head_weights)
+        return (linear + rows * length * length / 2 * self.attention_flops_per_pair) / device.matmul_flops_s
+
+
+def measured() -> Device:
+    """Measured by a process of its own, which leaves nothing on the device."""
+    answer = subprocess.run([sys.executable, "-m", "benchmarks.limits"], check=True, capture_output=True, text=True)
+    return Device(**json.loads(answer.stdout.splitlines()[-1]))
+
+
+def measure() -> Device:
+    import torch
+
+    if not torch.cuda.is_available():
+        return _measure(torch.device("cpu"), f"CPU, {torch.get_num_threads()} threads", 1 << 28, 1024, torch.float32)
+    return _measure(torch.device("cuda"), torch.cuda.get_device_name(), 1 << 33, 8192, torch.bfloat16)
+
+
+def _measure(device: object, name: str, num_bytes: int, side: int, dtype: object) -> Device:
+    import torch
+
+    assert isinstance(device, torch.device) and isinstance(dtype, torch.dtype)
+    memory = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    read_s = _best_s(lambda: torch.amax(memory), device)
+    product_s = _best_s(lambda: a @ b, device)
+    return Device(name, num_bytes / read_s, 2 * side**3 / product_s)
+
+
+def _best_s(work: object, device: object, runs: int = 12) -> float:
+    import time
+
+    import torch
+
+    assert callable(work) and isinstance(device, torch.device)
+    times = []
+    for _ in range(runs):
+        begin_s = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin_s)
+    return min(times)
+
+
+def versions() -> dict[str, str]:
+    """Of what a figure depends on, as far as installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for name in ("torch", "triton", "flashinfer-python", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_jsonl(path: str | None, record: dict[str, object]) -> None:
+    """Append one line to the file, if one was asked for."""
+    if path is not None:
+        with Path(path).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure())))

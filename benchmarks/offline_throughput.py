@@ -1,0 +1,80 @@
+"""Output tokens per second of many requests at once, through `srt.Runtime`, beside the limit of the hardware.
+
+    python -m benchmarks.offline_throughput --model-path qwen3-8b --load-format dummy [any option of the server]
+
+256 requests of 100 to 1,024 tokens in and out, temperature 0.6, all sent at the start. The limit counts each step's weights and KV at
+the measured bandwidth (or its products at the measured rate), as if all requests ran from the start and no prompt cost more than its
+products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict
+
+import numpy as np
+
+from benchmarks import limits, models
+from srt.runtime import Runtime
+from srt.server_args import parse_args
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", default="qwen3-0.6b", help="a shape in benchmarks/configs, or any model")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--least", type=int, default=100, help="tokens in and out, at least")
+    parser.add_argument("--most", type=int, default=1024, help="tokens in and out, at most")
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--runs", type=int, default=2, help="the best is shown; prompts are fresh each time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jsonl", help="append the result to this file")
+    options, server_options = parser.parse_known_args()
+    folder = models.folder_of(options.model_path)
+    device, shape = limits.measured(), limits.Shape.of(folder)
+    args = parse_args(["--model-path", folder, *server_options])
+    given = {name: value for name, value in asdict(args).items() if value != getattr(type(args)(), name)}
+    rng = np.random.default_rng(options.seed)
+    lengths_in, lengths_out = (rng.integers(options.least, options.most + 1, options.requests) for _ in range(2))
+    vocab_size = 150_000 if shape.head_weights > 10**8 else 1000
+    sampling = [
+        {"temperature": options.temperature, "max_new_tokens": int(n), "ignore_eos": True, "sampling_seed": i}
+        for i, n in enumerate(lengths_out)
+    ]
+    took_s = []
+    with Runtime(**given) as runtime:
+        runtime.generate(input_ids=[[5] * 64] * options.requests, sampling_params={**sampling[0], "max_new_tokens": 16})
+        for _ in range(options.runs):
+            prompts = [rng.integers(300, vocab_size, n).tolist() for n in lengths_in]
+            begin_s = time.perf_counter()
+            answers = runtime.generate(input_ids=prompts, sampling_params=sampling)
+            took_s.append(time.perf_counter() - begin_s)
+            assert [len(a["output_ids"]) for a in answers] == lengths_out.tolist()
+    limit_s = shape_limit_s(shape, device, lengths_in, lengths_out)
+    tokens = int(lengths_out.sum())
+    speed, limit = tokens / min(took_s), tokens / limit_s
+    print(f"{options.model_path} on {device.name}; {limits.versions()}")
+    print(
+        f"{options.requests} requests, {int(lengths_in.sum()):,} tokens in, {tokens:,} out: {min(took_s):.2f} s",
+        end=" ",
+    )
+    print(f"(of {', '.join(f'{s:.2f}' for s in took_s)})")
+    print(f"{speed:,.0f} output tokens/s; limit {limit:,.0f}; ratio {limit / speed:.2f}")
+    record = {"benchmark": "offline_throughput", "model": options.model_path, "device": asdict(device)}
+    figures = {"output_tokens_s": speed, "limit": limit, "seconds": took_s}
+    limits.write_jsonl(options.jsonl, {**record, "options": server_options, "versions": limits.versions(), **figures})
+    return 0
+
+
+def shape_limit_s(shape: limits.Shape, device: limits.Device, lengths_in: np.ndarray, lengths_out: np.ndarray) -> float:
+    prefill_s = sum(shape.prefill_s(device, 1, int(n)) for n in lengths_in)
+    decode_s = 0.0
+    for step in range(int(lengths_out.max())):
+        running = lengths_out > step
+        decode_s += shape.decode_s(device, int(running.sum()), float((lengths_in[running] + step).mean()))
+    return prefill_s + decode_s
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
