@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from dataclasses import asdict, dataclass
@@ -86,7 +87,7 @@ def measure(words: list[str]) -> Start:
             report = ask(f"{url}/server_info")["startup"]
         finally:
             server.send_signal(signal.SIGTERM)
-            server.communicate()
+            server.wait()
     phases = [phase for name, child in report["children"].items() for phase in phases_of(name, child)]
     return Start(phases, report["startup_s"], first_token_s)
 
@@ -103,6 +104,7 @@ def wait_for_url(server: subprocess.Popen[str]) -> str:
     for line in server.stderr:
         said.append(line)
         if "Ready at " in line:
+            threading.Thread(target=server.stderr.read, daemon=True).start()  # a full pipe would stop the server
             return line.split("Ready at ")[1].split()[0]
     raise SystemExit("the server did not start:\n" + "".join(said))
 
