@@ -86,8 +86,7 @@ class Replica:
                 f"The prompt has {num_prompt} tokens and {num_new} more are asked for: {num_prompt + num_new} in all,"
                 f" but a request may have at most {self.max_request_tokens}."
             )
-        is_new = not any(len(ids) for ids in message.output_ids)  # what was running elsewhere is never turned away
-        if is_new and self.planner.num_waiting >= self._max_queued + self.slots.num_free:
+        if not message.resumed and self.planner.num_waiting >= self._max_queued + self.slots.num_free:
             return 429, f"{self.planner.num_waiting} requests are waiting already, and at most {self._max_queued} may."
         return None
 

@@ -317,6 +317,7 @@ def _resubmission(entry: _Entry) -> GenerateRequest:
         choices=int32_array(list(entry.choices)),
         output_ids=[int32_array(choice.ids) for choice in entry.choices.values()],
         logprobs=replace(request.logprobs, prompt_start=start),
+        resumed=True,
     )
 
 

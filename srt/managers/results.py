@@ -46,16 +46,20 @@ class ResultReader:
     def take(self, planned: Planned, result: StepResult) -> Outcome:
         """Append the tokens and say which requests end by them. BrokenReplica if the result does not fit the plan."""
         rows, counts = planned.sampling_slots, result.counts
-        if len(counts) != len(rows) or int(counts.sum()) != len(result.ids) or (len(counts) and counts.max() > 1):
+        if (
+            len(counts) != len(rows)
+            or int(counts.clip(0).sum()) != len(result.ids)
+            or (len(counts) and counts.max() > 1)
+        ):
             raise BrokenReplica(
                 f"The result of step {result.step} has {len(counts)} rows and {len(result.ids)} ids where {len(rows)} rows sample."
             )
         self._counters.step_us += result.step_us
         logged = [self._log(planned, row) for row in result.logprobs]
         alive = self._slots.incarnation[rows] == planned.sampling_incarnations
-        failed = rows[alive & (counts == 0)]
+        failed = rows[alive & (counts < 0)]
         if len(result.ids) != len(rows):  # a row without an id: what is left is aligned with the ids
-            rows, alive = rows[counts != 0], alive[counts != 0]
+            rows, alive = rows[counts > 0], alive[counts > 0]
         self._counters.num_dropped_rows += len(alive) - int(np.count_nonzero(alive))
         ends = self._append(rows[alive], result.ids[alive])
         late, late_ends = self._append_late(planned, result)
@@ -68,12 +72,12 @@ class ResultReader:
         if not self._planner.preempted.are_some_away:
             return [], []
         late, ends = [], []
-        places = np.cumsum(result.counts) - result.counts
+        places = np.cumsum(result.counts.clip(0)) - result.counts
         for row, incarnation in enumerate(planned.sampling_incarnations.tolist()):
             request = self._planner.preempted.find(incarnation)
             if request is None:
                 continue
-            if result.counts[row] == 0:
+            if result.counts[row] < 0:
                 ends.append(End(request, "error", status=500, message=NOT_FINITE))
                 continue
             token = int(result.ids[places[row]])

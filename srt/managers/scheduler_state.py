@@ -293,6 +293,7 @@ class Scheduler:
             cached_tokens=request.cached_tokens,
             status=status,
             message=message,
+            num_preempted=request.num_preempted,
         )
         self._clients[request.frontend].outbox.add_end(request)
 

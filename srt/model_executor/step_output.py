@@ -19,7 +19,7 @@ from srt.protocol.messages import Int32Array, RowLogprobs, int32_array
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """What the rows that sample drew: `counts[i]` ids for the i-th of them, 0 where the model produced no finite logit."""
+    """What the rows that sample drew: `counts[i]` ids for the i-th of them, -1 where the model produced no finite logit."""
 
     counts: Int32Array
     ids: Int32Array
@@ -55,12 +55,12 @@ class StepOutput:
         if self._has_draws:
             drawn, is_valid = arrays[:2]
             arrays = arrays[2:]
-            counts, ids = is_valid.astype(np.int32), drawn[is_valid].astype(np.int32)
+            counts, ids = np.where(is_valid, np.int32(1), np.int32(-1)), drawn[is_valid].astype(np.int32)
         rows = []
         for index, segments in enumerate(self._segments):
             values = arrays[4 * index : 4 * index + 4]
             # A row that drew nothing has nothing to report.
-            rows += [row_logprobs(s, *values) for s in segments if s.is_prompt or counts[s.sample]]
+            rows += [row_logprobs(s, *values) for s in segments if s.is_prompt or counts[s.sample] > 0]
         return SampledRows(counts, ids, rows)
 
 

@@ -98,6 +98,7 @@ class GenerateRequest:
     seed: int  # 64 bits; choice i > 0 draws with choice_seed(seed, i)
     priority: int = 0
     cache_salt: str = ""
+    resumed: bool = False  # a scheduler that has died had taken it: it is not turned away for want of room
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,8 @@ class RequestDone:
     cached_tokens: int
     status: int = 0  # HTTP status of an error
     message: str = ""
+    num_preempted: int = 0  # so often it lost its slot to others
+    retry_after_s: int = 0  # of a 503: when another try may have better luck
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +218,7 @@ class Refused:
     rid: int
     status: int
     message: str
+    retry_after_s: int = 0  # of a 429 or 503: when another try may have better luck
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +318,8 @@ class WorkerHello:
     num_slots: int
     max_request_tokens: int
     vocab_size: int
+    max_row_tokens: int = 1  # ids that a row which decodes may get in one step
+    num_stages: int = 1  # of the pipeline: of so many consecutive steps, a row is in one at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +337,10 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The sampled ids of a step, from rank 0 of the last stage: `counts[i]` ids (0 to k) for the i-th row that samples."""
+    """The sampled ids of a step, from rank 0 of the last stage: `counts[i]` ids for the i-th row that samples.
+
+    That is 1 for the end of a prompt, 0 to `max_row_tokens` for a decode, and -1 (no ids) where the model gave no finite logits.
+    """
 
     step: int
     counts: Int32Array

@@ -100,8 +100,8 @@ class FakeWorker:
         self._known[rows] = places + 1
         counts = np.ones(len(rows), np.int32)
         if self._settings.breaks_down:
-            counts[places == self._error_at[rows]] = 0
-            ids = ids[counts != 0]
+            counts[places == self._error_at[rows]] = -1
+            ids = ids[counts > 0]
             chosen = [entry for entry in chosen if entry[2] or entry[1] != self._error_at[entry[0]]]
         logged = [self._row_logprobs(*entry) for entry in chosen]
         return StepResult(plan.step, counts, ids, int(ids.sum()), logged, step_us)

@@ -137,7 +137,7 @@ class PlanDriver:
 
     def _take(self, sampling: list[Job], rows: list[Job], result: SampledRows) -> None:
         assert len(result.counts) == len(sampling)
-        assert result.counts.all(), "a row without finite logits"
+        assert (result.counts > 0).all(), "a row without finite logits"
         for job, token in zip(sampling, result.ids.tolist(), strict=True):
             job.outputs.append(token)
         by_slot = {job.slot: job for job in rows}

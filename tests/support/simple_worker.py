@@ -78,7 +78,7 @@ class FakeWorker:
         for row in rows:
             if row.samples:
                 token = self._sample(row, logprobs)
-                counts.append(0 if token is None else 1)
+                counts.append(-1 if token is None else 1)
                 ids += [] if token is None else [token]
         ids_hash = prefix_hashes(ids)[-1] if ids else 0
         return StepResult(plan.step, int32_array(counts), int32_array(ids), ids_hash, logprobs, 1000)

@@ -184,7 +184,7 @@ def test_a_worker_that_finds_no_finite_logits_ends_only_that_request() -> None:
     plan = host.plans.popleft()
     assert isinstance(plan, StepPlan)
     result = host.worker.execute(plan)
-    broken = replace(result, counts=int32_array([0, 1]), ids=result.ids[1:])
+    broken = replace(result, counts=int32_array([-1, 1]), ids=result.ids[1:])
     host.from_worker(broken)
     host.tick()
     done = host.ends()[1, 0]
@@ -270,7 +270,7 @@ def test_requests_beyond_the_queue_are_refused_but_resumed_ones_are_not() -> Non
     host = Host(max_queued_requests=1, hello=worker_hello(num_slots=1))
     for rid in (1, 2, 3):
         host.say(request(rid, PROMPT))
-    host.say(request(4, PROMPT, outputs=[expected_ids(request(4, PROMPT))[:2]]))
+    host.say(request(4, PROMPT, resumed=True))
     (refused,) = host.of_type(Refused)
     assert (refused.rid, refused.status) == (3, 429)
     host.run()

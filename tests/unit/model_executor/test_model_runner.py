@@ -44,13 +44,13 @@ def test_a_request_without_finite_logits_gets_no_token_and_the_other_its_own(
     PlanDriver(make_runner(folder, 16), 16).run([alone])
     runner = make_runner(poisoned(folder, tmp_path / "poisoned", 99), 16)
     first = run_section(runner, two_prompts([1, 99, 2], alone.prompt, LogprobSpec(output=True)))
-    assert first.counts.tolist() == [0, 1]
+    assert first.counts.tolist() == [-1, 1]
     assert first.ids.tolist() == alone.outputs[:1]
     assert [row.slot for row in first.logprobs] == [1]
     # The next step was planned before this was known.
     decode = PlanSection([], [PageDelta(EMPTY, EMPTY, EMPTY)], EMPTY, EMPTY, EMPTY, EMPTY, int32_array([0, 1]))
     second = run_section(runner, decode)
-    assert (second.counts.tolist(), second.ids.tolist()) == ([0, 1], alone.outputs[1:2])
+    assert (second.counts.tolist(), second.ids.tolist()) == ([-1, 1], alone.outputs[1:2])
     # Pages that held its keys serve others as if nothing had been there.
     again = Job(alone.prompt, greedy(3))
     runner.reset()
