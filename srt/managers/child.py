@@ -22,6 +22,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from srt.managers.child_process import CHILD_FD, HTTP_FD, PARENT_PID
+from srt.managers.vitals import BEAT_S as HEARTBEAT_S
+from srt.managers.vitals import VitalsWriter
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import (
     ChildStart,
@@ -37,7 +39,6 @@ from srt.protocol.messages import (
 from srt.protocol.stream import MessageStream
 from srt.utils.errors import StartError
 
-HEARTBEAT_S = 1.0
 OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
 _PR_SET_PDEATHSIG = 1
 
@@ -105,20 +106,27 @@ class Child:
         """Say that this process does its work from now on. `values` end up in the start-up report and /server_info."""
         self.send(Ready(values or {}))
 
-    def start_heartbeats(self, progress_age_s: Callable[[], float] = lambda: 0.0) -> None:
-        """Send a Heartbeat every second, from a thread of its own, until the process ends.
+    def start_heartbeats(
+        self, progress_age_s: Callable[[], float] = lambda: 0.0, is_overdue: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Send a Heartbeat every second, and leave the same where `/health` looks, from a thread of its own, until the process ends.
 
-        From the first one on, the supervisor takes a long silence for the end of this process.
+        From the first one on, the supervisor takes a long silence for the end of this process. `is_overdue`: this process waits for
+        another one that should have answered.
         """
-        threading.Thread(target=self._beat, args=(progress_age_s,), name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._beat, args=(progress_age_s, is_overdue), name="heartbeat", daemon=True).start()
 
-    def _beat(self, progress_age_s: Callable[[], float]) -> None:
+    def _beat(self, progress_age_s: Callable[[], float], is_overdue: Callable[[], bool]) -> None:
+        vitals = VitalsWriter(self.start.run_dir, self.name)
         awake = AwakeTime(time.monotonic())
         while True:
-            awake_s = awake.seconds(time.monotonic())
+            now_s = time.monotonic()
+            age_s = min(
+                progress_age_s(), awake.seconds(now_s)
+            )  # nobody makes progress while the whole process is stopped
+            vitals.beat(now_s, age_s, is_overdue())
             try:
-                # Nobody makes progress while the whole process is stopped.
-                self.send(Heartbeat(min(progress_age_s(), awake_s)))
+                self.send(Heartbeat(age_s))
             except SupervisorGone:
                 return  # the main thread sees it too, and ends
             time.sleep(HEARTBEAT_S)

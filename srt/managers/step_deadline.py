@@ -6,10 +6,20 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from srt.protocol.messages import StepPlan, ToWorker
+from srt.server_args import ServerArgs
 
 TOKENS_PER_TIMEOUT = (
     256  # of a step's tokens that the time-out is meant for: a step of more may take longer in proportion
 )
+
+
+UNLIMITED_CHUNK = 32768
+
+
+def longest_step_s(args: ServerArgs) -> float:
+    """How long the largest step that can be planned may take. The scheduler knows better of each step, if it lives."""
+    chunk = UNLIMITED_CHUNK if args.chunked_prefill_size == -1 else args.chunked_prefill_size
+    return args.watchdog_timeout * max(1.0, chunk / TOKENS_PER_TIMEOUT)
 
 
 @dataclass(slots=True)
@@ -50,6 +60,14 @@ class StepDeadline:
     def excuse(self, now_s: float) -> None:
         """Begin to count anew: this process itself was stopped for a while, and the workers perhaps with it."""
         self._begun_s = now_s
+
+    def is_nearly_over(self, now_s: float) -> bool:
+        """Two thirds of the time are: nobody who can wait should send requests here. Any thread may ask."""
+        try:
+            limit_s = self._limit_s(self._items[0])
+        except IndexError:
+            return False
+        return now_s - self._begun_s > limit_s * 2 / 3
 
     def complaint(self, now_s: float) -> str | None:
         """The sentence that ends the replica, once the time is over."""

@@ -34,24 +34,16 @@ from srt.managers.replacer import (
 from srt.managers.run_dir import RunDir
 from srt.managers.signal_pipe import STOP_SIGNALS, SignalPipe
 from srt.managers.startup_report import STARTUP_FILE, StartupReport
-from srt.managers.step_deadline import TOKENS_PER_TIMEOUT
+from srt.managers.step_deadline import longest_step_s
+from srt.managers.vitals import VitalsWriter
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import ChildStart, EngineStarted, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
 from srt.protocol.stream import MessageStream
-from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 
 GENERATION = 1
 GRACE_S = 25.0  # for requests that run when the server is asked to stop; a container gets 30 s or less as a rule
 OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
-
-UNLIMITED_CHUNK = 32768
-
-
-def stuck_s(args: ServerArgs) -> float:
-    """How long the largest step that can be planned may take. The scheduler knows better of each step, if it lives."""
-    chunk = UNLIMITED_CHUNK if args.chunked_prefill_size == -1 else args.chunked_prefill_size
-    return args.watchdog_timeout * max(1.0, chunk / TOKENS_PER_TIMEOUT)
 
 
 class Supervisor:
@@ -75,9 +67,10 @@ class Supervisor:
         self._children = {child.key: child for child in children}
         self._streams = {child.key: MessageStream(child.socket, GENERATION) for child in children}
         self._by_pid = {child.popen.pid: child.key for child in children}
-        self._replacer = Replacer([child.key for child in children], started_s, stuck_s(plan.args))
+        self._replacer = Replacer([child.key for child in children], started_s, longest_step_s(plan.args))
         self._report = StartupReport(started_s, {child.key: child.spawned_s for child in children})
         self._selector = selectors.DefaultSelector()
+        self._vitals = VitalsWriter(run_dir.path, "supervisor")
         self._exit_code: int | None = None
         self._runtime_asked_to_stop = False
 
@@ -115,6 +108,7 @@ class Supervisor:
         )
 
     def _wait_and_handle(self) -> None:
+        self._vitals.beat(time.monotonic())
         # Messages before deaths: what a child said last explains why it ended.
         timeout_s, asleep_since_s = self._timeout_s(), time.monotonic()
         ready = self._selector.select(timeout_s)

@@ -57,3 +57,11 @@ def test_nobody_is_late_for_the_time_in_which_this_process_was_stopped_itself() 
     deadline.excuse(600.0)
     assert deadline.complaint(601.0) is None
     assert deadline.due_s == 630.0
+
+
+def test_a_step_is_nearly_over_after_two_thirds_of_its_time() -> None:
+    deadline = StepDeadline(30.0, 1)
+    assert not deadline.is_nearly_over(1000.0)
+    deadline.sent(plan(1), 1000.0)
+    assert not deadline.is_nearly_over(1019.0)
+    assert deadline.is_nearly_over(1021.0)
