@@ -13,6 +13,7 @@ import pytest
 from srt.entrypoints.web_page import FILES, FOLDER
 from srt.managers.io_struct import EngineDied
 from srt.protocol.messages import Load
+from tests.support.page_server import COUNTERS
 from tests.unit.entrypoints.fake_engine import World
 
 
@@ -24,6 +25,7 @@ class Watcher:
         self._news = asyncio.Event()
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._inbox.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+        world.engine.counters |= COUNTERS
         scope = {"type": "http", "method": method, "path": "/page/stats", "headers": headers, "query_string": b""}
         self.task = asyncio.create_task(world.app(scope, self._inbox.get, self._send))
 
@@ -47,7 +49,7 @@ class Watcher:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("srt.entrypoints.web_page.PERIOD_S", 0.001)
+    monkeypatch.setattr("srt.entrypoints.live_feed.PERIOD_S", 0.001)
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -74,6 +76,7 @@ def test_the_page_needs_nothing_but_its_own_files() -> None:
     )
     for name, _ in FILES.values():
         text = (FOLDER / name).read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert set(re.findall(r'from "([^"]*)"', text)) <= set(FILES)
         assert not re.search(r"https?://|innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
 
 
@@ -93,8 +96,8 @@ def test_every_field_of_the_page_has_a_label() -> None:
         "/page/index.html",
         "/page/../app.py",
         "/page/%2e%2e/app.py",
-        "/page//page.js",
-        "//page/page.js",
+        "/page//chat.js",
+        "//page/chat.js",
     ],
 )
 def test_no_other_path_reaches_a_file(path: str) -> None:
@@ -130,8 +133,9 @@ def test_the_stream_tells_the_counters_until_the_client_leaves() -> None:
         assert dict(watcher.sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")
         first, second = watcher.events[:2]
         assert first["health"] == "connected"
-        assert (first["model"], first["num_running"], first["num_waiting"]) == ("tiny", 0, 1)
-        assert first["engine"]["num_total_pages"] == 512
+        assert (first["model"], first["num_running"], first["num_waiting"]) == ("tiny", 3, 2)
+        assert first["memory"] == {"kv_running": 0.3, "kv_cached": 0.2, "kv_free": 0.5}
+        assert first["points"] == []
         assert first["frontend"] == {"index": 0, "live_requests": 0}
         assert first["time"] < second["time"]
 
@@ -181,7 +185,7 @@ def test_an_engine_that_does_not_answer_is_told_as_that(is_dead: bool, monkeypat
                 raise EngineDied
             await asyncio.Event().wait()
 
-        monkeypatch.setattr("srt.entrypoints.web_page.ANSWER_S", 0.01)
+        monkeypatch.setattr("srt.entrypoints.live_feed.ANSWER_S", 0.01)
         monkeypatch.setattr(world.engine, "get_state", get_state)
         world.engine.load = Load(3, 4, 0, 10)
         watcher = Watcher(world)

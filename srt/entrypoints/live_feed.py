@@ -1,0 +1,179 @@
+"""What the engine did in the last minutes: one observation a second, shared by all who watch.
+
+It is kept whether or not somebody looks, so that whoever opens the page sees what led to what is now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from srt.managers.io_struct import RequestError
+from srt.managers.vitals import STUCK_S, Vital
+
+if TYPE_CHECKING:
+    from srt.entrypoints.service import Service
+    from srt.managers.tokenizer_manager import TokenizerManager
+
+PERIOD_S = 1.0
+HISTORY = 300  # points
+READY = "ready"  # as Service says it; that module needs this one
+ANSWER_S = 3.0  # the scheduler takes messages between steps: longer means that one hangs
+
+Snapshot = dict[str, Any]
+Point = dict[str, float | None]
+
+
+class LiveFeed:
+    """Owner of the history. Observes from the first look on, or from `start`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._points: deque[Point] = deque(maxlen=HISTORY)
+        self._num_points = 0  # ever
+        self._last: Snapshot | None = None  # of those with counters
+        self._now: Snapshot | None = None
+        self._news = asyncio.Event()  # another one for each observation
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Observe from now on. Twice does no harm."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._observe())
+            self._task.add_done_callback(lambda _: self._news.set())
+
+    async def follow(self) -> AsyncIterator[dict[str, Any]]:
+        """The latest observation with all points of the history; then each next one with the points that are new, up to the one that
+        finds the server draining. Who reads slowly misses observations, but no points of the history."""
+        self.start()
+        assert self._task is not None
+        seen, told = 0, None
+        while True:
+            news = self._news
+            if self._now is not None and self._now is not told:
+                told = self._now
+                fresh = min(self._num_points - seen, len(self._points))
+                seen = self._num_points
+                yield {**told, "points": list(self._points)[len(self._points) - fresh :]}
+                continue
+            if self._task.done():
+                self._task.result()  # its error is the watcher's too
+                return
+            await news.wait()
+
+    async def look(self) -> None:
+        """One observation, told to all who follow."""
+        self._now = now = await snapshot(self._service)
+        if now["engine"] is not None:
+            if self._last is not None and (point := difference(self._last, now)) is not None:
+                self._points.append(point)
+                self._num_points += 1
+            self._last = now
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def _observe(self) -> None:
+        draining = asyncio.create_task(self._service.wait_draining())
+        try:
+            while not draining.done():
+                await self.look()
+                await asyncio.wait((draining,), timeout=PERIOD_S)
+            await self.look()
+        finally:
+            draining.cancel()
+
+
+async def snapshot(service: Service) -> Snapshot:
+    """How the server is; `engine` has the scheduler's counters, or is None while it does not tell them."""
+    values: Snapshot = {
+        "model": service.args.model_names()[0],
+        "health": service.status,
+        "is_paused": False,
+        "num_running": None,
+        "num_waiting": None,
+        "engine": None,
+        "memory": None,
+        "frontend": {"index": service.index, "live_requests": 0},
+    }
+    with contextlib.suppress(RequestError):  # there is none yet, or no more
+        values |= await _engine_values(service.engine(), service.index)
+    if values["health"] == READY:
+        values["health"] = "connected"
+    vitals = service.vitals()
+    trouble = service.trouble(vitals)
+    if service.has_lost_engine:
+        values["health"] = "lost"
+    elif trouble is not None and values["health"] == "connected":
+        values["health"] = "stuck"
+    processes = [_process(service, vital) for vital in vitals]
+    return values | {"time": time.monotonic(), "trouble": trouble, "processes": processes}
+
+
+async def _engine_values(engine: TokenizerManager, frontend: int) -> Snapshot:
+    values: Snapshot = {"frontend": {"index": frontend, **engine.stats()}}
+    if engine.load is not None:
+        values |= {"num_running": engine.load.num_running, "num_waiting": engine.load.num_waiting}
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, _, counters = await engine.get_state()
+    except (TimeoutError, RequestError):
+        return values | {"health": "not answering"}
+    return values | {
+        "is_paused": counters.get("is_paused", False),
+        "num_running": counters["num_running"],
+        "num_waiting": counters["num_waiting"],
+        "engine": counters,
+        "memory": memory_shares(counters),
+    }
+
+
+def _process(service: Service, vital: Vital) -> dict[str, Any]:
+    is_sibling = vital.process.startswith("frontend")  # none of this frontend's trouble, but of whoever looks
+    trouble = vital.trouble(STUCK_S) if is_sibling else service.trouble([vital])
+    return {
+        "name": vital.process,
+        "pid": vital.pid,
+        "is_well": trouble is None,
+        "words": trouble or ("at work" if vital.age_s > 0 else "well"),
+    }
+
+
+def difference(before: Snapshot, now: Snapshot) -> Point | None:
+    """What happened between two observations of one engine; None if there is no telling, as between two engines."""
+    seconds = now["time"] - before["time"]
+    old, new = before["engine"], now["engine"]
+    if seconds <= 0 or new["num_steps"] < old["num_steps"]:
+        return None
+
+    def added(name: str) -> float:
+        return float(new[name] - old[name])
+
+    steps, prompt = added("num_steps"), added("num_prompt_tokens")
+    prompt_rows = added("num_prompt_rows")
+    return {
+        "time": now["time"],
+        "decode": added("num_generated_tokens") / seconds,
+        "prompt": added("num_computed_prompt_tokens") / seconds,
+        "step_ms": added("step_us") / steps / 1000 if steps else None,
+        "prompt_rows": prompt_rows / steps if steps else None,
+        "decode_rows": (added("num_rows") - prompt_rows) / steps if steps else None,
+        "hit_rate": added("num_cached_tokens") / prompt if prompt else None,
+        "running": new["num_running"],
+        "waiting": new["num_waiting"],
+        **memory_shares(new),
+    }
+
+
+def memory_shares(engine: Mapping[str, Any]) -> dict[str, float]:
+    """KV memory by what it does. Cached pages that requests use count as theirs."""
+    total, free = engine["num_total_pages"], engine["num_free_pages"]
+    cached = engine["num_cached_pages"] - engine["num_pinned"]
+    return {
+        "kv_running": (total - free - cached) / total,
+        "kv_cached": cached / total,
+        "kv_free": free / total,
+    }

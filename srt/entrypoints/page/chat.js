@@ -1,0 +1,192 @@
+// The chat over /v1/chat/completions. The conversation and the parameters outlive a reload, until the tab is closed.
+
+import { at, call, element, eventsOf } from "/page/server.js";
+
+const STORE = "srt-chat";
+const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+  "repetition_penalty"];
+
+let messages = []; // what the next request brings, without the system prompt
+let running = null; // the AbortController of the answer that is being written
+
+// ---- The log
+
+/** Change the log; it stays at its end if it was there. */
+function inLog(change) {
+  const log = at("log");
+  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  change(log);
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
+}
+
+function addMessage(role, text) {
+  const message = element("article", `message ${role}`);
+  const words = element("div", "words", text);
+  message.append(element("h3", "", role === "user" ? "You" : "Model"), words);
+  inLog((log) => log.append(message));
+  return { message, words };
+}
+
+function describe(message, end, beganAt, firstAt) {
+  const took = (performance.now() - beganAt) / 1000;
+  const parts = [end.finish === "length" ? "cut at the length limit" : end.finish];
+  if (end.tokens !== null) parts.push(`${end.tokens} tokens`);
+  if (firstAt) parts.push(`first after ${((firstAt - beganAt) / 1000).toFixed(2)} s`);
+  parts.push(`${took.toFixed(2)} s`);
+  const line = element("p", "quiet", parts.filter(Boolean).join(" · "));
+  if (end.seed !== null) {
+    const seed = element("button", "seed", `seed ${end.seed}`);
+    seed.type = "button";
+    seed.title = "Use this seed for the next answers";
+    seed.addEventListener("click", () => {
+      at("parameters").elements.seed.value = end.seed;
+      store();
+    });
+    line.append(" · ", seed);
+  }
+  message.append(line);
+}
+
+// ---- What is kept
+
+function store() {
+  const fields = Object.fromEntries(new FormData(at("parameters")));
+  try {
+    sessionStorage.setItem(STORE, JSON.stringify({ messages, fields }));
+  } catch {
+    sessionStorage.removeItem(STORE); // too long to be kept: better nothing than an old half
+  }
+}
+
+function restore() {
+  const kept = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
+  for (const [name, value] of Object.entries(kept.fields ?? {})) {
+    if (at("parameters").elements[name]) at("parameters").elements[name].value = value;
+  }
+  messages = kept.messages ?? [];
+  at("hint").hidden = messages.length > 0;
+  for (const { role, content } of messages) addMessage(role, content);
+  if (messages.at(-1)?.role === "user") { // the page was left in the middle of an answer
+    at("text").value = messages.pop().content;
+    at("log").lastElementChild.remove();
+  }
+}
+
+// ---- One answer
+
+/** The fields that are filled in, as JSON members. A seed has up to 64 bits, so it stays text on its way. */
+function requestBody() {
+  const form = at("parameters").elements;
+  const system = form.system.value.trim();
+  const body = {
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+  for (const name of NUMBERS) {
+    if (form[name].value !== "") body[name] = Number(form[name].value);
+  }
+  const stop = form.stop.value.split("\n").filter(Boolean);
+  if (stop.length) body.stop = stop;
+  const seed = form.seed.value.trim();
+  const json = JSON.stringify(body);
+  return seed === "" ? json : `${json.slice(0, -1)},"seed":${BigInt(seed)}}`;
+}
+
+/** Follow the answer to its end: `onText` takes each piece, `end` what the server says about it. */
+async function follow(body, signal, end, onText) {
+  const response = await call("/v1/chat/completions", { method: "POST", body, signal });
+  for await (const data of eventsOf(response)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message);
+    const choice = chunk.choices[0];
+    if (choice?.delta?.content) onText(choice.delta.content);
+    end.finish = choice?.finish_reason ?? end.finish;
+    end.tokens = chunk.usage?.completion_tokens ?? end.tokens;
+    end.seed = /"seed":(\d+)/.exec(data)?.[1] ?? end.seed; // in strings the quotes are escaped; as a number it would lose digits
+  }
+  throw new Error("The connection ended before the answer did.");
+}
+
+async function ask(question) {
+  const controller = new AbortController();
+  setRunning(controller);
+  at("hint").hidden = true;
+  messages.push({ role: "user", content: question });
+  store();
+  const asked = addMessage("user", question);
+  at("log").scrollTop = at("log").scrollHeight;
+  const { message, words } = addMessage("assistant", "");
+  message.ariaBusy = "true"; // read out once it is whole
+  const beganAt = performance.now();
+  let firstAt = 0;
+  const end = { finish: "stopped", tokens: null, seed: null };
+  let failure = null;
+  try {
+    await follow(requestBody(), controller.signal, end, (text) => {
+      firstAt ||= performance.now();
+      inLog(() => words.append(text));
+    });
+  } catch (error) {
+    if (!controller.signal.aborted) failure = error;
+  }
+  if (!message.isConnected) return; // a new conversation has begun meanwhile
+  message.ariaBusy = "false";
+  const isNothing = words.textContent === "" && (failure !== null || controller.signal.aborted);
+  inLog((log) => {
+    if (isNothing) takeBack(question, asked.message, message);
+    else messages.push({ role: "assistant", content: words.textContent });
+    if (failure) log.append(Object.assign(element("p", "error", failure.message), { role: "alert" }));
+    else if (!isNothing) describe(message, end, beganAt, firstAt);
+  });
+  setRunning(null);
+  store();
+}
+
+/** Nothing was answered: the question is to be asked again. */
+function takeBack(question, ...shown) {
+  messages.pop();
+  for (const message of shown) message.remove();
+  at("text").value ||= question;
+}
+
+function setRunning(controller) {
+  running = controller;
+  at("send").disabled = controller !== null;
+  at("stop").disabled = controller === null;
+}
+
+// ---- What a person does
+
+at("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const question = at("text").value.trim();
+  if (!question || running || !at("parameters").reportValidity()) return;
+  at("text").value = "";
+  ask(question);
+});
+at("text").addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  at("ask").requestSubmit();
+});
+at("stop").addEventListener("click", () => {
+  running?.abort();
+  at("text").focus();
+});
+at("new").addEventListener("click", () => {
+  running?.abort();
+  setRunning(null);
+  messages = [];
+  at("log").replaceChildren(at("hint"));
+  at("hint").hidden = false;
+  store();
+  at("text").focus();
+});
+at("parameters").addEventListener("submit", (event) => event.preventDefault());
+at("parameters").addEventListener("input", store);
+
+restore();
+at("text").focus();
