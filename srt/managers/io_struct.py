@@ -46,6 +46,7 @@ class GenerateInput:
     logprobs: LogprobRequest = field(default_factory=LogprobRequest)
     cache_salt: str = ""
     priority: int = 0  # higher goes first, where the server has priorities
+    urgent: bool = False  # goes before all others: for questions about the engine's health
     add_special_tokens: bool = True  # False when a chat template already wrote them
 
 

@@ -59,6 +59,7 @@ class Planner:
         self._num_admitted = 0
         self._something_ended = False  # since the last plan
         self._no_room_for: Request | None = None  # the first that waits, found not to fit; nothing was released since
+        self._urgent: Request | None = None  # the last that came
         self._now = 0.0  # when the present plan is made
         self._planned_step = 0
         self.preempted = PreemptedRequests()
@@ -69,6 +70,8 @@ class Planner:
     def add(self, request: Request) -> None:
         self.num_waiting += 1
         request.order = self._ranking.order(request)
+        if request.urgent:
+            self._urgent = request
         self._queue.push(request)
 
     def end(self, request: Request, *, keep_prefix: bool = True) -> None:
@@ -117,7 +120,7 @@ class Planner:
         self._forget_ended()
         self._queue.begin_plan()
         is_short = self._preempt_for_room()
-        if self._ranking.has_priorities and not is_short:
+        if not is_short and (self._ranking.has_priorities or self._does_urgent_wait()):
             self._displace()
         rows = self._decode_rows()
         draft = Draft(self._chunk_size, self._step_times.budget_us(len(rows)))
@@ -144,6 +147,11 @@ class Planner:
             self._preempt(max(self.running(), key=_order))
             self._forget_ended()
         return self._counters.num_preempted > before
+
+    def _does_urgent_wait(self) -> bool:
+        if self._urgent is not None and self._urgent.status is not Status.WAITING:
+            self._urgent = None
+        return self._urgent is not None
 
     def _displace(self) -> None:
         """Preempt those whose place the first that waits may take, the last in rank first, if that makes it fit."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from srt.managers.request import Request
 from srt.server_args import ServerArgs
 
@@ -19,11 +21,15 @@ class Ranking:
         self._aging_s = args.priority_aging_time
 
     def order(self, request: Request) -> tuple[float, int]:
+        if request.urgent:
+            return -inf, request.serial
         if not self.has_priorities:
             return 0.0, request.serial
         return request.arrived_s - request.priority * self._aging_s, request.serial
 
     def may_displace(self, request: Request, running: Request) -> bool:
         """May `running` be preempted so that `request` can start at once?"""
+        if request.urgent:
+            return not running.urgent
         is_worth_it = request.priority - running.priority >= self._threshold
         return self.has_priorities and is_worth_it and request.order < running.order

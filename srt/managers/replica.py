@@ -86,7 +86,8 @@ class Replica:
                 f"The prompt has {num_prompt} tokens and {num_new} more are asked for: {num_prompt + num_new} in all,"
                 f" but a request may have at most {self.max_request_tokens}."
             )
-        if not message.resumed and self.planner.num_waiting >= self._max_queued + self.slots.num_free:
+        is_bounded = not (message.resumed or message.urgent)
+        if is_bounded and self.planner.num_waiting >= self._max_queued + self.slots.num_free:
             return 429, f"{self.planner.num_waiting} requests are waiting already, and at most {self._max_queued} may."
         return None
 

@@ -61,6 +61,7 @@ class Request:
         "slot",
         "started_s",
         "status",
+        "urgent",
     )
 
     def __init__(self, frontend: int, message: GenerateRequest, index: int, serial: int, now: float = 0.0) -> None:
@@ -72,6 +73,7 @@ class Request:
         self.arrived_s = now
         self.started_s: float | None = None  # first admission
         self.priority = message.priority
+        self.urgent = message.urgent
         self.seed = choice_seed(message.seed, self.choice)
         self.salt = message.cache_salt
         self.sampling: SamplingSpec = message.sampling

@@ -101,6 +101,7 @@ def build_request(
         seed=seed,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        urgent=request.urgent,
     )
 
 

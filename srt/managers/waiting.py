@@ -123,7 +123,7 @@ class LongestPrefixQueue(WaitingQueue):
         earliest = min(self._near.values(), key=_order)
         if earliest is not self._earliest:
             self._earliest, self._num_passed = earliest, 0
-        if self._num_passed >= MAX_PASSED:
+        if self._num_passed >= MAX_PASSED or earliest.urgent:
             return earliest
         return min(self._near.values(), key=lambda request: (-self._cached[request.serial], request.order))
 

@@ -99,6 +99,7 @@ class GenerateRequest:
     priority: int = 0
     cache_salt: str = ""
     resumed: bool = False  # a scheduler that has died had taken it: it is not turned away for want of room
+    urgent: bool = False  # a question about the engine's health: goes before all others, in the place of one that runs if need be
 
 
 @dataclass(frozen=True, slots=True)
