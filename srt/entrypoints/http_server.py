@@ -23,7 +23,6 @@ from srt.entrypoints.http_protocol import http_config
 from srt.entrypoints.service import Service
 from srt.managers.child import Child, SupervisorGone, run_child
 from srt.managers.io_struct import EngineDied
-from srt.managers.startup_report import STARTUP_FILE
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import ServerReady, Stop
 from srt.utils.errors import StartError
@@ -53,7 +52,7 @@ class Frontend:
         self._child = child
         self._socket = http_socket
         start = child.start
-        self._service = Service(start.args, start.index, Path(start.run_dir) / STARTUP_FILE)
+        self._service = Service(start.args, start.index, Path(start.run_dir))
         self._server = HttpServer(http_config(App(self._service)))
         self._engine: TokenizerManager | None = None
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
@@ -137,6 +136,7 @@ class Frontend:
                 if isinstance(order, ServerReady):
                     assert self._engine is not None, "the server is ready only after this process was"
                     self._service.begin(self._engine, order.startup_s)
+                    self._service.feed.start()
                 elif not self._stop.done():
                     self._stop.set_result(order)
         except SupervisorGone as error:

@@ -18,7 +18,6 @@ from srt.managers.engine_process import EngineProcess
 from srt.managers.io_struct import ChoiceUpdate, EngineDied, RequestError
 from srt.managers.native_shapes import NativeAnswer, parse_generate
 from srt.managers.request_schema import renamed
-from srt.managers.startup_report import STARTUP_FILE
 from srt.managers.tokenizer_manager import RequestHandle, TokenizerManager
 from srt.protocol.messages import EngineStarted, Failed, ServerReady
 from srt.server_args import ServerArgs
@@ -47,7 +46,7 @@ class LocalEngine:
     def start(self) -> None:
         """Wait until the engine takes requests; StartError with the reason if it never will."""
         self.started = self.process.wait_started()
-        self._service = Service(self._args, self.started.frontend, Path(self.started.run_dir) / STARTUP_FILE)
+        self._service = Service(self._args, self.started.frontend, Path(self.started.run_dir))
         self._thread.start()
         self.run(self._connect())
 

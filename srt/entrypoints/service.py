@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from srt.entrypoints.health_probe import HealthProbe
+from srt.entrypoints.live_feed import LiveFeed
 from srt.managers.io_struct import RequestError
+from srt.managers.startup_report import STARTUP_FILE
+from srt.managers.step_deadline import longest_step_s
 from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.vitals import Vital, VitalsReader
 from srt.server_args import ServerArgs
 
 STARTING, READY, DRAINING = "starting", "ready", "draining"
@@ -18,15 +24,18 @@ STARTING, READY, DRAINING = "starting", "ready", "draining"
 class Service:
     """Starting, then ready, then draining. Only the process's main loop moves it on."""
 
-    def __init__(self, args: ServerArgs, index: int = 0, startup_file: Path | None = None) -> None:
-        """`index` is this frontend's number; `startup_file` is where the supervisor leaves its start-up report."""
+    def __init__(self, args: ServerArgs, index: int = 0, run_dir: Path | None = None) -> None:
+        """`index` is this frontend's number; in `run_dir` the server's processes leave what others may know of them."""
         self.args = args
         self.index = index
-        self._startup_file = startup_file
+        self._run_dir = run_dir
+        self._vitals = None if run_dir is None else VitalsReader(run_dir, longest_step_s(args) * 2 / 3)
         self.status = STARTING
         self.startup_s: float | None = None
         self._engine: TokenizerManager | None = None
         self._draining = asyncio.Event()
+        self.feed = LiveFeed(self)
+        self.probe = HealthProbe()
 
     def begin(self, engine: TokenizerManager, startup_s: float) -> None:
         """The whole server is ready: requests are taken from now on."""
@@ -46,12 +55,22 @@ class Service:
 
     def startup_report(self) -> Any:
         """When each phase of each process began; None if the supervisor has not written it."""
-        if self._startup_file is None:
+        if self._run_dir is None:
             return None
         try:
-            return orjson.loads(self._startup_file.read_bytes())
+            return orjson.loads((self._run_dir / STARTUP_FILE).read_bytes())
         except (OSError, orjson.JSONDecodeError):
             return None
+
+    def vitals(self) -> list[Vital]:
+        """When each process last gave a sign of life and last made progress. Waits for nothing."""
+        return [] if self._vitals is None else self._vitals.read(time.monotonic())
+
+    def trouble(self, vitals: list[Vital]) -> str | None:
+        """Why the engine cannot serve now, by what is known without asking it; None if nothing speaks against it."""
+        if self.has_lost_engine:
+            return "The engine has ended."
+        return None if self._vitals is None else self._vitals.trouble(vitals, f"frontend {self.index}")
 
     @property
     def is_ready(self) -> bool:

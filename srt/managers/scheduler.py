@@ -58,7 +58,7 @@ class SchedulerProcess:
 
     def run(self) -> None:
         """Serve until the supervisor says Stop and all is done. StartError if the replica cannot go on."""
-        self._child.start_heartbeats(self.progress_age_s)
+        self._child.start_heartbeats(self.progress_age_s, lambda: self._deadline.is_nearly_over(time.monotonic()))
         self._child.report_phase("workers")
         while not self._has_ended():
             self._wait()

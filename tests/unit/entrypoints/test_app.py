@@ -42,7 +42,7 @@ def test_an_engine_that_is_away_is_a_503(path: str, body: dict[str, object]) -> 
 
 def test_a_ready_server_says_so() -> None:
     world = World()
-    assert world.get("/ready").json() == {"status": "ready", "ready": True}
+    assert world.get("/ready").json() == {"status": "ready", "ready": True, "reason": None, "processes": {}}
     assert [world.get(path).status_code for path in ("/health", "/ping", "/health_generate")] == [200, 200, 200]
 
 
@@ -52,10 +52,11 @@ def test_health_generate_draws_one_token_under_its_own_label() -> None:
     (handle,) = world.engine.handles
     assert handle.rid.startswith("HEALTH_CHECK")
     assert handle.request.params.max_new_tokens == 1
+    assert handle.request.urgent
 
 
 def test_health_generate_is_a_503_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("srt.entrypoints.health.DEADLINE_S", 0.01)
+    monkeypatch.setattr("srt.entrypoints.health_probe.DEADLINE_S", 0.01)
     world = World()
     world.engine.script = lambda request: [None]
     assert world.get("/health_generate").status_code == 503

@@ -1,0 +1,52 @@
+"""Does the engine really generate? One token tells, drawn before all other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from srt.managers.io_struct import GenerateInput, RequestError
+from srt.managers.tokenizer_manager import TokenizerManager
+
+RID_PREFIX = "HEALTH_CHECK"
+DEADLINE_S = 20.0
+FRESH_S = 1.0
+
+
+class HealthProbe:
+    """Asks at most once at a time and once a second, however many want to know: a request may have to make room for the question."""
+
+    def __init__(self) -> None:
+        self._running: asyncio.Task[None] | None = None
+        self._well_at = float("-inf")
+
+    async def run(self, engine: TokenizerManager) -> None:
+        """Return when a token has come; RequestError 503 if none comes within the deadline."""
+        loop = asyncio.get_running_loop()
+        if self._running is None:
+            if loop.time() - self._well_at < FRESH_S:
+                return
+            self._running = loop.create_task(self._ask(engine))
+            self._running.add_done_callback(self._note_end)
+        await asyncio.shield(self._running)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._running = None
+        if not task.cancelled() and task.exception() is None:
+            self._well_at = task.get_loop().time()
+
+    async def _ask(self, engine: TokenizerManager) -> None:
+        request = GenerateInput(
+            params=engine.sampling_params({"max_new_tokens": 1, "temperature": 0}),
+            input_ids=[0],
+            rid=f"{RID_PREFIX}_{uuid.uuid4().hex}",
+            urgent=True,
+        )
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                with await engine.submit(request) as handle:
+                    await handle.collect()
+        except TimeoutError:
+            raise RequestError(503, f"No token came within {DEADLINE_S:g} s.") from None
+        except RequestError as error:
+            raise RequestError(503, f"No token could be generated: {error.message}") from error
