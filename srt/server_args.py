@@ -67,7 +67,7 @@ class ServerArgs:
     incremental_streaming_output: bool = option(
         False, "/generate streams the new text, not the text so far", group=HTTP
     )
-    enable_cache_report: bool = option(False, "OpenAI answers report cached_tokens", group=HTTP)
+    enable_cache_report: bool = option(False, "changes nothing: OpenAI answers always report cached_tokens", group=HTTP)
 
     mem_fraction_static: float | None = option(None, "share of the device's memory for weights and KV", group=MEMORY)
     max_total_tokens: int | None = option(

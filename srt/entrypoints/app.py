@@ -6,7 +6,7 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from srt.entrypoints import health, native, web_page
+from srt.entrypoints import health, native, tokenizing, web_page
 from srt.entrypoints.errors import ApiError
 from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
 from srt.entrypoints.openai import chat, completions, models
@@ -25,6 +25,10 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/v1/completions": {"POST": completions.complete},
     "/v1/chat/completions": {"POST": chat.chat},
     "/generate": {"POST": native.generate, "PUT": native.generate},
+    "/tokenize": {"POST": tokenizing.tokenize},
+    "/v1/tokenize": {"POST": tokenizing.tokenize},
+    "/detokenize": {"POST": tokenizing.detokenize},
+    "/v1/detokenize": {"POST": tokenizing.detokenize},
     "/model_info": {"GET": native.model_info},
     "/get_model_info": {"GET": native.model_info},
     "/server_info": {"GET": native.server_info},

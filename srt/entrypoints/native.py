@@ -23,7 +23,6 @@ MAX_FLUSH_WAIT_S = 600.0
 # Endpoints of the native API that this server does not have yet, and why a client gets no answer there.
 UNSUPPORTED = {
     **dict.fromkeys(("/encode", "/classify", "/v1/embeddings", "/v1/rerank", "/v1/score"), "generates text only"),
-    **dict.fromkeys(("/tokenize", "/detokenize"), "does not serve its tokenizer"),
     **dict.fromkeys(("/parse_function_call", "/separate_reasoning"), "has no output parsers"),
     **dict.fromkeys(("/open_session", "/close_session"), "keeps no sessions"),
     **dict.fromkeys(("/start_profile", "/stop_profile"), "has no profiler"),

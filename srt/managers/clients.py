@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from srt.managers.outbox import Outbox
 from srt.managers.request import Request, Status
+from srt.protocol.labels import is_named
 
 
 class Client:
@@ -57,6 +58,10 @@ class Labels:
 
     def live(self, label: str) -> list[Request]:
         return [request for request in self._live.get(label, []) if request.status is not Status.ENDED]
+
+    def named(self, name: str) -> list[Request]:
+        """Those of every prompt that the client means by this name."""
+        return [request for label in list(self._live) if is_named(label, name) for request in self.live(label)]
 
     def leave(self, request: Request) -> None:
         """This choice has ended."""

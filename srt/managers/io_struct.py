@@ -83,3 +83,6 @@ class ChoiceUpdate:
     output_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # whole, with the first update of the choice, if asked for
     prompt_ids: tuple[int, ...] = ()  # with the first update of the choice
+    num_preempted: int = 0  # known with the finish
+    first_token_s: float | None = None  # from the submission to the first token; None before it
+    last_token_s: float | None = None  # the same for the latest token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -25,7 +26,10 @@ class _Choice:
     output: OutputText
     seed: int
     num_tokens: int = 0
+    first_token_s: float | None = None  # since the request began
+    last_token_s: float | None = None
     cached_tokens: int = 0
+    num_preempted: int = 0
     finish: Finish | None = None
     is_news: bool = False
     is_first: bool = True
@@ -40,7 +44,12 @@ class LiveRequest:
     """Owned by the TokenizerManager, which feeds it; a RequestHandle reads it."""
 
     def __init__(
-        self, request: GenerateRequest, new_output: Callable[[], OutputText], *, wants_tokens: bool = True
+        self,
+        request: GenerateRequest,
+        new_output: Callable[[], OutputText],
+        *,
+        wants_tokens: bool = True,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without `wants_tokens` the one token that the engine draws at the least is not shown: only the prompt was to be computed."""
         self.rid = request.rid
@@ -51,6 +60,8 @@ class LiveRequest:
             index: _Choice(index, new_output(), choice_seed(request.seed, index)) for index in request.choices.tolist()
         }
         self._wants_tokens = wants_tokens
+        self._now = now
+        self._began_s = now()
         self._wants_all = False  # the reader waits for the end
         self._error: RequestError | None = None
         self._wake = asyncio.Event()
@@ -71,6 +82,9 @@ class LiveRequest:
         choice.ids += news.ids[: delta.num_tokens]
         choice.logprobs += news.logprobs[: delta.num_tokens]
         choice.num_tokens += delta.num_tokens
+        choice.last_token_s = self._now() - self._began_s
+        if choice.first_token_s is None:
+            choice.first_token_s = choice.last_token_s
         if delta.stop is not None:
             self._finish(choice, Finish("stop", matched=delta.stop))
             return True
@@ -82,8 +96,10 @@ class LiveRequest:
         if choice.finish is not None:
             return
         choice.cached_tokens = done.cached_tokens
+        choice.num_preempted = done.num_preempted
         if done.reason == "error":
-            self.fail(RequestError(done.status or 500, done.message or "The engine failed on this request."))
+            message = done.message or "The engine failed on this request."
+            self.fail(RequestError(done.status or 500, message, retry_after_s=done.retry_after_s or None))
             return
         delta = choice.output.finish()
         choice.text.append(delta.text)
@@ -169,6 +185,9 @@ class LiveRequest:
             output_logprobs=tuple(choice.logprobs),
             prompt_logprobs=choice.prompt_logprobs if choice.is_first else (),
             prompt_ids=self.prompt_ids if choice.is_first else (),
+            num_preempted=choice.num_preempted,
+            first_token_s=choice.first_token_s,
+            last_token_s=choice.last_token_s,
         )
         choice.text.clear()
         choice.ids.clear()

@@ -17,6 +17,7 @@ from srt.managers.request_schema import (
     cache_namespace,
     checked_sampling_params,
 )
+from srt.protocol.labels import numbered
 from srt.sampling.parameter_checks import show
 from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
 
@@ -152,7 +153,7 @@ def _rids(rid: str | list[str] | None, count: int, is_batch: bool) -> list[str |
     if rid is None:
         return [None] * count
     if isinstance(rid, str):
-        rids = [f"{rid}_{i}" for i in range(count)] if is_batch else [rid]
+        rids = numbered(rid, count) if is_batch else [rid]
     else:
         rids = _per_prompt("rid", rid, count, is_batch)
     if not all(rids):
@@ -202,7 +203,7 @@ class _ChoiceSoFar:
     prompt_ids: tuple[int, ...] = ()
     texts_sent: int = 0
     ids_sent: int = 0
-    e2e_latency_s: float | None = None
+    finished_at: float | None = None
 
 
 class NativeAnswer:
@@ -221,6 +222,7 @@ class NativeAnswer:
         self._incremental = incremental
         self._now = now
         self._began = now()
+        self._epoch = time.time() - self._began  # what makes a time of `now` one since the epoch
         self._first_of: list[int] = []  # flat index of choice 0 of each prompt
         self._choices: list[_ChoiceSoFar] = []
         for prompt, one in enumerate(call.inputs):
@@ -238,7 +240,7 @@ class NativeAnswer:
         so_far.prompt_logprobs = so_far.prompt_logprobs or update.prompt_logprobs
         so_far.prompt_ids = so_far.prompt_ids or update.prompt_ids
         if update.finish is not None:
-            so_far.e2e_latency_s = self._now() - self._began
+            so_far.finished_at = self._now()
         return index
 
     def result(self) -> Any:
@@ -277,16 +279,29 @@ class NativeAnswer:
             "cached_tokens_details": None,
             "reasoning_tokens": 0,
             "weight_version": WEIGHT_VERSION,
-            "num_retractions": 0,
+            "num_retractions": latest.num_preempted,
             "dp_rank": None,
             "seed": latest.seed,
         }
-        if so_far.e2e_latency_s is not None:
-            meta["e2e_latency"] = so_far.e2e_latency_s
+        if so_far.finished_at is not None:
+            meta |= self._times(latest, so_far.finished_at)
         asked = self._call.inputs[so_far.prompt].logprobs
         if asked.output:
             meta |= self._logprobs(asked, so_far, first_id)
         return meta
+
+    def _times(self, latest: ChoiceUpdate, finished_at: float) -> dict[str, Any]:
+        """Seconds; `_ts` are since the epoch. The throughput is that of the tokens behind the first."""
+        first, last = latest.first_token_s, latest.last_token_s
+        took = None if first is None or last is None else last - first
+        return {
+            "e2e_latency": finished_at - self._began,
+            "first_token_latency": first,
+            "decode_throughput": (latest.completion_tokens - 1) / took if took else None,
+            "request_received_ts": self._epoch + self._began,
+            "request_finished_ts": self._epoch + finished_at,
+            "response_sent_to_client_ts": self._epoch + self._now(),
+        }
 
     def _logprobs(self, asked: LogprobRequest, so_far: _ChoiceSoFar, first_id: int) -> dict[str, Any]:
         output = so_far.logprobs[first_id:]

@@ -65,6 +65,7 @@ class RequestRefused:
     rid: int
     status: int
     message: str
+    retry_after_s: int = 0
 
 
 Effect = Send | NewTokens | ChoiceEnded | RequestRefused
@@ -284,7 +285,7 @@ class RequestLedger:
             return []  # aborted as the refusal travelled
         for index in list(entry.choices):
             self._forget(message.rid, index)
-        return [RequestRefused(message.rid, message.status, message.message)]
+        return [RequestRefused(message.rid, message.status, message.message, message.retry_after_s)]
 
     # ---- Beginnings and ends
 

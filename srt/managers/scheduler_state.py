@@ -190,8 +190,10 @@ class Scheduler:
                 self._abort_live([r for r in client.choices(rid) if choice in (-1, r.choice)])
                 return []
             case AbortLabel(call, label):
-                num_aborted = self._abort_live(self._labels.live(label)) if label else self.abort_all()
-                return [ToFrontend(number, ControlReply(call, True, "", {"num_aborted": num_aborted}))]
+                num_aborted = self._abort_live(self._labels.named(label)) if label else self.abort_all()
+                # The others may have such a request on its way to us.
+                others: list[Effect] = [ToFrontend(other, message) for other in self._clients if other != number]
+                return [ToFrontend(number, ControlReply(call, True, "", {"num_aborted": num_aborted})), *others]
             case AckBatch(batch):
                 for request in client.outbox.acknowledge(batch):
                     client.forget(request)

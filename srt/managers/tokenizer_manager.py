@@ -18,9 +18,11 @@ from srt.managers.live_request import RequestHandle as RequestHandle
 from srt.managers.model_facts import ModelFacts as ModelFacts
 from srt.managers.model_facts import read_model_facts
 from srt.managers.request_checks import bad, build_request, check_form, check_ids, check_text
-from srt.managers.request_ledger import ChoiceEnded, Effect, NewTokens, RequestLedger, RequestRefused, Send
+from srt.managers.request_ledger import ALL_CHOICES, ChoiceEnded, Effect, NewTokens, RequestLedger, RequestRefused, Send
 from srt.managers.scheduler_link import SchedulerLink
+from srt.protocol.labels import is_named
 from srt.protocol.messages import (
+    Abort,
     AbortLabel,
     ContinueGeneration,
     ControlReply,
@@ -270,6 +272,8 @@ class TokenizerManager:
                     call.set_result(message)
             case Load():
                 self._load = message
+            case AbortLabel():
+                self._abort_named(message.label)
             case SchedulerHello():
                 self._limits = message
                 self._answered.set()
@@ -341,8 +345,7 @@ class TokenizerManager:
         self._num_refused += 1
         live = self._live.pop(refusal.rid, None)
         if live is not None:
-            retry_after_s = _RETRY_AFTER_S if refusal.status in (429, 503) else None
-            live.fail(RequestError(refusal.status, refusal.message, retry_after_s=retry_after_s))
+            live.fail(RequestError(refusal.status, refusal.message, retry_after_s=refusal.retry_after_s or None))
 
     def _forget_if_ended(self, live: LiveRequest) -> None:
         if live.has_ended:
@@ -416,13 +419,26 @@ class TokenizerManager:
         return reply.ok, reply.message, reply.values
 
     async def abort_label(self, label: str) -> int:
-        """Abort the live requests of this label, whichever frontend has them; the empty label means all. Returns how many."""
+        """Abort the live requests that are named so, whichever frontend has them: one, all of a batch, or with the empty label
+        everything. Returns how many."""
         check_text("rid", label)
-        on_the_way = [other for other in self._labels_on_the_way if label in ("", other)]
-        self._labels_on_the_way.update(dict.fromkeys(on_the_way, True))
+        on_the_way = self._mark_on_the_way(label)
         reply = await self._call(lambda call: AbortLabel(call, label))
         count = reply.values.get("num_aborted", 0)
-        return len(on_the_way) + (count if isinstance(count, int) else 0)
+        return on_the_way + (count if isinstance(count, int) else 0)
+
+    def _abort_named(self, label: str) -> None:
+        """Another frontend was told to abort these. The scheduler has ended those that it knew."""
+        self._mark_on_the_way(label)
+        for live in self._live.values():
+            if is_named(live.label, label):
+                self._link.send(Abort(live.rid, ALL_CHOICES))
+
+    def _mark_on_the_way(self, label: str) -> int:
+        """What is being tokenized and named so is aborted as soon as it would be sent. Returns how many."""
+        named = [other for other in self._labels_on_the_way if is_named(other, label)]
+        self._labels_on_the_way.update(dict.fromkeys(named, True))
+        return len(named)
 
     async def _call(self, make: Callable[[int], FromFrontend]) -> ControlReply:
         self._check_alive()

@@ -99,7 +99,9 @@ class GenerateRequest:
     priority: int = 0
     cache_salt: str = ""
     resumed: bool = False  # a scheduler that has died had taken it: it is not turned away for want of room
-    urgent: bool = False  # a question about the engine's health: goes before all others, in the place of one that runs if need be
+    urgent: bool = (
+        False  # a question about the engine's health: goes before all others, in the place of one that runs if need be
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,10 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class AbortLabel:
-    """Abort the live requests whose label is this, whichever frontend sent them; the empty label aborts all. Answered by ControlReply."""
+    """Abort the live requests that are named so (`labels.is_named`), whichever frontend sent them; the empty label aborts all.
+
+    Answered by ControlReply, and passed on to the other frontends, for what they are about to send.
+    """
 
     call: int
     label: str
@@ -520,7 +525,7 @@ FromFrontend = (
     | PauseGeneration
     | ContinueGeneration
 )
-ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load
+ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load | AbortLabel
 ToWorker = StepPlan | WorkPlan
 FromWorker = WorkerHello | StepResult | StepAck | WorkDone | WorkerFault
 ToChild = ChildStart | ServerReady | Stop

@@ -19,6 +19,7 @@ from srt.managers.request_ledger import (
     Send,
 )
 from srt.protocol.messages import (
+    AbortLabel,
     AskRange,
     ControlReply,
     FromFrontend,
@@ -96,8 +97,8 @@ class LedgerFrontend:
                 self.replies[call] = message
             case Rejected(reason):
                 raise AssertionError(f"frontend {self.number} was rejected: {reason}")
-            case Load():
-                pass
+            case Load() | AbortLabel():
+                pass  # nothing of ours is still to be tokenized
             case _:
                 assert_never(message)
         return []

@@ -24,7 +24,7 @@ async def chat(exchange: Exchange, service: Service) -> None:
     model = check_model(body.model, service)
     engine = service.engine()
     identity = Identity.new("chatcmpl", body, model)
-    usage = Usage(body.check_stream_options(), service.args.enable_cache_report)
+    usage = Usage(body.check_stream_options())
     request = parse_input(body, identity, engine)
     answer = ChatAnswer(body, identity, usage, engine)
     try:

@@ -26,7 +26,7 @@ async def complete(exchange: Exchange, service: Service) -> None:
     engine = service.engine()
     identity = Identity.new("cmpl", body, model)
     inputs = parse_inputs(body, identity, engine)
-    usage = Usage(body.check_stream_options(), service.args.enable_cache_report)
+    usage = Usage(body.check_stream_options())
     try:
         echoes = await _echoes(inputs, engine) if body.echo else [""] * len(inputs)
         answer = CompletionAnswer(body, identity, usage, engine, echoes)

@@ -12,6 +12,7 @@ from srt.entrypoints.openai.schema import OpenAIBody, StreamOptions
 from srt.managers.io_struct import ChoiceUpdate, Finish, TokenLogprob
 from srt.managers.request_schema import bad_parameter
 from srt.managers.tokenizer_manager import TokenizerManager
+from srt.protocol.labels import numbered
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,15 @@ class Identity:
 
     def rids(self, count: int) -> list[str]:
         """One label per prompt."""
-        return [self.id] if count == 1 else [f"{self.id}_{i}" for i in range(count)]
+        return [self.id] if count == 1 else numbered(self.id, count)
 
 
 class Usage:
     """Counts the tokens of a call: each prompt once, however many choices it has."""
 
-    def __init__(self, options: StreamOptions, report_cached: bool) -> None:
+    def __init__(self, options: StreamOptions) -> None:
         self.in_stream = bool(options.include_usage)
         self.in_every_chunk = bool(options.continuous_usage_stats)
-        self._report_cached = report_cached
         self._latest: dict[tuple[int, int], ChoiceUpdate] = {}
 
     def take(self, prompt: int, update: ChoiceUpdate) -> None:
@@ -61,7 +61,7 @@ class Usage:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(cached.values())} if self._report_cached else None,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 
     def in_chunk(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import joined
 from srt.managers.io_struct import ChoiceUpdate, EngineDied, Finish, GenerateInput, RequestError, TokenLogprob
 from srt.managers.model_facts import ModelFacts
-from srt.managers.request_checks import build_request, check_form, check_ids
+from srt.managers.request_checks import build_request, check_form, check_ids, check_text
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import Load, Scalar, SchedulerHello
 from srt.sampling.sampling_params import SamplingParams
@@ -133,6 +133,10 @@ class FakeEngine:
         check_form(request)
         build_request(request, prompt_ids(request), rid=0, label="", seed=0, model=self.model, limits=self.limits)
 
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        check_text("text", text)
+        return [ord(letter) for letter in text]
+
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         check_ids("tokens", ids, VOCAB_SIZE)
         return "".join(map(chr, ids))
@@ -227,6 +231,8 @@ def choice_update(request: GenerateInput, said: str, at: int, choice: int = 0, c
         output_logprobs=(token_logprob(ord(said[at]), asked.top),) if asked.output else (),
         prompt_logprobs=_prompt_logprobs(ids, asked.prompt_start, asked.top) if at == 0 else (),
         prompt_ids=tuple(ids) if at == 0 else (),
+        first_token_s=0.25,
+        last_token_s=0.25 + 0.1 * at,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from srt.managers.io_struct import RequestError
@@ -18,6 +20,11 @@ def test_a_text_is_answered_with_text_ids_and_meta() -> None:
     assert answer["output_ids"] == [ord(letter) for letter in "Hello!"]
     meta = answer["meta_info"]
     assert meta.pop("e2e_latency") >= 0
+    assert (meta.pop("first_token_latency"), meta.pop("decode_throughput")) == (0.25, 10.0)
+    received, finished, sent = (
+        meta.pop(name) for name in ("request_received_ts", "request_finished_ts", "response_sent_to_client_ts")
+    )
+    assert time.time() - 60 < received <= finished <= sent
     assert meta == {
         "id": "mine",
         "finish_reason": {"type": "stop", "matched": 0},
@@ -190,7 +197,8 @@ def test_streamed_and_whole_answers_are_equal() -> None:
     whole = world.post("/generate", body).json()
     last = events(world.post("/generate", {**body, "stream": True}))[-1]
     for answer in (whole, last):
-        del answer["meta_info"]["e2e_latency"]
+        for name in ("e2e_latency", "request_received_ts", "request_finished_ts", "response_sent_to_client_ts"):
+            del answer["meta_info"][name]
     assert whole == last
 
 

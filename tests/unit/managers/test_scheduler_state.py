@@ -502,6 +502,23 @@ def test_a_label_aborts_whoever_sent_it_and_the_empty_one_aborts_all() -> None:
     assert len(host.ends(1)) == 2
 
 
+def test_the_name_of_a_batch_aborts_its_prompts_and_other_frontends_hear_of_it() -> None:
+    host = Host()
+    host.say(FrontendHello(1, PROTOCOL), 1)
+    for rid, label in enumerate(("a_0", "a_1", "ab_0", "a")):
+        host.say(request(rid, PROMPT, label=label), rid % 2)
+    host.say(AbortLabel(5, "a"))
+    host.run()
+    assert [reply.values["num_aborted"] for reply in host.of_type(ControlReply)] == [3]
+    assert {rid: done.reason for (rid, _), done in [*host.ends(0).items(), *host.ends(1).items()]} == {
+        0: "abort",
+        1: "abort",
+        2: "length",
+        3: "abort",
+    }
+    assert [host.of_type(AbortLabel, number) for number in (0, 1)] == [[], [AbortLabel(5, "a")]]
+
+
 def test_the_slot_of_an_aborted_request_can_be_reused_while_its_row_is_in_flight() -> None:
     host = Host(hello=worker_hello(num_slots=1))
     second = request(2, [9, 8, 7], max_new=3)

@@ -352,10 +352,10 @@ def test_an_abort_by_somebody_else_is_the_finish(play: Callable[..., None]) -> N
 def test_a_refusal_reaches_the_reader_with_its_status(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
         handle, request = await begin(manager, scheduler, ask(manager))
-        scheduler.send(Refused(request.rid, 429, "The queue is full."))
+        scheduler.send(Refused(request.rid, 429, "The queue is full.", retry_after_s=7))
         with pytest.raises(RequestError, match="queue is full") as caught:
             await handle.collect()
-        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 7)
 
     play(story)
 
@@ -566,6 +566,35 @@ def test_an_abort_reaches_a_request_whose_text_is_still_tokenized(
             assert [update.finish.kind for update in updates if update.finish] == ["abort", "abort"]
             assert not scheduler.has_received()
             await nothing_left(manager)
+
+    play(story)
+
+
+def test_an_abort_that_another_frontend_was_told_ends_what_is_tokenized_and_what_crossed_it_on_the_wire(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_encode = threading.Event()
+
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert may_encode.wait(PATIENCE_S)
+        return [5, 6]
+
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        sent, request = await begin(manager, scheduler, replace(ask(manager), rid="mine_0"))
+        other, _ = await begin(manager, scheduler, replace(ask(manager), rid="other"))
+        monkeypatch.setattr(Tokenizer, "encode", encode)
+        long = GenerateInput(params=SamplingParams(), text="a" * (LONG_TEXT_CHARS + 1), rid="mine_1")
+        submitting = asyncio.ensure_future(manager.submit(long))
+        await until(lambda: manager.stats()["live_labels"] == 1)
+        scheduler.send(AbortLabel(99, "mine"))
+        assert await scheduler.expect(Abort) == Abort(request.rid, -1)
+        scheduler.send_tokens(request.rid, [], done=ended(request.rid, 0, "abort"))
+        may_encode.set()
+        for handle in (sent, await submitting):
+            (update,) = await handle.collect()
+            assert update.finish is not None
+            assert update.finish.kind == "abort"
+        other.abort()
 
     play(story)
 

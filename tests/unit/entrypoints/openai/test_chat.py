@@ -40,7 +40,12 @@ def test_a_conversation_is_answered_in_openais_shape() -> None:
                 "seed": 7,
             }
         ],
-        "usage": {"prompt_tokens": 19, "completion_tokens": 6, "total_tokens": 25, "prompt_tokens_details": None},
+        "usage": {
+            "prompt_tokens": 19,
+            "completion_tokens": 6,
+            "total_tokens": 25,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
     }
     assert prompt_of(world) == "<user>hi<assistant>"
     assert world.engine.handles[0].request.add_special_tokens is False
@@ -130,7 +135,7 @@ def test_streamed_choices_join_to_the_whole_answer() -> None:
 
 
 def test_usage_comes_in_a_last_chunk_if_asked_for() -> None:
-    world = World(enable_cache_report=True, answer="ab")
+    world = World(answer="ab")
     *chunks, last = events(chat(world, stream=True, stream_options={"include_usage": True}))
     assert all(chunk["usage"] is None for chunk in chunks)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)

@@ -24,7 +24,12 @@ def test_a_prompt_is_answered_in_openais_shape() -> None:
         "choices": [
             {"index": 0, "text": "Hello!", "logprobs": None, "finish_reason": "stop", "matched_stop": 0, "seed": 7}
         ],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8, "prompt_tokens_details": None},
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 6,
+            "total_tokens": 8,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
     }
 
 
@@ -114,7 +119,7 @@ def test_a_streams_chunks_join_to_the_whole_answer() -> None:
 
 
 def test_usage_comes_in_a_last_chunk_if_asked_for() -> None:
-    world = World(enable_cache_report=True, answer="ab")
+    world = World(answer="ab")
     body = {"prompt": "hi", "stream": True}
     assert all("usage" not in chunk for chunk in events(world.post(PATH, body)))
     *chunks, last = events(world.post(PATH, {**body, "stream_options": {"include_usage": True}}))

@@ -1,0 +1,76 @@
+"""/tokenize and /detokenize: the server's tokenizer, for clients that count or cut prompts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.openai.models import check_model
+from srt.entrypoints.service import Service
+from srt.managers.io_struct import RequestError
+from srt.managers.native_shapes import MAX_BATCH
+from srt.managers.request_schema import RequestBody, bad_parameter, renamed
+
+
+class TokenizeBody(RequestBody):
+    """POST /tokenize."""
+
+    prompt: str | list[str]
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(RequestBody):
+    """POST /detokenize."""
+
+    tokens: list[int] | list[list[int]]
+    model: str | None = None
+    skip_special_tokens: bool = True
+
+
+async def tokenize(exchange: Exchange, service: Service) -> None:
+    """Text to token ids, as /generate and /v1/completions would read it. Lists for a list."""
+    body = TokenizeBody.parse(await exchange.read_json())
+    check_model(body.model, service)
+    engine = service.engine()
+    texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    _check_batch("prompt", len(texts))
+    try:
+        tokens = []
+        for text in texts:
+            tokens.append(await engine.tokenize(text, body.add_special_tokens))
+            await asyncio.sleep(0)  # others on the loop go on in between
+    except RequestError as error:
+        raise renamed(error, {"text": "prompt"}) from error
+    counts = [len(ids) for ids in tokens]
+    is_batch = isinstance(body.prompt, list)
+    await exchange.send_json(
+        {
+            "tokens": tokens if is_batch else tokens[0],
+            "count": counts if is_batch else counts[0],
+            "max_model_len": engine.limits.max_request_tokens,
+        }
+    )
+
+
+async def detokenize(exchange: Exchange, service: Service) -> None:
+    """Token ids to text. A list of texts for a list of lists."""
+    body = DetokenizeBody.parse(await exchange.read_json())
+    check_model(body.model, service)
+    engine = service.engine()
+    rows = [ids for ids in body.tokens if isinstance(ids, list)]
+    if not rows:
+        flat = [token for token in body.tokens if isinstance(token, int)]
+        await exchange.send_json({"text": engine.detokenize(flat, body.skip_special_tokens)})
+        return
+    _check_batch("tokens", len(rows))
+    texts = []
+    for ids in rows:
+        texts.append(engine.detokenize(ids, body.skip_special_tokens))
+        await asyncio.sleep(0)
+    await exchange.send_json({"text": texts})
+
+
+def _check_batch(name: str, count: int) -> None:
+    if count > MAX_BATCH:
+        raise bad_parameter(name, f"may have at most {MAX_BATCH} entries, not {count}")
