@@ -1,0 +1,49 @@
+"""A request that asks about the engine's health goes before all others."""
+
+from __future__ import annotations
+
+import pytest
+
+from srt.protocol.messages import Refused
+from tests.unit.managers.scheduler_host import Host, expected_ids, request, worker_hello
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
+def test_an_urgent_request_takes_a_place_at_once_and_whoever_had_it_loses_nothing(policy: str) -> None:
+    host = Host(hello=worker_hello(num_slots=1), schedule_policy=policy, max_queued_requests=1)
+    long, waiting = request(1, [1] * 6, max_new=12), request(2, [2] * 6)
+    host.say(long)
+    host.tick()
+    host.say(waiting)
+    host.say(request(3, [3]))
+    assert [refused.rid for refused in host.of_type(Refused)] == [3]
+    host.say(request(4, [4], max_new=1, urgent=True))
+    host.answer()
+    host.tick()
+    assert [admission.seed for plan in host.all_plans for admission in plan.admissions] == [1, 4]
+    host.run()
+    assert host.value("num_preempted") == 1
+    assert (host.ids(1), host.ids(2)) == (expected_ids(long), expected_ids(waiting))
+    assert len(host.ids(4)) == 1
+
+
+def test_an_urgent_request_finds_memory_even_if_others_hold_all_of_it() -> None:
+    host = Host(hello=worker_hello(num_pages=4))
+    long = request(1, [1] * 12, max_new=4)
+    host.say(long)
+    host.tick()
+    host.say(request(2, [2], max_new=1, urgent=True))
+    host.answer()
+    host.tick()
+    assert [admission.seed for plan in host.all_plans for admission in plan.admissions] == [1, 2]
+    host.run()
+    assert host.ids(1) == expected_ids(long)
+
+
+def test_urgent_requests_do_not_take_each_others_places() -> None:
+    host = Host(hello=worker_hello(num_slots=1))
+    for rid in (1, 2):
+        host.say(request(rid, [rid], max_new=3, urgent=True))
+    host.run()
+    assert host.value("num_preempted") == 0
+    assert [len(host.ids(rid)) for rid in (1, 2)] == [3, 3]
