@@ -21,7 +21,10 @@ from srt.utils.checkpoint import DEFAULT_MODEL
 if TYPE_CHECKING:
     from srt.entrypoints.local_engine import Answer, Chunks, LocalEngine
 
-HTTP_ONLY = ("host", "api_key", "tokenizer_worker_num", "served_model_name", "enable_cache_report")
+HTTP_ONLY = (
+    *("host", "api_key", "admin_api_key", "tokenizer_worker_num", "served_model_name", "enable_cache_report"),
+    *("enable_metrics", "cors_allow_origins", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"),
+)
 
 
 class Runtime:

@@ -29,6 +29,7 @@ def option(
 MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "Devices and kernels", "Logging"
 
 
+SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 MOST = (1 << 31) - 1  # of counts, sizes and seconds
 MOST_SEED = (1 << 63) - 1
 
@@ -62,6 +63,18 @@ class ServerArgs:
     host: str = option("127.0.0.1", "address to listen on", group=HTTP)
     port: int = option(30000, "port to listen on", group=HTTP)
     api_key: str | None = option(None, "clients must send it as a bearer token", group=HTTP)
+    admin_api_key: str | None = option(
+        None, "who looks after the server (cache, pauses, aborts, logs, traces) must send it instead", group=HTTP
+    )
+    enable_metrics: bool = option(
+        False, "serve /metrics to those without the API key too; with it they are served always", group=HTTP
+    )
+    cors_allow_origins: tuple[str, ...] = option(
+        (), "web pages of these origins may use the API; * for all (default: none)", group=HTTP
+    )
+    ssl_certfile: str | None = option(None, "PEM file of the certificate chain: serve HTTPS", group=HTTP)
+    ssl_keyfile: str | None = option(None, "PEM file of the private key, if it is not in --ssl-certfile", group=HTTP)
+    ssl_keyfile_password: str | None = option(None, "of the private key", group=HTTP)
     tokenizer_worker_num: int = option(1, "frontend processes that share the port", group=HTTP)
     stream_interval: int = option(1, "tokens between two chunks of a stream", group=HTTP)
     incremental_streaming_output: bool = option(
@@ -130,6 +143,14 @@ class ServerArgs:
     )
 
     log_level: str = option("info", "what is logged", group=LOG, choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "of log lines; json is one object a line", group=LOG, choices=("text", "json"))
+    log_requests: bool = option(False, "log each request when it comes and when it ends", group=LOG)
+    log_requests_level: int = option(
+        2, "0: names and counts; 1: and parameters; 2: and the texts' first 2048 characters; 3: whole texts", group=LOG
+    )
+    decode_log_interval: int | None = option(
+        None, "steps between two lines that say how the engine does (default: 10 s)", group=LOG
+    )
 
     def check(self) -> None:
         """Raise ArgumentError for values that can be refused without looking at the model."""
@@ -153,6 +174,13 @@ class ServerArgs:
             value, most = getattr(self, f.name), MOST_SEED if f.name == "random_seed" else MOST
             if type(value) is int and abs(value) > most:
                 raise ArgumentError(f"--{f.name.replace('_', '-')} must be at most {most}, not {value}.")
+        if self.decode_log_interval is not None:
+            self._at_least("decode_log_interval", 1)
+        if not 0 <= self.log_requests_level <= 3:
+            raise ArgumentError(f"--log-requests-level must lie between 0 and 3, not {self.log_requests_level}.")
+        for name in ("ssl_keyfile", "ssl_keyfile_password"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ArgumentError(f"--{name.replace('_', '-')} means something only with --ssl-certfile.")
         if self.chunked_prefill_size != -1:
             self._at_least("chunked_prefill_size", 1)
         if not 0 <= self.port <= 65535:
@@ -189,6 +217,11 @@ class ServerArgs:
     def model_names(self) -> tuple[str, ...]:
         return self.served_model_name or (self.model_path,)
 
+    def public_values(self) -> dict[str, Any]:
+        """By name, without the secrets: of these, only that they are set."""
+        values = dataclasses.asdict(self)
+        return values | {name: "(set)" for name in SECRETS if values[name] is not None}
+
     @property
     def window(self) -> int:
         """Plans in flight."""
@@ -206,12 +239,12 @@ class ServerArgs:
 # Options of SGLang that mean something here but are not supported yet: refused by name rather than as a typing error.
 UNSUPPORTED = frozenset(
     "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port quantization kv_cache_dtype tokenizer_mode"
-    " skip_tokenizer_init trust_remote_code is_embedding admin_api_key reasoning_parser tool_call_parser allow_auto_truncate"
+    " skip_tokenizer_init trust_remote_code is_embedding reasoning_parser tool_call_parser allow_auto_truncate"
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " prefill_attention_backend decode_attention_backend sampling_backend grammar_backend disable_cuda_graph"
     " cuda_graph_max_bs cuda_graph_bs enable_torch_compile enable_memory_saver enable_deterministic_inference"
     " disable_custom_all_reduce speculative_algorithm speculative_draft_model_path speculative_num_steps enable_lora lora_paths"
-    " disaggregation_mode log_requests enable_metrics decode_log_interval crash_dump_folder enable_dp_attention gpu_id_step"
+    " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
     " detokenizer_worker_num quantization_param_path skip_server_warmup".split()
 )
 
@@ -232,7 +265,7 @@ def parse_args(argv: Sequence[str]) -> ServerArgs:
     if rest:
         raise ArgumentError(f"Unknown option {rest[0]} (see --help).")
     values = vars(namespace)
-    values["served_model_name"] = tuple(values["served_model_name"])
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return checked(ServerArgs(**values))
 
 
@@ -245,7 +278,7 @@ def from_keywords(keywords: dict[str, Any]) -> ServerArgs:
             raise ArgumentError(f"{name} is not supported yet.")
         if name not in hints:
             raise ArgumentError(f"Unknown option {name}.")
-        if name == "served_model_name":
+        if typing.get_origin(hints[name]) is tuple:
             values[name] = (value,) if isinstance(value, str) else value
             if not isinstance(values[name], list | tuple) or not all(type(one) is str for one in values[name]):
                 raise ArgumentError(f"{name} must be a name or a list of names, not {value!r}.")
