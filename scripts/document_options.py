@@ -57,6 +57,14 @@ SGLANG_DEFAULTS: dict[str, Any] = {
     "dist_timeout": "that of PyTorch",
     "watchdog_timeout": 300.0,
     "log_level": "info",
+    "admin_api_key": None,
+    "enable_metrics": "no /metrics at all without it",
+    "ssl_certfile": None,
+    "ssl_keyfile": None,
+    "ssl_keyfile_password": None,
+    "log_requests": False,
+    "log_requests_level": 2,
+    "decode_log_interval": 40,
 }
 
 
