@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.browser import Browser
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.server_process import ServerProcess
 
@@ -46,3 +47,20 @@ def server(checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFacto
 def client(server: Server) -> Iterator[httpx.Client]:
     with server.client() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The shipped model, as a newcomer serves it. Whoever uses it leaves nothing running."""
+    words = ["--model-path", "tiny", "--port", "0", "--device", "cpu", "--max-total-tokens", "16384"]
+    with ServerProcess("srt.launch_server", words, tmp_path_factory.mktemp("tiny-server")) as process:
+        yield Server(process.wait_ready(), "tiny", process)
+        process.send(signal.SIGTERM)
+        assert process.wait() == 0, process.lines
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("browser"))
+    yield browser
+    browser.close()

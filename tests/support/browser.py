@@ -219,6 +219,16 @@ class Page:
         self._call("Input.dispatchKeyEvent", type="keyDown", **event, **({"text": text} if text.strip("\t") else {}))
         self._call("Input.dispatchKeyEvent", type="keyUp", **event)
 
+    def accessible_nodes(self) -> list[dict[str, str]]:
+        """Role and name of what a screen reader is told of."""
+        self._call("Accessibility.enable")
+        nodes = self._call("Accessibility.getFullAXTree")["nodes"]
+        return [
+            {"role": node["role"]["value"], "name": node.get("name", {}).get("value", "")}
+            for node in nodes
+            if not node.get("ignored")
+        ]
+
     def hear(self, message: dict[str, Any]) -> None:
         values = message["params"]
         match message["method"]:

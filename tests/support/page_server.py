@@ -70,8 +70,15 @@ class PageServer:
 
         return asyncio.run_coroutine_threadsafe(go(), self._loop).result(DEADLINE_S)
 
+    @property
+    def num_open(self) -> int:
+        """Answers on their way."""
+        return len(self._server.server_state.tasks)
+
     def close(self) -> None:
-        """Cut all connections."""
+        """Cut all connections. Twice does no harm."""
+        if not self._thread.is_alive():
+            return
         self._loop.call_soon_threadsafe(self._server.stop, 0)
         self._loop.call_soon_threadsafe(setattr, self._server, "force_exit", True)
         self._thread.join(DEADLINE_S)

@@ -7,7 +7,8 @@ const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "freque
   "repetition_penalty"];
 
 let messages = []; // what the next request brings, without the system prompt
-let running = null; // the AbortController of the answer that is being written
+let running = null; // the {controller, words} of the answer that is being written: its end, and its element
+let isLeaving = false;
 
 // ---- The log
 
@@ -50,9 +51,12 @@ function describe(message, end, beganAt, firstAt) {
 // ---- What is kept
 
 function store() {
+  if (isLeaving) return; // what happens to the answer from here on is the browser's doing
+  const partial = running?.words.textContent;
+  const kept = partial ? [...messages, { role: "assistant", content: partial }] : messages;
   const fields = Object.fromEntries(new FormData(at("parameters")));
   try {
-    sessionStorage.setItem(STORE, JSON.stringify({ messages, fields }));
+    sessionStorage.setItem(STORE, JSON.stringify({ messages: kept, fields }));
   } catch {
     sessionStorage.removeItem(STORE); // too long to be kept: better nothing than an old half
   }
@@ -111,13 +115,12 @@ async function follow(body, signal, end, onText) {
 
 async function ask(question) {
   const controller = new AbortController();
-  setRunning(controller);
   at("hint").hidden = true;
   messages.push({ role: "user", content: question });
-  store();
   const asked = addMessage("user", question);
   at("log").scrollTop = at("log").scrollHeight;
   const { message, words } = addMessage("assistant", "");
+  setRunning({ controller, words });
   message.ariaBusy = "true"; // read out once it is whole
   const beganAt = performance.now();
   let firstAt = 0;
@@ -151,10 +154,14 @@ function takeBack(question, ...shown) {
   at("text").value ||= question;
 }
 
-function setRunning(controller) {
-  running = controller;
-  at("send").disabled = controller !== null;
-  at("stop").disabled = controller === null;
+function setRunning(answer) {
+  running = answer;
+  at("send").disabled = answer !== null;
+  at("stop").disabled = answer === null;
+}
+
+function stop() {
+  running?.controller.abort();
 }
 
 // ---- What a person does
@@ -167,17 +174,17 @@ at("ask").addEventListener("submit", (event) => {
   ask(question);
 });
 at("text").addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
+  if (event.key === "Escape") stop();
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   at("ask").requestSubmit();
 });
 at("stop").addEventListener("click", () => {
-  running?.abort();
+  stop();
   at("text").focus();
 });
 at("new").addEventListener("click", () => {
-  running?.abort();
+  stop();
   setRunning(null);
   messages = [];
   at("log").replaceChildren(at("hint"));
@@ -187,6 +194,11 @@ at("new").addEventListener("click", () => {
 });
 at("parameters").addEventListener("submit", (event) => event.preventDefault());
 at("parameters").addEventListener("input", store);
+addEventListener("pagehide", () => {
+  store();
+  isLeaving = true;
+});
+addEventListener("pageshow", () => { isLeaving = false; });
 
 restore();
 at("text").focus();
