@@ -19,6 +19,7 @@ class Planned:
     plan: StepPlan
     sampling_slots: Int64Array
     sampling_incarnations: Int64Array
+    num_prompt_ends: int  # so many of them, the first, are prompts: these get one id
     extends: dict[int, int]  # slot -> incarnation of the rows that compute prompt tokens
 
 

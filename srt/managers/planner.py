@@ -10,9 +10,11 @@ and pages are taken, its computed prefix stays in the cache, and it waits again 
 
 from __future__ import annotations
 
+import itertools
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from srt.managers.counters import Counters
 from srt.managers.forecast import OutputForecast
@@ -44,6 +46,9 @@ class Planner:
         queue: WaitingQueue,
         step_times: StepTimes,
         chunk_size: int,
+        *,
+        max_row_tokens: int = 1,
+        num_stages: int = 1,
     ) -> None:
         self._slots = slots
         self._memory = memory
@@ -53,6 +58,8 @@ class Planner:
         self._step_times = step_times
         self._chunk_size = UNLIMITED if chunk_size < 0 else chunk_size
         self._queue = queue
+        self._max_row_tokens = max_row_tokens
+        self._num_stages = num_stages
         self._running: list[Request | None] = [None] * slots.num_slots
         self._prefilling: list[Request] = []
         self._decoding = NO_SLOTS
@@ -62,6 +69,7 @@ class Planner:
         self._urgent: Request | None = None  # the last that came
         self._now = 0.0  # when the present plan is made
         self._planned_step = 0
+        self._answered_step = 0
         self.preempted = PreemptedRequests()
         self.num_waiting = 0
 
@@ -102,6 +110,7 @@ class Planner:
     def note_answered(self, planned: Planned, step_us: int) -> None:
         """The results of all plans up to this one are entered."""
         section = planned.plan.sections[0]
+        self._answered_step = planned.plan.step
         self._step_times.take(section, step_us)
         if len(section.extend_counts):
             self._counters.count_prompt_step(int(section.extend_counts.sum()), step_us)
@@ -119,18 +128,18 @@ class Planner:
         self._now = now
         self._forget_ended()
         self._queue.begin_plan()
-        is_short = self._preempt_for_room()
+        is_short = self._preempt_for_room(step)
         if not is_short and (self._ranking.has_priorities or self._does_urgent_wait()):
             self._displace()
-        rows = self._decode_rows()
+        rows = self._decode_rows(step)
         draft = Draft(self._chunk_size, self._step_times.budget_us(len(rows)))
         decodes = self._plan_decodes(draft, rows)
-        self._plan_prompts(draft, may_admit=not is_short or self._slots.num_used == 0)
+        self._plan_prompts(step, draft, may_admit=not is_short or self._slots.num_used == 0)
+        for request in draft.aside:
+            self._queue.push(request)
         if not draft.extends and not len(decodes):
             return None
         self._publish(draft)
-        for request in draft.aside:
-            self._queue.push(request)
         self._counters.num_held_back += len(draft.aside)
         self._counters.count_step(len(draft.extends), len(decodes))
         return self._finish_plan(step, draft, decodes)
@@ -140,10 +149,10 @@ class Planner:
             self._decoding = self._decoding[self._slots.incarnation[self._decoding] != 0]
             self._something_ended = False
 
-    def _preempt_for_room(self) -> bool:
+    def _preempt_for_room(self, step: int) -> bool:
         """Preempt until all decodes can go on, and the first in rank whatever it does. True if anybody was preempted."""
         before = self._counters.num_preempted
-        while self._is_short():
+        while self._is_short(step):
             self._preempt(max(self.running(), key=_order))
             self._forget_ended()
         return self._counters.num_preempted > before
@@ -174,11 +183,11 @@ class Planner:
                 self._preempt(victim)
             self._forget_ended()
 
-    def _is_short(self) -> bool:
+    def _is_short(self, step: int) -> bool:
         available = self._memory.num_available
-        if available > len(self._decoding):
+        if available > len(self._decoding) * self._memory.pages_for(self._max_row_tokens):
             return False
-        left = available - len(self._lacking(self._decode_rows()))
+        left = available - self._num_lacking(self._decode_rows(step))
         if left != 0 or not self._prefilling:
             return left < 0
         first = min(self.running(), key=_order)
@@ -198,36 +207,67 @@ class Planner:
         for back in self.preempted.add(request, self._planned_step):
             self._queue.push(back)
 
-    def _decode_rows(self) -> Int64Array:
+    def _decode_rows(self, step: int) -> Int64Array:
         rows = self._decoding
         wanting: Int64Array = rows[self._slots.submitted[rows] < self._slots.max_new[rows]]
-        return wanting
+        return wanting if self._num_stages == 1 else self._whose_turn_it_is(step, wanting)
 
-    def _lacking(self, rows: Int64Array) -> Int64Array:
-        """Those that have no page for their next position."""
+    def _whose_turn_it_is(self, step: int, rows: Int64Array) -> Int64Array:
+        """A pipeline is full when each step has its share of the rows: those that have waited for longest."""
+        share = -(-len(rows) // self._num_stages)
+        rows = rows[self._is_back(step, rows)]
+        if len(rows) <= share:
+            return rows
+        waited_longest = np.argsort(self._slots.planned_at[rows], kind="stable")[:share]
+        turn: Int64Array = rows[np.sort(waited_longest)]
+        return turn
+
+    def _is_back(self, step: int, slots: Int64Array) -> NDArray[np.bool_]:
+        """Who has left the pipeline, or will have when this step enters it."""
+        planned_at = self._slots.planned_at[slots]
+        back: NDArray[np.bool_] = planned_at <= max(step - self._num_stages, self._answered_step)
+        return back
+
+    def _ends(self, rows: Int64Array) -> Int64Array:
+        """How many positions each of these has after the step at most. Nobody guesses beyond `max_new`."""
         slots = self._slots
-        lacking: Int64Array = rows[slots.computed[rows] >= slots.num_pages[rows] * self._memory.page_size]
-        return lacking
+        if self._max_row_tokens == 1:
+            ends: Int64Array = slots.computed[rows] + 1
+        else:
+            ends = slots.computed[rows] + np.minimum(slots.max_new[rows] - slots.submitted[rows], self._max_row_tokens)
+        return ends
+
+    def _num_lacking(self, rows: Int64Array) -> int:
+        """Pages that these need for the step, and do not have."""
+        missing = -(-self._ends(rows) // self._memory.page_size) - self._slots.num_pages[rows]
+        return int(missing.clip(0).sum())
 
     def _plan_decodes(self, draft: Draft, rows: Int64Array) -> Int64Array:
-        """One more token for every request that wants one: its last id is on the device already, or will be."""
+        """The next tokens of every request that wants some: its last id is on the device already, or will be."""
         slots = self._slots
         if not len(rows):
             return NO_SLOTS
-        lacking = self._lacking(rows)
-        if len(lacking):
-            pages = self._memory.grow_by_one_each(lacking)
-            draft.page_slots += lacking.tolist()
-            draft.page_counts += [1] * len(lacking)
-            draft.pages.append(pages)
-        slots.computed[rows] += 1
-        slots.submitted[rows] += 1
+        ends = self._ends(rows)
+        is_lacking = ends > slots.num_pages[rows] * self._memory.page_size
+        if is_lacking.any():
+            self._grow(draft, rows[is_lacking], ends[is_lacking])
+        slots.submitted[rows] += self._max_row_tokens
+        slots.computed[rows] += self._max_row_tokens
         return rows
 
-    def _plan_prompts(self, draft: Draft, *, may_admit: bool) -> None:
+    def _grow(self, draft: Draft, lacking: Int64Array, ends: Int64Array) -> None:
+        if self._max_row_tokens > 1:
+            for slot, end in zip(lacking.tolist(), ends.tolist(), strict=True):
+                draft.add_pages(slot, self._memory.grow(slot, end))
+            return
+        draft.pages.append(self._memory.grow_by_one_each(lacking))
+        draft.page_slots += lacking.tolist()
+        draft.page_counts += [1] * len(lacking)
+
+    def _plan_prompts(self, step: int, draft: Draft, *, may_admit: bool) -> None:
         short: list[Request] = []
         long: list[Request] = []
-        for request in self._prefilling:
+        for request in self._prefilling_now(step, draft):
             (long if self._count_within(draft, request) < self._missing(request) else short).append(request)
         kept, kept_us = 0, 0.0
         if long:
@@ -246,6 +286,15 @@ class Planner:
         for request in long:
             if draft.has_budget:
                 self._plan_chunk(draft, request)
+
+    def _prefilling_now(self, step: int, draft: Draft) -> list[Request]:
+        if self._num_stages == 1 or not self._prefilling:
+            return self._prefilling
+        is_back = self._is_back(step, np.array([request.slot for request in self._prefilling]))
+        for request in itertools.compress(self._prefilling, ~is_back):
+            assert request.node is not None
+            draft.coming.add(self._next_page(request, request.node, request.num_in_tree))
+        return list(itertools.compress(self._prefilling, is_back))
 
     def _missing(self, request: Request) -> int:
         return request.num_known - int(self._slots.computed[request.slot])
@@ -397,10 +446,13 @@ class Planner:
         )
         sampling = [slot for slot, samples in zip(extend_slots, draft.samples, strict=True) if samples]
         rows = np.concatenate((np.array(sampling, np.int64), decodes)) if sampling else decodes
+        self._slots.planned_at[decodes] = step
+        self._slots.planned_at[extend_slots] = step
         return Planned(
             plan=StepPlan(step, [section]),
             sampling_slots=rows,
             sampling_incarnations=self._slots.incarnation[rows],
+            num_prompt_ends=len(sampling),
             extends={request.slot: request.incarnation for request in draft.extends},
         )
 
@@ -410,12 +462,19 @@ class Planner:
         request.sent = int(slots.sent[slot])
         if keep_prefix:
             ids = np.concatenate((request.known_ids[: request.prompt_len], request.outputs))
-            self._memory.insert_computed(request, ids, int(slots.computed[slot]))
+            self._memory.insert_computed(request, ids, self._num_written(request))
         self._memory.release(request)
         slots.release(slot)
         self._running[slot] = None
         self._prefilling = [other for other in self._prefilling if other is not request]
         self._something_ended = True
+
+    def _num_written(self, request: Request) -> int:
+        """Positions whose KV is, or will be, what the known ids say. What comes behind the last one is only guessed at."""
+        computed = int(self._slots.computed[request.slot])
+        if self._max_row_tokens == 1:
+            return computed
+        return min(computed, max(request.num_known, request.prompt_len + len(request.outputs) - 1))
 
     def check(self) -> None:
         """AssertionError if slots, pages, promises and lists of requests do not agree."""

@@ -27,6 +27,7 @@ class Replica:
         self._max_queued = args.max_queued_requests
         self._has_priorities = args.uses_priorities
         self.counters = Counters()
+        self.window = args.window + hello.num_stages - 1  # plans that may be in flight
         self.slots = SlotTable(hello.num_slots)
         self._step_times = StepTimes(1000.0 * args.max_decode_stall)
         self._forecast = OutputForecast(args.schedule_conservativeness)
@@ -48,8 +49,10 @@ class Replica:
             queue,
             self._step_times,
             args.chunked_prefill_size,
+            max_row_tokens=hello.max_row_tokens,
+            num_stages=hello.num_stages,
         )
-        self.results = ResultReader(self.slots, self.planner, self.counters)
+        self.results = ResultReader(self.slots, self.planner, self.counters, hello.max_row_tokens)
         self.stream = WorkerStream(args.tp_size)
         self.max_total_num_tokens = hello.num_pages * hello.page_size
         self.max_request_tokens = min(hello.max_request_tokens, self.max_total_num_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from srt.managers.counters import Counters
 from srt.managers.plan_draft import Planned
@@ -38,34 +39,57 @@ class Outcome:
 class ResultReader:
     """Enters results into the slot table. A row whose request does not have the slot any more is dropped."""
 
-    def __init__(self, slots: SlotTable, planner: Planner, counters: Counters) -> None:
+    def __init__(self, slots: SlotTable, planner: Planner, counters: Counters, max_row_tokens: int) -> None:
         self._slots = slots
         self._planner = planner
         self._counters = counters
+        self._max_row_tokens = max_row_tokens
 
     def take(self, planned: Planned, result: StepResult) -> Outcome:
         """Append the tokens and say which requests end by them. BrokenReplica if the result does not fit the plan."""
+        self._check(planned, result)
         rows, counts = planned.sampling_slots, result.counts
-        if (
-            len(counts) != len(rows)
-            or int(counts.clip(0).sum()) != len(result.ids)
-            or (len(counts) and counts.max() > 1)
-        ):
-            raise BrokenReplica(
-                f"The result of step {result.step} has {len(counts)} rows and {len(result.ids)} ids where {len(rows)} rows sample."
-            )
         self._counters.step_us += result.step_us
         logged = [self._log(planned, row) for row in result.logprobs]
         alive = self._slots.incarnation[rows] == planned.sampling_incarnations
         failed = rows[alive & (counts < 0)]
-        if len(result.ids) != len(rows):  # a row without an id: what is left is aligned with the ids
-            rows, alive = rows[counts > 0], alive[counts > 0]
         self._counters.num_dropped_rows += len(alive) - int(np.count_nonzero(alive))
-        ends = self._append(rows[alive], result.ids[alive])
-        late, late_ends = self._append_late(planned, result)
+        if self._max_row_tokens == 1 and not len(failed) and len(result.ids) == len(rows):
+            ends = self._append(rows[alive], result.ids[alive])
+        else:
+            ends = self._append_any(planned, result, alive)
         ends += [End(self._planner.request_in(int(slot)), "error", status=500, message=NOT_FINITE) for slot in failed]
-        ends += late_ends
-        return Outcome(ends, [request for request in logged if request is not None], late)
+        late, late_ends = self._append_late(planned, result)
+        return Outcome(ends + late_ends, [request for request in logged if request is not None], late)
+
+    def _check(self, planned: Planned, result: StepResult) -> None:
+        counts, num_rows = result.counts, len(planned.sampling_slots)
+        if len(counts) != num_rows or int(counts.clip(0).sum()) != len(result.ids):
+            raise BrokenReplica(
+                f"The result of step {result.step} has {len(counts)} rows and {len(result.ids)} ids where {num_rows} rows sample."
+            )
+        one_each = counts if self._max_row_tokens == 1 else counts[: planned.num_prompt_ends]
+        most = counts.max(initial=1)
+        if most > self._max_row_tokens or counts.min(initial=0) < -1 or not (abs(one_each) == 1).all():
+            raise BrokenReplica(f"The result of step {result.step} has wrong counts of ids: {counts.tolist()}.")
+
+    def _append_any(self, planned: Planned, result: StepResult, alive: NDArray[np.bool_]) -> list[End]:
+        """Rows that have any number of ids: first the first of each, then the second of those that go on, and so on."""
+        slots, rows, counts = self._slots, planned.sampling_slots, result.counts.clip(0)
+        places = np.cumsum(counts) - counts
+        decoding = alive.copy()
+        decoding[: planned.num_prompt_ends] = False
+        missing = self._max_row_tokens - counts[decoding]
+        slots.submitted[rows[decoding]] -= missing
+        slots.computed[rows[decoding]] -= missing
+        ends: list[End] = []
+        for round_ in range(int(counts.max(initial=0))):
+            going = np.flatnonzero(alive & (counts > round_))
+            news = self._append(rows[going], result.ids[places[going] + round_])
+            ended = {end.request.slot for end in news}
+            alive[going] = [slot not in ended for slot in rows[going].tolist()]
+            ends += news
+        return ends
 
     def _append_late(self, planned: Planned, result: StepResult) -> tuple[list[Request], list[End]]:
         """The tokens of requests that were preempted while this step was in flight."""
@@ -80,14 +104,16 @@ class ResultReader:
             if result.counts[row] < 0:
                 ends.append(End(request, "error", status=500, message=NOT_FINITE))
                 continue
-            token = int(result.ids[places[row]])
-            request.append(token)
             late.append(request)
-            self._counters.num_generated_tokens += 1
-            if token in request.sampling.stop_ids:
-                ends.append(End(request, "stop", token))
-            elif len(request.outputs) >= request.sampling.max_new_tokens:
-                ends.append(End(request, "length"))
+            for token in result.ids[places[row] : places[row] + result.counts[row]].tolist():
+                request.append(token)
+                self._counters.num_generated_tokens += 1
+                if token in request.sampling.stop_ids:
+                    ends.append(End(request, "stop", token))
+                    break
+                if len(request.outputs) >= request.sampling.max_new_tokens:
+                    ends.append(End(request, "length"))
+                    break
         self._counters.num_dropped_rows -= len(late) + sum(end.reason == "error" for end in ends)
         return late, ends
 

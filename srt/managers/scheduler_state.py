@@ -378,7 +378,7 @@ class Scheduler:
 
     def _plan(self, replica: Replica, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while replica.stream.num_in_flight < self._args.window and not self._is_paused:
+        while replica.stream.num_in_flight < replica.window and not self._is_paused:
             planned = replica.planner.plan(replica.stream.next_step, now)
             if planned is None:
                 break

@@ -16,13 +16,14 @@ class SlotTable:
     """What the scheduler counts per slot. A column is meaningful while its `incarnation` is not 0.
 
     Of a request's positions, `computed` have been given to the workers; its prompt and `num_output` sampled tokens are known,
-    `submitted` samples are known or on their way. The row of `pages` stays as sent until the slot is admitted anew: that is what
+    `submitted` samples are known or on their way. Where a step may bring a row several ids, or none, these two count the most that
+    is possible, until its result is here. The row of `pages` stays as sent until the slot is admitted anew: that is what
     the workers hold too.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._columns: Int64Array = np.zeros((12, num_slots), np.int64)
+        self._columns: Int64Array = np.zeros((13, num_slots), np.int64)
         (
             self.incarnation,  # number of the admission that has the slot; 0: the slot is free
             self.serial,  # arrival of the request
@@ -36,6 +37,7 @@ class SlotTable:
             self.submitted,
             self.computed,
             self.num_pages,
+            self.planned_at,  # the last step that had the row
         ) = self._columns
         self.stops: Int32Array = np.full((num_slots, NUM_STOPS), NO_STOP, np.int32)
         self.many_stops: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
@@ -76,7 +78,7 @@ class SlotTable:
         count = len(outputs)
         self._columns[:, slot] = (
             *(incarnation, serial, frontend, rid, choice, max_new, count, cached, sent),
-            *(count, cached, 0),  # submitted, computed, num_pages
+            *(count, cached, 0, 0),  # submitted, computed, num_pages, planned_at
         )
         if count:
             self.make_room_for_outputs(count)

@@ -139,6 +139,8 @@ class Handshake:
             "num_slots",
             "max_request_tokens",
             "vocab_size",
+            "max_row_tokens",
+            "num_stages",
         ):
             ours, theirs = getattr(self._hellos[first], field_name), getattr(hello, field_name)
             if ours != theirs:

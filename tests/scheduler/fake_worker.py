@@ -28,6 +28,9 @@ from tests.scheduler.traffic import Choice
 
 OVER, ROBBED, EMPTY = 1, 2, 4  # why a slot may be in no plan
 _NOT_WRITTEN = 0
+_Chosen = tuple[
+    int, int, int, bool
+]  # logprobs to report: of which slot, from which position up to which, and whether of its prompt
 
 
 class FakeWorker:
@@ -55,6 +58,9 @@ class FakeWorker:
             self._bits[slot, slot // 64] = np.uint64(1 << slot % 64)
         self._logging: set[int] = set()  # slots that are asked for logprobs of their outputs
         self._prompt_start: dict[int, int] = {}  # and of their prompts, from this position on
+        self._end: Int64Array = np.zeros(s.num_slots, np.int64)  # so many ids the request has at most
+        self._planned_at: Int64Array = np.zeros(s.num_slots, np.int64)  # the last step that had the slot's request
+        self._rng = np.random.Generator(np.random.PCG64(len(by_seed)))
         self._next_step = 1
         self.rows_per_step: list[int] = []
         self.num_prefix_hits = 0
@@ -73,8 +79,8 @@ class FakeWorker:
         hashed = tables_hash({slot: self._pages[slot, : self._num_pages[slot]] for slot in used})
         return WorkDone(work.step, 0, {"tables_hash": hashed})
 
-    def execute(self, plan: StepPlan, step_us: int) -> StepResult:
-        """The step's result, as rank 0 would send it."""
+    def execute(self, plan: StepPlan, step_us: int, answered: int) -> StepResult:
+        """The step's result, as rank 0 would send it. The scheduler has heard the results of all steps up to `answered`."""
         self._count(plan.step)
         (section,) = plan.sections
         for admission in section.admissions:
@@ -87,24 +93,42 @@ class FakeWorker:
         sampling, chosen = self._extend(section)
         decodes = section.decode_slots
         rows = np.concatenate((sampling, decodes)) if len(sampling) else decodes
-        self._check_rows(section, plan.step)
-        if len(decodes):
-            self._decode(decodes)
-        if self._logging:
-            chosen += [(int(slot), int(self._known[slot]), False) for slot in rows if int(slot) in self._logging]
+        self._check_rows(section, plan.step, answered)
         places = self._known[rows]
         late = places >= self._most_known[rows]
         if late.any():
             raise AssertionError(f"{self._name(rows[late][0])} is sampled more often than needed")
-        ids = self._ids[rows, places]
-        self._known[rows] = places + 1
-        counts = np.ones(len(rows), np.int32)
-        if self._settings.breaks_down:
-            counts[places == self._error_at[rows]] = -1
-            ids = ids[counts > 0]
-            chosen = [entry for entry in chosen if entry[2] or entry[1] != self._error_at[entry[0]]]
+        counts = self._counts(rows, len(sampling))
+        is_plain = self._settings.row_tokens == 1 and not self._settings.breaks_down
+        if len(decodes):
+            self._decode(decodes, counts[len(sampling) :])
+        if self._logging:
+            columns = zip(rows.tolist(), places.tolist(), counts.tolist(), strict=True)
+            chosen += [(slot, at, at + n, False) for slot, at, n in columns if n > 0 and slot in self._logging]
+        ids = self._ids[rows, places] if is_plain else self._sampled(rows, counts.clip(0))
+        self._known[rows] = places + (1 if is_plain else abs(counts))  # of what failed something is there, too
         logged = [self._row_logprobs(*entry) for entry in chosen]
         return StepResult(plan.step, counts, ids, int(ids.sum()), logged, step_us)
+
+    def _counts(self, rows: Int32Array, num_prompt_ends: int) -> Int32Array:
+        """How many ids each row draws: decodes that guess, any number; -1 where the model has no finite logits for the next one."""
+        counts, s = np.ones(len(rows), np.int32), self._settings
+        if s.row_tokens > 1:
+            most = np.minimum(s.row_tokens, self._end[rows] - self._known[rows])
+            counts[:] = self._rng.integers(0, most + 1)
+            counts[:num_prompt_ends] = 1
+        if s.breaks_down:
+            left = self._error_at[rows] - self._known[rows]
+            cut = (self._error_at[rows] >= 0) & (left < counts)
+            counts[cut] = np.where(left[cut] <= 0, -1, left[cut])
+        return counts
+
+    def _sampled(self, rows: Int32Array, counts: Int32Array) -> Int32Array:
+        """Of each row so many ids behind those that it has, end to end."""
+        ends = np.cumsum(counts)
+        within = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+        ids: Int32Array = self._ids[np.repeat(rows, counts), np.repeat(self._known[rows], counts) + within]
+        return ids
 
     def _count(self, step: int) -> None:
         assert step == self._next_step, f"step {step} came where {self._next_step} was expected"
@@ -124,16 +148,17 @@ class FakeWorker:
         self._check_admission(choice, admission)
         self._choices[slot] = choice
         choice.slot = slot
-        everything, late = choice.answer.all_ids, self._settings.window - 1
+        everything, late = choice.answer.all_ids, self._settings.most_in_flight - 1
         needed = choice.prompt_len + len(choice.answer.ids)
         if choice.answer.reason != "length":
-            needed += late + (choice.answer.reason == "error")
+            needed += (late + 1) * self._settings.row_tokens - 1 + (choice.answer.reason == "error")
         self._most_known[slot] = min(needed, len(everything))
         self._error_at[slot] = choice.prompt_len + choice.answer.error_at if choice.answer.error_at >= 0 else -1
         self._ids[slot, : len(everything)] = everything
         self._hashes[slot, : len(everything)] = choice.hashes
         self._length[slot], self._known[slot], self._num_pages[slot] = admission.cached, len(ids), 0
         self._barred[slot] = 0
+        self._end[slot], self._planned_at[slot] = len(everything), -self._settings.num_stages
         self.num_prefix_hits += admission.cached > 0
         if admission.logprobs.output:
             self._logging.add(slot)
@@ -224,7 +249,7 @@ class FakeWorker:
 
     # ---- The rows
 
-    def _check_rows(self, section: PlanSection, step: int) -> None:
+    def _check_rows(self, section: PlanSection, step: int, answered: int) -> None:
         extends, decodes = section.extend_slots, section.decode_slots
         rows = np.concatenate((extends, decodes)) if len(extends) else decodes
         assert len(rows), f"step {step} has no rows"
@@ -235,12 +260,16 @@ class FakeWorker:
             at = int(np.flatnonzero(barred)[0])
             why = "after its end" if barred[at] & OVER else "though a page of it was given to another"
             raise AssertionError(f"{self._name(rows[at])} is in a plan {why}")
+        inside = self._planned_at[rows] > max(step - self._settings.num_stages, answered)
+        if inside.any():
+            raise AssertionError(f"{self._name(rows[inside][0])} is in step {step}, and in another that is under way")
+        self._planned_at[rows] = step
         chunk = self._settings.chunk
         assert chunk < 0 or int(section.extend_counts.sum()) <= chunk, "a plan has more prompt tokens than allowed"
 
-    def _extend(self, section: PlanSection) -> tuple[Int32Array, list[tuple[int, int, bool]]]:
-        """The slots that sample, and the logprobs of prompt tokens: (slot, position, True)."""
-        slots, chosen = section.extend_slots, []
+    def _extend(self, section: PlanSection) -> tuple[Int32Array, list[_Chosen]]:
+        """The slots that sample, and the logprobs of prompt tokens."""
+        slots, chosen = section.extend_slots, list[_Chosen]()
         size = self._settings.page_size
         columns = (
             slots.tolist(),
@@ -263,31 +292,40 @@ class FakeWorker:
                 chosen += self._prompt_positions(slot, start, end)
         return slots[section.extend_samples != 0], chosen
 
-    def _prompt_positions(self, slot: int, start: int, end: int) -> list[tuple[int, int, bool]]:
+    def _prompt_positions(self, slot: int, start: int, end: int) -> list[_Chosen]:
         """Positions of a chunk tell of the tokens behind them; of token 0 nobody tells."""
         wanted = self._prompt_start[slot]
         first, behind = max(wanted, start + 1 if start else 0), min(end + 1, self._prompt_len(slot))
-        return [(slot, first, True)] if first < behind else []
+        return [(slot, first, behind, True)] if first < behind else []
 
-    def _decode(self, rows: Int32Array) -> None:
-        length, size = self._length[rows], self._settings.page_size
+    def _decode(self, rows: Int32Array, counts: Int32Array) -> None:
+        length, s = self._length[rows], self._settings
         if not (length == self._known[rows] - 1).all():
             raise AssertionError(
                 f"{self._name(rows[length != self._known[rows] - 1][0])} decodes though it lacks more than one position"
             )
-        if not (length < self._num_pages[rows] * size).all():
-            raise AssertionError(
-                f"{self._name(rows[length >= self._num_pages[rows] * size][0])} has no page for its next position"
-            )
+        last, room = length, self._num_pages[rows] * s.page_size
+        if s.row_tokens > 1:  # what it guesses it writes, too
+            last = length + np.minimum(s.row_tokens, self._end[rows] - self._known[rows]) - 1
+        if not (last < room).all():
+            raise AssertionError(f"{self._name(rows[last >= room][0])} has no page for its next position")
+        if s.row_tokens == 1:
+            self._write_one_each(rows)
+            return
+        for n in range(s.row_tokens):
+            self._write_one_each(rows[abs(counts) > n])
+
+    def _write_one_each(self, rows: Int32Array) -> None:
+        size = self._settings.page_size
+        length = self._length[rows]
         full = length % size == size - 1
         if full.any():
             ends, places = rows[full], length[full]
             self._page_hash[self._pages[ends, places // size]] = self._hashes[ends, places]
         self._length[rows] = length + 1
 
-    def _row_logprobs(self, slot: int, first: int, is_prompt: bool) -> RowLogprobs:
+    def _row_logprobs(self, slot: int, first: int, end: int, is_prompt: bool) -> RowLogprobs:
         nothing = np.zeros(0, np.float32)
-        end = min(int(self._length[slot]) + 1, self._prompt_len(slot)) if is_prompt else first + 1
         values = logprobs(self._hashes[slot, first:end])
         if is_prompt and first == 0:
             values[0] = float("nan")

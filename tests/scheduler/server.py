@@ -79,6 +79,8 @@ class Server:
         self._from_ranks = [Link(world.now) for _ in range(s.tp_size)]
         self._tick_at = math.inf
         self._num_in_flight = 0
+        self._answered = 0  # the last step of which the scheduler has the result
+        self._first_stage_free_at = world.now
         self._is_paused = False
 
     def start(self) -> None:
@@ -86,7 +88,9 @@ class Server:
         s = self._settings
         sizes = (s.page_size, s.num_pages, s.num_slots, s.max_request_tokens, s.vocab_size)
         for rank in range(s.tp_size):
-            self._from_rank(rank, s.delay, WorkerHello(rank, PROTOCOL, "config", "float32", *sizes))
+            self._from_rank(
+                rank, s.delay, WorkerHello(rank, PROTOCOL, "config", "float32", *sizes, s.row_tokens, s.num_stages)
+            )
 
     def die(self) -> None:
         """By a fault of a worker, or all at once."""
@@ -274,14 +278,16 @@ class Server:
         if isinstance(work, StepPlan):
             assert not self._is_paused, "a plan was made in a pause"
             self._num_in_flight += 1
-            assert self._num_in_flight <= s.window, f"{self._num_in_flight} plans are in flight"
+            assert self._num_in_flight <= s.most_in_flight, f"{self._num_in_flight} plans are in flight"
             step_us = self._step_us(work)
-            answer = self._worker.execute(work, step_us)
+            answer = self._worker.execute(work, step_us, self._answered)
         else:
             answer = self._worker.do(work)
-        duration = s.delay * rng.random() + (step_us / 1e6 or s.step_time)
+        begin = max(self._world.now, self._first_stage_free_at)
+        self._first_stage_free_at = begin + step_us / 1e6 / s.num_stages
+        duration = begin - self._world.now + step_us / 1e6
         for rank in range(s.tp_size):
-            self._from_rank(rank, duration, _of_rank(answer, rank))
+            self._from_rank(rank, duration + s.delay * rng.random(), _of_rank(answer, rank))
 
     def _step_us(self, plan: StepPlan) -> int:
         s, (section,) = self._settings, plan.sections
@@ -295,7 +301,9 @@ class Server:
 
     def _hear_rank(self, rank: int, message: Message) -> None:
         if self.is_alive:
-            self._num_in_flight -= isinstance(message, StepResult)
+            if isinstance(message, StepResult):
+                self._num_in_flight -= 1
+                self._answered = message.step
             self._handle(Worker(rank), message, 0.0)
 
 

@@ -17,7 +17,9 @@ class Settings:
     num_slots: int = 8
     max_request_tokens: int = 512
     chunk: int = 64
-    window: int = 2
+    window: int = 2  # 1: a step is planned when the one before is back
+    num_stages: int = 1  # of the pipeline: so many more steps are under way
+    row_tokens: int = 1  # a decode may bring so many ids, or none
     tp_size: int = 1
     caches: bool = True
     num_frontends: int = 1
@@ -72,6 +74,8 @@ class Settings:
             max_request_tokens=longest_prompt + longest_answer + rng.choice((0, 20)),
             chunk=rng.choice((1, 64) if longest_prompt < 20 and num_slots <= 16 else chunks),
             window=rng.choice((1, 2, 2, 2)),
+            num_stages=rng.choice((1,) * 7 + (2, 3, 4)),
+            row_tokens=rng.choice((1,) * 7 + (2, 4, 5)),
             tp_size=rng.choice((1,) * 9 + (2,)),
             caches=rng.random() < 0.9,
             num_frontends=rng.choice((1, 1, 1, 2, 3)),
@@ -121,6 +125,10 @@ class Settings:
             request_running_timeout=self.running_timeout,
         )
 
+    @property
+    def most_in_flight(self) -> int:
+        return self.window + self.num_stages - 1
+
     def can_fit(self, num_tokens: int) -> bool:
         """A request of so many tokens, prompt and answer, may not be refused for its size."""
-        return num_tokens <= min(self.max_request_tokens, (self.num_pages - self.window) * self.page_size)
+        return num_tokens <= min(self.max_request_tokens, (self.num_pages - self.most_in_flight) * self.page_size)
