@@ -136,6 +136,16 @@ class ServerArgs:
     attention_backend: str | None = option(
         None, "attention kernels (default: the best for the device)", group=DEVICE, choices=("torch_native", "triton")
     )
+    disable_cuda_graph: bool = option(False, "launch every decode step anew: much slower", group=DEVICE)
+    cuda_graph_max_bs: int | None = option(
+        None, "most rows of decode steps that are captured as CUDA graphs (default: 256)", group=DEVICE
+    )
+    cuda_graph_bs: tuple[int, ...] = option(
+        (), "numbers of rows of these graphs (default: 1 2 4 8 16 … up to the most)", group=DEVICE
+    )
+    disable_cuda_graph_padding: bool = option(
+        False, "use graphs only for steps of exactly as many rows, never padded", group=DEVICE
+    )
     random_seed: int | None = option(None, "seed of the seeds that are drawn for requests without one", group=DEVICE)
     dist_timeout: int = option(300, "seconds that collective operations wait for a peer", group=DEVICE)
     watchdog_timeout: float = option(
@@ -181,6 +191,10 @@ class ServerArgs:
         for name in ("ssl_keyfile", "ssl_keyfile_password"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ArgumentError(f"--{name.replace('_', '-')} means something only with --ssl-certfile.")
+        if self.cuda_graph_max_bs is not None:
+            self._at_least("cuda_graph_max_bs", 1)
+        if any(not 1 <= size <= MOST for size in self.cuda_graph_bs):
+            raise ArgumentError(f"--cuda-graph-bs takes numbers of rows from 1 on, not {min(self.cuda_graph_bs)}.")
         if self.chunked_prefill_size != -1:
             self._at_least("chunked_prefill_size", 1)
         if not 0 <= self.port <= 65535:
@@ -241,8 +255,8 @@ UNSUPPORTED = frozenset(
     "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port quantization kv_cache_dtype tokenizer_mode"
     " skip_tokenizer_init trust_remote_code is_embedding reasoning_parser tool_call_parser allow_auto_truncate"
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
-    " prefill_attention_backend decode_attention_backend sampling_backend grammar_backend disable_cuda_graph"
-    " cuda_graph_max_bs cuda_graph_bs enable_torch_compile enable_memory_saver enable_deterministic_inference"
+    " prefill_attention_backend decode_attention_backend sampling_backend grammar_backend"
+    " enable_torch_compile enable_memory_saver enable_deterministic_inference"
     " disable_custom_all_reduce speculative_algorithm speculative_draft_model_path speculative_num_steps enable_lora lora_paths"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
     " detokenizer_worker_num quantization_param_path skip_server_warmup".split()
@@ -279,9 +293,10 @@ def from_keywords(keywords: dict[str, Any]) -> ServerArgs:
         if name not in hints:
             raise ArgumentError(f"Unknown option {name}.")
         if typing.get_origin(hints[name]) is tuple:
-            values[name] = (value,) if isinstance(value, str) else value
-            if not isinstance(values[name], list | tuple) or not all(type(one) is str for one in values[name]):
-                raise ArgumentError(f"{name} must be a name or a list of names, not {value!r}.")
+            kind, word = (int, "number") if int in typing.get_args(hints[name]) else (str, "name")
+            values[name] = (value,) if isinstance(value, kind) else value
+            if not isinstance(values[name], list | tuple) or not all(type(one) is kind for one in values[name]):
+                raise ArgumentError(f"{name} must be a {word} or a list of {word}s, not {value!r}.")
             values[name] = tuple(values[name])
             continue
         allowed = tuple(t for t in (typing.get_args(hints[name]) or (hints[name],)))
@@ -322,7 +337,8 @@ def _add_option(group: Any, f: dataclasses.Field[Any], hint: Any) -> None:
     if hint is bool:
         group.add_argument(*names, action="store_true", **common)
     elif typing.get_origin(hint) is tuple:
-        group.add_argument(*names, nargs="+", metavar="NAME", **common)
+        kind, metavar = (int, "ROWS") if int in typing.get_args(hint) else (str, "NAME")
+        group.add_argument(*names, nargs="+", type=kind, metavar=metavar, **common)
     else:
         kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint)
         choices = {"choices": f.metadata["choices"]} if f.metadata["choices"] else {"metavar": kind.__name__.upper()}

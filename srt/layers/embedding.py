@@ -83,6 +83,10 @@ class ParallelLMHead(WeightedModule):
         """hidden [rows, hidden_size] → [rows, shard_size] f32."""
         return F.linear(hidden, self.weight).float()
 
+    def logits_into(self, hidden: Tensor, out: Tensor) -> None:
+        """The same into `out`, rounded to the model's dtype as they are before they become f32."""
+        torch.mm(hidden, self.weight.t(), out=out)
+
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         if not self._is_tied:
             yield _vocab_piece(f"{path}.weight", self, self.weight, self._shard)

@@ -21,6 +21,8 @@ class LMHead(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
+    def logits_into(self, hidden: torch.Tensor, out: torch.Tensor) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobArrays(Generic[A]):
@@ -66,10 +68,18 @@ class LogitsProcessor:
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, lm_head: LMHead) -> torch.Tensor:
         """This rank's columns [R, columns] float32 for these rows of the hidden states; -inf for padding."""
         logits = lm_head.logits(hidden[rows]).to(torch.float32)
+        self._mask_padding(logits, lm_head)
+        return logits
+
+    def logits_into(self, hidden: torch.Tensor, lm_head: LMHead, out: torch.Tensor) -> None:
+        """The same for all rows, into `out` [rows, columns] of the model's dtype: no value lies between the two types."""
+        lm_head.logits_into(hidden, out)
+        self._mask_padding(out, lm_head)
+
+    def _mask_padding(self, logits: torch.Tensor, lm_head: LMHead) -> None:
         num_real = self._vocab_size - lm_head.shard_start
         if num_real < logits.shape[1]:
             logits[:, max(0, num_real) :] = float("-inf")
-        return logits
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary] float32 from this rank's columns."""

@@ -52,6 +52,18 @@ class Sampler:
         self._add_noise(logits, info)
         return self._best(logits)
 
+    def draw_plain(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> Draws:
+        """`draw` for rows that ask for no more than a temperature; `logits` of any type stay as they are.
+
+        Nothing here waits for the device, so a graph can hold it.
+        """
+        is_noisy = (temperatures > 0).unsqueeze(1)
+        scaled = logits.float() / torch.where(is_noisy, temperatures.unsqueeze(1), 1.0)
+        noise = gumbel_noise(seeds, positions, self._shard_start, logits.shape[1])
+        return self._best(scaled.add_(noise.masked_fill_(~is_noisy, 0.0)))
+
     def _penalise(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
         """Counts come from the token table each time: nothing has to be kept, reset or rebuilt when a request resumes."""
         arrays = info.arrays

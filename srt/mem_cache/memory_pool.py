@@ -7,9 +7,13 @@ Pages 0 … num_pages - 1 belong to requests; page `num_pages` is the dummy page
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 import torch
+
+
+FP8_MAX: Final = 448.0  # of float8_e4m3fn
 
 
 class ReqToTokenPool:
@@ -18,6 +22,7 @@ class ReqToTokenPool:
     `page_table` [slots + 1, max_pages] int32: the slot's pages in order; entries past its last page mean nothing.
     `token_table` [slots + 1, max_request_tokens + 1] int32: the slot's tokens by position, prompt and sampled alike.
     `seq_lens` [slots + 1] int64: positions whose keys and values were computed, or are by the steps enqueued so far.
+    `temperatures` [slots + 1] float32 and `seeds` [slots + 1] int64: how the slot's tokens are drawn; 0 is greedy.
 
     All writes are enqueued on the compute stream, so that steps in flight never see a row change under them.
     """
@@ -33,6 +38,8 @@ class ReqToTokenPool:
         self.page_table = torch.full((rows, self.max_pages), num_pages, dtype=torch.int32, device=device)
         self.token_table = torch.zeros((rows, max_request_tokens + 1), dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.temperatures = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
 
     @property
     def dummy_slot(self) -> int:
@@ -47,6 +54,12 @@ class ReqToTokenPool:
         """The token ids (int64) at these positions of these slots."""
         return self.token_table[slots, positions].long()
 
+    def admit(self, slots: torch.Tensor, cached: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor) -> None:
+        """The slots begin anew, with so many positions computed. Tokens and pages are written apart."""
+        self.seq_lens[slots] = cached
+        self.temperatures[slots] = temperatures
+        self.seeds[slots] = seeds
+
     def write_pages(self, slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
         """Entry i: page `pages[i]` is number `columns[i]` of slot `slots[i]`. All int64."""
         self.page_table[slots, columns] = pages.to(torch.int32)
@@ -59,10 +72,15 @@ class ReqToTokenPool:
         self.page_table.fill_(self.num_pages)
         self.token_table.zero_()
         self.seq_lens.zero_()
+        self.temperatures.zero_()
+        self.seeds.zero_()
 
 
 class MHATokenToKVPool:
-    """Keys and values of all layers by flat location: `num_pages` pages and the dummy page behind them."""
+    """Keys and values of all layers by flat location: `num_pages` pages and the dummy page behind them.
+
+    A memory of float8_e4m3fn holds them divided by their layer's `k_scales` and `v_scales`; elsewhere those are 1.
+    """
 
     def __init__(
         self,
@@ -73,9 +91,12 @@ class MHATokenToKVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: tuple[list[float], list[float]] | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.dtype = dtype
+        self.k_scales, self.v_scales = scales or ([1.0] * num_layers, [1.0] * num_layers)
         shape = ((num_pages + 1) * page_size, num_kv_heads, head_dim)
         # Zeros, not whatever was there: a masked score still multiplies the value behind it.
         self.k_buffer = [_zeros(shape, dtype, device) for _ in range(num_layers)]
@@ -87,13 +108,28 @@ class MHATokenToKVPool:
 
     def set_kv(self, layer_id: int, locations: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store row i of k and v ([tokens, kv_heads, head_dim]) at `locations[i]`, in the memory's dtype."""
-        k_buffer, v_buffer = self.k_buffer[layer_id], self.v_buffer[layer_id]
-        k_buffer.index_copy_(0, locations, k.to(k_buffer.dtype))
-        v_buffer.index_copy_(0, locations, v.to(v_buffer.dtype))
+        _store(self.k_buffer[layer_id], locations, k, self.k_scales[layer_id])
+        _store(self.v_buffer[layer_id], locations, v, self.v_scales[layer_id])
+
+    def restore(
+        self, layer_id: int, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was read of the layer's memory, as `dtype`."""
+        k_scale, v_scale = self.k_scales[layer_id], self.v_scales[layer_id]
+        return (keys.float() * k_scale).to(dtype), (values.float() * v_scale).to(dtype)
 
     def get_kv(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's whole memory: two tensors [locations, kv_heads, head_dim]."""
         return self.k_buffer[layer_id], self.v_buffer[layer_id]
+
+
+def _store(buffer: torch.Tensor, locations: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
+    if buffer.dtype == torch.float8_e4m3fn:
+        # Bytes, because not every device indexes this type. What is out of its range becomes its largest.
+        stored = (rows.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(buffer.dtype)
+        buffer.view(torch.uint8).index_copy_(0, locations, stored.view(torch.uint8))
+    else:
+        buffer.index_copy_(0, locations, rows.to(buffer.dtype))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from srt.sampling.sampling_batch_info import SamplingBatchInfo
-
 if TYPE_CHECKING:
     from srt.layers.attention.base import AttentionBackend
     from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -64,7 +62,7 @@ class HostRows:
 class ForwardBatch:
     """Rows are the extend rows, then the decode rows; tokens lie row after row.
 
-    B rows of which E extend, T tokens, R rows that sample. `*_cpu` are what the host knows of the same values.
+    B rows of which E extend, T tokens. `*_cpu` are what the host knows of the same values.
     """
 
     forward_mode: ForwardMode
@@ -80,19 +78,15 @@ class ForwardBatch:
     extend_prefix_lens: torch.Tensor  # [E] int64: positions that were there before
     extend_seq_lens: torch.Tensor  # [E] int64: tokens of the row
     extend_start_loc: torch.Tensor  # [E] int64: index of the row's first token
-    sample_indices: torch.Tensor  # [R] int64: last token of each row that samples
-    sample_rows: torch.Tensor  # [R] int64: that row
 
     req_pool_indices_cpu: IntArray  # [B]
     seq_lens_cpu: IntArray  # [B]
     extend_prefix_lens_cpu: IntArray  # [E]
     extend_seq_lens_cpu: IntArray  # [E]
-    sample_rows_cpu: IntArray  # [R]
 
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: MHATokenToKVPool
     attn_backend: AttentionBackend
-    sampling_info: SamplingBatchInfo
 
     @property
     def num_decode_rows(self) -> int:
@@ -116,14 +110,6 @@ class ForwardBatch:
         positions = torch.cat((plan.token_positions, decode_positions))
         seq_lens = torch.cat((plan.extend_starts + plan.extend_counts, decode_positions + 1))
         pool.seq_lens[plan.row_slots] = seq_lens
-        sampled = host.seq_lens[host.sample_rows]
-        sampling_info = SamplingBatchInfo(
-            num_rows=len(sampled),
-            slots=plan.row_slots[plan.sample_rows],
-            positions=seq_lens[plan.sample_rows],
-            longest=int(sampled.max(initial=0)),
-            arrays=plan.sampling,
-        )
         return cls(
             forward_mode=ForwardMode.of(num_extends, len(host.slots) - num_extends),
             batch_size=len(host.slots),
@@ -137,15 +123,11 @@ class ForwardBatch:
             extend_prefix_lens=plan.extend_starts,
             extend_seq_lens=plan.extend_counts,
             extend_start_loc=plan.extend_first,
-            sample_indices=plan.sample_tokens,
-            sample_rows=plan.sample_rows,
             req_pool_indices_cpu=host.slots,
             seq_lens_cpu=host.seq_lens,
             extend_prefix_lens_cpu=host.prefix_lens,
             extend_seq_lens_cpu=host.extend_lens,
-            sample_rows_cpu=host.sample_rows,
             req_to_token_pool=pool,
             token_to_kv_pool=token_to_kv_pool,
             attn_backend=attn_backend,
-            sampling_info=sampling_info,
         )

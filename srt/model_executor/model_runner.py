@@ -10,30 +10,43 @@ import torch
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.attention.torch_native import TorchNativeBackend
-from srt.layers.logits_processor import LogitsProcessor, Logprobs, pick_logprobs
-from srt.layers.sampler import Sampler
+from srt.layers.logits_processor import LogitsProcessor, LogprobArrays, Logprobs, pick_logprobs
+from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.mem_cache.tables_hash import tables_hash
-from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from srt.model_executor.cuda_graph_runner import Capture, GraphCapture, graph_sizes
+from srt.model_executor.decode_runner import DecodeParts, DecodeRunner
+from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
+from srt.model_executor.logprob_plan import LogprobPlan, LogprobSegment
 from srt.model_executor.memory_profile import check_pages, check_tables, profile_max_num_token
 from srt.model_executor.plan_arrays import PlanArrays, Staging
-from srt.model_executor.step_output import StepOutput
-from srt.model_executor.step_planner import HostStep, StepPlanner
+from srt.model_executor.step_output import ResultBuffers, StepOutput
+from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
 from srt.model_loader.loader import LoadConfig, get_model_loader
 from srt.models.decoder import CausalLM
 from srt.protocol.messages import PlanSection, Scalar
+from srt.sampling.sampling_batch_info import SamplingBatchInfo
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
 
 Progress = Callable[[int, int], None]
+MOST_GRAPH_ROWS = 256  # that are worth a graph, unless asked for: steps of more take longer than their launch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOutput:
+    """A step in which every row decodes, executed and not yet sampled."""
+
+    step: DecodeStep
+    logits: torch.Tensor  # [rows, this rank's columns] in the model's dtype; the next step overwrites them
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """A step that was executed and not yet sampled."""
+    """Any other step that was executed and not yet sampled."""
 
-    batch: ForwardBatch
+    sampling_info: SamplingBatchInfo
     host: HostStep
     plan: PlanArrays[torch.Tensor]
     logits: torch.Tensor | None  # [R, this rank's columns] float32; None where no row samples
@@ -52,8 +65,12 @@ class ModelRunner:
         device: torch.device,
         report_weights: Progress = lambda done, total: None,
         report_memory: Callable[[], None] = lambda: None,
+        capture: Capture | None = None,
     ) -> None:
-        """Loads the weights, reporting bytes done and in all; then, after a call of `report_memory`, takes the KV memory."""
+        """Loads the weights, reporting bytes done and in all; then, after a call of `report_memory`, takes the KV memory.
+
+        `capture` makes graphs of decode steps; CUDA's own on a GPU, unless another is given.
+        """
         self.config = config
         self.device = device
         self.page_size = args.page_size
@@ -67,9 +84,16 @@ class ModelRunner:
             report_memory()
             self._init_memory_pool()
         self._staging = Staging(device, args.window)
+        self._results = ResultBuffers(device, self.num_slots)
         self._logits_processor = LogitsProcessor(tp, config.vocab_size)
         self._sampler = Sampler(tp, config.vocab_size, self._model.lm_head.shard_start, self._req_to_token_pool)
         self._planner = self._new_planner()
+        if capture is None and device.type == "cuda" and not args.disable_cuda_graph:
+            capture = GraphCapture(device) if self.attention_backend != "torch_native" else None
+        # Noise for greedy rows too: nothing on a GPU, but not on a CPU.
+        self._draws_by_row = device.type == "cuda" or capture is not None
+        with torch.inference_mode():
+            self._decode_runner = self._init_decode_runner(capture)
 
     def _load_model(self, folder: str, report_weights: Progress) -> CausalLM:
         loader = get_model_loader(LoadConfig(load_format=self._args.load_format))  # type: ignore[arg-type]  # a checked choice
@@ -104,25 +128,49 @@ class ModelRunner:
 
         return TritonAttentionBackend(self.device)
 
+    def _init_decode_runner(self, capture: Capture | None) -> DecodeRunner:
+        args = self._args
+        most = min(args.cuda_graph_max_bs or MOST_GRAPH_ROWS, self.num_slots)
+        return DecodeRunner(
+            DecodeParts(
+                self._model,
+                self._logits_processor,
+                self._sampler,
+                self._attn_backend,
+                self._req_to_token_pool,
+                self._token_to_kv_pool,
+            ),
+            self.num_slots,
+            args.window,
+            self.device,
+            sizes=tuple(size for size in args.cuda_graph_bs if size <= most) or graph_sizes(most),
+            pads=not args.disable_cuda_graph_padding,
+            capture=capture,
+        )
+
     def _new_planner(self) -> StepPlanner:
         return StepPlanner(self.num_slots, self.num_pages, self.page_size)
 
     # ---- A step
 
     @torch.inference_mode()
-    def execute(self, section: PlanSection) -> ModelRunnerOutput:
+    def execute(self, section: PlanSection) -> ModelRunnerOutput | DecodeOutput:
         """Apply the delta, run the model, and compute logits of the rows that sample."""
+        decodes = self._planner.plan_decodes(section)
+        if decodes is not None:
+            return DecodeOutput(decodes, self._decode_runner.forward(decodes))
         host = self._planner.plan(section)
         plan = self._staging.copy(host.arrays)
         self._write_tables(plan)
         batch = ForwardBatch.init_new(
             host.rows, plan, self._req_to_token_pool, self._token_to_kv_pool, self._attn_backend
         )
+        info = _sampling_info(host.rows, plan, batch)
         hidden = self.forward(batch)
         logits = None
-        if batch.sampling_info.num_rows:
-            logits = self._logits_processor.logits(hidden, batch.sample_indices, self._model.lm_head)
-        return ModelRunnerOutput(batch, host, plan, logits, self._prompt_logprobs(hidden, batch, host, plan))
+        if info.num_rows:
+            logits = self._logits_processor.logits(hidden, plan.sample_tokens, self._model.lm_head)
+        return ModelRunnerOutput(info, host, plan, logits, self._prompt_logprobs(hidden, batch, host, plan))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [tokens, hidden size] of the batch."""
@@ -137,36 +185,58 @@ class ModelRunner:
                 raise AssertionError(f"no plan leads to {batch.forward_mode.name}")
 
     @torch.inference_mode()
-    def sample(self, step: ModelRunnerOutput, masks: torch.Tensor | None = None) -> StepOutput:
+    def sample(self, step: ModelRunnerOutput | DecodeOutput, masks: torch.Tensor | None = None) -> StepOutput:
         """Draw an id for every row that samples, and write it to the token table: the next step reads it there.
 
         `masks` [R, this rank's columns] bool, if given, says which tokens a row may draw at all.
         """
+        if isinstance(step, DecodeOutput):
+            return self._sample_decodes(step, masks)
         parts = []
         if step.prompt_logprobs is not None or step.host.prompt_logprobs.segments:
             empty = _no_logprobs(self.device)
             parts.append((step.prompt_logprobs or empty, step.host.prompt_logprobs.segments))
-        draws = None
+        sampled = None
         if step.logits is not None:
-            wanted = step.host.output_logprobs
-            # Drawing overwrites the logits, and logprobs are the model's own.
-            log_probs = None
-            if wanted.segments:
-                log_probs = self._logits_processor.log_softmax(step.logits[step.plan.output_logprobs.rows])
-            info = step.batch.sampling_info
-            draws = self._sampler.draw(step.logits, info, masks)
+            info, wanted = step.sampling_info, step.host.output_logprobs
+            draws, logprobs = self._draw(step.logits, info, masks, wanted, step.plan.output_logprobs)
             self._req_to_token_pool.write_tokens(info.slots, info.positions, draws.ids)
-            if log_probs is not None:
-                arrays = step.plan.output_logprobs
-                chosen = draws.ids[arrays.rows]
-                parts.append((pick_logprobs(log_probs, chosen, arrays.of_ids, wanted.top), wanted.segments))
-        return StepOutput(draws, parts, self.device)
+            sampled = draws.ids.masked_fill(~draws.is_valid, -1).to(torch.int32)
+            parts += logprobs
+        return StepOutput(self._results, sampled, parts, self.device)
+
+    def _sample_decodes(self, output: DecodeOutput, masks: torch.Tensor | None) -> StepOutput:
+        runner, step = self._decode_runner, output.step
+        if step.is_plain and masks is None and self._draws_by_row:
+            return StepOutput(self._results, runner.sample_plain(len(step.slots)), [], self.device)
+        arrays = self._staging.copy_sampling(self._planner.sampling_of(step))
+        info = runner.sampling_info(step, arrays.sampling)
+        logits = output.logits.to(torch.float32)
+        draws, logprobs = self._draw(logits, info, masks, step.output_logprobs, arrays.output_logprobs)
+        return StepOutput(self._results, runner.store(draws.ids, draws.is_valid), logprobs, self.device)
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        info: SamplingBatchInfo,
+        masks: torch.Tensor | None,
+        wanted: LogprobPlan,
+        arrays: LogprobArrays[torch.Tensor],
+    ) -> tuple[Draws, list[tuple[Logprobs, list[LogprobSegment]]]]:
+        """The rows' draws, and what is wanted of their logprobs."""
+        if not wanted.segments:
+            return self._sampler.draw(logits, info, masks), []
+        # Drawing overwrites the logits, and logprobs are the model's own.
+        log_probs = self._logits_processor.log_softmax(logits[arrays.rows])
+        draws = self._sampler.draw(logits, info, masks)
+        logprobs = pick_logprobs(log_probs, draws.ids[arrays.rows], arrays.of_ids, wanted.top)
+        return draws, [(logprobs, wanted.segments)]
 
     def _write_tables(self, plan: PlanArrays[torch.Tensor]) -> None:
         tables = self._req_to_token_pool
         if len(plan.admitted_slots):
             tables.write_tokens(plan.id_slots, plan.id_positions, plan.ids)
-            tables.seq_lens[plan.admitted_slots] = plan.admitted_lens
+            tables.admit(plan.admitted_slots, plan.admitted_lens, plan.admitted_temperatures, plan.admitted_seeds)
         if len(plan.pages):
             tables.write_pages(plan.page_slots, plan.page_columns, plan.pages)
 
@@ -190,11 +260,33 @@ class ModelRunner:
         self._req_to_token_pool.clear()
         self._planner = self._new_planner()
 
+    @property
+    def num_graphs_left(self) -> int:
+        """Sizes of decode steps that `capture_graph` would still capture."""
+        graphs = self._decode_runner.graphs
+        return 0 if graphs is None else graphs.num_left
+
+    @torch.inference_mode()
+    def capture_graph(self) -> int:
+        """Capture decode steps of one more size; returns it. All that was launched is done."""
+        return self._decode_runner.capture_next()
+
     def inspect(self) -> dict[str, Scalar]:
         """What the tables hold, as WorkDone describes it."""
         table = self._req_to_token_pool.page_table.cpu().numpy()
         pages = {slot: table[slot, :count] for slot, count in self._planner.slots.num_pages_of_admitted().items()}
         return {"tables_hash": tables_hash(pages), "num_slots_seen": len(pages)}
+
+
+def _sampling_info(rows: HostRows, plan: PlanArrays[torch.Tensor], batch: ForwardBatch) -> SamplingBatchInfo:
+    sampled = rows.seq_lens[rows.sample_rows]
+    return SamplingBatchInfo(
+        num_rows=len(sampled),
+        slots=plan.row_slots[plan.sample_rows],
+        positions=batch.seq_lens[plan.sample_rows],
+        longest=int(sampled.max(initial=0)),
+        arrays=plan.sampling,
+    )
 
 
 def resolve_dtype(args: ServerArgs, config: ModelConfig) -> torch.dtype:

@@ -22,10 +22,12 @@ _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32,
 
 @dataclass(frozen=True, slots=True)
 class PlanArrays(Generic[A]):
-    """A plan's delta and rows, as numpy arrays or as tensors. All int64."""
+    """A plan's delta and rows, as numpy arrays or as tensors. All int64 but for the temperatures."""
 
     admitted_slots: A
     admitted_lens: A  # positions that are cached
+    admitted_temperatures: A  # float32
+    admitted_seeds: A
     id_slots: A  # known ids of the admitted, one entry each
     id_positions: A
     ids: A
@@ -45,6 +47,14 @@ class PlanArrays(Generic[A]):
     output_logprobs: LogprobArrays[A]
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingStep(Generic[A]):
+    """What a step must know beyond the tables to sample rows that ask for more than a temperature."""
+
+    sampling: SamplingArrays[A]
+    output_logprobs: LogprobArrays[A]
+
+
 class Staging:
     """Copies arrays to the device behind whatever it is doing, without waiting for it.
 
@@ -60,6 +70,14 @@ class Staging:
         self._next = 0
 
     def copy(self, arrays: PlanArrays[HostArray]) -> PlanArrays[torch.Tensor]:
+        staged: PlanArrays[torch.Tensor] = self._copy(arrays)
+        return staged
+
+    def copy_sampling(self, arrays: SamplingStep[HostArray]) -> SamplingStep[torch.Tensor]:
+        staged: SamplingStep[torch.Tensor] = self._copy(arrays)
+        return staged
+
+    def _copy(self, arrays: Any) -> Any:
         leaves = list(_leaves(arrays))
         if self._buffers:
             buffer = self._buffers[self._next]
@@ -67,8 +85,7 @@ class Staging:
             tensors = buffer.copy(leaves, self._device)
         else:
             tensors = [torch.from_numpy(leaf) for leaf in leaves]
-        staged: PlanArrays[torch.Tensor] = _rebuild(arrays, iter(tensors))
-        return staged
+        return _rebuild(arrays, iter(tensors))
 
 
 class _PinnedBuffer:

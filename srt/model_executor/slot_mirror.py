@@ -21,6 +21,14 @@ class LogprobWish:
     spec: LogprobSpec
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeAdvance:
+    """Rows that decode, once the step is done."""
+
+    lengths: Ints
+    new_pages: Ints | None  # the page that each row's position begins, or -1; None: no row begins one
+
+
 class SlotMirror:
     """Plans in the order of their numbers go in, and what a plan may rely on comes out. A plan that does not fit is a fault."""
 
@@ -31,6 +39,7 @@ class SlotMirror:
         self._lengths: Ints = np.zeros(num_slots, np.int64)
         self._num_pages: Ints = np.zeros(num_slots, np.int64)
         self._was_admitted: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self._row_of_slot: Ints = np.zeros(num_slots, np.int64)  # scratch
         self.logprob_wishes: dict[int, LogprobWish] = {}  # of the slots whose requests want any
 
     def admit(self, admission: Admission) -> None:
@@ -70,6 +79,37 @@ class SlotMirror:
         assert (lengths <= room).all(), f"rows of {lengths} tokens in pages for {room}"
         self._lengths[rows] = lengths
         return lengths
+
+    def advance_decodes(self, slots: Ints, delta: PageDelta | None) -> DecodeAdvance | None:
+        """The same for a plan whose rows all decode; None, changing nothing, where its pages are not what these rows begin next."""
+        new_pages = None
+        if delta is not None and len(delta.slots):
+            new_pages = self._pages_begun(slots, delta)
+            if new_pages is None:
+                return None
+            self._num_pages[delta.slots] += 1
+        lengths = self._lengths[slots] + 1
+        room = self._num_pages[slots] * self._page_size
+        assert (lengths <= room).all(), f"rows of {lengths} tokens in pages for {room}"
+        self._lengths[slots] = lengths
+        return DecodeAdvance(lengths, new_pages)
+
+    def _pages_begun(self, slots: Ints, delta: PageDelta) -> Ints | None:
+        """The page of each row that begins one, -1 for the others."""
+        rows = self._row_of_slot
+        rows[slots] = np.arange(len(slots))
+        rows = rows[delta.slots]
+        begin_now = self._num_pages[delta.slots] * self._page_size == self._lengths[delta.slots]
+        if len(delta.pages) != len(rows) or (delta.counts != 1).any() or not begin_now.all():
+            return None
+        if (rows >= len(slots)).any() or (slots[rows] != delta.slots).any():
+            return None
+        assert delta.pages.min() >= 0 and delta.pages.max() < self._num_all_pages, (
+            f"pages {delta.pages} of {self._num_all_pages}"
+        )
+        new_pages = np.full(len(slots), -1, np.int64)
+        new_pages[rows] = delta.pages
+        return new_pages
 
     def num_pages_of_admitted(self) -> dict[int, int]:
         """Slot -> pages given to its latest admission, for the slots that were ever admitted."""

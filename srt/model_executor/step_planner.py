@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from srt.model_executor.forward_batch_info import HostRows
 from srt.model_executor.logprob_plan import LogprobPlan, plan_output_logprobs, plan_prompt_logprobs
-from srt.model_executor.plan_arrays import PlanArrays
+from srt.model_executor.plan_arrays import PlanArrays, SamplingStep
 from srt.model_executor.slot_mirror import Ints, SlotMirror
 from srt.protocol.messages import Admission, PageDelta, PlanSection
 from srt.sampling.sampling_batch_info import SamplingTable
@@ -28,12 +28,41 @@ class HostStep:
     output_logprobs: LogprobPlan
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A step in which every row decodes, planned on the host."""
+
+    slots: Ints
+    seq_lens: Ints  # once the step is done
+    new_pages: Ints | None  # the page that each row begins, or -1; None: no row begins one
+    is_plain: bool  # all rows ask for a temperature at most
+    output_logprobs: LogprobPlan
+
+
 class StepPlanner:
     """Owns what the host knows of the slots, and follows the plans in their order."""
 
     def __init__(self, num_slots: int, num_pages: int, page_size: int) -> None:
         self.slots = SlotMirror(num_slots, num_pages, page_size)
         self._sampling = SamplingTable(num_slots)
+
+    def plan_decodes(self, section: PlanSection) -> DecodeStep | None:
+        """As `plan`, for a section whose rows all decode and which admits nobody; None, changing nothing, for any other."""
+        if section.admissions or len(section.extend_slots) or not len(section.decode_slots):
+            return None
+        slots = section.decode_slots.astype(np.int64)
+        assert len(section.pages) <= 1, f"{len(section.pages)} page groups, but all layers share one"
+        advance = self.slots.advance_decodes(slots, section.pages[0] if section.pages else None)
+        if advance is None:
+            return None
+        wishes = self.slots.logprob_wishes
+        logprobs = plan_output_logprobs(wishes, slots, advance.lengths)
+        is_plain = not logprobs.segments and self._sampling.are_plain(slots)
+        return DecodeStep(slots, advance.lengths, advance.new_pages, is_plain, logprobs)
+
+    def sampling_of(self, step: DecodeStep) -> SamplingStep[HostArray]:
+        """What the eager sampler must know of the step's rows."""
+        return SamplingStep(self._sampling.arrays(step.slots), step.output_logprobs.arrays())
 
     def plan(self, section: PlanSection) -> HostStep:
         """Take over the delta, then the rows; both count as done from now on."""
@@ -51,6 +80,8 @@ class StepPlanner:
         arrays = PlanArrays(
             admitted_slots=np.array([a.slot for a in admitted], np.int64),
             admitted_lens=np.array([a.cached for a in admitted], np.int64),
+            admitted_temperatures=np.array([a.sampling.temperature for a in admitted], np.float32),
+            admitted_seeds=np.array([a.seed for a in admitted], np.uint64).view(np.int64),
             **_ids_of(admitted),
             page_slots=page_slots,
             page_columns=page_columns,

@@ -73,6 +73,7 @@ class SamplingTable:
         self._min_new = np.zeros(num_slots, np.int64)
         self._is_filtered = np.zeros(num_slots, np.bool_)
         self._is_penalised = np.zeros(num_slots, np.bool_)
+        self._is_plain = np.ones(num_slots, np.bool_)
         self._bias: dict[int, tuple[HostArray, HostArray]] = {}
         self._stop_ids: dict[int, HostArray] = {}
 
@@ -100,6 +101,13 @@ class SamplingTable:
         self._stop_ids.pop(slot, None)
         if spec.min_new_tokens > 0 and len(spec.stop_ids):
             self._stop_ids[slot] = spec.stop_ids.astype(np.int64)
+        self._is_plain[slot] = not (
+            self._is_filtered[slot] or self._is_penalised[slot] or slot in self._bias or slot in self._stop_ids
+        )
+
+    def are_plain(self, slots: NDArray[np.int64]) -> bool:
+        """Whether temperature and seed are all that these slots' rows ask for."""
+        return bool(self._is_plain[slots].all())
 
     def arrays(self, slots: NDArray[np.int64]) -> SamplingArrays[HostArray]:
         """The parameters of the rows that sample, in their order; `slots` are theirs."""

@@ -117,3 +117,13 @@ def test_help_and_version_end_with_exit_code_0(capsys: pytest.CaptureFixture[str
             parse_args([word])
         assert ended.value.code == 0
     assert "--model-path" in capsys.readouterr().out
+
+
+def test_options_that_are_lists_of_numbers_are_read_and_checked() -> None:
+    assert parse_args(["--model-path", "m", "--cuda-graph-bs", "1", "8"]).cuda_graph_bs == (1, 8)
+    assert from_keywords({"model_path": "m", "cuda_graph_bs": 4}).cuda_graph_bs == (4,)
+    assert from_keywords({"model_path": "m", "cuda_graph_bs": [2, 4]}).cuda_graph_bs == (2, 4)
+    with pytest.raises(ArgumentError, match="cuda_graph_bs must be a number or a list of numbers"):
+        from_keywords({"model_path": "m", "cuda_graph_bs": ["4"]})
+    with pytest.raises(ArgumentError, match="--cuda-graph-bs takes numbers of rows from 1 on, not 0"):
+        parse_args(["--model-path", "m", "--cuda-graph-bs", "0", "8"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import numpy as np
 import torch
 
@@ -95,7 +93,6 @@ class AttentionWorld:
         counts = np.array([count for _, count in rows[:num_extends]], dtype=np.int64)
         extend_prefixes = np.array(prefixes[:num_extends], dtype=np.int64)
         seq_lens = np.array([prefix + count for (_, count), prefix in zip(rows, prefixes, strict=True)])
-        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
         return ForwardBatch(
             forward_mode=ForwardMode.of(num_extends, len(rows) - num_extends),
             batch_size=len(rows),
@@ -109,17 +106,13 @@ class AttentionWorld:
             extend_prefix_lens=torch.from_numpy(extend_prefixes).to(self._device),
             extend_seq_lens=torch.from_numpy(counts).to(self._device),
             extend_start_loc=torch.from_numpy(np.cumsum(counts) - counts).to(self._device),
-            sample_indices=nothing,
-            sample_rows=nothing,
             req_pool_indices_cpu=row_slots,
             seq_lens_cpu=seq_lens,
             extend_prefix_lens_cpu=extend_prefixes,
             extend_seq_lens_cpu=counts,
-            sample_rows_cpu=np.empty(0, dtype=np.int64),
             req_to_token_pool=self._tables,
             token_to_kv_pool=self._memory,
             attn_backend=self._backend,
-            sampling_info=cast(Any, None),
         )
 
     def _randn(self, *shape: int) -> torch.Tensor:

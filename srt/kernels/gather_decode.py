@@ -1,0 +1,147 @@
+"""The two ends of a decode step on the device: what its rows read from the tables, and what they write back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from srt.kernels.jit import kernel
+
+_BLOCK: Final = 32
+
+
+@kernel(
+    one_variant_for=(
+        "row_slots_ptr",
+        "new_pages_ptr",
+        "input_ids_ptr",
+        "positions_ptr",
+        "locations_ptr",
+        "row_lens_ptr",
+        "row_temperatures_ptr",
+        "row_seeds_ptr",
+        "num_rows",
+        "dummy_slot",
+        "page_table_stride",
+        "token_table_stride",
+    )
+)
+def gather_decode_kernel(
+    row_slots_ptr: tl.tensor,
+    new_pages_ptr: tl.tensor,  # [rows] int64: the page that the row's next position begins, or -1
+    page_table_ptr: tl.tensor,
+    token_table_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    temperatures_ptr: tl.tensor,
+    seeds_ptr: tl.tensor,
+    input_ids_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    locations_ptr: tl.tensor,
+    row_lens_ptr: tl.tensor,
+    row_temperatures_ptr: tl.tensor,
+    row_seeds_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    dummy_slot: tl.tensor,
+    page_table_stride: tl.tensor,
+    token_table_stride: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each row's token, position, location and length, its page entered and its slot grown by one; the dummy slot never grows."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
+    slots = tl.load(row_slots_ptr + rows, mask=inside, other=0)
+    is_real = inside & (slots != dummy_slot)
+    positions = tl.load(seq_lens_ptr + slots, mask=is_real, other=0)
+    pages_ptr = page_table_ptr + slots * page_table_stride + positions // PAGE_SIZE
+    new_pages = tl.load(new_pages_ptr + rows, mask=is_real, other=-1)
+    begins = is_real & (new_pages >= 0)
+    pages = tl.load(pages_ptr, mask=inside, other=0).to(tl.int64)
+    pages = tl.where(begins, new_pages, pages)
+    tl.store(pages_ptr, pages.to(tl.int32), mask=begins)
+    tokens = tl.load(token_table_ptr + slots * token_table_stride + positions, mask=inside, other=0).to(tl.int64)
+    tl.store(seq_lens_ptr + slots, positions + 1, mask=is_real)
+    tl.store(input_ids_ptr + rows, tokens, mask=inside)
+    tl.store(positions_ptr + rows, positions, mask=inside)
+    tl.store(locations_ptr + rows, pages * PAGE_SIZE + positions % PAGE_SIZE, mask=inside)
+    tl.store(row_lens_ptr + rows, positions + 1, mask=inside)
+    tl.store(row_temperatures_ptr + rows, tl.load(temperatures_ptr + slots, mask=inside, other=0.0), mask=inside)
+    tl.store(row_seeds_ptr + rows, tl.load(seeds_ptr + slots, mask=inside, other=0), mask=inside)
+
+
+@kernel(
+    one_variant_for=(
+        "ids_ptr",
+        "is_valid_ptr",
+        "row_slots_ptr",
+        "positions_ptr",
+        "sampled_ptr",
+        "num_rows",
+        "token_table_stride",
+    )
+)
+def store_draws_kernel(
+    ids_ptr: tl.tensor,
+    is_valid_ptr: tl.tensor,
+    row_slots_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    token_table_ptr: tl.tensor,
+    sampled_ptr: tl.tensor,  # [rows] int32: the id, or -1 where it is not valid
+    num_rows: tl.tensor,
+    token_table_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each row's id, into the token table and onto what the host is told."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
+    ids = tl.load(ids_ptr + rows, mask=inside, other=0).to(tl.int32)
+    is_valid = tl.load(is_valid_ptr + rows, mask=inside, other=0)
+    slots = tl.load(row_slots_ptr + rows, mask=inside, other=0)
+    positions = tl.load(positions_ptr + rows, mask=inside, other=0)
+    tl.store(token_table_ptr + slots * token_table_stride + positions, ids, mask=inside)
+    tl.store(sampled_ptr + rows, tl.where(is_valid != 0, ids, -1), mask=inside)
+
+
+def gather_decode(
+    row_slots: torch.Tensor,
+    new_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    token_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    dummy_slot: int,
+    page_size: int,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """`out`: input ids, positions, locations, lengths after the step, temperatures and seeds of the rows.
+
+    Slots are distinct but for the dummy. A new page begins at its row's next position.
+    """
+    num_rows = len(row_slots)
+    input_ids, positions, locations, row_lens, row_temperatures, row_seeds = out
+    gather_decode_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+        row_slots, new_pages, page_table, token_table, seq_lens, temperatures, seeds,
+        input_ids, positions, locations, row_lens, row_temperatures, row_seeds,
+        num_rows, dummy_slot, page_table.stride(0), token_table.stride(0),
+        PAGE_SIZE=page_size, BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+def store_draws(
+    ids: torch.Tensor,
+    is_valid: torch.Tensor,
+    row_slots: torch.Tensor,
+    positions: torch.Tensor,
+    token_table: torch.Tensor,
+    sampled: torch.Tensor,
+) -> None:
+    """Row i drew `ids[i]` for position `positions[i]` of its slot. `is_valid` is bool."""
+    num_rows = len(row_slots)
+    store_draws_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+        ids, is_valid.view(torch.uint8), row_slots, positions, token_table, sampled, num_rows, token_table.stride(0),
+        BLOCK=_BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""Decode steps as CUDA graphs: one for the forward pass and one for sampling, for each of a few numbers of rows."""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+
+Work = Callable[[], None]
+Capture = Callable[[Work], Work]  # runs the work, and returns what repeats it with the same tensors
+NUM_WARM_UPS = 2  # what is made at first use (kernels, workspaces) must not be made inside a graph
+
+
+class CudaGraphRunner:
+    """Graphs are captured one size at a time, between steps; a step of fewer rows than a size is padded to it.
+
+    Every rank sees the same steps and is asked for captures at the same places, so all capture the same sizes in the same order.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        pads: bool,
+        forward: Callable[[int], None],
+        sample: Callable[[int], None],
+        capture: Capture,
+    ) -> None:
+        """`forward(size)` and `sample(size)` are what a step of so many rows does, from fixed buffers to fixed buffers."""
+        self.sizes = tuple(sorted(sizes))
+        self._pads = pads
+        self._forward_work, self._sample_work = forward, sample
+        self._capture = capture
+        self._forward: dict[int, Work] = {}
+        self._sample: dict[int, Work] = {}
+        self._captured: list[int] = []  # ascending
+        self._wanted = 0  # what the last step would have used and did not find
+
+    @property
+    def num_left(self) -> int:
+        return len(self.sizes) - len(self._captured)
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The captured size that serves so many rows; None: the step has to be launched eagerly."""
+        place = bisect_left(self.sizes, num_rows)
+        if place == len(self.sizes):
+            return None
+        ideal = self.sizes[place]
+        if not self._pads and ideal != num_rows:
+            return None
+        if ideal in self._forward:
+            return ideal
+        self._wanted = ideal
+        place = bisect_left(self._captured, num_rows)
+        return self._captured[place] if self._pads and place < len(self._captured) else None
+
+    def capture_next(self) -> int:
+        """Capture the size that was missed last, or else the largest that is left. Returns it."""
+        assert self.num_left, "all sizes are captured"
+        size = self._wanted if self._wanted and self._wanted not in self._forward else self._largest_left()
+        self._forward[size] = self._capture(lambda: self._forward_work(size))
+        self._sample[size] = self._capture(lambda: self._sample_work(size))
+        self._captured = sorted(self._forward)
+        return size
+
+    def replay_forward(self, size: int) -> None:
+        self._forward[size]()
+
+    def replay_sample(self, size: int) -> None:
+        self._sample[size]()
+
+    def _largest_left(self) -> int:
+        return max(size for size in self.sizes if size not in self._forward)
+
+
+class GraphCapture:
+    """Captures work into graphs that share one pool of memory: they are replayed one after the other, on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        was_collecting = gc.isenabled()
+        gc.disable()  # what a collection frees must not be freed inside a graph
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(NUM_WARM_UPS):
+                    work()
+                self._stream.synchronize()
+                # Other threads may use CUDA meanwhile: they are not part of the graph.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        finally:
+            if was_collecting:
+                gc.enable()
+        current.wait_stream(self._stream)
+        replay: Work = graph.replay
+        return replay
+
+
+def graph_sizes(most_rows: int) -> tuple[int, ...]:
+    """Numbers of rows worth a graph: close together where they are few, since there a padded row costs the most."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most_rows, 32), most_rows]
+    return tuple(sorted({size for size in sizes if size <= most_rows}))

@@ -1,0 +1,175 @@
+"""Steps in which every row decodes: launched from fixed buffers, or replayed as graphs of the very same work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from srt.layers.attention.base import AttentionBackend
+from srt.layers.logits_processor import LogitsProcessor
+from srt.layers.sampler import Sampler
+from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.model_executor.cuda_graph_runner import Capture, CudaGraphRunner
+from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from srt.model_executor.input_buffers import GraphInputBuffers
+from srt.model_executor.step_planner import DecodeStep
+from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo
+
+if TYPE_CHECKING:
+    from srt.models.decoder import CausalLM
+
+NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeParts:
+    """What a decode step is made of."""
+
+    model: CausalLM
+    logits_processor: LogitsProcessor
+    sampler: Sampler
+    attn_backend: AttentionBackend
+    tables: ReqToTokenPool
+    kv_pool: MHATokenToKVPool
+
+
+class DecodeRunner:
+    """`forward`, then `sample_plain` or whatever the caller does with the logits; then the next step.
+
+    All state of the rows is in the device's tables: a step of the same slots as the one before needs nothing from the host.
+    """
+
+    def __init__(
+        self,
+        parts: DecodeParts,
+        max_rows: int,
+        window: int,
+        device: torch.device,
+        sizes: tuple[int, ...] = (),
+        pads: bool = True,
+        capture: Capture | None = None,
+    ) -> None:
+        """`sizes` are the numbers of rows to be captured, if there is a `capture`."""
+        self._parts = parts
+        self._device = device
+        self.buffers = GraphInputBuffers(parts.tables, max_rows, device, window)
+        self._batches: dict[int, ForwardBatch] = {}
+        head = parts.model.lm_head
+        self._logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
+        self._size = 0  # rows of the step at hand, padding included
+        self._is_replayed = False
+        self._plans_on_host = parts.attn_backend.plans_decodes_on_host
+        self.graphs: CudaGraphRunner | None = None
+        if capture is not None and sizes:
+            parts.attn_backend.init_cuda_graph_state(max(sizes))
+            self.graphs = CudaGraphRunner(sizes, pads, self._capture_forward, self._run_sample, capture)
+
+    def forward(self, step: DecodeStep) -> torch.Tensor:
+        """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
+        num_rows = len(step.slots)
+        size = None if self.graphs is None else self.graphs.size_for(num_rows)
+        self.buffers.tell(step.slots, step.new_pages)
+        self._size, self._is_replayed = size or num_rows, size is not None
+        if self.graphs is None or size is None:
+            batch = self._batch(num_rows)
+            batch.req_pool_indices_cpu, batch.seq_lens_cpu = step.slots, step.seq_lens
+            self._parts.attn_backend.init_forward_metadata(batch)
+            self._run_forward(num_rows)
+        else:
+            if self._plans_on_host:
+                self._plan_replay(step, size)
+            self.graphs.replay_forward(size)
+        return self._logits[:num_rows]
+
+    def sample_plain(self, num_rows: int) -> torch.Tensor:
+        """Draw the rows' next ids from the logits and enter them. [rows] int32, -1 where the logits were not finite."""
+        if self.graphs is not None and self._is_replayed:
+            self.graphs.replay_sample(self._size)
+        else:
+            self._run_sample(num_rows)
+        return self.buffers.sampled[:num_rows]
+
+    def store(self, ids: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
+        """The same for ids that were drawn elsewhere."""
+        self.buffers.store(ids, is_valid)
+        return self.buffers.sampled[: len(ids)]
+
+    def sampling_info(self, step: DecodeStep, arrays: SamplingArrays[torch.Tensor]) -> SamplingBatchInfo:
+        num_rows = len(step.slots)
+        return SamplingBatchInfo(
+            num_rows=num_rows,
+            slots=self.buffers.row_slots[:num_rows],
+            positions=self.buffers.seq_lens[:num_rows],
+            longest=int(step.seq_lens.max()),
+            arrays=arrays,
+        )
+
+    def capture_next(self) -> int:
+        """Capture graphs of one more size. The tables stay as they are: only padding runs."""
+        assert self.graphs is not None
+        self.buffers.tell_padding()
+        return self.graphs.capture_next()
+
+    # ---- The work, as it is captured
+
+    def _run_forward(self, size: int) -> None:
+        parts, batch = self._parts, self._batch(size)
+        self.buffers.gather(size)
+        hidden = parts.model(batch.input_ids, batch.positions, batch)
+        parts.logits_processor.logits_into(hidden, parts.model.lm_head, self._logits[:size])
+
+    def _capture_forward(self, size: int) -> None:
+        batch = self._batch(size)
+        batch.req_pool_indices_cpu = np.full(size, self._parts.tables.dummy_slot)
+        batch.seq_lens_cpu = np.ones(size, np.int64)
+        self._parts.attn_backend.init_forward_metadata_capture_cuda_graph(batch)
+        self._run_forward(size)
+
+    def _run_sample(self, size: int) -> None:
+        buffers = self.buffers
+        draws = self._parts.sampler.draw_plain(
+            self._logits[:size], buffers.temperatures[:size], buffers.seeds[:size], buffers.seq_lens[:size]
+        )
+        buffers.store(draws.ids, draws.is_valid)
+
+    def _plan_replay(self, step: DecodeStep, size: int) -> None:
+        """Attention that plans on the host sees the padded rows: one position of the dummy slot each."""
+        batch, num_padding = self._batch(size), size - len(step.slots)
+        dummies = np.full(num_padding, self._parts.tables.dummy_slot)
+        batch.req_pool_indices_cpu = np.concatenate((step.slots, dummies))
+        batch.seq_lens_cpu = np.concatenate((step.seq_lens, np.ones(num_padding, np.int64)))
+        self._parts.attn_backend.init_forward_metadata_replay_cuda_graph(batch)
+
+    def _batch(self, size: int) -> ForwardBatch:
+        """The batch of the buffers' first rows. Its tensors stay the same, what they hold is gathered in each step."""
+        if size not in self._batches:
+            self._batches[size] = self._make_batch(size)
+        return self._batches[size]
+
+    def _make_batch(self, size: int) -> ForwardBatch:
+        buffers, parts = self.buffers, self._parts
+        none = torch.zeros(0, dtype=torch.int64, device=self._device)
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=size,
+            num_extend_rows=0,
+            num_extend_tokens=0,
+            input_ids=buffers.input_ids[:size],
+            positions=buffers.positions[:size],
+            out_cache_loc=buffers.out_cache_loc[:size],
+            req_pool_indices=buffers.row_slots[:size],
+            seq_lens=buffers.seq_lens[:size],
+            extend_prefix_lens=none,
+            extend_seq_lens=none,
+            extend_start_loc=none,
+            req_pool_indices_cpu=NO_ROWS,
+            seq_lens_cpu=NO_ROWS,
+            extend_prefix_lens_cpu=NO_ROWS,
+            extend_seq_lens_cpu=NO_ROWS,
+            req_to_token_pool=parts.tables,
+            token_to_kv_pool=parts.kv_pool,
+            attn_backend=parts.attn_backend,
+        )
