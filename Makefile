@@ -3,8 +3,8 @@
 #   make serve      start a server on the model that ships with it    (ARGS="--port 8000 --tp 2", MODEL=path)
 #   make test       everything but the GPU tests and the full product (ARGS="tests/unit -k radix")
 #   make test-all   everything but the GPU tests
-#   make lint       ruff, mypy, import-linter, and whether docs/options.md is current
-#   make docs       write docs/options.md
+#   make lint       ruff, mypy, import-linter, and whether docs/options.md and docs/api.md are current
+#   make docs       write docs/options.md and docs/api.md
 #   make bench      the benchmarks that a CPU can run
 #   make venv       only create the environment, so that a chosen PyTorch can be installed into it first
 
@@ -47,6 +47,7 @@ lint: $(VENV)/.installed-dev
 	check $(RUN) mypy; \
 	check $(RUN) scripts.lint_imports --no-logo; \
 	check $(RUN) scripts.document_options --check; \
+	check $(RUN) scripts.document_api --check; \
 	if (( $${#failed[@]} )); then echo "failed: $${failed[*]}" >&2; exit 1; fi
 
 format: $(VENV)/.installed-dev
@@ -55,6 +56,7 @@ format: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	$(RUN) scripts.document_options
+	$(RUN) scripts.document_api
 
 bench: $(VENV)/.installed-test
 	$(RUN) benchmarks.startup --model-path $(MODEL)

@@ -40,10 +40,12 @@ INSTALL_REQUIRES = [
 TEST_REQUIRES = [
     "httpx>=0.27,<1",
     "hypothesis>=6.100,<7",
+    "jsonschema-rs>=0.30,<1",
     "openai>=2,<4",
     "psutil>=6,<8",
     "pytest>=8,<10",
     "pytest-timeout>=2.3,<3",
+    "schemathesis>=4,<5",
     "triton>=3.3,<4",
 ]
 

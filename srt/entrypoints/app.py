@@ -6,7 +6,7 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from srt.entrypoints import health, native, tokenizing, web_page
+from srt.entrypoints import health, native, openapi, tokenizing, web_page
 from srt.entrypoints.errors import ApiError
 from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
 from srt.entrypoints.openai import chat, completions, models
@@ -14,6 +14,12 @@ from srt.entrypoints.service import Service
 from srt.managers.io_struct import RequestError
 
 Handler = Callable[[Exchange, Service], Awaitable[None]]
+
+
+async def _describe(exchange: Exchange, service: Service) -> None:
+    """This description."""
+    await exchange.send_json(openapi.describe(ROUTES, service))
+
 
 _MODELS = "/v1/models"
 ROUTES: Mapping[str, Mapping[str, Handler]] = {
@@ -39,6 +45,7 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/abort_request": {"POST": native.abort_request},
     **{path: {"GET": web_page.file} for path in web_page.FILES},
     "/page/stats": {"GET": web_page.stats},
+    "/openapi.json": {"GET": _describe},
 }
 OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate", *web_page.FILES))
 

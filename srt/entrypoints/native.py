@@ -15,7 +15,7 @@ from srt.entrypoints.streaming import answer_call, event
 from srt.managers.io_struct import ChoiceUpdate, RequestError
 from srt.managers.native_shapes import WEIGHT_VERSION, NativeAnswer, parse_generate
 from srt.managers.request_checks import check_label
-from srt.managers.request_schema import RequestBody, bad_parameter
+from srt.managers.request_schema import LABEL, RequestBody, bad_parameter, described
 
 FLUSH_RETRY_S = 0.05
 MAX_FLUSH_WAIT_S = 600.0
@@ -162,7 +162,11 @@ async def flush_cache(exchange: Exchange, service: Service) -> None:
 
 
 class PauseBody(RequestBody):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
+    """POST /pause_generation."""
+
+    mode: Literal["abort", "retract", "in_place"] = described(
+        "What becomes of requests that run: they end, wait without their memory, or stay as they are.", "abort"
+    )
 
 
 async def pause_generation(exchange: Exchange, service: Service) -> None:
@@ -198,8 +202,10 @@ def _flush_timeout_s(text: str) -> float:
 
 
 class AbortBody(RequestBody):
-    rid: str | None = None
-    abort_all: bool = False
+    """POST /abort_request."""
+
+    rid: str | None = described("The name of a request, or of a whole batch.", string=LABEL)
+    abort_all: bool = described("Abort every request of the server.", False)
 
 
 async def abort_request(exchange: Exchange, service: Service) -> None:

@@ -9,23 +9,23 @@ from srt.entrypoints.openai.models import check_model
 from srt.entrypoints.service import Service
 from srt.managers.io_struct import RequestError
 from srt.managers.native_shapes import MAX_BATCH
-from srt.managers.request_schema import RequestBody, bad_parameter, renamed
+from srt.managers.request_schema import MODEL_NAME, TOKEN_ID, RequestBody, bad_parameter, described, renamed
 
 
 class TokenizeBody(RequestBody):
     """POST /tokenize."""
 
-    prompt: str | list[str]
-    model: str | None = None
-    add_special_tokens: bool = True
+    prompt: str | list[str] = described("The text, or a list of texts.", ...)
+    model: str | None = described("A name that the server answers to.", string=MODEL_NAME)
+    add_special_tokens: bool = described("Put the model's special tokens (BOS) around the text.", True)
 
 
 class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
-    tokens: list[int] | list[list[int]]
-    model: str | None = None
-    skip_special_tokens: bool = True
+    tokens: list[int] | list[list[int]] = described("Token ids, or a list of lists of them.", ..., integer=TOKEN_ID)
+    model: str | None = described("A name that the server answers to.", string=MODEL_NAME)
+    skip_special_tokens: bool = described("Special tokens are not written into the text.", True)
 
 
 async def tokenize(exchange: Exchange, service: Service) -> None:

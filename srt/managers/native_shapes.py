@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, LogprobRequest, RequestError, TokenLogprob
 from srt.managers.request_schema import (
+    LABEL,
+    NAME,
+    PRIORITY,
+    TOKEN_ID,
     RequestBody,
     SamplingParamsOf,
     bad_parameter,
     cache_namespace,
     checked_sampling_params,
+    described,
 )
 from srt.protocol.labels import numbered
 from srt.sampling.parameter_checks import show
@@ -30,20 +33,37 @@ TokenText = Callable[[int], str]
 class GenerateBody(RequestBody):
     """POST /generate. A list where one prompt would have one value makes it a batch."""
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
-    stream: bool = False
-    rid: str | list[str] | None = None
-    return_logprob: bool | list[bool] = False
-    logprob_start_len: int | list[int] = -1
-    top_logprobs_num: int | list[int] = 0
-    token_ids_logprob: list[int] | list[list[int]] = Field(default_factory=list)
-    return_text_in_logprobs: bool = False
-    return_prompt_token_ids: bool = False
-    extra_key: str | list[str] = ""
-    cache_salt: str | list[str] = ""
-    priority: int | list[int] = 0
+    text: str | list[str] | None = described("The prompt. Either this or input_ids is required.")
+    input_ids: list[int] | list[list[int]] | None = described("The prompt as token ids.", integer=TOKEN_ID)
+    sampling_params: dict[str, Any] | list[dict[str, Any]] = described(
+        "How tokens are drawn and when the output ends; absent ones are the model's own.", {}
+    )
+    stream: bool = described("Send the output as server-sent events, as it is generated.", False)
+    rid: str | list[str] | None = described(
+        "A name for the request, for /abort_request. In a batch, prompt i of `x` is named `x_i`.",
+        string=NAME,
+    )
+    return_logprob: bool | list[bool] = described("Return the log-probability of every generated token.", False)
+    logprob_start_len: int | list[int] = described(
+        "Return logprobs of the prompt too, from this token on; -1: none. Needs return_logprob.",
+        -1,
+        integer={"minimum": -1},
+    )
+    top_logprobs_num: int | list[int] = described(
+        "And of so many likeliest tokens at each position. Needs return_logprob.",
+        0,
+        integer={"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+    )
+    token_ids_logprob: list[int] | list[list[int]] = described(
+        "And of these tokens at each position. Needs return_logprob.", [], integer=TOKEN_ID
+    )
+    return_text_in_logprobs: bool = described("Write each token's text into its logprobs.", False)
+    return_prompt_token_ids: bool = described("Return the token ids of the prompt.", False)
+    extra_key: str | list[str] = described(
+        "Prefixes are shared only between requests with the same key.", "", string=LABEL
+    )
+    cache_salt: str | list[str] = described("The same as extra_key; both may be given.", "", string=LABEL)
+    priority: int | list[int] = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = dict.fromkeys(
         "input_embeds image_data video_data audio_data lora_path lora_id session_id session_params custom_logit_processor"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema
 
 from srt.managers.io_struct import RequestError
-from srt.managers.request_checks import MAX_LABEL_CHARS
+from srt.managers.request_checks import MAX_LABEL_CHARS, MAX_PRIORITY
 from srt.sampling.parameter_checks import ParameterError
 from srt.sampling.sampling_params import SamplingParams
 
@@ -33,6 +34,21 @@ def _end_lists_at_the_first_error(schema: Any) -> None:
             _end_lists_at_the_first_error(part)
 
 
+LEAF = "x-leaf"
+TOKEN_ID: Mapping[str, Any] = MappingProxyType({"minimum": 0, "format": "token-id"})
+MODEL_NAME: Mapping[str, Any] = MappingProxyType({"format": "model-name"})
+LABEL: Mapping[str, Any] = MappingProxyType({"maxLength": MAX_LABEL_CHARS})
+NAME: Mapping[str, Any] = MappingProxyType({"minLength": 1, "maxLength": MAX_LABEL_CHARS})
+PRIORITY: Mapping[str, Any] = MappingProxyType({"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY})
+
+
+def described(text: str, default: Any = None, **schema: Any) -> Any:
+    """A field with its text for the API's description. `schema` is more of its JSON Schema; under `string` and `integer`, of each such
+    value in it, however deep in lists."""
+    leaf: Any = {kind: dict(schema.pop(kind)) for kind in ("string", "integer") if kind in schema}
+    return Field(default, description=text, json_schema_extra={LEAF: leaf, **schema})
+
+
 class RequestBody(BaseModel):
     """The fields of one endpoint. Types are strict, null means default, and a field that is not listed is an error."""
 
@@ -49,6 +65,8 @@ class RequestBody(BaseModel):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
     # Without meaning for the answer: accepted, whatever they say.
     MEANINGLESS: ClassVar[frozenset[str]] = frozenset()
+    # Fields that are sampling parameters, and what the engine calls them.
+    SAMPLING: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @classmethod
     def parse(cls: type[Body], body: object) -> Body:

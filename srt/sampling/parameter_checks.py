@@ -159,7 +159,7 @@ class TokenIds:
         return tuple(items)
 
     def schema(self) -> dict[str, Any]:
-        one = {"type": "integer", "minimum": 0}
+        one = {"type": "integer", "minimum": 0, "format": "token-id"}
         return {"anyOf": [{"type": "array", "items": one, "maxItems": self.most}, one]}
 
 

@@ -14,6 +14,33 @@ _NEUTRAL_FIELDS = frozenset(
     ("refusal", "audio", "annotations", "function_call", "tool_calls", "tool_call_id", "reasoning_content")
 )
 MAX_MESSAGES = 10_000
+_PART_SCHEMA = {
+    "type": "object",
+    "description": "Only text parts are supported: no images, audio or files.",
+    "properties": {
+        "type": {"const": "text", "description": "The kind of part."},
+        "text": {"type": "string", "description": "Its text."},
+    },
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+MESSAGE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": list(ROLES), "description": "Who says it; developer is another word for system."},
+        "content": {
+            "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART_SCHEMA}],
+            "description": "What is said.",
+        },
+        "name": {"type": ["string", "null"], "description": "The author's name, for templates that show it."},
+        **{
+            name: {"enum": [None, [], "", {}], "description": "Not supported yet: only empty, as answers carry it."}
+            for name in sorted(_NEUTRAL_FIELDS)
+        },
+    },
+    "required": ["role", "content"],
+    "additionalProperties": False,
+}
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

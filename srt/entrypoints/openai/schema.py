@@ -2,55 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
+from srt.entrypoints.openai.messages import MAX_MESSAGES, MESSAGE_SCHEMA
 from srt.managers.io_struct import LogprobRequest
-from srt.managers.request_schema import RequestBody, bad_parameter, cache_namespace
-from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
+from srt.managers.request_schema import (
+    LABEL,
+    MODEL_NAME,
+    NAME,
+    PRIORITY,
+    TOKEN_ID,
+    RequestBody,
+    bad_parameter,
+    cache_namespace,
+    described,
+)
+from srt.sampling.sampling_params import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 # What the parameters are called here and in the engine.
-SAMPLING_NAMES = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "logit_bias": "logit_bias",
-    "n": "n",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "stop_regex": "stop_regex",
-    "no_stop_trim": "no_stop_trim",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-    "spaces_between_special_tokens": "spaces_between_special_tokens",
-    "min_tokens": "min_new_tokens",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "seed": "sampling_seed",
-}
+SAMPLING_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "min_p": "min_p",
+        "frequency_penalty": "frequency_penalty",
+        "presence_penalty": "presence_penalty",
+        "repetition_penalty": "repetition_penalty",
+        "logit_bias": "logit_bias",
+        "n": "n",
+        "stop": "stop",
+        "stop_token_ids": "stop_token_ids",
+        "stop_regex": "stop_regex",
+        "no_stop_trim": "no_stop_trim",
+        "ignore_eos": "ignore_eos",
+        "skip_special_tokens": "skip_special_tokens",
+        "spaces_between_special_tokens": "spaces_between_special_tokens",
+        "min_tokens": "min_new_tokens",
+        "max_tokens": "max_new_tokens",
+        "max_completion_tokens": "max_new_tokens",
+        "seed": "sampling_seed",
+    }
+)
 _RENAMED = [("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens"), ("seed", "sampling_seed")]
 
 
+_TOP: Mapping[str, Any] = MappingProxyType({"minimum": 0, "maximum": MAX_TOP_LOGPROBS})
+
+
 class StreamOptions(BaseModel):
+    """Only with stream."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: bool | None = described("Send a last chunk with the usage.")
+    continuous_usage_stats: bool | None = described("Write the usage so far into every chunk.")
 
 
 class OpenAIBody(RequestBody):
     """What both endpoints take."""
 
-    model: str | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
+    SAMPLING: ClassVar[Mapping[str, str]] = SAMPLING_NAMES
+
+    model: str | None = described(
+        "A name that the server answers to (/v1/models); its first one if absent.", string=MODEL_NAME
+    )
+    stream: bool = described("Send the output as server-sent events, as it is generated.", False)
+    stream_options: StreamOptions | None = described("What a stream tells beside the text.")
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
@@ -71,10 +95,10 @@ class OpenAIBody(RequestBody):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    rid: str | None = None
-    cache_salt: str = ""
-    extra_key: str = ""
-    priority: int = 0
+    rid: str | None = described("A name for the request, for /abort_request, and the id of the answer.", string=NAME)
+    cache_salt: str = described("Prefixes are shared only between requests with the same salt.", "", string=LABEL)
+    extra_key: str = described("The same as cache_salt; both may be given.", "", string=LABEL)
+    priority: int = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(
@@ -120,10 +144,14 @@ class OpenAIBody(RequestBody):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    echo: bool = False
-    logprobs: int | None = None
-    best_of: int | None = None
+    prompt: str | list[str] | list[int] | list[list[int]] = described(
+        "A text, a list of token ids, or a list of either.", ..., integer=TOKEN_ID
+    )
+    echo: bool = described("Write the prompt before the output, and its logprobs before the output's.", False)
+    logprobs: int | None = described(
+        "Return the log-probability of every token, and of so many likeliest tokens at each position.", integer=_TOP
+    )
+    best_of: int | None = described("Must equal n, if it is given.", integer={"minimum": 1, "maximum": MAX_CHOICES})
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {**OpenAIBody.UNSUPPORTED, "suffix": ()}
 
@@ -137,13 +165,19 @@ class CompletionBody(OpenAIBody):
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
-    logprobs: bool = False
-    top_logprobs: int | None = None
+    messages: list[dict[str, Any]] = described(
+        "The conversation so far.", ..., minItems=1, maxItems=MAX_MESSAGES, items=MESSAGE_SCHEMA
+    )
+    logprobs: bool = described("Return the log-probability of every generated token.", False)
+    top_logprobs: int | None = described(
+        "And of so many likeliest tokens at each position. Needs logprobs.", integer=_TOP
+    )
     max_completion_tokens: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool | None = described(
+        "Let the template open the assistant's message (default: unless continue_final_message)."
+    )
+    continue_final_message: bool = described("Go on with the last message, which must be the assistant's.", False)
+    chat_template_kwargs: dict[str, Any] = described("Variables for the model's chat template.", {})
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAIBody.UNSUPPORTED,

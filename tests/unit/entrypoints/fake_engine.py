@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
 
@@ -208,10 +209,19 @@ def typing_out(request: GenerateInput, answer: str) -> list[list[ChoiceUpdate] |
     """One step per character, all choices side by side; cut by max_new_tokens."""
     limit = request.params.max_new_tokens
     said = answer if limit is None else answer[:limit]
+    if not said:
+        return [[_nothing_said(request, choice) for choice in range(request.params.n)]]
     return [
         [choice_update(request, said, at, choice, len(said) < len(answer)) for choice in range(request.params.n)]
         for at in range(len(said))
     ]
+
+
+def _nothing_said(request: GenerateInput, choice: int) -> ChoiceUpdate:
+    """Only the prompt was to be computed."""
+    first = choice_update(request, "x", 0, choice)
+    finish = Finish("length", length=0)
+    return replace(first, text="", ids=(), completion_tokens=0, output_logprobs=(), finish=finish)
 
 
 def choice_update(request: GenerateInput, said: str, at: int, choice: int = 0, cut: bool = False) -> ChoiceUpdate:

@@ -1,0 +1,252 @@
+"""/openapi.json: every route with what it takes and answers. Requests are described by the classes that parse them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import srt
+from srt.entrypoints import answer_schemas as answers
+from srt.entrypoints import health, native, tokenizing, web_page
+from srt.entrypoints.body_schemas import Schema, body_schema, with_values
+from srt.entrypoints.errors import is_openai
+from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.openai import chat, completions, models
+from srt.entrypoints.openai.schema import ChatBody, CompletionBody
+from srt.entrypoints.service import Service
+from srt.managers.native_shapes import GenerateBody
+from srt.managers.request_schema import RequestBody
+from srt.server_args import ServerArgs
+
+Handler = Callable[[Exchange, Service], Awaitable[None]]
+Routes = Mapping[str, Mapping[str, Handler]]
+
+JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain; charset=utf-8"
+STATUSES = {
+    400: "Something in the request is wrong, and the message names it.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "The queue is full: try again after the seconds that Retry-After says.",
+    500: "The server made a mistake: its log has the details.",
+    501: "This server does not do this, and says why.",
+    503: "The server is starting, ending, overtaxed or without its engine: try again after the seconds that Retry-After says.",
+    504: "The request ran longer than --request-running-timeout allows.",
+}
+_BODY = (400, 413, 415)
+_RETRY = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a handler takes and answers. Its docstring says what it does, where `text` does not."""
+
+    tag: str
+    answer: Schema | None = None  # the JSON of a 200; None: no JSON
+    content: str = JSON  # the type of a 200's body; empty: none
+    body: type[RequestBody] | None = None
+    query: Mapping[str, tuple[Schema, str]] = field(default_factory=dict)
+    errors: tuple[int, ...] = (503,)
+    chunk: Schema | None = None  # of a stream's events, where the body may ask for one
+    text: str = ""
+
+
+_OPTIONS = {
+    f.name: {"description": f.metadata["help"][0].upper() + f.metadata["help"][1:] + "."}
+    for f in dataclasses.fields(ServerArgs)
+}
+_OBJECT: Schema = {"type": "object"}
+_GENERATING = (*_BODY, 404, *_RETRY, 504)
+
+OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
+    {
+        completions.complete: Operation(
+            "OpenAI",
+            answers.COMPLETION,
+            body=CompletionBody,
+            errors=_GENERATING,
+            chunk=answers.COMPLETION_CHUNK,
+            text="Text for text, for one prompt or many.",
+        ),
+        chat.chat: Operation(
+            "OpenAI",
+            answers.CHAT_COMPLETION,
+            body=ChatBody,
+            errors=_GENERATING,
+            chunk=answers.CHAT_CHUNK,
+            text="The next message of a conversation.",
+        ),
+        models.list_models: Operation("OpenAI", answers.MODELS, text="The names that the server answers to."),
+        models.one_model: Operation("OpenAI", answers.MODEL, errors=(404, 503), text="One of them."),
+        native.generate: Operation(
+            "Native",
+            answers.GENERATED,
+            body=GenerateBody,
+            errors=(*_BODY, *_RETRY, 504),
+            chunk=answers.GENERATED,
+            text="Text for text or token ids. A list where one prompt would have one value makes it a batch.",
+        ),
+        tokenizing.tokenize: Operation(
+            "Native", answers.TOKENS, body=tokenizing.TokenizeBody, errors=(*_BODY, 404, 503)
+        ),
+        tokenizing.detokenize: Operation(
+            "Native", answers.TEXTS, body=tokenizing.DetokenizeBody, errors=(*_BODY, 404, 503)
+        ),
+        native.abort_request: Operation(
+            "Native",
+            content="",
+            body=native.AbortBody,
+            errors=(*_BODY, 503),
+            text="End requests by name: one, all of a batch, or all there are. A name that nobody has is no error.",
+        ),
+        native.pause_generation: Operation("Native", content=PLAIN, body=native.PauseBody, errors=(*_BODY, 503)),
+        native.continue_generation: Operation(
+            "Native", content=PLAIN, text="Go on after /pause_generation, also where nothing was paused."
+        ),
+        native.flush_cache: Operation(
+            "Native",
+            content=PLAIN,
+            query={
+                "timeout": (
+                    {"type": "number", "minimum": 0, "maximum": 600},
+                    "Wait so many seconds for requests that run.",
+                )
+            },
+            errors=(400, 503),
+        ),
+        native.model_info: Operation("Native", _OBJECT, text="What is served."),
+        native.server_info: Operation(
+            "Native",
+            {"type": "object", "properties": _OPTIONS},
+            query={
+                "deep": (
+                    {"enum": ["true", "false", "1", "0"]},
+                    "Have every process compare its tables; a difference is a 500 that says what differs.",
+                )
+            },
+            errors=(400, 500, 503),
+            text="All options as they were resolved, limits and counters.",
+        ),
+        health.health: Operation("Health", _OBJECT),
+        health.ready: Operation("Health", _OBJECT),
+        health.health_generate: Operation("Health", content=""),
+        web_page.file: Operation("Page", content="text/html; charset=utf-8", errors=()),
+        web_page.stats: Operation("Page", content=EVENTS, errors=()),
+    }
+)
+
+
+def describe(routes: Routes, service: Service) -> dict[str, Any]:
+    """The OpenAPI description. Once the engine is there, it knows the model's vocabulary and limits."""
+    paths: dict[str, Any] = {path: _path(path, methods) for path, methods in routes.items()}
+    paths["/v1/models/{model}"] = _path("/v1/models/{model}", {"GET": models.one_model})
+    paths |= {path: {"post": _missing(reason)} for path, reason in native.UNSUPPORTED.items()}
+    description = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "srt",
+            "version": srt.__version__,
+            "description": "OpenAI's and SGLang's interfaces to a language model. Fields that are not described are refused.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": {"OpenAIError": answers.OPENAI_ERROR, "Error": answers.NATIVE_ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "The server's --api-key."}},
+        },
+        "security": [{"key": []}, {}],
+    }
+    filled: dict[str, Any] = with_values(description, _values(service))
+    return filled
+
+
+def _values(service: Service) -> dict[str, dict[str, Any]]:
+    names = list(service.args.model_names())
+    known: dict[str, dict[str, Any]] = {"model-name": {"enum": names}}
+    if service.is_ready:
+        engine = service.engine()
+        known["token-id"] = {"maximum": engine.model.vocab_size - 1}
+        most = min(engine.model.context_length, engine.limits.max_request_tokens)
+        known["num-tokens"] = {"maximum": most}
+    return known
+
+
+def _path(path: str, methods: Mapping[str, Handler]) -> dict[str, Any]:
+    return {method.lower(): _operation(path, method, handler) for method, handler in methods.items()}
+
+
+def _operation(path: str, method: str, handler: Handler) -> dict[str, Any]:
+    known = OPERATIONS.get(handler, Operation("Server"))
+    text = known.text or inspect.getdoc(handler) or ""
+    written: dict[str, Any] = {
+        "operationId": f"{method} {path}",
+        "tags": [known.tag],
+        "summary": text.split(". ")[0].split("\n")[0].rstrip("."),
+        "description": text,
+        "responses": _responses(path, known),
+    }
+    parameters = [
+        {"name": name, "in": "query", "required": False, "description": described, "schema": schema}
+        for name, (schema, described) in known.query.items()
+    ]
+    if "{model}" in path:
+        name = {"type": "string", "format": "model-name"}
+        parameters.append(
+            {
+                "name": "model",
+                "in": "path",
+                "required": True,
+                "description": "The name; it may hold slashes.",
+                "schema": name,
+            }
+        )
+    if parameters:
+        written["parameters"] = parameters
+    if known.body is not None:
+        written["requestBody"] = {"required": True, "content": {JSON: {"schema": body_schema(known.body)}}}
+    return written
+
+
+def _responses(path: str, known: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if known.content:
+        content[known.content] = (
+            {"schema": known.answer} if known.answer is not None else {"schema": {"type": "string"}}
+        )
+    if known.chunk is not None:
+        content[EVENTS] = {
+            "schema": {"type": "string"},
+            "x-event": known.chunk,
+        }
+    responses: dict[str, Any] = {"200": {"description": "The answer.", "headers": _REQUEST_ID, "content": content}}
+    for status in sorted({*known.errors, 401}):
+        responses[str(status)] = _error(path, status)
+    return responses
+
+
+def _missing(reason: str) -> dict[str, Any]:
+    return {
+        "tags": ["Not supported"],
+        "summary": f"Not supported: this server {reason}",
+        "description": f"Answers 501: this server {reason}.",
+        "responses": {"501": _error("/", 501), "401": _error("/", 401)},
+    }
+
+
+def _error(path: str, status: int) -> dict[str, Any]:
+    name = "OpenAIError" if is_openai(path) else "Error"
+    headers = dict(_REQUEST_ID)
+    if status in _RETRY:
+        headers["retry-after"] = {"description": "Seconds until another try.", "schema": {"type": "string"}}
+    return {
+        "description": STATUSES[status],
+        "headers": headers,
+        "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}},
+    }
+
+
+_REQUEST_ID = {"x-request-id": {"description": "As the client sent it, or drawn.", "schema": {"type": "string"}}}
