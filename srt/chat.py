@@ -1,24 +1,23 @@
-"""A conversation in the terminal, with a running server or with a model that is started for it.
-
-    python -m srt.chat
-    python -m srt.chat --url http://localhost:30000
-    python -m srt.chat --model-path FOLDER --system "Answer briefly."
-
-/reset forgets the conversation, /system TEXT begins anew with these instructions, /help lists the commands. Ctrl-C stops an answer,
-not the program; Ctrl-D ends it.
-"""
+"""A conversation in the terminal, with a running server or with a model that is started for it."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from srt.managers.io_struct import RequestError
-from srt.server_args import ArgumentError
-from srt.terminal import AnswerError, Client, add_options, engine, sampling_of
-from srt.utils.errors import StartError
+from srt.terminal import AnswerError, Client, add_options, engine, exit_code_of, make_parser, sampling_of
+
+EXAMPLES = """\
+examples:
+  python -m srt.chat
+  python -m srt.chat --url http://localhost:30000 --system "Answer briefly."
+  echo "What is 12 + 30?" | python -m srt.chat
+
+While it runs, /help lists the commands. Ctrl-C stops an answer, not the
+program; Ctrl-D ends it. Where standard input is no terminal, each line is a
+question, and the first that fails ends the program with exit code 1."""
 
 HELP = """\
 /reset         forget the conversation
@@ -49,30 +48,37 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         answer = ""
         try:
-            for piece in self._pieces():
-                answer += piece
-                show(piece)
+            with contextlib.closing(self._pieces()) as pieces:
+                for piece in pieces:
+                    answer += piece
+                    show(piece)
         finally:
             if answer:
                 self.messages.append({"role": "assistant", "content": answer})
             else:
                 self.messages.pop()
 
-    def _pieces(self) -> Iterator[str]:
-        for event in self._client.stream("/v1/chat/completions", {"messages": self.messages, **self._parameters}):
-            for choice in event["choices"]:
-                if piece := choice["delta"].get("content"):
-                    yield piece
+    def _pieces(self) -> Generator[str, None, None]:
+        body = {"messages": self.messages, **self._parameters}
+        with contextlib.closing(self._client.stream("/v1/chat/completions", body)) as events:
+            for event in events:
+                for choice in event["choices"]:
+                    if piece := choice["delta"].get("content"):
+                        yield piece
 
 
-def talk(conversation: Conversation) -> None:
-    """Read, answer, until the end of input."""
+def talk(conversation: Conversation, *, is_person: bool) -> None:
+    """Read, answer, until the end of input. For a person, what goes wrong is told and the conversation goes on."""
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
+            line = input("> " if is_person else "").strip()
         except EOFError:
+            if is_person:
+                print()  # the shell's prompt belongs on a line of its own
             return
         except KeyboardInterrupt:
+            if not is_person:
+                raise
             print()  # leave the half-typed line, as a shell does
             continue
         command, _, rest = line.partition(" ")
@@ -88,37 +94,47 @@ def talk(conversation: Conversation) -> None:
             case "/help":
                 print(HELP)
             case _ if command.startswith("/"):
-                print(f"There is no command {command}; /help lists them.")
+                _tell(AnswerError(f"There is no command {command}; /help lists them."), is_person=is_person)
             case _:
-                _answer(conversation, line)
+                _answer(conversation, line, is_person=is_person)
 
 
-def _answer(conversation: Conversation, line: str) -> None:
+def _answer(conversation: Conversation, line: str, *, is_person: bool) -> None:
     try:
         conversation.ask(line, lambda piece: print(piece, end="", flush=True))
         print()
     except KeyboardInterrupt:
+        if not is_person:
+            raise
         print(" (stopped)")
     except AnswerError as error:
-        print(error)
+        _tell(error, is_person=is_person)
+
+
+def _tell(error: AnswerError, *, is_person: bool) -> None:
+    if not is_person:
+        raise error
+    print(error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m srt.chat", description="Talk to a model in the terminal.")
-    parser.add_argument("--system", help="instructions that the conversation begins with")
+    parser = make_parser("python -m srt.chat [options]", "Talk to a model in the terminal.", EXAMPLES)
+    parser.add_argument(
+        "--system", metavar="TEXT", help="instructions that the conversation begins with (default: none)"
+    )
     add_options(parser)
     options = parser.parse_args(argv)
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  (gives input() its history and line editing)
-    try:
+    is_person = sys.stdin.isatty()
+
+    def work() -> None:
         with engine(options) as client:
-            talk(Conversation(client, options.system, sampling_of(options)))
-    except (AnswerError, StartError, ArgumentError, RequestError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+            if is_person:
+                import readline  # noqa: F401  (gives input() line editing and the lines before)
+
+                print(f"Talking to {client.model()}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends.")
+            talk(Conversation(client, options.system, sampling_of(options)), is_person=is_person)
+
+    return exit_code_of(work)
 
 
 if __name__ == "__main__":

@@ -1,50 +1,71 @@
-"""Continue a prompt, for scripts: the text goes to standard output as it comes, and nothing else does.
-
-python -m srt.generate --model-path FOLDER "Once upon a time"
-python -m srt.generate --url http://localhost:30000 - < prompt.txt
-"""
+"""Continue a prompt, for scripts: the text goes to standard output as it comes, and nothing else does."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
-from srt.managers.io_struct import RequestError
-from srt.server_args import ArgumentError
-from srt.terminal import AnswerError, Client, add_options, engine, sampling_of
-from srt.utils.errors import StartError
+from srt.terminal import Client, add_options, engine, exit_code_of, make_parser, sampling_of
+
+EXAMPLES = """\
+examples:
+  python -m srt.generate "Once upon a time"
+  python -m srt.generate --url http://localhost:30000 --json < prompt.txt
+
+exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong
+options, 130 stopped by Ctrl-C"""
 
 
 def generate(client: Client, prompt: str, options: argparse.Namespace) -> None:
-    body = {"prompt": prompt, **sampling_of(options)}
-    if options.stop:
-        body["stop"] = options.stop
+    """Write the continuation; with --json one line with what else is known of it."""
+    body = {"prompt": prompt, **sampling_of(options), "stream_options": {"include_usage": True}}
+    answer: dict[str, Any] = {"text": "", "finish_reason": None}
+    with contextlib.closing(_pieces(client, body, answer)) as pieces:
+        for piece in pieces:
+            answer["text"] += piece
+            if not options.json:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    sys.stdout.write((json.dumps(answer, ensure_ascii=False) if options.json else "") + "\n")
+
+
+def _pieces(client: Client, body: dict[str, Any], answer: dict[str, Any]) -> Generator[str, None, None]:
     for event in client.stream("/v1/completions", body):
         for choice in event["choices"]:
-            sys.stdout.write(choice["text"])
-            sys.stdout.flush()
-    sys.stdout.write("\n")
+            answer["finish_reason"] = choice["finish_reason"] or answer["finish_reason"]
+            answer["seed"] = choice.get("seed")
+            yield choice["text"]
+        if event.get("usage"):
+            answer["usage"] = event["usage"]
+
+
+def _prompt_of(options: argparse.Namespace) -> str:
+    return sys.stdin.read() if options.prompt in (None, "-") else str(options.prompt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m srt.generate", description="Continue a prompt.")
-    parser.add_argument("prompt", help="the text to continue; - reads standard input")
+    parser = make_parser(
+        "python -m srt.generate [options] [prompt]", "Continue a prompt, and write the text as it comes.", EXAMPLES
+    )
+    parser.add_argument("prompt", nargs="?", help="the text to continue (default, and -: standard input)")
     parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end before this text; may be given several times"
+        "--json", action="store_true", help="write one line of JSON: text, finish_reason, usage (default: the text)"
     )
     add_options(parser)
     options = parser.parse_args(argv)
-    try:
-        prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if options.prompt is None and sys.stdin.isatty():
+        parser.error("a prompt is missing: give it as an argument or on standard input")
+
+    def work() -> None:
+        prompt = _prompt_of(options)
         with engine(options) as client:
             generate(client, prompt, options)
-    except (AnswerError, StartError, ArgumentError, RequestError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return exit_code_of(work)
 
 
 if __name__ == "__main__":
