@@ -17,14 +17,15 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from srt.kernels.decode_attention import MAX_SPLITS, DecodeTiles, decode_merge_kernel, decode_split_kernel
+from srt.kernels.decode_attention import MAX_SPLITS, DecodeTiles, decode_attention_kernel
 from srt.kernels.extend_attention import ExtendTiles, extend_kernel
+from srt.kernels.gather_pages import gather_pages_kernel
 from srt.kernels.jit import block_dim
 from srt.kernels.write_kv import write_kv_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
-_TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
 _DOT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -56,12 +57,15 @@ class KernelBuild:
 def all_builds() -> list[KernelBuild]:
     """Each kernel for bfloat16 heads of 64 and 128, and once for float16 and float32."""
     cases = [(torch.bfloat16, 64, 4), (torch.bfloat16, 128, 5), (torch.float16, 128, 1), (torch.float32, 128, 4)]
-    builds: list[KernelBuild] = []
+    builds: list[KernelBuild] = [_gather_pages()]
     for dtype, head_dim, group in cases:
         builds.append(_write_kv(dtype, head_dim))
-        builds.append(_decode_split(dtype, head_dim, group))
-        builds.append(_decode_merge(dtype, head_dim))
+        builds.append(_decode_attention(dtype, head_dim, group))
         builds.append(_extend(dtype, head_dim, group))
+    for kv in (torch.bfloat16, torch.float8_e4m3fn):
+        builds.append(_decode_attention(torch.bfloat16, 128, 4, kv))
+        builds.append(_extend(torch.bfloat16, 128, 4, kv, has_window=True))
+        builds.append(_write_kv(torch.bfloat16, 128, kv))
     return builds
 
 
@@ -69,32 +73,54 @@ def _label(kernel: str, dtype: torch.dtype, head_dim: int) -> str:
     return f"{kernel}[{_TYPE_NAMES[dtype]}, head_dim {head_dim}]"
 
 
-def _write_kv(dtype: torch.dtype, head_dim: int) -> KernelBuild:
-    value = f"*{_TYPE_NAMES[dtype]}"
+def _kv_label(kernel: str, dtype: torch.dtype, head_dim: int, kv: torch.dtype, more: str = "") -> str:
+    return _label(kernel, dtype, head_dim) + (f" over {_TYPE_NAMES[kv]}" if kv != dtype else "") + more
+
+
+def _gather_pages() -> KernelBuild:
     return KernelBuild(
-        name=_label("write_kv", dtype, head_dim),
-        kernel=write_kv_kernel,
+        name="gather_pages[]",
+        kernel=gather_pages_kernel,
         types={
-            **dict.fromkeys(("k_ptr", "v_ptr", "k_buffer_ptr", "v_buffer_ptr"), value),
-            "locations_ptr": "*i64",
-            **dict.fromkeys(("k_token_stride", "v_token_stride", "k_location_stride", "v_location_stride"), "i32"),
+            **dict.fromkeys(("page_table_ptr", "indptr_ptr", "out_ptr"), "*i32"),
+            "slots_ptr": "*i64",
+            "page_table_stride": "i32",
         },
-        constants={"ROW": 8 * head_dim, "BLOCK": 8 * head_dim},
+        constants={"BLOCK": 256},
     )
 
 
-def _decode_split(dtype: torch.dtype, head_dim: int, group: int) -> KernelBuild:
-    tiles = DecodeTiles.for_dtype(dtype, num_splits=MAX_SPLITS)
+def _write_kv(dtype: torch.dtype, head_dim: int, kv: torch.dtype | None = None) -> KernelBuild:
+    kv = kv or dtype
     return KernelBuild(
-        name=_label("decode_split", dtype, head_dim),
-        kernel=decode_split_kernel,
+        name=_kv_label("write_kv", dtype, head_dim, kv),
+        kernel=write_kv_kernel,
         types={
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{_TYPE_NAMES[dtype]}"),
+            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{_TYPE_NAMES[dtype]}"),
+            **dict.fromkeys(("k_buffer_ptr", "v_buffer_ptr"), f"*{_TYPE_NAMES[kv]}"),
+            "locations_ptr": "*i64",
+            **dict.fromkeys(("k_token_stride", "v_token_stride", "k_location_stride", "v_location_stride"), "i32"),
+            **dict.fromkeys(("k_scale", "v_scale"), "fp32"),
+        },
+        constants={"AS_FP8": kv is torch.float8_e4m3fn, "ROW": 8 * head_dim, "BLOCK": 8 * head_dim},
+    )
+
+
+def _decode_attention(dtype: torch.dtype, head_dim: int, group: int, kv: torch.dtype | None = None) -> KernelBuild:
+    kv, tiles = kv or dtype, DecodeTiles.for_dtype(dtype, num_splits=MAX_SPLITS)
+    strides = ("q_row_stride", "k_location_stride", "v_location_stride", "page_table_stride", "out_row_stride")
+    return KernelBuild(
+        name=_kv_label("decode_attention", dtype, head_dim, kv),
+        kernel=decode_attention_kernel,
+        types={
+            **dict.fromkeys(("q_ptr", "out_ptr"), f"*{_TYPE_NAMES[dtype]}"),
+            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{_TYPE_NAMES[kv]}"),
             "page_table_ptr": "*i32",
             **dict.fromkeys(("req_pool_indices_ptr", "seq_lens_ptr"), "*i64"),
             **dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32"),
-            "scale_log2": "fp32",
-            **dict.fromkeys(("q_row_stride", "k_location_stride", "v_location_stride", "page_table_stride"), "i32"),
+            "arrived_ptr": "*i32",
+            **dict.fromkeys(("scale_log2", "v_scale"), "fp32"),
+            **dict.fromkeys(("window", *strides), "i32"),
         },
         constants={
             "GROUP": group,
@@ -105,46 +131,31 @@ def _decode_split(dtype: torch.dtype, head_dim: int, group: int) -> KernelBuild:
             "BLOCK_G": block_dim(group),
             "BLOCK_D": block_dim(head_dim),
             "BLOCK_N": tiles.block_n,
-        },
-    )
-
-
-def _decode_merge(dtype: torch.dtype, head_dim: int) -> KernelBuild:
-    tiles = DecodeTiles.for_dtype(dtype, num_splits=MAX_SPLITS)
-    return KernelBuild(
-        name=_label("decode_merge", dtype, head_dim),
-        kernel=decode_merge_kernel,
-        types={
-            **dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32"),
-            "seq_lens_ptr": "*i64",
-            "out_ptr": f"*{_TYPE_NAMES[dtype]}",
-            **dict.fromkeys(("out_row_stride", "num_splits"), "i32"),
-        },
-        constants={
-            "HEAD_DIM": head_dim,
-            "MIN_SPLIT": tiles.min_split_tokens,
-            "BLOCK_N": tiles.block_n,
             "BLOCK_S": MAX_SPLITS,
-            "BLOCK_D": block_dim(head_dim),
         },
+        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
     )
 
 
-def _extend(dtype: torch.dtype, head_dim: int, group: int) -> KernelBuild:
-    tiles = ExtendTiles.for_dtype(dtype)
+def _extend(
+    dtype: torch.dtype, head_dim: int, group: int, kv: torch.dtype | None = None, has_window: bool = False
+) -> KernelBuild:
+    kv, tiles = kv or dtype, ExtendTiles.choose(dtype, head_dim, pairs=1 << 14)
     strides = ("q_token_stride", "out_token_stride", "k_location_stride", "v_location_stride", "page_table_stride")
     rows = ("req_pool_indices_ptr", "prefix_lens_ptr", "extend_lens_ptr", "start_locs_ptr")
     return KernelBuild(
-        name=_label("extend", dtype, head_dim),
+        name=_kv_label("extend", dtype, head_dim, kv, " in a window" if has_window else ""),
         kernel=extend_kernel,
         types={
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{_TYPE_NAMES[dtype]}"),
+            **dict.fromkeys(("q_ptr", "out_ptr"), f"*{_TYPE_NAMES[dtype]}"),
+            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{_TYPE_NAMES[kv]}"),
             "page_table_ptr": "*i32",
             **dict.fromkeys(rows, "*i64"),
-            "scale_log2": "fp32",
-            **dict.fromkeys(strides, "i32"),
+            **dict.fromkeys(("scale_log2", "v_scale"), "fp32"),
+            **dict.fromkeys(("window", *strides), "i32"),
         },
         constants={
+            "HAS_WINDOW": has_window,
             "GROUP": group,
             "HEAD_DIM": head_dim,
             "PAGE_SIZE": 16,
@@ -153,6 +164,7 @@ def _extend(dtype: torch.dtype, head_dim: int, group: int) -> KernelBuild:
             "BLOCK_D": block_dim(head_dim),
             "BLOCK_N": tiles.block_n,
         },
+        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
     )
 
 

@@ -55,23 +55,23 @@ class CudaGraphRunner:
         place = bisect_left(self._captured, num_rows)
         return self._captured[place] if self._pads and place < len(self._captured) else None
 
-    def capture_next(self) -> int:
-        """Capture the size that was missed last, or else the largest that is left. Returns it."""
+    @property
+    def next_size(self) -> int:
+        """What to capture next: the size that was missed last, or else the largest that is left."""
         assert self.num_left, "all sizes are captured"
-        size = self._wanted if self._wanted and self._wanted not in self._forward else self._largest_left()
+        is_missing = self._wanted and self._wanted not in self._forward
+        return self._wanted if is_missing else max(size for size in self.sizes if size not in self._forward)
+
+    def capture(self, size: int) -> None:
         self._forward[size] = self._capture(lambda: self._forward_work(size))
         self._sample[size] = self._capture(lambda: self._sample_work(size))
         self._captured = sorted(self._forward)
-        return size
 
     def replay_forward(self, size: int) -> None:
         self._forward[size]()
 
     def replay_sample(self, size: int) -> None:
         self._sample[size]()
-
-    def _largest_left(self) -> int:
-        return max(size for size in self.sizes if size not in self._forward)
 
 
 class GraphCapture:

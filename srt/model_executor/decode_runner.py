@@ -15,6 +15,7 @@ from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.cuda_graph_runner import Capture, CudaGraphRunner
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from srt.model_executor.input_buffers import GraphInputBuffers
+from srt.model_executor.slot_mirror import Ints
 from srt.model_executor.step_planner import DecodeStep
 from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo
 
@@ -65,7 +66,7 @@ class DecodeRunner:
         self.graphs: CudaGraphRunner | None = None
         if capture is not None and sizes:
             parts.attn_backend.init_cuda_graph_state(max(sizes))
-            self.graphs = CudaGraphRunner(sizes, pads, self._capture_forward, self._run_sample, capture)
+            self.graphs = CudaGraphRunner(sizes, pads, self._run_forward, self._run_sample, capture)
 
     def forward(self, step: DecodeStep) -> torch.Tensor:
         """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
@@ -80,7 +81,9 @@ class DecodeRunner:
             self._run_forward(num_rows)
         else:
             if self._plans_on_host:
-                self._plan_replay(step, size)
+                batch = self._batch(size)
+                self._pad_host_rows(batch, step.slots, step.seq_lens)
+                self._parts.attn_backend.init_forward_metadata_replay_cuda_graph(batch)
             self.graphs.replay_forward(size)
         return self._logits[:num_rows]
 
@@ -108,10 +111,15 @@ class DecodeRunner:
         )
 
     def capture_next(self) -> int:
-        """Capture graphs of one more size. The tables stay as they are: only padding runs."""
+        """Capture graphs of one more size, and return it. The tables stay as they are: only padding runs."""
         assert self.graphs is not None
+        size = self.graphs.next_size
         self.buffers.tell_padding()
-        return self.graphs.capture_next()
+        batch = self._batch(size)
+        self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
+        self._parts.attn_backend.init_forward_metadata_capture_cuda_graph(batch)
+        self.graphs.capture(size)
+        return size
 
     # ---- The work, as it is captured
 
@@ -121,13 +129,6 @@ class DecodeRunner:
         hidden = parts.model(batch.input_ids, batch.positions, batch)
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self._logits[:size])
 
-    def _capture_forward(self, size: int) -> None:
-        batch = self._batch(size)
-        batch.req_pool_indices_cpu = np.full(size, self._parts.tables.dummy_slot)
-        batch.seq_lens_cpu = np.ones(size, np.int64)
-        self._parts.attn_backend.init_forward_metadata_capture_cuda_graph(batch)
-        self._run_forward(size)
-
     def _run_sample(self, size: int) -> None:
         buffers = self.buffers
         draws = self._parts.sampler.draw_plain(
@@ -135,13 +136,12 @@ class DecodeRunner:
         )
         buffers.store(draws.ids, draws.is_valid)
 
-    def _plan_replay(self, step: DecodeStep, size: int) -> None:
-        """Attention that plans on the host sees the padded rows: one position of the dummy slot each."""
-        batch, num_padding = self._batch(size), size - len(step.slots)
+    def _pad_host_rows(self, batch: ForwardBatch, slots: Ints, seq_lens: Ints) -> None:
+        """What attention that plans on the host sees of padding: one position of the dummy slot each."""
+        num_padding = batch.batch_size - len(slots)
         dummies = np.full(num_padding, self._parts.tables.dummy_slot)
-        batch.req_pool_indices_cpu = np.concatenate((step.slots, dummies))
-        batch.seq_lens_cpu = np.concatenate((step.seq_lens, np.ones(num_padding, np.int64)))
-        self._parts.attn_backend.init_forward_metadata_replay_cuda_graph(batch)
+        batch.req_pool_indices_cpu = np.concatenate((slots, dummies))
+        batch.seq_lens_cpu = np.concatenate((seq_lens, np.ones(num_padding, np.int64)))
 
     def _batch(self, size: int) -> ForwardBatch:
         """The batch of the buffers' first rows. Its tensors stay the same, what they hold is gathered in each step."""

@@ -1,0 +1,241 @@
+"""Decode steps through graphs: the same tokens as without, whatever is padded, mixed in between, or captured late.
+
+A capture that only remembers the work stands in for CUDA's: what is replayed is the work that a graph would hold.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from srt.layers.attention.torch_native import TorchNativeBackend
+from srt.model_executor.cuda_graph_runner import CudaGraphRunner, Work, graph_sizes
+from srt.model_executor.input_buffers import GraphInputBuffers, Ints
+from srt.model_executor.model_runner import DecodeOutput, ModelRunner
+from srt.protocol.messages import (
+    Admission,
+    LogprobSpec,
+    PageDelta,
+    PlanSection,
+    SamplingSpec,
+    int32_array,
+)
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.plan_driver import Job, PlanDriver, greedy, run_section
+from tests.support.runners import make_runner
+
+EMPTY = int32_array()
+SIZES = (1, 2, 4, 8, 16)
+
+
+class Recorder:
+    """Stands in for graphs, and counts them."""
+
+    def __init__(self) -> None:
+        self.num_captures = 0
+        self.num_replays = 0
+
+    def __call__(self, work: Work) -> Work:
+        work()
+        self.num_captures += 1
+
+        def replay() -> None:
+            self.num_replays += 1
+            work()
+
+        return replay
+
+
+@pytest.fixture(autouse=True)
+def _attention_that_plans_before_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchNativeBackend, "plans_decodes_on_host", True)
+    monkeypatch.setattr(TorchNativeBackend, "init_forward_metadata_replay_cuda_graph", TorchNativeBackend.plan_decode)
+
+
+def jobs(count: int) -> list[Job]:
+    """Greedy, with a temperature, and with all that a graph does not serve; of many lengths."""
+    rng = random.Random(5)
+    specs = [
+        greedy(9),
+        SamplingSpec(14, temperature=0.8),
+        SamplingSpec(23, temperature=1.3),
+        SamplingSpec(12, temperature=0.7, top_p=0.8),
+        SamplingSpec(17, temperature=0.0, repetition_penalty=1.3),
+    ]
+    made = []
+    for index in range(count):
+        spec = specs[index % len(specs)]
+        logprobs = LogprobSpec(output=True, top=2) if index % 7 == 3 else None
+        prompt = [rng.randrange(100) for _ in range(rng.randrange(1, 40))]
+        made.append(Job(prompt, spec, seed=rng.getrandbits(64), logprobs=logprobs))
+    return made
+
+
+def plain_jobs(count: int) -> list[Job]:
+    return [
+        Job([7 + i, 8, 9] * (i + 1), SamplingSpec(11 + 3 * i, temperature=(0.0, 0.9)[i % 2]), seed=i)
+        for i in range(count)
+    ]
+
+
+def with_graphs(checkpoint: CheckpointFactory, page_size: int, recorder: Recorder, **options: Any) -> ModelRunner:
+    return make_runner(checkpoint("qwen3"), page_size, capture=recorder, cuda_graph_bs=SIZES, **options)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_tokens_are_those_of_steps_without_graphs(checkpoint: CheckpointFactory, page_size: int) -> None:
+    expected, found = jobs(13), jobs(13)
+    PlanDriver(make_runner(checkpoint("qwen3"), page_size), page_size, chunk=25).run(expected)
+    recorder = Recorder()
+    runner = with_graphs(checkpoint, page_size, recorder)
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    assert recorder.num_captures == 2 * len(SIZES)
+    PlanDriver(runner, page_size, chunk=25).run(found)
+    assert [job.outputs for job in found] == [job.outputs for job in expected]
+    assert recorder.num_replays > 20
+    for mine, other in zip(found, expected, strict=True):
+        for row, other_row in zip(mine.output_logprobs, other.output_logprobs, strict=True):
+            np.testing.assert_allclose(row.chosen, other_row.chosen, atol=1e-5)
+
+
+def test_graphs_that_are_captured_while_requests_run_change_nothing(checkpoint: CheckpointFactory) -> None:
+    expected, found = plain_jobs(6), plain_jobs(6)
+    PlanDriver(make_runner(checkpoint("qwen3"), 4), 4, chunk=16).run(expected)
+    recorder = Recorder()
+    runner = with_graphs(checkpoint, 4, recorder)
+
+    class Capturing(PlanDriver):
+        def _step(self, waiting: list[Job], running: list[Job]) -> None:
+            super()._step(waiting, running)
+            if len(self.steps) % 3 == 0 and runner.num_graphs_left:
+                runner.capture_graph()
+
+    Capturing(runner, 4, chunk=16).run(found)
+    assert [job.outputs for job in found] == [job.outputs for job in expected]
+    assert runner.num_graphs_left == 0
+    assert recorder.num_replays > 10
+
+
+def section_of(slots: list[int]) -> PlanSection:
+    return PlanSection([], [PageDelta(EMPTY, EMPTY, EMPTY)], EMPTY, EMPTY, EMPTY, EMPTY, int32_array(slots))
+
+
+def admit(slots: list[int], prompt: list[int], pages_each: int, sampling: SamplingSpec) -> PlanSection:
+    """All at once, with pages to spare."""
+    admissions = [Admission(s, int32_array(prompt), len(prompt), 0, s, sampling, LogprobSpec()) for s in slots]
+    count = len(slots)
+    pages = PageDelta(int32_array(slots), int32_array([pages_each] * count), int32_array(range(count * pages_each)))
+    zeros, counts = int32_array([0] * count), int32_array([len(prompt)] * count)
+    return PlanSection(admissions, [pages], int32_array(slots), zeros, counts, int32_array([1] * count), EMPTY)
+
+
+def test_a_padded_step_leaves_all_other_slots_and_pages_as_they_are(checkpoint: CheckpointFactory) -> None:
+    runner = with_graphs(checkpoint, 4, Recorder())
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    run_section(runner, admit([0, 1, 2, 3, 4], [5, 6, 7], 3, greedy(9)))
+    tables, memory = runner._req_to_token_pool, runner._token_to_kv_pool
+    before = (
+        tables.token_table.clone(),
+        tables.page_table.clone(),
+        tables.seq_lens.clone(),
+        memory.k_buffer[0].clone(),
+    )
+    result = run_section(runner, section_of([3, 0, 4]))
+    assert len(result.ids) == 3
+    others = [1, 2]
+    assert torch.equal(tables.token_table[others], before[0][others])
+    assert torch.equal(tables.page_table, before[1])
+    assert (tables.seq_lens - before[2]).tolist()[:6] == [1, 0, 0, 1, 1, 0]
+    assert int(tables.seq_lens[tables.dummy_slot]) == 0
+    changed = (memory.k_buffer[0] != before[3]).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    dummy_page = range(runner.num_pages * 4, runner.num_pages * 4 + 4)
+    written = {int(tables.page_table[slot, 0]) * 4 + 3 for slot in (0, 3, 4)}
+    assert set(changed) - set(dummy_page) == written
+
+
+def test_the_slots_of_the_step_before_are_not_told_again(checkpoint: CheckpointFactory) -> None:
+    runner = with_graphs(checkpoint, 4, Recorder())
+    run_section(runner, admit([0, 1], [5, 6, 7], 3, greedy(9)))
+    buffers = runner._decode_runner.buffers
+    slots = np.array([0, 1])
+    with torch.inference_mode():
+        _tell_in_turn(buffers, slots)
+
+
+def _tell_in_turn(buffers: GraphInputBuffers, slots: Ints) -> None:
+    assert buffers.tell(slots, None)
+    assert not buffers.tell(slots, None)
+    assert buffers.tell(slots, np.array([9, -1]))
+    assert buffers.tell(slots, None), "the pages of the step before must not be entered again"
+    assert not buffers.tell(slots, None)
+    assert buffers.tell(slots[::-1].copy(), None)
+
+
+def test_a_slot_that_was_admitted_anew_between_two_steps_of_the_same_slots_has_its_own_pages(
+    checkpoint: CheckpointFactory,
+) -> None:
+    runner = with_graphs(checkpoint, 4, Recorder())
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    run_section(runner, admit([0], [5, 6, 7, 8], 1, greedy(9)))
+    begins = PlanSection(
+        [], [PageDelta(int32_array([0]), int32_array([1]), int32_array([40]))], EMPTY, EMPTY, EMPTY, EMPTY,
+        int32_array([0]),
+    )  # fmt: skip
+    run_section(runner, begins)
+    run_section(runner, admit([0], [5, 6, 7, 8], 2, greedy(9)))
+    run_section(runner, section_of([0]))
+    assert runner._req_to_token_pool.page_table[0, :2].tolist() == [0, 1]
+
+
+def test_what_graphs_cannot_serve_is_launched_from_the_same_tables(checkpoint: CheckpointFactory) -> None:
+    recorder = Recorder()
+    runner = with_graphs(checkpoint, 4, recorder)
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    run_section(runner, admit([0, 1], [5, 6, 7], 3, SamplingSpec(9, temperature=1.0, top_k=5)))
+    output = runner.execute(section_of([1, 0]))
+    assert isinstance(output, DecodeOutput)
+    assert (output.step.is_plain, recorder.num_replays) == (False, 1)
+    assert runner.sample(output).result().counts.tolist() == [1, 1]
+    assert recorder.num_replays == 1
+
+
+def make_graphs(sizes: tuple[int, ...], pads: bool = True) -> CudaGraphRunner:
+    return CudaGraphRunner(sizes, pads, lambda size: None, lambda size: None, Recorder())
+
+
+def capture_next(graphs: CudaGraphRunner) -> int:
+    size = graphs.next_size
+    graphs.capture(size)
+    return size
+
+
+def test_the_size_in_demand_is_captured_first_and_the_largest_of_the_others_next() -> None:
+    graphs = make_graphs((1, 2, 4, 8))
+    assert graphs.size_for(3) is None
+    assert [capture_next(graphs) for _ in range(2)] == [4, 8]
+    assert graphs.size_for(1) == 4, "a larger graph serves until its own is there"
+    assert [capture_next(graphs) for _ in range(2)] == [1, 2]
+    assert graphs.num_left == 0
+    assert [graphs.size_for(rows) for rows in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, None]
+
+
+def test_without_padding_only_exact_sizes_are_replayed() -> None:
+    graphs = make_graphs((1, 4), pads=False)
+    for _ in range(2):
+        capture_next(graphs)
+    assert [graphs.size_for(rows) for rows in (1, 2, 4, 5)] == [1, None, 4, None]
+
+
+def test_sizes_end_at_the_most_rows() -> None:
+    assert graph_sizes(1) == (1,)
+    assert graph_sizes(6) == (1, 2, 4, 6)
+    assert graph_sizes(256)[-1] == 256
+    assert all(size <= 300 for size in graph_sizes(300)) and 300 in graph_sizes(300)
