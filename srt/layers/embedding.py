@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.ops import TORCH_OPS, Affine, LayerOps
 from srt.layers.weights import WeightedModule, WeightPiece
 
 
@@ -51,9 +52,15 @@ class ParallelLMHead(WeightedModule):
     """Hidden states → logits of this rank's ids. Its weight is its own, or that of a tied embedding."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, tp: TensorParallel, tied: VocabParallelEmbedding | None = None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        tp: TensorParallel,
+        tied: VocabParallelEmbedding | None = None,
+        ops: LayerOps = TORCH_OPS,
     ) -> None:
         super().__init__()
+        self._ops = ops
         self._shard = VocabShard(vocab_size, tp)
         self._is_tied = tied is not None
         own = torch.empty(self._shard.size, hidden_size) if tied is None else tied.weight
@@ -81,7 +88,11 @@ class ParallelLMHead(WeightedModule):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden_size] → [rows, shard_size] f32."""
-        return F.linear(hidden, self.weight).float()
+        return self.narrow_logits(hidden).float()
+
+    def narrow_logits(self, hidden: Tensor) -> Tensor:
+        """As `logits`, in the type of the weights, in which they are computed."""
+        return self._ops.linear(hidden, Affine(self.weight, None))
 
     def logits_into(self, hidden: Tensor, out: Tensor) -> None:
         """The same into `out`, rounded to the model's dtype as they are before they become f32."""

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.norm import RMSNorm
+from srt.layers.ops import TORCH_OPS, Affine, LayerOps, Stream
 from srt.layers.weights import WeightedModule, WeightPiece
 
 
@@ -30,7 +31,7 @@ class ColumnPart:
 class ColumnParallelLinear(WeightedModule):
     """y = x Wᵀ + b for the outputs of this rank: those of its parts, one after the other."""
 
-    def __init__(self, in_features: int, parts: Sequence[ColumnPart], bias: bool) -> None:
+    def __init__(self, in_features: int, parts: Sequence[ColumnPart], bias: bool, ops: LayerOps = TORCH_OPS) -> None:
         super().__init__()
         self.in_features = in_features
         self.parts = tuple(parts)
@@ -39,9 +40,14 @@ class ColumnParallelLinear(WeightedModule):
         rows = sum(self.sizes)
         self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
+        self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self._ops.linear(x, Affine(self.weight, self.bias))
+
+    def of_norm(self, stream: Stream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """(the output for the normed stream, the stream's sum)."""
+        return self._ops.linear_of_norm(stream, norm.norm, Affine(self.weight, self.bias))
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         parent = path.rpartition(".")[0]
@@ -58,15 +64,33 @@ class ColumnParallelLinear(WeightedModule):
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Layers of the same input, such as gate_proj and up_proj, each split evenly over the ranks."""
 
-    def __init__(self, in_features: int, outputs: Sequence[tuple[str, int]], bias: bool, tp: TensorParallel) -> None:
-        super().__init__(in_features, [_even_part(name, total, tp) for name, total in outputs], bias)
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Sequence[tuple[str, int]],
+        bias: bool,
+        tp: TensorParallel,
+        ops: LayerOps = TORCH_OPS,
+    ) -> None:
+        super().__init__(in_features, [_even_part(name, total, tp) for name, total in outputs], bias, ops)
+
+    def gated_of_norm(self, stream: Stream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """(silu(first) * second of the two layers' outputs for the normed stream, the stream's sum)."""
+        return self._ops.gated_linear_of_norm(stream, norm.norm, Affine(self.weight, self.bias))
 
 
 class QKVParallelLinear(ColumnParallelLinear):
     """q_proj, k_proj and v_proj, split by heads. Where ranks exceed the KV heads, neighbours hold the same one."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, tp: TensorParallel
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        tp: TensorParallel,
+        ops: LayerOps = TORCH_OPS,
     ) -> None:
         q = _even_part("q_proj", num_heads * head_dim, tp)
         kv_heads = max(1, num_kv_heads // tp.size)
@@ -76,6 +100,7 @@ class QKVParallelLinear(ColumnParallelLinear):
             hidden_size,
             [q, ColumnPart("k_proj", total, start, size), ColumnPart("v_proj", total, start, size)],
             bias,
+            ops,
         )
         self.num_heads = q.size // head_dim
         """Query heads on this rank."""
@@ -85,18 +110,27 @@ class QKVParallelLinear(ColumnParallelLinear):
 class RowParallelLinear(WeightedModule):
     """y = x Wᵀ + b, where each rank has a part of x: the ranks' products are summed, then the bias is added once."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, tp: TensorParallel, ops: LayerOps = TORCH_OPS
+    ) -> None:
         super().__init__()
         self._tp = tp
+        self._ops = ops
         self._columns = _even_part("", in_features, tp)
         self.weight = nn.Parameter(torch.empty(out_features, self._columns.size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        total = self._tp.all_reduce(F.linear(x, self.weight))
+            return self._ops.linear(x, Affine(self.weight, self.bias))
+        total = self._tp.all_reduce(self._ops.linear(x, Affine(self.weight, None)))
         return total if self.bias is None else total + self.bias
+
+    def onto(self, hidden: Tensor, x: Tensor) -> Stream:
+        """hidden + y."""
+        if self._tp.size == 1:
+            return self._ops.linear_onto(hidden, x, Affine(self.weight, self.bias))
+        return Stream(hidden, self(x))
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         rows, columns = self.weight.shape[0], self._columns

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from srt.layers.ops import TORCH_OPS, LayerOps, Rotation
 from srt.utils.rope_config import RopeConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """The angles of one step's tokens, computed once and used by every layer."""
-
-    cos: Tensor  # [tokens, 1, head_dim / 2] f32
-    sin: Tensor
 
 
 class RotaryEmbedding(nn.Module):
@@ -24,26 +16,16 @@ class RotaryEmbedding(nn.Module):
 
     frequencies: Tensor  # [head_dim / 2] f32
 
-    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+    def __init__(self, config: RopeConfig, head_dim: int, ops: LayerOps = TORCH_OPS) -> None:
         super().__init__()
+        self._ops = ops
         self._attention_factor = config.attention_factor
         # On the CPU even while the model is built on the meta device: this is not read from a checkpoint.
         self.register_buffer("frequencies", compute_frequencies(config, head_dim), persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation for `positions` [tokens]."""
-        angles = positions.float()[:, None, None] * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self._attention_factor != 1.0:
-            cos, sin = cos * self._attention_factor, sin * self._attention_factor
-        return Rotation(cos, sin)
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate heads: x [tokens, heads, head_dim] → the same shape and type. Computed in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = rotation.cos, rotation.sin
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return self._ops.angles(positions, self.frequencies, self._attention_factor)
 
 
 def compute_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

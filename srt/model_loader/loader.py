@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.ops import layer_ops
 from srt.layers.weights import WeightPiece, model_weight_pieces
 from srt.model_loader.dummy_weights import DummyWeights
 from srt.model_loader.safetensors_weights import check_checkpoint, copy_weights
@@ -52,7 +53,7 @@ class ModelLoader(ABC):
         """The model of this rank on `device`, ready to run; ModelError names what the checkpoint lacks."""
         config.check_tp(tp.size)
         with torch.device("meta"):
-            model = build_model(config, tp)
+            model = build_model(config, tp, layer_ops(device))
         pieces = model_weight_pieces(model)
         fill = self.prepare(config, Path(folder), pieces)
         materialize(model, dtype, device)

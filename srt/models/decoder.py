@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.activation import silu_and_mul
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.norm import RMSNorm
-from srt.layers.rope import RotaryEmbedding, Rotation, rotate
+from srt.layers.ops import LayerOps, Rotation, Stream
+from srt.layers.rope import RotaryEmbedding
 from srt.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ class Traits:
 class Attention(nn.Module):
     """Self-attention of the heads of this rank."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, traits: Traits, layer_id: int) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits, layer_id: int) -> None:
         super().__init__()
         head_dim = config.head_dim
-        self._head_dim = head_dim
+        self._ops = ops
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, config.num_heads, config.num_kv_heads, head_dim, traits.qkv_bias, tp
+            config.hidden_size, config.num_heads, config.num_kv_heads, head_dim, traits.qkv_bias, tp, ops
         )
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if traits.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if traits.qk_norm else None
@@ -53,72 +53,72 @@ class Attention(nn.Module):
             layer_id=layer_id,
             scale=head_dim**-0.5,
         )
-        self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, traits.o_bias, tp)
+        self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, traits.o_bias, tp, ops)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
-        q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
-        q, k = q.unflatten(-1, (-1, self._head_dim)), k.unflatten(-1, (-1, self._head_dim))
+    def forward(self, stream: Stream, norm: RMSNorm, rotation: Rotation, batch: ForwardBatch) -> Stream:
+        qkv, hidden = self.qkv_proj.of_norm(stream, norm)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rotation).flatten(1), rotate(k, rotation).flatten(1)
-        return self.o_proj(self.attn(q, k, v, batch))  # type: ignore[no-any-return]  # calls of modules are untyped
+            norms = self.q_norm.norm, self.k_norm.norm
+        return self.o_proj.onto(hidden, self._ops.attend(qkv, norms, rotation, self.attn, batch))
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, traits: Traits) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits) -> None:
         super().__init__()
         size = config.intermediate_size
         outputs = (("gate_proj", size), ("up_proj", size))
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, outputs, traits.mlp_bias, tp)
-        self.down_proj = RowParallelLinear(size, config.hidden_size, traits.mlp_bias, tp)
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, outputs, traits.mlp_bias, tp, ops)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, traits.mlp_bias, tp, ops)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))  # type: ignore[no-any-return]
+    def forward(self, stream: Stream, norm: RMSNorm) -> Stream:
+        activated, hidden = self.gate_up_proj.gated_of_norm(stream, norm)
+        return self.down_proj.onto(hidden, activated)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on the normed hidden states and added to them."""
+    """Attention and MLP, each on the normed stream and added to it."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, traits: Traits, layer_id: int) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits, layer_id: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, tp, traits, layer_id)
+        self.self_attn = Attention(config, tp, ops, traits, layer_id)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config, tp, traits)
+        self.mlp = GatedMLP(config, tp, ops, traits)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, batch)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+    def forward(self, stream: Stream, rotation: Rotation, batch: ForwardBatch) -> Stream:
+        stream = self.self_attn(stream, self.input_layernorm, rotation, batch)
+        return self.mlp(stream, self.post_attention_layernorm)  # type: ignore[no-any-return]  # calls of modules are untyped
 
 
 class Decoder(nn.Module):
     """Token ids → hidden states after the final norm."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, traits: Traits) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim)
-        self.layers = nn.ModuleList(DecoderLayer(config, tp, traits, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, ops)
+        self.layers = nn.ModuleList(DecoderLayer(config, tp, ops, traits, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         rotation = self.rotary_emb(positions)
-        hidden = self.embed_tokens(input_ids)
+        stream = Stream(self.embed_tokens(input_ids))
         for layer in self.layers:
-            hidden = layer(hidden, rotation, batch)
-        return self.norm(hidden)  # type: ignore[no-any-return]
+            stream = layer(stream, rotation, batch)
+        return self.norm.of_stream(stream)
 
 
 class CausalLM(nn.Module):
     """A decoder and its output layer. The subclass is the architecture: it states the traits."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, traits: Traits) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits) -> None:
         super().__init__()
-        self.model = Decoder(config, tp, traits)
+        self.model = Decoder(config, tp, ops, traits)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         """[tokens] ids and positions → [tokens, hidden_size], the same on every rank; logits come from `lm_head`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.ops import LayerOps
 from srt.models.decoder import CausalLM, Traits
 from srt.utils.model_config import ModelConfig
 
@@ -10,5 +11,5 @@ from srt.utils.model_config import ModelConfig
 class MistralForCausalLM(CausalLM):
     """Never a bias."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        super().__init__(config, tp, Traits())
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
+        super().__init__(config, tp, ops, Traits())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.ops import LayerOps
 from srt.models.decoder import CausalLM, Traits
 from srt.utils.model_config import ModelConfig
 
@@ -10,6 +11,6 @@ from srt.utils.model_config import ModelConfig
 class Qwen3ForCausalLM(CausalLM):
     """Queries and keys are normed per head, which took the place of Qwen2's biases."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
         bias = config.attention_bias
-        super().__init__(config, tp, Traits(qkv_bias=bias, o_bias=bias, qk_norm=True))
+        super().__init__(config, tp, ops, Traits(qkv_bias=bias, o_bias=bias, qk_norm=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.ops import TORCH_OPS, LayerOps
 from srt.models.decoder import CausalLM
 from srt.models.llama import LlamaForCausalLM
 from srt.models.mistral import MistralForCausalLM
@@ -13,15 +14,15 @@ from srt.models.qwen3 import Qwen3ForCausalLM
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 
-MODELS: dict[str, Callable[[ModelConfig, TensorParallel], CausalLM]] = {
+MODELS: dict[str, Callable[[ModelConfig, TensorParallel, LayerOps], CausalLM]] = {
     model.__name__: model for model in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 }
 
 
-def build_model(config: ModelConfig, tp: TensorParallel) -> CausalLM:
+def build_model(config: ModelConfig, tp: TensorParallel, ops: LayerOps = TORCH_OPS) -> CausalLM:
     """The model of `config`, this rank's part, with parameters on the current default device and not yet filled."""
     build = MODELS.get(config.architecture)
     if build is None:
         supported = ", ".join(MODELS)
         raise ModelError(f"The model architecture {config.architecture} is not supported; supported are {supported}.")
-    return build(config, tp)
+    return build(config, tp, ops)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.activation import silu_and_mul
 from srt.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.norm import RMSNorm
-from srt.layers.rope import RotaryEmbedding, compute_frequencies, rotate
+from srt.layers.ops import TORCH_OPS, rotate
+from srt.layers.rope import RotaryEmbedding, compute_frequencies
 from srt.layers.weights import WeightedModule
 from srt.utils.rope_config import RopeConfig, read_rope
 from tests.support.ranks import idle_rank, run_ranks, single_rank
@@ -87,7 +87,7 @@ def test_columns_then_rows_are_one_matrix_product(size: int, tmp_path: Path) -> 
         down = RowParallelLinear(8, 5, True, tp)
         fill(gate_up, tensors, "mlp.gate_up")
         fill(down, tensors, "mlp.down")
-        result: Tensor = down(silu_and_mul(gate_up(x)))
+        result: Tensor = down(TORCH_OPS.silu_and_mul(gate_up(x)))
         return result
 
     gate = x @ tensors["mlp.gate.weight"].T + tensors["mlp.gate.bias"]

@@ -1,0 +1,106 @@
+"""The operations of a decoder layer by our own kernels. Importing this module imports Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from srt.kernels.gemv import MAX_ROWS, GemvTiles, gemv
+from srt.kernels.rms_norm import add_rms_norm, rms_norm
+from srt.kernels.rotary import angles, prepare_qkv
+from srt.kernels.silu_and_mul import silu_and_mul
+from srt.layers.attention.radix_attention import RadixAttention
+from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Stream
+
+if TYPE_CHECKING:
+    from srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class KernelOps(LayerOps):
+    """Up to MAX_ROWS tokens go through products that read their weights at the memory's speed; more, through cuBLAS."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return rms_norm(x, norm.weight, norm.eps, self._pdl)
+
+    def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
+        if stream.delta is None:
+            return self.norm(stream.hidden, norm), stream.hidden
+        return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, self._pdl)
+
+    def linear(self, x: Tensor, affine: Affine) -> Tensor:
+        if _is_few(x):
+            return self._gemv(x, affine)
+        return super().linear(x, affine)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_and_mul(gate_up, self._pdl)
+
+    def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
+        if _is_few(stream.hidden):
+            return self._gemv_of_norm(stream, norm, affine, is_gated=False)
+        return super().linear_of_norm(stream, norm, affine)
+
+    def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
+        if _is_few(stream.hidden):
+            return self._gemv_of_norm(stream, norm, affine, is_gated=True)
+        return super().gated_linear_of_norm(stream, norm, affine)
+
+    def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine) -> Stream:
+        if _is_few(x):
+            return Stream(self._gemv(x, affine, residual=hidden))
+        return super().linear_onto(hidden, x, affine)
+
+    def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        return Rotation(*angles(positions, frequencies, factor, self._pdl))
+
+    def attend(
+        self,
+        qkv: Tensor,
+        norms: tuple[Norm, Norm] | None,
+        rotation: Rotation,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        pool, layer_id = batch.token_to_kv_pool, layer.layer_id
+        prepare_qkv(
+            qkv,
+            layer.num_heads,
+            None if norms is None else (norms[0].weight, norms[1].weight),
+            0.0 if norms is None else norms[0].eps,
+            rotation.cos,
+            rotation.sin,
+            batch.out_cache_loc,
+            *pool.get_kv(layer_id),
+            k_scale=pool.k_scales[layer_id],
+            v_scale=pool.v_scales[layer_id],
+            pdl=self._pdl,
+        )
+        kv_size = layer.num_kv_heads * layer.head_dim
+        q, k, v = qkv.split((layer.num_heads * layer.head_dim, kv_size, kv_size), dim=-1)
+        return layer.attend(q, k, v, batch)
+
+    def _gemv(self, x: Tensor, affine: Affine, residual: Tensor | None = None) -> Tensor:
+        tiles = GemvTiles.choose(affine.weight.shape[1], is_gated=False)
+        return gemv(x.contiguous(), affine.weight, tiles, bias=affine.bias, residual=residual, pdl=self._pdl)[0]
+
+    def _gemv_of_norm(self, stream: Stream, norm: Norm, affine: Affine, is_gated: bool) -> tuple[Tensor, Tensor]:
+        return gemv(
+            stream.hidden,
+            affine.weight,
+            GemvTiles.choose(affine.weight.shape[1], is_gated),
+            bias=affine.bias,
+            delta=stream.delta,
+            norm_weight=norm.weight,
+            eps=norm.eps,
+            is_gated=is_gated,
+            pdl=self._pdl,
+        )
+
+
+def _is_few(x: Tensor) -> bool:
+    return 0 < x.shape[0] <= MAX_ROWS
