@@ -1,26 +1,40 @@
-"""The console command `srt`: `srt serve ...` starts a server, `srt --version` says what is installed."""
+"""The console command `srt`: it serves, talks, generates, and tells what a bug report needs."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
 import srt
 
 USAGE = """\
-usage: srt serve --model-path MODEL [options]    start a server; the same as python -m srt.launch_server
-       srt serve --help                          list the options
-       srt --version                             print the version"""
+usage: srt COMMAND [options]
+
+  srt serve --model-path MODEL    start a server; the same as python -m srt.launch_server
+  srt chat                        talk to a model in the terminal
+  srt generate "Once upon a time" continue a prompt, for scripts
+  srt doctor                      what a bug report needs, and whether a server could start here
+  srt --version                   print the version
+
+Each command lists its options with --help."""
+
+COMMANDS = {
+    "serve": "srt.launch_server",
+    "chat": "srt.chat",
+    "generate": "srt.generate",
+    "doctor": "srt.doctor",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     match command:
-        case "serve":
-            from srt.launch_server import main as launch
-
-            return launch(rest)
+        case name if name in COMMANDS:
+            # By name: a command loads what it needs, and no other's modules.
+            status: int = importlib.import_module(COMMANDS[name]).main(rest)
+            return status
         case "--version" | "-V":
             print(f"srt {srt.__version__}")
             return 0

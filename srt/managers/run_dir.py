@@ -71,6 +71,23 @@ def sweep(parent: Path) -> list[Path]:
     return []
 
 
+def is_in_use(path: Path) -> bool:
+    """Whether a server of this user runs in this folder."""
+    if not _is_ours(path):
+        return False
+    try:
+        lock_fd = os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock_fd)
+    return False
+
+
 def _is_ours(path: Path) -> bool:
     """A folder of this user's that nobody else could have prepared: a link would lead the sweep astray."""
     try:

@@ -40,3 +40,13 @@ def test_what_a_runtime_raises_can_be_caught_by_its_name_in_the_package() -> Non
 def test_an_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Engine"):
         srt.Engine  # noqa: B018
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_is_in_the_usage_and_has_its_own_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"srt {command}" in cli.USAGE
+    try:
+        assert cli.main([command, "--help"]) == 0
+    except SystemExit as end:  # argparse ends so
+        assert end.code == 0
+    assert "--model-path" in capsys.readouterr().out

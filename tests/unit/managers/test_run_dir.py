@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from srt.managers.run_dir import RunDir, sweep
+from srt.managers.run_dir import RunDir, is_in_use, sweep
 from srt.utils.errors import StartError
 
 
@@ -55,6 +55,15 @@ def test_a_folder_whose_lock_is_held_stays(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert sweep(tmp_path) == []
     assert sweep(tmp_path) == [left]
+
+
+def test_it_can_be_told_whether_a_server_runs_in_a_folder(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    left = leave_behind(tmp_path, "srt-dead")
+    assert is_in_use(run_dir.path)
+    assert not is_in_use(left)
+    assert not is_in_use(tmp_path / "missing")
+    run_dir.remove()
 
 
 def test_what_is_not_a_servers_folder_stays(tmp_path: Path) -> None:

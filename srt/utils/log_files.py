@@ -1,0 +1,64 @@
+"""The last log lines of this user's servers, kept for whoever writes a bug report: small files beside the servers' other ones.
+
+They are bounded, and nobody else may read them. Where they cannot be written, nothing is kept and nothing fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import logging.handlers
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+MAX_BYTES = 128 << 10  # of a process, twice: the file, and the one before it
+MAX_FILES = 60  # of all servers
+_SUFFIX = ".log"
+_BEGINNING = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
+
+
+def log_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"srt-logs-{os.getuid()}"
+
+
+def log_file_handler(process: str, server_pid: int) -> logging.Handler:
+    """Keeps the lines of this process; a handler that does nothing where they cannot be kept."""
+    with contextlib.suppress(OSError):
+        folder = log_folder()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700:
+            _sweep(folder)
+            path = folder / f"{server_pid}-{process.replace(' ', '-')}{_SUFFIX}"
+            handler = logging.handlers.RotatingFileHandler(
+                path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8", delay=True
+            )
+            handler.setFormatter(
+                logging.Formatter(f"%(asctime)s server {server_pid} {process} %(levelname)s: %(message)s")
+            )
+            return handler
+    return logging.NullHandler()
+
+
+def last_lines(count: int) -> list[str]:
+    """Of all processes in the order of time, tracebacks in one piece; none if there are no files."""
+    records: list[list[str]] = []
+    for path in sorted(log_folder().glob(f"*{_SUFFIX}*"), reverse=True):  # the file before, .log.1, before .log
+        with contextlib.suppress(OSError):
+            for line in path.read_text("utf-8", "replace").splitlines():
+                if _BEGINNING.match(line) or not records:
+                    records.append([])
+                records[-1].append(line)
+    records.sort(key=lambda record: record[0][:23])
+    return [line for record in records for line in record][-count:]
+
+
+def _sweep(folder: Path) -> None:
+    """Only the newest files stay."""
+    files = sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime, reverse=True)
+    for path in files[MAX_FILES:]:
+        with contextlib.suppress(OSError):
+            path.unlink()
