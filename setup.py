@@ -42,6 +42,7 @@ TEST_REQUIRES = [
     "hypothesis>=6.100,<7",
     "jsonschema-rs>=0.30,<1",
     "openai>=2,<4",
+    "prometheus-client>=0.20,<1",
     "psutil>=6,<8",
     "pytest>=8,<10",
     "pytest-timeout>=2.3,<3",
