@@ -32,6 +32,7 @@ MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "De
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 MOST = (1 << 31) - 1  # of counts, sizes and seconds
 MOST_SEED = (1 << 63) - 1
+CPU_CHUNK = 2048  # prompt tokens of a step, unless told; GPUs take more (preflight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,9 @@ class ServerArgs:
     request_running_timeout: float | None = option(
         None, "seconds that a request may run, pauses included; then it ends with status 504", group=MEMORY
     )
-    chunked_prefill_size: int = option(2048, "most prompt tokens in one step; -1: no limit", group=MEMORY)
+    chunked_prefill_size: int | None = option(
+        None, "most prompt tokens in one step; -1: no limit (default: by the device's memory)", group=MEMORY
+    )
     max_decode_stall: float = option(
         10.0, "milliseconds by which prompts may lengthen a step beyond twice its time without them", group=MEMORY
     )
@@ -134,7 +137,28 @@ class ServerArgs:
     )
     base_gpu_id: int = option(0, "first GPU to use", group=DEVICE)
     attention_backend: str | None = option(
-        None, "attention kernels (default: the best for the device)", group=DEVICE, choices=("torch_native", "triton")
+        None,
+        "attention kernels; fa3 is for prompts, on Hopper (default: the quickest that can serve the model)",
+        group=DEVICE,
+        choices=("torch_native", "triton", "flashinfer", "fa3"),
+    )
+    prefill_attention_backend: str | None = option(
+        None,
+        "those of prompts, if not --attention-backend",
+        group=DEVICE,
+        choices=("torch_native", "triton", "flashinfer", "fa3"),
+    )
+    decode_attention_backend: str | None = option(
+        None,
+        "those of single tokens, if not --attention-backend",
+        group=DEVICE,
+        choices=("torch_native", "triton", "flashinfer"),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "of the KV memory: the model's own, or half of that",
+        group=DEVICE,
+        choices=("auto", "fp8_e4m3"),
     )
     disable_cuda_graph: bool = option(False, "launch every decode step anew: much slower", group=DEVICE)
     cuda_graph_max_bs: int | None = option(
@@ -195,7 +219,7 @@ class ServerArgs:
             self._at_least("cuda_graph_max_bs", 1)
         if any(not 1 <= size <= MOST for size in self.cuda_graph_bs):
             raise ArgumentError(f"--cuda-graph-bs takes numbers of rows from 1 on, not {min(self.cuda_graph_bs)}.")
-        if self.chunked_prefill_size != -1:
+        if self.chunked_prefill_size not in (None, -1):
             self._at_least("chunked_prefill_size", 1)
         if not 0 <= self.port <= 65535:
             raise ArgumentError(f"--port must lie between 0 and 65535, not {self.port}.")
@@ -237,6 +261,11 @@ class ServerArgs:
         return values | {name: "(set)" for name in SECRETS if values[name] is not None}
 
     @property
+    def prefill_chunk(self) -> int:
+        """Most prompt tokens in one step, or -1."""
+        return CPU_CHUNK if self.chunked_prefill_size is None else self.chunked_prefill_size
+
+    @property
     def window(self) -> int:
         """Plans in flight."""
         return 1 if self.disable_overlap_schedule else 2
@@ -252,10 +281,10 @@ class ServerArgs:
 
 # Options of SGLang that mean something here but are not supported yet: refused by name rather than as a typing error.
 UNSUPPORTED = frozenset(
-    "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port quantization kv_cache_dtype tokenizer_mode"
+    "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port quantization tokenizer_mode"
     " skip_tokenizer_init trust_remote_code is_embedding reasoning_parser tool_call_parser allow_auto_truncate"
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
-    " prefill_attention_backend decode_attention_backend sampling_backend grammar_backend"
+    " sampling_backend grammar_backend"
     " enable_torch_compile enable_memory_saver enable_deterministic_inference"
     " disable_custom_all_reduce speculative_algorithm speculative_draft_model_path speculative_num_steps enable_lora lora_paths"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"

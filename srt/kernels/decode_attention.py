@@ -1,7 +1,7 @@
 """Paged decode attention: one query per row, the row's keys and values cut into splits that run side by side.
 
-Two kernels. The first gives each (row, KV head, split) a program, which reads that stretch of the KV once for all query
-heads of its group and leaves a partial result; the second merges a row's partial results. Everything that depends
+Each (row, KV head, split) is a program, which reads that stretch of the KV once for all query heads of its group. Where a row
+has several splits, each leaves a partial result, and the program that finishes last merges them. Everything that depends
 on lengths is read from the device: the launch depends only on the number of rows, so it can be captured in a graph.
 """
 
@@ -17,8 +17,9 @@ import triton.language as tl
 from srt.kernels.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.paged_kv import PagedKV, check_heads
 
-MAX_SPLITS: Final = 32
+MAX_SPLITS: Final = 32  # a power of two
 MIN_SPLIT_TOKENS: Final = 128  # a shorter split costs more to merge than it saves
+NO_WINDOW: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,36 @@ class DecodeTiles:
     num_splits: int  # at most MAX_SPLITS
     min_split_tokens: int = MIN_SPLIT_TOKENS
     block_n: int = 64  # KV positions per inner step
+    num_warps: int = 4
+    num_stages: int = 3
 
     @classmethod
     def for_dtype(cls, dtype: torch.dtype, num_splits: int) -> DecodeTiles:
         """float32 is multiplied without tensor cores, where larger blocks spill and take seconds to compile."""
         return cls(num_splits, block_n=32) if dtype is torch.float32 else cls(num_splits)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeScratch:
+    """Where programs of one row meet: partial results, and a count of those that are there, which is 0 between launches.
+
+    Shared by all layers: launches on one stream do not overlap.
+    """
+
+    partial: torch.Tensor  # float32, for num_rows * num_heads * num_splits * head_dim elements
+    lse: torch.Tensor  # float32, for num_rows * num_heads * num_splits
+    arrived: torch.Tensor  # int32 zeros, for num_rows * num_kv_heads
+
+    @classmethod
+    def take(
+        cls, rows: int, heads: int, kv_heads: int, splits: int, head_dim: int, device: torch.device
+    ) -> DecodeScratch:
+        """For up to so many rows of so many splits."""
+        return cls(
+            torch.empty(rows * heads * splits * head_dim, dtype=torch.float32, device=device),
+            torch.empty(rows * heads * splits, dtype=torch.float32, device=device),
+            torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
+        )
 
 
 @jit
@@ -43,8 +69,8 @@ def _split_tokens(
     return tl.cdiv(tl.maximum(tl.cdiv(seq_len, num_splits), MIN_SPLIT), BLOCK_N) * BLOCK_N
 
 
-@kernel(one_variant_for=("req_pool_indices_ptr", "seq_lens_ptr"))
-def decode_split_kernel(
+@kernel(one_variant_for=("req_pool_indices_ptr", "seq_lens_ptr", "window"))
+def decode_attention_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -53,11 +79,16 @@ def decode_split_kernel(
     seq_lens_ptr: tl.tensor,
     partial_ptr: tl.tensor,  # [rows, heads, splits, HEAD_DIM] float32: each split's own weighted mean of v
     lse_ptr: tl.tensor,  # [rows, heads, splits] float32: log2 of each split's sum of weights
-    scale_log2: float,  # softmax scale times log2(e), so that weights are powers of two
+    arrived_ptr: tl.tensor,  # [rows, KV heads] int32
+    out_ptr: tl.tensor,
+    scale_log2: float,  # softmax scale times the keys' scale times log2(e), so that weights are powers of two
+    v_scale: float,
+    window: tl.tensor,
     q_row_stride: tl.tensor,
     k_location_stride: tl.tensor,
     v_location_stride: tl.tensor,
     page_table_stride: tl.tensor,
+    out_row_stride: tl.tensor,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -66,16 +97,18 @@ def decode_split_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # a power of two, at least the number of splits
 ) -> None:
-    """Program (row, KV head, split); a split past the row's end leaves its partial result unwritten."""
+    """Program (row, KV head, split); zeros for a row of length 0."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + row).to(tl.int32)
-    split_tokens = _split_tokens(seq_len, num_splits, MIN_SPLIT, BLOCK_N)
-    begin = split * split_tokens
-    if begin >= seq_len:
+    first = tl.maximum(seq_len - window, 0)
+    split_tokens = _split_tokens(seq_len - first, num_splits, MIN_SPLIT, BLOCK_N)
+    begin = first + split * split_tokens
+    if begin >= seq_len and split > 0:
         return
     end = tl.minimum(begin + split_tokens, seq_len)
 
@@ -109,42 +142,39 @@ def decode_split_kernel(
         acc = acc * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), v, input_precision="ieee")
         peak = new_peak
 
+    attended = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_offsets = row.to(tl.int64) * out_row_stride + head_offsets
+    num_live = tl.cdiv(seq_len - first, split_tokens)
+    if num_live <= 1:
+        tl.store(out_ptr + out_offsets, (attended * v_scale).to(out_ptr.dtype.element_ty), mask=head_mask)
+        return
+
     num_heads = tl.num_programs(1) * GROUP
-    slots = (row.to(tl.int64) * num_heads + kv_head * GROUP + heads) * num_splits + split
+    first_head = (row.to(tl.int64) * num_heads + kv_head * GROUP) * num_splits
+    slots = first_head + heads * num_splits + split
     tl.store(lse_ptr + slots, peak + tl.log2(total), mask=heads < GROUP)
-    tl.store(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=head_mask)
-
-
-@kernel(one_variant_for=("seq_lens_ptr", "num_splits"))
-def decode_merge_kernel(
-    partial_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    out_row_stride: tl.tensor,
-    num_splits: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # a power of two, at least num_splits
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """Program (row, head) merges that head's splits, each weighed by its share; zeros for a row of length 0."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    seq_len = tl.load(seq_lens_ptr + row).to(tl.int32)
-    num_live = tl.cdiv(seq_len, _split_tokens(seq_len, num_splits, MIN_SPLIT, BLOCK_N))
+    tl.store(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], attended, mask=head_mask)
+    tl.debug_barrier()  # the whole program's results are out before it counts as arrived
+    counter_ptr = arrived_ptr + row * tl.num_programs(1) + kv_head
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") != num_live - 1:
+        return
+    tl.store(counter_ptr, 0)
     splits = tl.arange(0, BLOCK_S)
-    dims = tl.arange(0, BLOCK_D)
-    slots = (row.to(tl.int64) * tl.num_programs(1) + head) * num_splits + splits
-    lse = tl.load(lse_ptr + slots, mask=splits < num_live, other=float("-inf"))
-    peak = tl.where(num_live > 0, tl.max(lse, 0), 0.0)
-    weights = tl.exp2(lse - peak)
-    mask = (splits < num_live)[:, None] & (dims < HEAD_DIM)[None, :]
-    partial = tl.load(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    merged = tl.sum(partial * weights[:, None], 0) / tl.where(num_live > 0, tl.sum(weights, 0), 1.0)
-    out = out_ptr + row.to(tl.int64) * out_row_stride + head * HEAD_DIM + dims
-    tl.store(out, merged.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    is_live = splits < num_live
+    for head in range(GROUP):
+        merged_slots = first_head + head * num_splits + splits
+        # Past the first cache, which may hold what was there before.
+        lse = tl.load(lse_ptr + merged_slots, mask=is_live, other=float("-inf"), cache_modifier=".cg")
+        shares = tl.exp2(lse - tl.max(lse, 0))
+        partial = tl.load(
+            partial_ptr + merged_slots[:, None] * HEAD_DIM + dims[None, :],
+            mask=is_live[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        merged = tl.sum(partial * shares[:, None], 0) / tl.sum(shares, 0) * v_scale
+        out = out_ptr + row.to(tl.int64) * out_row_stride + (kv_head * GROUP + head) * HEAD_DIM + dims
+        tl.store(out, merged.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def decode_attention(
@@ -155,8 +185,11 @@ def decode_attention(
     scale: float,
     out: torch.Tensor,
     tiles: DecodeTiles,
+    scratch: DecodeScratch,
+    window: int | None = None,
 ) -> None:
-    """One query per row ([rows, heads, head_dim]) over that row's first `seq_lens` positions, into `out`.
+    """One query per row ([rows, heads, head_dim]) over that row's first `seq_lens` positions, or the last `window` of
+    them, into `out`.
 
     A row of length 0 gets zeros. Positions past a row's length are never read, whatever the memory holds there.
     """
@@ -171,18 +204,16 @@ def decode_attention(
     check_heads(kv.v_buffer, kv.num_kv_heads, head_dim)
     if num_rows == 0:
         return
-    partial = torch.empty((num_rows, num_heads, tiles.num_splits, head_dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((num_rows, num_heads, tiles.num_splits), dtype=torch.float32, device=q.device)
-    decode_split_kernel[(num_rows, kv.num_kv_heads, tiles.num_splits)](
-        q, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, seq_lens, partial, lse,
-        scale * math.log2(math.e),
-        q.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
+    if tiles.num_splits > 1:
+        assert scratch.partial.numel() >= num_rows * num_heads * tiles.num_splits * head_dim, scratch.partial.numel()
+        assert scratch.arrived.numel() >= num_rows * kv.num_kv_heads, scratch.arrived.numel()
+    decode_attention_kernel[(num_rows, kv.num_kv_heads, tiles.num_splits)](
+        q, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, seq_lens,
+        scratch.partial, scratch.lse, scratch.arrived, out,
+        scale * kv.k_scale * math.log2(math.e), kv.v_scale, NO_WINDOW if window is None else window,
+        q.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0), out.stride(0),
         GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
         MIN_SPLIT=tiles.min_split_tokens, DOT_DTYPE=dot_dtype(q.dtype),
-        BLOCK_G=block_dim(group), BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n,
-    )  # fmt: skip
-    decode_merge_kernel[(num_rows, num_heads)](
-        partial, lse, seq_lens, out, out.stride(0), tiles.num_splits,
-        HEAD_DIM=head_dim, MIN_SPLIT=tiles.min_split_tokens, BLOCK_N=tiles.block_n,
-        BLOCK_S=MAX_SPLITS, BLOCK_D=block_dim(head_dim),
+        BLOCK_G=block_dim(group), BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n, BLOCK_S=MAX_SPLITS,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from srt.kernels.jit import block_dim, dot_dtype, kernel
+from srt.kernels.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.paged_kv import PagedKV, check_heads
 
 
@@ -23,14 +23,78 @@ class ExtendTiles:
 
     block_m: int = 64
     block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
 
     @classmethod
-    def for_dtype(cls, dtype: torch.dtype) -> ExtendTiles:
-        """float32 is multiplied without tensor cores, where larger tiles spill and take seconds to compile."""
-        return cls(block_m=32, block_n=32) if dtype is torch.float32 else cls()
+    def choose(cls, dtype: torch.dtype, head_dim: int, pairs: int) -> ExtendTiles:
+        """For rows of up to so many pairs. float32 is multiplied without tensor cores: larger tiles spill, and take
+        seconds to compile."""
+        if dtype is torch.float32:
+            return cls(block_m=32, block_n=32)
+        if pairs > 512 and head_dim <= 128:
+            return cls(block_m=128, num_warps=8)
+        return cls()
 
 
-@kernel(one_variant_for=("req_pool_indices_ptr", "prefix_lens_ptr", "extend_lens_ptr", "start_locs_ptr"))
+@jit
+def _attend_block(
+    q: tl.tensor,
+    peak: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    block: tl.tensor,
+    end: tl.tensor,
+    query_positions: tl.tensor,
+    window: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    pages_ptr: tl.tensor,
+    kv_head: tl.tensor,
+    scale_log2: float,
+    k_location_stride: tl.tensor,
+    v_location_stride: tl.tensor,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One inner step. Without MASKED every query of the tile sees all of the block."""
+    dims = tl.arange(0, BLOCK_D)
+    positions = block + tl.arange(0, BLOCK_N)
+    if MASKED:
+        live = positions < end
+        pages = tl.load(pages_ptr + positions // PAGE_SIZE, mask=live, other=0).to(tl.int64)
+        kv_mask = live[:, None] & (dims < HEAD_DIM)[None, :]
+    else:
+        pages = tl.load(pages_ptr + positions // PAGE_SIZE).to(tl.int64)
+        kv_mask = (dims < HEAD_DIM)[None, :] & (positions >= 0)[:, None]
+    locations = pages * PAGE_SIZE + positions % PAGE_SIZE
+    kv_offsets = kv_head * HEAD_DIM + dims[None, :]
+    k = tl.load(k_ptr + locations[:, None] * k_location_stride + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
+    v = tl.load(v_ptr + locations[:, None] * v_location_stride + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if MASKED:
+        visible = live[None, :] & (positions[None, :] <= query_positions[:, None])
+        if HAS_WINDOW:
+            visible = visible & (positions[None, :] > query_positions[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # of a query that has seen nothing yet
+    else:
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        origin = new_peak
+    weights = tl.exp2(scores - origin[:, None])
+    shrink = tl.exp2(peak - origin)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), v, input_precision="ieee")
+    return new_peak, total, acc
+
+
+@kernel(one_variant_for=("req_pool_indices_ptr", "prefix_lens_ptr", "extend_lens_ptr", "start_locs_ptr", "window"))
 def extend_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -41,12 +105,15 @@ def extend_kernel(
     extend_lens_ptr: tl.tensor,
     start_locs_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    scale_log2: float,  # softmax scale times log2(e), so that weights are powers of two
+    scale_log2: float,  # softmax scale times the keys' scale times log2(e), so that weights are powers of two
+    v_scale: float,
+    window: tl.tensor,
     q_token_stride: tl.tensor,
     out_token_stride: tl.tensor,
     k_location_stride: tl.tensor,
     v_location_stride: tl.tensor,
     page_table_stride: tl.tensor,
+    HAS_WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -56,7 +123,7 @@ def extend_kernel(
     BLOCK_N: tl.constexpr,
 ) -> None:
     """Program (tile, KV head, row); pair m of a row is token m // GROUP of its chunk, head m % GROUP of the group."""
-    tile = tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the tiles that see most go first
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
     extend_len = tl.load(extend_lens_ptr + row).to(tl.int32)
@@ -67,7 +134,6 @@ def extend_kernel(
 
     pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    columns = tl.arange(0, BLOCK_N)
     tokens = pairs // GROUP
     heads = kv_head * GROUP + pairs % GROUP
     mask = (tokens < extend_len)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -78,32 +144,32 @@ def extend_kernel(
     pages_ptr = page_table_ptr + slot * page_table_stride
 
     query_positions = prefix_len + tokens
+    first_position = prefix_len + tile * BLOCK_M // GROUP
     last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, extend_len - 1)
     end = prefix_len + last_token + 1
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for block in range(0, end, BLOCK_N):
-        positions = block + columns
-        live = positions < end
-        pages = tl.load(pages_ptr + positions // PAGE_SIZE, mask=live, other=0).to(tl.int64)
-        locations = pages * PAGE_SIZE + positions % PAGE_SIZE
-        kv_mask = live[:, None] & (dims < HEAD_DIM)[None, :]
-        kv_offsets = kv_head * HEAD_DIM + dims[None, :]
-        k = tl.load(k_ptr + locations[:, None] * k_location_stride + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
-        v = tl.load(v_ptr + locations[:, None] * v_location_stride + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        visible = live[None, :] & (positions[None, :] <= query_positions[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))  # finite: every query sees position 0, in the first block
-        weights = tl.exp2(scores - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), v, input_precision="ieee")
-        peak = new_peak
+    if HAS_WINDOW:
+        masked_from = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+    else:
+        masked_from = (first_position + 1) // BLOCK_N * BLOCK_N
+        for block in range(0, masked_from, BLOCK_N):
+            peak, total, acc = _attend_block(
+                q, peak, total, acc, block, end, query_positions, window, k_ptr, v_ptr, pages_ptr, kv_head,
+                scale_log2, k_location_stride, v_location_stride,
+                False, HAS_WINDOW, HEAD_DIM, PAGE_SIZE, DOT_DTYPE, BLOCK_D, BLOCK_N,
+            )  # fmt: skip
+    for block in range(masked_from, end, BLOCK_N):
+        peak, total, acc = _attend_block(
+            q, peak, total, acc, block, end, query_positions, window, k_ptr, v_ptr, pages_ptr, kv_head,
+            scale_log2, k_location_stride, v_location_stride,
+            True, HAS_WINDOW, HEAD_DIM, PAGE_SIZE, DOT_DTYPE, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
 
     out_offsets = (start + tokens)[:, None] * out_token_stride + head_offsets
-    tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    attended = acc / total[:, None] * v_scale
+    tl.store(out_ptr + out_offsets, attended.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def extend_attention(
@@ -117,11 +183,12 @@ def extend_attention(
     scale: float,
     out: torch.Tensor,
     tiles: ExtendTiles,
+    window: int | None = None,
 ) -> None:
     """Row r's queries are ``q[start_locs[r] :][: extend_lens[r]]``, at positions from `prefix_lens[r]` on; into `out`.
 
-    Tokens of no row are left alone in `out`. Memory past a row's last position is never read. `max_extend_len` is at
-    least the longest of `extend_lens`.
+    A query sees the positions up to its own, or the last `window` of them. Tokens of no row are left alone in `out`. Memory
+    past a row's last position is never read. `max_extend_len` is at least the longest of `extend_lens`.
     """
     num_heads, head_dim = q.shape[1:]
     num_rows = req_pool_indices.shape[0]
@@ -136,8 +203,9 @@ def extend_attention(
         return
     extend_kernel[(triton.cdiv(max_extend_len * group, tiles.block_m), kv.num_kv_heads, num_rows)](
         q, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, prefix_lens, extend_lens, start_locs, out,
-        scale * math.log2(math.e),
+        scale * kv.k_scale * math.log2(math.e), kv.v_scale, window or 0,
         q.stride(0), out.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
-        GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size, DOT_DTYPE=dot_dtype(q.dtype),
-        BLOCK_M=tiles.block_m, BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n,
+        HAS_WINDOW=window is not None, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
+        DOT_DTYPE=dot_dtype(q.dtype), BLOCK_M=tiles.block_m, BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

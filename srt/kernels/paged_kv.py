@@ -19,6 +19,8 @@ class PagedKV:
     v_buffer: torch.Tensor  # as k_buffer
     page_table: torch.Tensor  # [slots, max_pages], int32
     page_size: int
+    k_scale: float = 1.0  # what the keys in the memory are multiplied with: other than 1 where they are stored as fp8
+    v_scale: float = 1.0
 
     @property
     def num_kv_heads(self) -> int:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from srt.kernels.jit import kernel
-from srt.kernels.paged_kv import check_heads
+from srt.kernels.paged_kv import PagedKV, check_heads
 
 _MAX_BLOCK: Final = 4096
 
@@ -25,6 +25,9 @@ def write_kv_kernel(
     v_token_stride: tl.tensor,
     k_location_stride: tl.tensor,
     v_location_stride: tl.tensor,
+    k_scale: float,
+    v_scale: float,
+    AS_FP8: tl.constexpr,  # divided by the scales, and cut to the type's range
     ROW: tl.constexpr,  # elements of one token: kv_heads * head_dim
     BLOCK: tl.constexpr,
 ) -> None:
@@ -35,22 +38,26 @@ def write_kv_kernel(
     inside = columns < ROW
     location = tl.load(locations_ptr + token).to(tl.int64)
     k = tl.load(k_ptr + token * k_token_stride + columns, mask=inside)
-    tl.store(k_buffer_ptr + location * k_location_stride + columns, k, mask=inside)
     v = tl.load(v_ptr + token * v_token_stride + columns, mask=inside)
+    if AS_FP8:
+        k = tl.clamp(k.to(tl.float32) / k_scale, -448.0, 448.0).to(k_buffer_ptr.dtype.element_ty)
+        v = tl.clamp(v.to(tl.float32) / v_scale, -448.0, 448.0).to(v_buffer_ptr.dtype.element_ty)
+    tl.store(k_buffer_ptr + location * k_location_stride + columns, k, mask=inside)
     tl.store(v_buffer_ptr + location * v_location_stride + columns, v, mask=inside)
 
 
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, locations: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor
-) -> None:
-    """Row t of k and v ([tokens, kv_heads, head_dim]) goes to flat location `locations[t]`.
+def write_kv(k: torch.Tensor, v: torch.Tensor, locations: torch.Tensor, kv: PagedKV) -> None:
+    """Row t of k and v ([tokens, kv_heads, head_dim]) goes to flat location `locations[t]` of the buffers.
 
     Locations are distinct but for padding rows, which may share one: what is left there is one of theirs, mixed.
-    k and v may be slices of wider rows; a token's own elements are contiguous, in them and in the buffers.
+    k and v may be slices of wider rows; a token's own elements are contiguous, in them and in the buffers. Buffers of
+    float8_e4m3fn hold the values divided by the scales.
     """
     num_tokens, num_heads, head_dim = k.shape
-    assert k.dtype == k_buffer.dtype, (k.dtype, k_buffer.dtype)
-    assert v.dtype == v_buffer.dtype, (v.dtype, v_buffer.dtype)
+    k_buffer, v_buffer = kv.k_buffer, kv.v_buffer
+    as_fp8 = k_buffer.dtype == torch.float8_e4m3fn
+    assert as_fp8 or k.dtype == k_buffer.dtype, (k.dtype, k_buffer.dtype)
+    assert as_fp8 or v.dtype == v_buffer.dtype, (v.dtype, v_buffer.dtype)
     for tensor in (k, v, k_buffer, v_buffer):
         check_heads(tensor, num_heads, head_dim)
     if num_tokens == 0:
@@ -59,5 +66,5 @@ def write_kv(
     block = min(triton.next_power_of_2(row), _MAX_BLOCK)
     write_kv_kernel[(num_tokens, triton.cdiv(row, block))](
         k, v, locations, k_buffer, v_buffer, k.stride(0), v.stride(0), k_buffer.stride(0), v_buffer.stride(0),
-        ROW=row, BLOCK=block,
+        kv.k_scale, kv.v_scale, AS_FP8=as_fp8, ROW=row, BLOCK=block,
     )  # fmt: skip

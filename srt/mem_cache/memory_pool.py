@@ -12,7 +12,6 @@ from typing import Final
 import numpy as np
 import torch
 
-
 FP8_MAX: Final = 448.0  # of float8_e4m3fn
 
 

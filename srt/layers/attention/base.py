@@ -13,43 +13,88 @@ if TYPE_CHECKING:
 
 
 class AttentionBackend(ABC):
-    """Causal attention over the paged memory: q [tokens, heads * head_dim], k and v [tokens, kv_heads * head_dim].
+    """Causal attention over the paged memory: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
 
-    `init_forward_metadata` comes once per step, before the first layer; `forward` once per layer. A token sees its
-    request's positions up to and including its own.
+    `init_forward_metadata` comes once per step, before the first layer; `attend` once per layer. A token sees its
+    request's positions up to and including its own, or the last `layer.window` of them. q, k, v and out may be slices of
+    wider rows; a token's own elements are contiguous.
     """
 
-    @abstractmethod
+    can_capture_decodes: bool = False
+    """Whether a decode step can be captured in a graph."""
+    plans_decodes_on_host: bool = False
+    """Whether a replayed graph of decodes needs `init_forward_metadata_replay_cuda_graph` first."""
+
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Work out whatever all layers of this step share: indices, masks, plans."""
+        """Work out whatever all layers of this step share: indices, masks, plans. Never waits for the device."""
+        if batch.num_extend_rows:
+            self.plan_extend(batch)
+        if batch.num_decode_rows:
+            self.plan_decode(batch)
+
+    @abstractmethod
+    def plan_extend(self, batch: ForwardBatch) -> None:
+        """Plan the batch's extend rows."""
+
+    @abstractmethod
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        """Plan the batch's decode rows."""
 
     @abstractmethod
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Attention of the extend rows' tokens, which are all of q. Their k and v are in the memory already."""
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of the extend rows' tokens, which are all of q. k is rotated; k and v are in the memory already."""
 
     @abstractmethod
-    def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
         """Attention of the decode rows' tokens, one a row, which are all of q. Their k and v are in the memory already."""
 
+    # ---- Graphs of decode steps: `batch` has decode rows only, and the device's tensors stay where they are
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        """Take what graphs of up to `max_bs` rows share."""
+        del max_bs
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
+        """Before the runs of a graph of `batch.batch_size` rows, warm-ups included."""
+        self.plan_decode(batch)
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
+        """Before each replay, where `plans_decodes_on_host`. Of `batch` the graph's size, `*_cpu` arrays (padded) and tables count."""
+        del batch
+
+    # ---- A layer
+
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
-        """Store the step's keys and values at `batch.out_cache_loc`."""
-        shape = (-1, layer.num_kv_heads, layer.head_dim)
-        batch.token_to_kv_pool.set_kv(layer.layer_id, batch.out_cache_loc, k.view(shape), v.view(shape))
+        """Store the step's keys and values at `batch.out_cache_loc`, in the memory's dtype."""
+        batch.token_to_kv_pool.set_kv(
+            layer.layer_id, batch.out_cache_loc, layer.split_kv_heads(k), layer.split_kv_heads(v)
+        )
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Write k and v, then attend; a mixed batch is its extend rows, then its decode rows."""
+        """Write k and v, then attend."""
         self.write_kv(k, v, layer, batch)
-        if batch.forward_mode.is_decode():
-            return self.forward_decode(q, k, v, layer, batch)
-        if batch.forward_mode.is_extend():
-            return self.forward_extend(q, k, v, layer, batch)
+        return self.attend(q, k, v, layer, batch)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """[tokens, heads * head_dim] for tokens whose k and v are in the memory; a mixed batch is extend rows, then decode rows."""
         n = batch.num_extend_tokens
-        extended = self.forward_extend(q[:n], k[:n], v[:n], layer, batch)
-        decoded = self.forward_decode(q[n:], k[n:], v[n:], layer, batch)
-        return torch.cat((extended, decoded))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        queries, attended = q.view(-1, layer.num_heads, layer.head_dim), out.view(-1, layer.num_heads, layer.head_dim)
+        if batch.num_extend_rows:
+            keys, values = layer.split_kv_heads(k[:n]), layer.split_kv_heads(v[:n])
+            self.forward_extend(queries[:n], keys, values, layer, batch, attended[:n])
+        if batch.num_decode_rows:
+            self.forward_decode(queries[n:], layer, batch, attended[n:])
+        return out

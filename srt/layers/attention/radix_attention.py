@@ -14,10 +14,19 @@ if TYPE_CHECKING:
 class RadixAttention(nn.Module):
     """Causal attention over everything the batch's requests hold, shared prefixes included. No weights of its own.
 
-    Head counts are this rank's: query heads and KV heads after tensor-parallel sharding.
+    Head counts are this rank's: query heads and KV heads after tensor-parallel sharding. With a `window` a token sees the
+    last so many positions, its own among them.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, num_kv_heads: int, layer_id: int, scale: float) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int,
+        layer_id: int,
+        scale: float,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
         self.num_heads = num_heads
@@ -25,7 +34,19 @@ class RadixAttention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.layer_id = layer_id
         self.scale = scale
+        self.window = window
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """q [tokens, heads * head_dim], k and v [tokens, kv_heads * head_dim] -> [tokens, heads * head_dim]."""
+        """q [tokens, heads * head_dim], k and v [tokens, kv_heads * head_dim] -> [tokens, heads * head_dim].
+
+        Writes k and v first; `attend` is the same for those that are written.
+        """
         return batch.attn_backend.forward(q, k, v, self, batch)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Attention of tokens whose keys (rotated) and values are in the memory; k and v may be views of packed rows."""
+        return batch.attn_backend.attend(q, k, v, self, batch)
+
+    def split_kv_heads(self, rows: torch.Tensor) -> torch.Tensor:
+        """[tokens, kv_heads * head_dim] as [tokens, kv_heads, head_dim]."""
+        return rows.view(-1, self.num_kv_heads, self.head_dim)

@@ -31,14 +31,14 @@ class _TokenGroup:
 
     tokens: torch.Tensor | None  # [rows] int64: which tokens of q; None: all of them in order
     num_rows: int
-    length: int
+    length: int  # positions that it sees, the padding included
     kv_index: torch.Tensor  # [rows * kv_heads * length] int64, into the memory seen as [locations * kv_heads, head_dim]
-    bias: torch.Tensor | None  # [rows, 1, 1, length]: 0, or -inf where there is padding
+    bias: torch.Tensor | None  # [rows, 1, 1, length] float32: 0, or -inf where there is padding
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries `begin` … `end` of a chunk see its first `length` keys: causally, or as the mask says."""
+    """Queries `begin` … `end` of a chunk see the first `length` keys: causally, or as the mask says."""
 
     begin: int
     end: int
@@ -61,67 +61,89 @@ class TorchNativeBackend(AttentionBackend):
     """Runs wherever PyTorch does: any page size, head size and grouping of heads."""
 
     def __init__(self) -> None:
-        self._decode_groups: list[_TokenGroup] = []
-        self._extend_groups: list[_TokenGroup] = []
-        self._chunks: list[_Chunk] = []
+        # By window: layers of one model may differ in it. A plan is made when its first layer asks.
+        self._decodes: dict[int | None, list[_TokenGroup]] = {}
+        self._extends: dict[int | None, tuple[list[_TokenGroup], list[_Chunk]]] = {}
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        num_extends = batch.num_extend_rows
-        counts = batch.extend_seq_lens_cpu
-        firsts = np.cumsum(counts) - counts
-        decode_rows = np.arange(num_extends, batch.batch_size)
-        self._decode_groups = _group_rows(batch, decode_rows, decode_rows - num_extends)
-        short = np.flatnonzero(counts == 1)
-        self._extend_groups = _group_rows(batch, short, firsts[short], len(short) == batch.num_extend_tokens)
-        self._chunks = [_plan_chunk(batch, int(row), int(firsts[row])) for row in np.flatnonzero(counts > 1)]
+    def plan_extend(self, batch: ForwardBatch) -> None:
+        self._extends.clear()
 
-    def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        out = torch.empty_like(q)
-        for group in self._decode_groups:
-            _attend_group(group, q, out, layer, batch)
-        return out
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        self._decodes.clear()
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        out = torch.empty_like(q)
-        for group in self._extend_groups:
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        if layer.window not in self._extends:
+            self._extends[layer.window] = _plan_extends(batch, layer.window)
+        groups, chunks = self._extends[layer.window]
+        for group in groups:
             _attend_group(group, q, out, layer, batch)
-        for chunk in self._chunks:
+        for chunk in chunks:
             _attend_chunk(chunk, q, out, layer, batch)
-        return out
+
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        if layer.window not in self._decodes:
+            rows = np.arange(batch.num_extend_rows, batch.batch_size)
+            self._decodes[layer.window] = _group_rows(batch, rows, rows - batch.num_extend_rows, layer.window)
+        for group in self._decodes[layer.window]:
+            _attend_group(group, q, out, layer, batch)
+
+
+def _plan_extends(batch: ForwardBatch, window: int | None) -> tuple[list[_TokenGroup], list[_Chunk]]:
+    counts = batch.extend_seq_lens_cpu
+    firsts = np.cumsum(counts) - counts
+    short = np.flatnonzero(counts == 1)
+    groups = _group_rows(batch, short, firsts[short], window, len(short) == batch.num_extend_tokens)
+    return groups, [_plan_chunk(batch, int(row), int(firsts[row]), window) for row in np.flatnonzero(counts > 1)]
 
 
 def _group_rows(
-    batch: ForwardBatch, rows: NDArray[np.int64], tokens: NDArray[np.int64], all_tokens: bool = True
+    batch: ForwardBatch,
+    rows: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    window: int | None,
+    all_tokens: bool = True,
 ) -> list[_TokenGroup]:
-    """Groups of rows whose lengths are within a factor of two; `tokens` says where each row's token lies in q."""
+    """Groups of rows that see numbers of positions within a factor of two; `tokens` says where each row's token lies in q."""
     if not len(rows):
         return []
-    lengths = batch.seq_lens_cpu[rows]
-    doublings = np.ceil(np.log2(np.maximum(lengths, SHORTEST_PADDING)))
+    ends = batch.seq_lens_cpu[rows]
+    starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    doublings = np.ceil(np.log2(np.maximum(ends - starts, SHORTEST_PADDING)))
     kinds = np.unique(doublings)
     if len(kinds) == 1:
-        return [_pad_rows(batch, rows, None if all_tokens else tokens, lengths)]
+        return [_pad_rows(batch, rows, None if all_tokens else tokens, starts, ends)]
     members = [np.flatnonzero(doublings == kind) for kind in kinds]
-    return [_pad_rows(batch, rows[m], tokens[m], lengths[m]) for m in members]
+    return [_pad_rows(batch, rows[m], tokens[m], starts[m], ends[m]) for m in members]
 
 
 def _pad_rows(
-    batch: ForwardBatch, rows: NDArray[np.int64], tokens: NDArray[np.int64] | None, lengths: NDArray[np.int64]
+    batch: ForwardBatch,
+    rows: NDArray[np.int64],
+    tokens: NDArray[np.int64] | None,
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
 ) -> _TokenGroup:
+    """The rows see their positions `starts` … `ends` - 1."""
     device = batch.positions.device
+    lengths = ends - starts
     length = int(lengths.max())
     row_index = torch.from_numpy(rows).to(device)
     positions = torch.arange(length, device=device).expand(len(rows), length)
+    if starts.any():
+        positions = positions + torch.from_numpy(starts).to(device).unsqueeze(1)
     bias = None
     if lengths.min() != length:
         padding = positions >= batch.seq_lens[row_index].unsqueeze(1)
         positions = positions.masked_fill(padding, 0)
-        dtype = batch.token_to_kv_pool.k_buffer[0].dtype
-        bias = torch.zeros(padding.shape, dtype=dtype, device=device).masked_fill_(padding, float("-inf"))
+        bias = torch.zeros(padding.shape, device=device).masked_fill_(padding, float("-inf"))
         bias = bias.view(len(rows), 1, 1, length)
     slots = batch.req_pool_indices[row_index].unsqueeze(1)
     return _TokenGroup(
@@ -133,20 +155,25 @@ def _pad_rows(
     )
 
 
-def _plan_chunk(batch: ForwardBatch, row: int, first: int) -> _Chunk:
+def _plan_chunk(batch: ForwardBatch, row: int, first: int, window: int | None) -> _Chunk:
     device = batch.positions.device
     count, prefix = int(batch.extend_seq_lens_cpu[row]), int(batch.extend_prefix_lens_cpu[row])
-    length = prefix + count
-    positions = torch.arange(length, device=device).unsqueeze(0)
-    kv_index = _kv_index(batch, batch.req_pool_indices[row].view(1, 1), positions)
-    if prefix == 0:
-        return _Chunk(first, count, length, kv_index, [_Piece(0, count, count, None)])
+    start = 0 if window is None else max(0, prefix - window + 1)
+    end = prefix + count
+    keys = torch.arange(start, end, device=device).unsqueeze(0)
+    kv_index = _kv_index(batch, batch.req_pool_indices[row].view(1, 1), keys)
+    if prefix == 0 and (window is None or count <= window):
+        return _Chunk(first, count, end, kv_index, [_Piece(0, count, count, None)])
     pieces = []
     for begin in range(0, count, MASKED_QUERIES):
-        end = min(begin + MASKED_QUERIES, count)
-        queries = torch.arange(prefix + begin, prefix + end, device=device).unsqueeze(1)
-        pieces.append(_Piece(begin, end, prefix + end, positions[:, : prefix + end] <= queries))
-    return _Chunk(first, count, length, kv_index, pieces)
+        stop = min(begin + MASKED_QUERIES, count)
+        queries = torch.arange(prefix + begin, prefix + stop, device=device).unsqueeze(1)
+        length = prefix + stop - start
+        mask = keys[:, :length] <= queries
+        if window is not None:
+            mask &= keys[:, :length] > queries - window
+        pieces.append(_Piece(begin, stop, length, mask))
+    return _Chunk(first, count, end - start, kv_index, pieces)
 
 
 def _kv_index(batch: ForwardBatch, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -160,24 +187,33 @@ def _kv_index(batch: ForwardBatch, slots: torch.Tensor, positions: torch.Tensor)
     return (locations.unsqueeze(1) * num_heads + heads).view(-1)
 
 
-def _gather(kv_index: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    k_buffer, v_buffer = batch.token_to_kv_pool.get_kv(layer.layer_id)
-    keys = k_buffer.view(-1, layer.head_dim).index_select(0, kv_index)
-    values = v_buffer.view(-1, layer.head_dim).index_select(0, kv_index)
-    return keys, values
+def _gather(
+    kv_index: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as `dtype`."""
+    pool = batch.token_to_kv_pool
+    k_buffer, v_buffer = (buffer.view(-1, layer.head_dim) for buffer in pool.get_kv(layer.layer_id))
+    if pool.dtype == dtype:
+        return k_buffer.index_select(0, kv_index), v_buffer.index_select(0, kv_index)
+    keys, values = (b.view(torch.uint8).index_select(0, kv_index).view(pool.dtype) for b in (k_buffer, v_buffer))
+    return pool.restore(layer.layer_id, keys, values, dtype)
 
 
 def _attend_group(
     group: _TokenGroup, q: torch.Tensor, out: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
 ) -> None:
-    keys, values = _gather(group.kv_index, layer, batch)
+    keys, values = _gather(group.kv_index, layer, batch, q.dtype)
     kv_shape = (group.num_rows, layer.num_kv_heads, group.length, layer.head_dim)
     # The query heads of a KV head see the same keys: to the kernel they are that head's queries.
     q_shape = (group.num_rows, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim)
     queries = (q if group.tokens is None else q.index_select(0, group.tokens)).view(q_shape)
     attended = scaled_dot_product_attention(
-        queries, keys.view(kv_shape), values.view(kv_shape), attn_mask=group.bias, scale=layer.scale
-    ).reshape(group.num_rows, -1)
+        queries,
+        keys.view(kv_shape),
+        values.view(kv_shape),
+        attn_mask=None if group.bias is None else group.bias.to(q.dtype),
+        scale=layer.scale,
+    ).reshape(group.num_rows, layer.num_heads, layer.head_dim)
     if group.tokens is None:
         out.copy_(attended)
     else:
@@ -187,11 +223,11 @@ def _attend_group(
 def _attend_chunk(
     chunk: _Chunk, q: torch.Tensor, out: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
 ) -> None:
-    keys, values = _gather(chunk.kv_index, layer, batch)
+    keys, values = _gather(chunk.kv_index, layer, batch, q.dtype)
     keys = keys.view(1, layer.num_kv_heads, chunk.length, layer.head_dim)
     values = values.view(1, layer.num_kv_heads, chunk.length, layer.head_dim)
     span = slice(chunk.first, chunk.first + chunk.count)
-    queries = q[span].view(1, chunk.count, layer.num_heads, layer.head_dim).transpose(1, 2)
+    queries = q[span].unsqueeze(0).transpose(1, 2)
     for piece in chunk.pieces:
         attended = scaled_dot_product_attention(
             queries[:, :, piece.begin : piece.end],
@@ -202,6 +238,4 @@ def _attend_chunk(
             scale=layer.scale,
             enable_gqa=True,
         )
-        out[chunk.first + piece.begin : chunk.first + piece.end] = attended.transpose(1, 2).reshape(
-            piece.end - piece.begin, -1
-        )
+        out[chunk.first + piece.begin : chunk.first + piece.end] = attended[0].transpose(0, 1)

@@ -5,12 +5,17 @@ On a CPU the kernels run in Triton's interpreter, which is for tests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from srt.kernels.decode_attention import MAX_SPLITS, MIN_SPLIT_TOKENS, DecodeTiles, decode_attention
+from srt.kernels.decode_attention import (
+    MAX_SPLITS,
+    MIN_SPLIT_TOKENS,
+    DecodeScratch,
+    DecodeTiles,
+    decode_attention,
+)
 from srt.kernels.extend_attention import ExtendTiles, extend_attention
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.triton_support import require_triton
@@ -25,26 +30,13 @@ PROGRAMS_PER_PROCESSOR: Final = 4  # so many programs hide each other's loads
 INTERPRETER_PROCESSORS: Final = 2  # stands in for the device's count on a CPU, where splits gain nothing
 
 
-@dataclass(frozen=True, slots=True)
-class _ExtendRows:
-    """What all layers of a step share for its extend rows."""
-
-    req_pool_indices: torch.Tensor  # [E]
-    max_extend_len: int
-    tiles: ExtendTiles
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeRows:
-    """What all layers of a step share for its decode rows. Nothing in it depends on a length."""
-
-    req_pool_indices: torch.Tensor  # [B - E]
-    seq_lens: torch.Tensor  # [B - E]
-    tiles: DecodeTiles
-
-
 class TritonAttentionBackend(AttentionBackend):
-    """Any page size, grouping of heads and head size up to 256; float32, float16 and bfloat16."""
+    """Any page size, grouping of heads and head size up to 256; float32, float16 and bfloat16, over a memory of fp8 too.
+
+    Nothing in the plan of a decode depends on a length: a captured step serves every step of its size.
+    """
+
+    can_capture_decodes = True
 
     def __init__(self, device: torch.device) -> None:
         require_triton(device.type)
@@ -52,66 +44,64 @@ class TritonAttentionBackend(AttentionBackend):
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         else:
             self._num_processors = INTERPRETER_PROCESSORS
-        self._extend_rows: _ExtendRows | None = None
-        self._decode_rows: _DecodeRows | None = None
+        self._max_extend_len = 0
+        self._num_splits = 1
+        self._scratch: DecodeScratch | None = None
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        num_extends = batch.num_extend_rows
-        kv_memory = batch.token_to_kv_pool.k_buffer[0]
-        self._extend_rows = self._decode_rows = None
-        if num_extends:
-            self._extend_rows = _ExtendRows(
-                batch.req_pool_indices[:num_extends],
-                max_extend_len=int(batch.extend_seq_lens_cpu.max()),
-                tiles=ExtendTiles.for_dtype(kv_memory.dtype),
-            )
-        if batch.num_decode_rows:
-            max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
-            num_splits = choose_num_splits(
-                batch.num_decode_rows * kv_memory.shape[1], max_context, self._num_processors
-            )
-            self._decode_rows = _DecodeRows(
-                batch.req_pool_indices[num_extends:],
-                batch.seq_lens[num_extends:],
-                tiles=DecodeTiles.for_dtype(kv_memory.dtype, num_splits),
-            )
+    def plan_extend(self, batch: ForwardBatch) -> None:
+        self._max_extend_len = int(batch.extend_seq_lens_cpu.max())
+
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        tables, num_kv_heads = batch.req_to_token_pool, batch.token_to_kv_pool.k_buffer[0].shape[1]
+        max_context = tables.max_pages * tables.page_size
+        self._num_splits = choose_num_splits(batch.num_decode_rows * num_kv_heads, max_context, self._num_processors)
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        rows = self._extend_rows
-        assert rows is not None, "extend rows in a batch that was announced without any"
-        queries = q.view(-1, layer.num_heads, layer.head_dim)
-        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        pairs = self._max_extend_len * layer.num_heads // layer.num_kv_heads
         extend_attention(
-            queries,
+            q,
             _paged_kv(layer, batch),
-            rows.req_pool_indices,
+            batch.req_pool_indices[: batch.num_extend_rows],
             batch.extend_prefix_lens,
             batch.extend_seq_lens,
             batch.extend_start_loc,
-            rows.max_extend_len,
+            self._max_extend_len,
             layer.scale,
             out,
-            rows.tiles,
+            ExtendTiles.choose(q.dtype, layer.head_dim, pairs),
+            layer.window,
         )
-        return out.view(q.shape)
 
-    def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        rows = self._decode_rows
-        assert rows is not None, "decode rows in a batch that was announced without any"
-        queries = q.view(-1, layer.num_heads, layer.head_dim)
-        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
         decode_attention(
-            queries, _paged_kv(layer, batch), rows.req_pool_indices, rows.seq_lens, layer.scale, out, rows.tiles
+            q,
+            _paged_kv(layer, batch),
+            batch.req_pool_indices[batch.num_extend_rows :],
+            batch.seq_lens[batch.num_extend_rows :],
+            layer.scale,
+            out,
+            DecodeTiles.for_dtype(q.dtype, self._num_splits),
+            self._scratch or self._take_scratch(layer, q.device),
+            layer.window,
         )
-        return out.view(q.shape)
+
+    def _take_scratch(self, layer: RadixAttention, device: torch.device) -> DecodeScratch:
+        """Enough for every batch: rows are split only while they do not fill the device, and then into few more than fill it."""
+        programs = 2 * PROGRAMS_PER_PROCESSOR * self._num_processors
+        group = layer.num_heads // layer.num_kv_heads
+        self._scratch = DecodeScratch.take(programs, group, 1, 1, layer.head_dim, device)
+        return self._scratch
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
-        shape = (-1, layer.num_kv_heads, layer.head_dim)
-        write_kv(k.view(shape), v.view(shape), batch.out_cache_loc, *batch.token_to_kv_pool.get_kv(layer.layer_id))
+        write_kv(layer.split_kv_heads(k), layer.split_kv_heads(v), batch.out_cache_loc, _paged_kv(layer, batch))
 
 
 def choose_num_splits(num_programs: int, max_context: int, num_processors: int) -> int:
@@ -125,5 +115,11 @@ def choose_num_splits(num_programs: int, max_context: int, num_processors: int) 
 
 
 def _paged_kv(layer: RadixAttention, batch: ForwardBatch) -> PagedKV:
-    k_buffer, v_buffer = batch.token_to_kv_pool.get_kv(layer.layer_id)
-    return PagedKV(k_buffer, v_buffer, batch.req_to_token_pool.page_table, batch.req_to_token_pool.page_size)
+    pool, tables = batch.token_to_kv_pool, batch.req_to_token_pool
+    return PagedKV(
+        *pool.get_kv(layer.layer_id),
+        tables.page_table,
+        tables.page_size,
+        pool.k_scales[layer.layer_id],
+        pool.v_scales[layer.layer_id],
+    )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from srt.kernels.extend_attention import ExtendTiles, extend_attention
+from srt.kernels.paged_kv import PagedKV
 from srt.kernels.reference import extend_attention_reference
 from tests.unit.kernels.paged_world import make_paged_world
 
@@ -28,6 +29,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     tiles: ExtendTiles = SMALL_TILES,
     num_other_tokens: int = 0,
+    window: int | None = None,
 ) -> None:
     world = make_paged_world([prefix + chunk for prefix, chunk in chunks], num_kv_heads, head_dim, page_size, dtype)
     prefix_lens = torch.tensor([prefix for prefix, _ in chunks])
@@ -37,9 +39,9 @@ def check(
     scale = head_dim**-0.5
     q = torch.randn(num_tokens + num_other_tokens, num_kv_heads * group, head_dim).to(dtype)
     rows = (world.req_pool_indices, prefix_lens, extend_lens, start_locs)
-    expected = extend_attention_reference(q, world.kv, *rows, scale)
+    expected = extend_attention_reference(q, world.kv, *rows, scale, window)
     out = torch.full_like(q, float("nan"))
-    extend_attention(q, world.kv, *rows, int(extend_lens.max()), scale, out, tiles)
+    extend_attention(q, world.kv, *rows, int(extend_lens.max()), scale, out, tiles, window)
     assert (out[:num_tokens] - expected[:num_tokens]).abs().max() <= TOLERANCE[dtype]
     assert out[num_tokens:].isnan().all()
 
@@ -88,3 +90,20 @@ def test_queries_may_be_slices_of_a_fused_projection() -> None:
     out = torch.empty(20, 2, 32)
     extend_attention(q, world.kv, *row, 20, 0.2, out, SMALL_TILES)
     torch.testing.assert_close(out, extend_attention_reference(q, world.kv, *row, 0.2))
+
+
+@pytest.mark.parametrize("window", [1, 16, 20, 1000])
+@pytest.mark.parametrize("group", [1, 5])
+def test_a_window_hides_all_but_the_last_positions(window: int, group: int) -> None:
+    check([*MIX, (70, 40)], group=group, num_kv_heads=1, window=window)
+
+
+def test_a_memory_of_fp8_is_read_with_its_scales() -> None:
+    world = make_paged_world([40], num_kv_heads=1, head_dim=32, page_size=16, dtype=torch.float32)
+    fp8 = (buffer.to(torch.float8_e4m3fn) for buffer in (world.kv.k_buffer, world.kv.v_buffer))
+    kv = PagedKV(*fp8, world.kv.page_table, world.kv.page_size, k_scale=0.5, v_scale=3.0)
+    q = torch.randn(9, 2, 32)
+    rows = (world.req_pool_indices, torch.tensor([31]), torch.tensor([9]), torch.tensor([0]))
+    out = torch.full_like(q, float("nan"))
+    extend_attention(q, kv, *rows, 9, 0.2, out, SMALL_TILES)
+    torch.testing.assert_close(out, extend_attention_reference(q, kv, *rows, 0.2))

@@ -25,7 +25,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kernel", ["write_kv", "decode_split", "decode_merge", "extend"])
+@pytest.mark.parametrize("kernel", ["write_kv", "decode_attention", "extend"])
 def test_a_kernel_becomes_a_hopper_binary_that_fits_into_shared_memory(
     printed: str, kernel: str, head_dim: int
 ) -> None:

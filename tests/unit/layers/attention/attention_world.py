@@ -29,16 +29,21 @@ class AttentionWorld:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
+        window: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         num_pages = NUM_SLOTS * -(-MAX_TOKENS // page_size)
         self._backend = backend
         self._dtype = dtype
         self._device = device
-        self._layer = RadixAttention(num_heads, head_dim, num_kv_heads, layer_id=1, scale=head_dim**-0.5)
+        self._layer = RadixAttention(num_heads, head_dim, num_kv_heads, 1, head_dim**-0.5, window)
         self._tables = ReqToTokenPool(NUM_SLOTS, MAX_TOKENS, num_pages, page_size, device)
-        self._memory = MHATokenToKVPool(num_pages, page_size, 2, num_kv_heads, head_dim, dtype, device)
+        scales = ([1.0, 0.02], [1.0, 0.01]) if kv_dtype is torch.float8_e4m3fn else None
+        self._memory = MHATokenToKVPool(
+            num_pages, page_size, 2, num_kv_heads, head_dim, kv_dtype or dtype, device, scales
+        )
         for buffer in (*self._memory.k_buffer, *self._memory.v_buffer):
-            buffer.fill_(float("nan"))
+            buffer.copy_(torch.full((), float("nan")))
         self._random = torch.Generator().manual_seed(0)
         self._free_pages = torch.randperm(num_pages, generator=self._random).tolist()
         self._dense: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # slot -> all its k and v
@@ -71,8 +76,10 @@ class AttentionWorld:
         queries = q.view(-1, layer.num_heads, layer.head_dim).double()
         scores = torch.einsum("thd,shd->hts", queries, k.repeat_interleave(group, 1)) * layer.scale
         num_queries, length = queries.shape[0], k.shape[0]
-        future = torch.ones(num_queries, length, dtype=torch.bool).triu(length - num_queries + 1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        seen = torch.ones(num_queries, length, dtype=torch.bool).tril(length - num_queries)
+        if layer.window is not None:
+            seen = seen.triu(length - num_queries - layer.window + 1)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         expected = torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, 1))
         error = (out.double() - expected.reshape(out.shape)).abs().max().item()
         return error if error == error else float("inf")

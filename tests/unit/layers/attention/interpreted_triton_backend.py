@@ -12,12 +12,14 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def make_world(
-    group: int = 2, page_size: int = 16, head_dim: int = 32, dtype: torch.dtype = torch.float32
+    group: int = 2,
+    page_size: int = 16,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
 ) -> AttentionWorld:
     backend = TritonAttentionBackend(torch.device("cpu"))
-    return AttentionWorld(
-        backend, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype
-    )
+    return AttentionWorld(backend, 2 * group, 2, head_dim, page_size, dtype, window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -48,3 +50,9 @@ def test_head_sizes_of_tiny_and_of_real_models_work(head_dim: int) -> None:
 def test_a_prompt_in_chunks_of_one_token_equals_one_in_one_chunk() -> None:
     world = make_world()
     assert max(world.step([(4, 1)], []) for _ in range(18)) <= 2e-6
+
+
+@pytest.mark.parametrize("window", [5, 64])
+def test_a_window_hides_all_but_the_last_positions(window: int) -> None:
+    world = make_world(window=window)
+    assert max(world.step([(1, 150), (2, 3)], []), world.step([(2, 70)], [1]), world.step([], [1, 2])) <= 2e-6

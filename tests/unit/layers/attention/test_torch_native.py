@@ -40,4 +40,22 @@ def test_rows_of_very_different_lengths_are_not_padded_to_the_longest() -> None:
     world = AttentionWorld(backend := TorchNativeBackend(), 4, 2, 16, 16, torch.float32)
     world.step(extends=[(0, 190), (1, 5), (2, 60), (3, 100)], decodes=[])
     assert world.step(extends=[], decodes=[0, 1, 2, 3]) <= 2e-6
-    assert [(g.num_rows, g.length) for g in backend._decode_groups] == [(2, 61), (1, 101), (1, 191)]
+    assert [(g.num_rows, g.length) for g in backend._decodes[None]] == [(2, 61), (1, 101), (1, 191)]
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 100])
+def test_a_window_hides_all_but_the_last_positions(window: int) -> None:
+    world = AttentionWorld(TorchNativeBackend(), 4, 2, 16, 16, torch.float32, window=window)
+    errors = [
+        world.step(extends=[(0, 33), (1, 1), (2, 90)], decodes=[]),
+        world.step(extends=[(0, 75), (3, 40)], decodes=[1, 2]),
+        world.step(extends=[(3, 1)], decodes=[0, 1, 2]),
+        world.step(extends=[], decodes=[0, 3, 1]),
+    ]
+    assert max(errors) <= 2e-6
+
+
+def test_a_memory_of_fp8_costs_no_more_than_its_rounding() -> None:
+    world = AttentionWorld(TorchNativeBackend(), 4, 2, 16, 16, torch.float32, kv_dtype=torch.float8_e4m3fn)
+    errors = [world.step([(0, 33), (1, 1)], []), world.step([(0, 5)], [1]), world.step([], [0, 1])]
+    assert 1e-3 <= max(errors) <= 0.15

@@ -1,0 +1,147 @@
+"""Which attention kernels serve: what was asked for, else the quickest that can. What cannot is refused by name.
+
+The order of the defaults was measured (docs/performance.md): prompts by Hopper's kernels, decodes by our own, which need no
+planning on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.split_backend import SplitBackend
+from srt.layers.attention.torch_native import TorchNativeBackend
+from srt.server_args import ServerArgs
+from srt.utils.errors import StartError
+
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+KERNELS = {"flashinfer": "fa2", "fa3": "fa3"}  # which of flashinfer's a backend's prefill uses
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """The names, and why a default is not the best that there is (empty: it is)."""
+
+    prefill: str
+    decode: str
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.prefill if self.prefill == self.decode else f"{self.prefill} + {self.decode}"
+
+
+def choose_backends(args: ServerArgs, spec: AttentionSpec, device: torch.device) -> BackendChoice:
+    """StartError for what was asked for and cannot be."""
+    prefill = args.prefill_attention_backend or args.attention_backend
+    decode = args.decode_attention_backend or ("triton" if args.attention_backend == "fa3" else args.attention_backend)
+    reason = ""
+    if prefill is None:
+        prefill, reason = _best_prefill(spec, device)
+    if decode is None:
+        decode = "triton" if device.type == "cuda" else "torch_native"
+    for name, role in ((prefill, "prefill"), (decode, "decode")):
+        obstacle = _obstacle(name, role, spec, device)
+        if obstacle is not None:
+            raise StartError(f"The attention backend {name} cannot serve here: {obstacle}; choose another one.")
+    return BackendChoice(prefill, decode, reason)
+
+
+def make_backend(choice: BackendChoice, spec: AttentionSpec, device: torch.device) -> AttentionBackend:
+    """May compile flashinfer's kernels, where they were asked for and are not there yet."""
+    prefill = _make(choice.prefill, spec, device)
+    if choice.decode == choice.prefill:
+        return prefill
+    return SplitBackend(prefill, _make(choice.decode, spec, device))
+
+
+def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBackend:
+    # Triton and flashinfer are not there on every host: they are imported where they are used.
+    if name == "torch_native":
+        return TorchNativeBackend()
+    if name == "triton":
+        from srt.kernels.triton_support import require_triton
+
+        require_triton(device.type)
+        from srt.layers.attention.triton_backend import TritonAttentionBackend
+
+        return TritonAttentionBackend(device)
+    from srt.layers.attention.flashinfer_backend import FlashInferBackend
+
+    pages = None if spec.kv_dtype == spec.dtype else _make("triton", spec, device)
+    return FlashInferBackend(spec, device, KERNELS[name], through_pages=pages)
+
+
+def _best_prefill(spec: AttentionSpec, device: torch.device) -> tuple[str, str]:
+    """The quickest that needs no compiling, and why no quicker one."""
+    if device.type != "cuda":
+        return "torch_native", ""
+    obstacle = None
+    for name in ("fa3", "flashinfer"):
+        obstacle = _obstacle(name, "prefill", spec, device)
+        if obstacle is None and not are_kernels_compiled(KERNELS[name], spec):
+            obstacle = (
+                "flashinfer's kernels for this model are not compiled"
+                f" (install flashinfer-jit-cache, or let --prefill-attention-backend {name} compile them once)"
+            )
+        if obstacle is None:
+            return name, ""
+    return "triton", f"prompts are served by triton, because {obstacle}"
+
+
+def _obstacle(name: str, role: str, spec: AttentionSpec, device: torch.device) -> str | None:
+    """Why a backend cannot serve; None if it can."""
+    if name == "torch_native":
+        return None
+    if name == "triton":
+        return f"Triton's kernels hold heads of at most 256, not {spec.head_dim}" if spec.head_dim > 256 else None
+    if device.type != "cuda":
+        return "it needs a CUDA device"
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 and float16, not {_name(spec.dtype)}"
+    if spec.head_dim not in FLASHINFER_HEAD_DIMS:
+        return f"it has kernels for heads of 64, 128 and 256, not {spec.head_dim}"
+    major = torch.cuda.get_device_capability(device)[0]
+    if name == "fa3" and major != 9:
+        return f"its kernels are for Hopper GPUs, and this one has compute capability {major}"
+    if major < 8:
+        return f"its kernels need compute capability 8.0, and this GPU has {major}"
+    if role == "decode" and spec.kv_dtype != spec.dtype:
+        return f"its decode kernels read a KV memory in the model's own type, not {_name(spec.kv_dtype)}"
+    if find_spec("flashinfer") is None:
+        return "the package flashinfer-python is not installed"
+    return None
+
+
+def are_kernels_compiled(kernels: str, spec: AttentionSpec) -> bool:
+    """Whether flashinfer can run these without a compiler, in seconds less than a minute."""
+    from flashinfer.jit import env
+    from flashinfer.jit.attention import get_batch_prefill_uri
+
+    return all(
+        any((folder / uri / f"{uri}.so").exists() for folder in (env.FLASHINFER_AOT_DIR, env.FLASHINFER_JIT_DIR))
+        for uri in (
+            get_batch_prefill_uri(
+                kernels,
+                spec.dtype,
+                spec.dtype,
+                spec.dtype,
+                torch.int32,
+                spec.head_dim,
+                spec.head_dim,
+                0,
+                window is not None,
+                False,
+                False,
+            )
+            for window in spec.windows
+        )
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,297 @@
+"""Attention through flashinfer: its prefill kernels of both generations, and its tensor-core decode.
+
+A step is planned once, from arrays that the host has. A plan writes into page-locked memory that the device reads later, when
+it gets there: so plans take turns in a ring that is longer than the queue of steps. Importing this module imports flashinfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import numpy as np
+import torch
+from flashinfer import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+)
+from numpy.typing import NDArray
+
+from srt.kernels.gather_pages import gather_pages
+from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.base import AttentionBackend
+
+if TYPE_CHECKING:
+    from srt.layers.attention.radix_attention import RadixAttention
+    from srt.model_executor.forward_batch_info import ForwardBatch
+
+T = TypeVar("T")
+RING: Final = 4  # plans that may be under way; the window is at most 2 steps, and a mixed step has one of each kind
+PLAN_BYTES: Final = 8 << 20
+WORKSPACE_BYTES: Final = 256 << 20  # of partial results, shared by all: one kernel runs at a time
+
+
+class FlashInferBackend(AttentionBackend):
+    """Rows without a prefix are attended to as they lie; all others, and decodes, through their pages.
+
+    `kernels` is "fa2", or "fa3" for Hopper's. Where the memory's type is not the model's, `through_pages` takes the steps
+    in which a row has a prefix.
+    """
+
+    plans_decodes_on_host = True
+    can_capture_decodes = True
+
+    def __init__(
+        self, spec: AttentionSpec, device: torch.device, kernels: str, through_pages: AttentionBackend | None = None
+    ) -> None:
+        self._spec = spec
+        self._device = device
+        self._through_pages = through_pages
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._uploads = _Uploads(device)
+        self._prefills = {
+            window: _Ring([_PrefillPlans(self._workspace, kernels) for _ in range(RING)]) for window in spec.windows
+        }
+        self._decodes: dict[int | None, _Ring[Any]] = {}  # wrappers of eager decodes, made when first needed
+        self._graph_decodes: dict[int, dict[int | None, Any]] = {}  # by the graph's rows
+        self._graph_pages = torch.empty(0, dtype=torch.int32, device=device)
+        self._graph_ints: dict[int | None, torch.Tensor] = {}
+        self._graph_pins: _Ring[torch.Tensor] = _Ring([])
+        self._active_decodes: dict[int | None, Any] = {}
+        self._is_ragged = False
+
+    # ---- Prefill
+
+    def plan_extend(self, batch: ForwardBatch) -> None:
+        prefix_lens, counts = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        self._is_ragged = not prefix_lens.any()
+        if self._is_ragged:
+            for window, ring in self._prefills.items():
+                ring.take().plan_ragged(self._spec, window, _indptr(counts))
+                ring.enqueued()
+        elif self._through_pages is not None:
+            self._through_pages.plan_extend(batch)
+        else:
+            rows = _page_rows(prefix_lens + counts, self._spec.page_size)
+            pages = torch.empty(rows.total, dtype=torch.int32, device=self._device)
+            num_rows = batch.num_extend_rows
+            self._gather(batch, batch.req_pool_indices[:num_rows], rows, pages)
+            for window, ring in self._prefills.items():
+                ring.take().plan_paged(self._spec, window, _indptr(counts), rows, pages)
+                ring.enqueued()
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        plans = self._prefills[layer.window].current
+        if self._is_ragged:
+            plans.ragged.run(q, k, v, out=out)
+        elif self._through_pages is not None:
+            self._through_pages.forward_extend(q, k, v, layer, batch, out)
+        else:
+            plans.paged.run(q, _paged(layer, batch), out=out)
+
+    # ---- Decode
+
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        first = batch.num_extend_rows
+        if not self._decodes:
+            self._decodes = {window: _Ring([self._new_decode() for _ in range(RING)]) for window in self._spec.windows}
+        rows = _page_rows(batch.seq_lens_cpu[first:], self._spec.page_size)
+        pages = torch.empty(rows.total, dtype=torch.int32, device=self._device)
+        self._gather(batch, batch.req_pool_indices[first:], rows, pages)
+        self._active_decodes = {}
+        for window, ring in self._decodes.items():
+            self._active_decodes[window] = wrapper = ring.take()
+            _plan_decode(wrapper, self._spec, window, rows, pages)
+            ring.enqueued()
+
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        wrapper = self._active_decodes[layer.window]
+        pool = batch.token_to_kv_pool
+        wrapper.run(
+            q,
+            _paged(layer, batch),
+            out=out,
+            k_scale=pool.k_scales[layer.layer_id],
+            v_scale=pool.v_scales[layer.layer_id],
+        )
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        most = max_bs * -(-self._spec.max_context // self._spec.page_size)
+        self._graph_pages = torch.empty(most, dtype=torch.int32, device=self._device)
+        pins = [torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(RING)]
+        self._graph_pins = _Ring(pins)
+        self._graph_ints = {
+            window: torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._device) for window in self._spec.windows
+        }
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
+        num_rows = batch.batch_size
+        if num_rows not in self._graph_decodes:
+            wrappers = {window: self._new_decode(num_rows) for window in self._spec.windows}
+            for window, wrapper in wrappers.items():
+                # Every replay is planned anew, so graphs of all sizes share what their plans are written to.
+                wrapper._int_workspace_buffer = self._graph_ints[window]
+            self._graph_decodes[num_rows] = wrappers
+        self.init_forward_metadata_replay_cuda_graph(batch)
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
+        rows = _page_rows(batch.seq_lens_cpu, self._spec.page_size)
+        self._active_decodes = self._graph_decodes[batch.batch_size]
+        pages = self._graph_pages[: rows.total]
+        self._gather(batch, batch.req_pool_indices, rows, pages)
+        for window, wrapper in self._active_decodes.items():
+            wrapper._pin_memory_int_workspace_buffer = self._graph_pins.take()
+            _plan_decode(wrapper, self._spec, window, rows, pages)
+            self._graph_pins.enqueued()
+
+    def _new_decode(self, graph_rows: int | None = None) -> Any:
+        if graph_rows is None:
+            return BatchDecodeWithPagedKVCacheWrapper(self._workspace, use_tensor_cores=True, backend="fa2")
+        return BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=torch.empty(graph_rows + 1, dtype=torch.int32, device=self._device),
+            paged_kv_indices_buffer=self._graph_pages,
+            paged_kv_last_page_len_buffer=torch.empty(graph_rows, dtype=torch.int32, device=self._device),
+            backend="fa2",
+        )
+
+    def _gather(self, batch: ForwardBatch, slots: torch.Tensor, rows: _PageRows, out: torch.Tensor) -> None:
+        gather_pages(batch.req_to_token_pool.page_table, slots, self._uploads.upload(rows.indptr), rows.most_pages, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _PageRows:
+    """Rows of pages as flashinfer wants them told."""
+
+    indptr: NDArray[np.int32]
+    last_page_lens: NDArray[np.int32]
+    most_pages: int
+
+    @property
+    def total(self) -> int:
+        return int(self.indptr[-1])
+
+
+def _page_rows(lengths: NDArray[np.int64], page_size: int) -> _PageRows:
+    counts = -(-lengths // page_size)
+    return _PageRows(_indptr(counts), (lengths - (counts - 1) * page_size).astype(np.int32), int(counts.max()))
+
+
+def _indptr(counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    indptr = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
+
+
+class _PrefillPlans:
+    """A wrapper of each kind: a step uses one of the two."""
+
+    def __init__(self, workspace: torch.Tensor, kernels: str) -> None:
+        self.ragged: Any = BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=kernels)
+        self.paged: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, backend=kernels)
+
+    def plan_ragged(self, spec: AttentionSpec, window: int | None, indptr: NDArray[np.int32]) -> None:
+        rows = torch.from_numpy(indptr)
+        self.ragged.plan(
+            rows,
+            rows,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            causal=True,
+            sm_scale=spec.scale,
+            window_left=-1 if window is None else window - 1,
+            q_data_type=spec.dtype,
+        )
+
+    def plan_paged(
+        self, spec: AttentionSpec, window: int | None, indptr: NDArray[np.int32], rows: _PageRows, pages: torch.Tensor
+    ) -> None:
+        self.paged.plan(
+            torch.from_numpy(indptr),
+            torch.from_numpy(rows.indptr),
+            pages,
+            torch.from_numpy(rows.last_page_lens),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.page_size,
+            causal=True,
+            sm_scale=spec.scale,
+            window_left=-1 if window is None else window - 1,
+            q_data_type=spec.dtype,
+            max_token_per_sequence=int(np.diff(indptr).max()),
+        )
+
+
+def _plan_decode(wrapper: Any, spec: AttentionSpec, window: int | None, rows: _PageRows, pages: torch.Tensor) -> None:
+    wrapper.plan(
+        torch.from_numpy(rows.indptr),
+        pages,
+        torch.from_numpy(rows.last_page_lens),
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.page_size,
+        window_left=-1 if window is None else window - 1,
+        q_data_type=spec.dtype,
+        kv_data_type=spec.kv_dtype,
+        sm_scale=spec.scale,
+    )
+
+
+class _Ring(Generic[T]):
+    """Takes turns, and waits for whoever is still read by the device: with a ring as long as this, nobody."""
+
+    def __init__(self, members: Sequence[T]) -> None:
+        self._members = members
+        self._read = [torch.cuda.Event() for _ in members]
+        self._turn = 0
+
+    def take(self) -> T:
+        """The next member, free to be written."""
+        self._turn = (self._turn + 1) % len(self._members)
+        self._read[self._turn].synchronize()
+        return self.current
+
+    def enqueued(self) -> None:
+        """All that reads the current member is on the stream."""
+        self._read[self._turn].record()
+
+    @property
+    def current(self) -> T:
+        return self._members[self._turn]
+
+
+class _Uploads:
+    """Small int32 arrays on their way to the device, which reads them when it gets there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ring = _Ring([torch.empty(1 << 16, dtype=torch.int32, pin_memory=True) for _ in range(2 * RING)])
+
+    def upload(self, values: NDArray[np.int32]) -> torch.Tensor:
+        pinned = self._ring.take()[: len(values)]
+        pinned.copy_(torch.from_numpy(values))
+        uploaded = pinned.to(self._device, non_blocking=True)
+        self._ring.enqueued()
+        return uploaded
+
+
+def _paged(layer: RadixAttention, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's memory as [pages, page_size, kv_heads, head_dim]."""
+    page_size = batch.req_to_token_pool.page_size
+    k_buffer, v_buffer = batch.token_to_kv_pool.get_kv(layer.layer_id)
+    return k_buffer.unflatten(0, (-1, page_size)), v_buffer.unflatten(0, (-1, page_size))

@@ -1,0 +1,55 @@
+"""Prompts by one backend, decodes by another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from srt.layers.attention.base import AttentionBackend
+
+if TYPE_CHECKING:
+    from srt.layers.attention.radix_attention import RadixAttention
+    from srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class SplitBackend(AttentionBackend):
+    """The extend rows of a mixed batch go to the first, its decode rows to the second."""
+
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self.plans_decodes_on_host = decode.plans_decodes_on_host
+        self.can_capture_decodes = decode.can_capture_decodes
+
+    def plan_extend(self, batch: ForwardBatch) -> None:
+        self._prefill.plan_extend(batch)
+
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        self._decode.plan_decode(batch)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        self._prefill.forward_extend(q, k, v, layer, batch, out)
+
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        self._decode.forward_decode(q, layer, batch, out)
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        self._decode.init_cuda_graph_state(max_bs)
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
+        self._decode.init_forward_metadata_capture_cuda_graph(batch)
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
+        self._decode.init_forward_metadata_replay_cuda_graph(batch)
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
+        self._decode.write_kv(k, v, layer, batch)
