@@ -48,12 +48,12 @@ class Replica:
             Ranking(args),
             queue,
             self._step_times,
-            args.chunked_prefill_size,
+            args.prefill_chunk,
             max_row_tokens=hello.max_row_tokens,
             num_stages=hello.num_stages,
         )
         self.results = ResultReader(self.slots, self.planner, self.counters, hello.max_row_tokens)
-        self.stream = WorkerStream(args.tp_size)
+        self.stream = WorkerStream(args.tp_size, hello.num_graphs)
         self.max_total_num_tokens = hello.num_pages * hello.page_size
         self.max_request_tokens = min(hello.max_request_tokens, self.max_total_num_tokens)
 

@@ -38,6 +38,7 @@ from srt.protocol.messages import (
     Refused,
     Rejected,
     RequestDone,
+    Scalar,
     StepAck,
     StepResult,
     WorkDone,
@@ -48,6 +49,7 @@ from srt.protocol.messages import (
 from srt.server_args import ServerArgs
 
 LOAD_INTERVAL_S = 0.2
+CAPTURE_AFTER_S = 0.5  # from the workers' hello on, unless a step is done before: the first token waits for no graph
 PAUSE_MODES = ("abort", "retract", "in_place")
 _FROM_FRONTEND = (
     FrontendHello,
@@ -81,6 +83,7 @@ class Scheduler:
         self._asked_to_pause: list[tuple[int, int]] = []  # frontend and call, until no step is in flight
         self._asked_deep: list[tuple[int, int]] = []  # frontend and call
         self._last_load: tuple[float, Load] | None = None
+        self._capture_from_s = 0.0
         self._deadlines = Deadlines(args.request_waiting_timeout, args.request_running_timeout)
 
     # ---- For the host process
@@ -106,10 +109,16 @@ class Scheduler:
         times: list[float | None] = []
         if self._deadlines.are_set:
             times.append(self._deadlines.next_s(self._replica.planner.started()))
+        if self._replica.stream.wants_capture:
+            times.append(self._capture_from_s)
         if self._last_load is not None and self._clients:
             told_at, told = self._last_load
             times.append(None if told == self._replica.load() else told_at + LOAD_INTERVAL_S)
         return min((at for at in times if at is not None), default=None)
+
+    def counters(self) -> dict[str, Scalar] | None:
+        """All that is counted; None before the workers are ready."""
+        return None if self._replica is None else self._replica.state()
 
     def handle(self, source: Source, message: Message, now: float) -> list[Effect]:
         """Take in one message. Its consequences are sent at once where it asks for an answer, else by the next `tick`."""
@@ -346,6 +355,7 @@ class Scheduler:
         if agreed is None:
             return []
         replica = self._replica = Replica(self._args, agreed)
+        self._capture_from_s = now + CAPTURE_AFTER_S
         effects: list[Effect] = [HandshakeDone(replica.facts())]
         for number in self._clients:
             effects += replica.greeting(number)
@@ -356,6 +366,7 @@ class Scheduler:
 
     def _take_result(self, replica: Replica, rank: int, result: StepResult) -> None:
         planned = replica.stream.take_result(rank, result)
+        self._capture_from_s = 0.0
         outcome = replica.results.take(planned, result)
         for request in outcome.logged:
             self._clients[request.frontend].outbox.add_logs(request)
@@ -397,6 +408,9 @@ class Scheduler:
             effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "inspect")))
             replica.stream.submit_inspection(Inspection(number, call, replica.slots.tables_hash()))
         self._asked_deep.clear()
+        if replica.stream.wants_capture and now >= self._capture_from_s:
+            effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "capture")))
+            replica.stream.submit_capture()
         return effects
 
     def _send_batches(self, replica: Replica) -> list[Effect]:
@@ -443,7 +457,9 @@ class Scheduler:
             self.check()
         except AssertionError as error:
             findings.append(f"the scheduler's own books are wrong: {error}")
-        return [ToFrontend(inspection.frontend, self._state(replica, inspection.call, findings))]
+        reply = self._state(replica, inspection.call, findings)
+        reply.values.update(inspection.values)
+        return [ToFrontend(inspection.frontend, reply)]
 
     def _state(self, replica: Replica, call: int, findings: list[str]) -> ControlReply:
         values = replica.state()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from srt.protocol.messages import StepPlan, ToWorker
+from srt.protocol.messages import StepPlan, ToWorker, WorkPlan
 from srt.server_args import ServerArgs
 
 TOKENS_PER_TIMEOUT = (
@@ -14,11 +14,12 @@ TOKENS_PER_TIMEOUT = (
 
 
 UNLIMITED_CHUNK = 32768
+CAPTURE_TIMEOUTS = 10  # for a capture, which may compile kernels
 
 
 def longest_step_s(args: ServerArgs) -> float:
     """How long the largest step that can be planned may take. The scheduler knows better of each step, if it lives."""
-    chunk = UNLIMITED_CHUNK if args.chunked_prefill_size == -1 else args.chunked_prefill_size
+    chunk = UNLIMITED_CHUNK if args.prefill_chunk == -1 else args.prefill_chunk
     return args.watchdog_timeout * max(1.0, chunk / TOKENS_PER_TIMEOUT)
 
 
@@ -26,6 +27,7 @@ def longest_step_s(args: ServerArgs) -> float:
 class _Item:
     step: int
     num_tokens: int
+    timeouts: float  # that it may take
     waiting_for: set[int] = field(default_factory=set)  # ranks
 
 
@@ -46,7 +48,7 @@ class StepDeadline:
     def sent(self, message: ToWorker, now_s: float) -> None:
         if not self._items:
             self._begun_s = now_s
-        self._items.append(_Item(message.step, _num_tokens(message), set(range(self._num_ranks))))
+        self._items.append(_Item(message.step, _num_tokens(message), _timeouts(message), set(range(self._num_ranks))))
 
     def answered(self, rank: int, step: int, now_s: float) -> None:
         """Answers come in order; of one that was never asked for the Scheduler itself complains."""
@@ -83,7 +85,13 @@ class StepDeadline:
         )
 
     def _limit_s(self, item: _Item) -> float:
-        return self._timeout_s * max(1.0, item.num_tokens / TOKENS_PER_TIMEOUT)
+        return self._timeout_s * item.timeouts
+
+
+def _timeouts(message: ToWorker) -> float:
+    if isinstance(message, WorkPlan) and message.kind == "capture":
+        return CAPTURE_TIMEOUTS
+    return max(1.0, _num_tokens(message) / TOKENS_PER_TIMEOUT)
 
 
 def _num_tokens(message: ToWorker) -> int:

@@ -1,7 +1,7 @@
 """One rank of a replica: `python -m srt.managers.tp_worker`, started by the supervisor.
 
-Two threads: one for the links, one (the main thread) that executes plans in their order. What needs torch is imported when the
-supervisor has been told that this takes a while.
+The main thread takes plans from their link and executes them in their order; others send heartbeats and hear the supervisor. What
+needs torch is imported when the supervisor has been told that this takes a while.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, assert_never
 from srt.distributed.errors import CollectiveError
 from srt.managers.child import Child, SupervisorGone, run_child
 from srt.managers.worker_link import WorkerLink
+from srt.managers.worker_times import WorkerTimes
 from srt.protocol.codec import protocol_hash
 from srt.protocol.messages import (
     Admission,
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from srt.model_executor.model_runner import ModelRunner
     from srt.model_executor.step_output import StepOutput
 
-SPIN_S = 50e-6  # between two looks at the device and the inbox while a step is in flight
+SPIN_S = 2e-3  # so long after the last event the device is watched without a pause: a decode step is not much longer
+NAP_S = 50e-6  # between two looks from then on
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,15 @@ class _InFlight:
 class TpWorker:
     """Executes plans in their order. Where the device works by itself, the next step is launched before the last is answered."""
 
-    def __init__(self, rank: int, runner: ModelRunner, link: WorkerLink) -> None:
+    def __init__(self, rank: int, runner: ModelRunner, link: WorkerLink, window: int = 2) -> None:
         self._rank = rank
         self._runner = runner
         self._link = link
+        self._times = WorkerTimes(window)
         self._in_flight: deque[_InFlight] = deque()
         self._step = -1
         self._busy_since_s: float | None = None
+        self._done_s = 0.0  # when the last step was seen to be done
 
     @property
     def step(self) -> int:
@@ -84,7 +88,7 @@ class TpWorker:
             self._busy_since_s = time.monotonic()
             match plan:
                 case StepPlan():
-                    self._launch(plan)
+                    self._launch(plan, self._busy_since_s)
                 case WorkPlan():
                     self._answer_all()
                     self._link.send(WorkDone(plan.step, self._rank, self._work(plan.kind)))
@@ -101,15 +105,16 @@ class TpWorker:
             try:
                 return self._link.next_plan(block=False)
             except queue.Empty:
-                time.sleep(SPIN_S)
+                if self.progress_age_s() > SPIN_S:
+                    time.sleep(NAP_S)
         self._busy_since_s = None
         return self._link.next_plan()
 
-    def _launch(self, plan: StepPlan) -> None:
-        launched_s = time.monotonic()
+    def _launch(self, plan: StepPlan, arrived_s: float) -> None:
         assert len(plan.sections) == 1, f"{len(plan.sections)} attention groups, but this replica has one"
         output = self._runner.sample(self._runner.execute(plan.sections[0]))
-        self._in_flight.append(_InFlight(plan.step, output, launched_s))
+        self._times.launched(plan.step, arrived_s, time.monotonic(), is_busy=bool(self._in_flight))
+        self._in_flight.append(_InFlight(plan.step, output, arrived_s))
 
     def _answer_all(self) -> None:
         while self._in_flight:
@@ -120,13 +125,15 @@ class TpWorker:
         done = self._in_flight.popleft()
         rows = done.output.result()
         now_s = time.monotonic()
-        self._busy_since_s = now_s
-        step_us = int((now_s - done.launched_s) * 1e6)
+        # The device works on one step at a time, so a step's own time begins when the one before is done.
+        step_us = int((now_s - max(done.launched_s, self._done_s)) * 1e6)
+        self._busy_since_s = self._done_s = now_s
         ids_hash = rows.ids_hash()
         answer: FromWorker = StepAck(done.step, self._rank, ids_hash, step_us)
         if self._rank == 0:
             answer = StepResult(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us)
         self._link.send(answer)
+        self._times.answered(done.step, now_s, time.monotonic())
 
     def _work(self, kind: str) -> dict[str, Scalar]:
         match kind:
@@ -134,7 +141,10 @@ class TpWorker:
                 self._runner.reset()
                 return {}
             case "inspect":
-                return self._runner.inspect()
+                return self._runner.inspect() | self._times.values()
+            case "capture":
+                num_rows = self._runner.capture_graph()
+                return {"num_rows": num_rows, "num_left": self._runner.num_graphs_left}
             case _:
                 raise ValueError(f"unknown work {kind!r}")
 
@@ -145,7 +155,7 @@ def main(child: Child) -> None:
     warm_up(runner)
     link = WorkerLink(child)
     rank, args = child.start.index, child.start.args
-    worker = TpWorker(rank, runner, link)
+    worker = TpWorker(rank, runner, link, args.window)
     link.send(hello_of(rank, args.page_size, runner))
     gc.collect()
     gc.freeze()
@@ -227,6 +237,7 @@ def hello_of(rank: int, page_size: int, runner: ModelRunner) -> WorkerHello:
         num_slots=runner.num_slots,
         max_request_tokens=runner.max_request_tokens,
         vocab_size=runner.config.vocab_size,
+        num_graphs=runner.num_graphs_left,
     )
 
 

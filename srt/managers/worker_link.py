@@ -1,11 +1,13 @@
-"""A worker's I/O thread: the scheduler's plans come in, answers go out, the supervisor is heard, whatever the device is busy with."""
+"""A worker's link to the scheduler, for the thread that executes; and a thread that hears the supervisor whatever happens.
+
+No other thread stands between a plan's arrival and its launch: handing it over would cost more than the rest of the host's work.
+"""
 
 from __future__ import annotations
 
 import os
 import queue
 import threading
-from collections import deque
 
 import zmq
 
@@ -18,75 +20,54 @@ LINGER_MS = 2000  # for the last words of a worker that ends
 
 
 class WorkerLink:
-    """Plans in the order in which they were sent. `send` and `next_plan` are for the thread that executes."""
+    """Plans in the order in which they were sent. For one thread alone."""
 
     def __init__(self, child: Child) -> None:
+        start = child.start
         self._child = child
-        self._inbox: queue.SimpleQueue[ToWorker | Exception | None] = queue.SimpleQueue()
-        self._outbox: deque[FromWorker] = deque()
-        self._closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        endpoint = worker_path(start.run_dir, start.generation)
+        self._link = DealerLink(self._context, endpoint, start.generation, f"w{start.index}".encode())
+        self._is_stopped = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="worker link", daemon=True)
-        self._thread.start()
+        self._poller = zmq.Poller()
+        for source in (self._link.socket, self._wake):
+            self._poller.register(source, zmq.POLLIN)
+        threading.Thread(target=self._hear_supervisor, name="supervisor", daemon=True).start()
 
     def next_plan(self, block: bool = True) -> ToWorker | None:
         """The next plan; None when the supervisor asks to stop. `queue.Empty` if there is none and `block` is off.
 
         LinkBroken if a plan was lost or could not be read: plans are deltas, so there is no going on.
         """
-        item = self._inbox.get(block)
-        if isinstance(item, Exception):
-            raise item
-        return item
+        while not self._is_stopped:
+            message = self._link.receive()
+            if isinstance(message, (StepPlan, WorkPlan)):
+                return message
+            if message is not None:
+                raise LinkBroken(f"the scheduler sent {type(message).__name__}")
+            if not block:
+                raise queue.Empty
+            self._poller.poll()
+        return None
 
     def send(self, message: FromWorker) -> None:
-        self._outbox.append(message)
-        os.eventfd_write(self._wake, 1)
+        self._link.send(message)
 
     def close(self) -> None:
         """Send what is to be sent, and end."""
-        self._closing = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-
-    def _run(self) -> None:
-        start = self._child.start
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoint = worker_path(start.run_dir, start.generation)
-        link = DealerLink(context, endpoint, start.generation, f"w{start.index}".encode())
-        try:
-            self._relay(link)
-        except SupervisorGone:
-            os._exit(1)  # the executing thread may be waiting for the device: nothing is left to be saved
-        except Exception as error:  # the executing thread says why the worker ends
-            self._inbox.put(error)
-        link.close(LINGER_MS)
-        context.term()
-
-    def _relay(self, link: DealerLink) -> None:
-        poller = zmq.Poller()
-        for source in (link.socket, self._wake, self._child.fileno()):
-            poller.register(source, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            while self._outbox:
-                link.send(self._outbox.popleft())
-            if self._closing:
-                return
-            if self._child.fileno() in ready:
-                self._hear_supervisor()
-            if link.socket in ready:
-                self._take_plans(link)
+        self._link.close(LINGER_MS)
+        self._context.term()
 
     def _hear_supervisor(self) -> None:
-        while (message := self._child.receive()) is not None:
-            if isinstance(message, Stop):
-                self._inbox.put(None)
-
-    def _take_plans(self, link: DealerLink) -> None:
-        while (message := link.receive()) is not None:
-            if not isinstance(message, (StepPlan, WorkPlan)):
-                raise LinkBroken(f"the scheduler sent {type(message).__name__}")
-            self._inbox.put(message)
+        poller = zmq.Poller()
+        poller.register(self._child.fileno(), zmq.POLLIN)
+        try:
+            while True:
+                poller.poll()
+                while (message := self._child.receive()) is not None:
+                    if isinstance(message, Stop):
+                        self._is_stopped = True
+                        os.eventfd_write(self._wake, 1)
+        except SupervisorGone:
+            os._exit(1)  # the executing thread may be waiting for the device: nothing is left to be saved

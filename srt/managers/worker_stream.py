@@ -21,12 +21,13 @@ class Inspection:
     call: int
     tables_hash: str  # what the scheduler itself sent so far
     findings: list[str] = field(default_factory=list)
+    values: dict[str, Scalar] = field(default_factory=dict)  # what worker 0 says of itself
 
 
 @dataclass(slots=True)
 class _Item:
-    planned: Planned | None
-    inspection: Inspection | None
+    planned: Planned | None = None
+    inspection: Inspection | None = None  # neither: a capture
     num_answers: int = 0
     ids_hash: tuple[int, int] | None = None  # the rank that answered first, and its hash
 
@@ -34,8 +35,10 @@ class _Item:
 class WorkerStream:
     """What was sent and not yet answered by all."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, num_graphs: int = 0) -> None:
         self._num_ranks = num_ranks
+        self._num_graphs = num_graphs  # that the workers can still capture
+        self._is_capturing = False
         self._items: deque[_Item] = deque()
         self._first_step = 1  # of _items
         self._next_answer = [1] * num_ranks
@@ -47,11 +50,20 @@ class WorkerStream:
 
     def submit(self, planned: Planned) -> None:
         assert planned.plan.step == self.next_step
-        self._items.append(_Item(planned, None))
+        self._items.append(_Item(planned=planned))
         self.num_in_flight += 1
 
     def submit_inspection(self, inspection: Inspection) -> None:
-        self._items.append(_Item(None, inspection))
+        self._items.append(_Item(inspection=inspection))
+
+    @property
+    def wants_capture(self) -> bool:
+        """Whether there are graphs to capture and none is being captured: they come one by one, steps go between."""
+        return self._num_graphs > 0 and not self._is_capturing
+
+    def submit_capture(self) -> None:
+        self._items.append(_Item())
+        self._is_capturing = True
 
     def take_result(self, rank: int, result: StepResult) -> Planned:
         """The plan that this is the result of. BrokenReplica if it is not the next one."""
@@ -70,16 +82,30 @@ class WorkerStream:
             raise BrokenReplica(f"Worker {rank} acknowledged item {ack.step} as a step, which it is not.")
 
     def take_done(self, rank: int, done: WorkDone) -> Inspection | None:
-        """The inspection, once every rank has answered it."""
+        """The inspection, once every rank has answered it; None where it was other work."""
         item = self._answer(rank, done.step, None)
-        if item.inspection is None:
+        if item.planned is not None:
             raise BrokenReplica(f"Worker {rank} reported step {done.step} as other work.")
+        if item.inspection is None:
+            self._take_capture(rank, item, done)
+            return None
         found: Scalar = done.values.get("tables_hash")
         if found != item.inspection.tables_hash:
             item.inspection.findings.append(
                 f"worker {rank} has page tables with hash {found}, the scheduler sent {item.inspection.tables_hash}"
             )
+        if rank == 0:
+            item.inspection.values = {f"worker_{n}": v for n, v in done.values.items() if n != "tables_hash"}
         return item.inspection if item.num_answers == self._num_ranks else None
+
+    def _take_capture(self, rank: int, item: _Item, done: WorkDone) -> None:
+        if done.values.get("num_left") != self._num_graphs - 1:
+            raise BrokenReplica(
+                f"Worker {rank} has {done.values.get('num_left')} graphs left to capture, not {self._num_graphs - 1}."
+            )
+        if item.num_answers == self._num_ranks:
+            self._num_graphs -= 1
+            self._is_capturing = False
 
     def _answer(self, rank: int, step: int, ids_hash: int | None) -> _Item:
         expected = self._next_answer[rank]
@@ -141,6 +167,7 @@ class Handshake:
             "vocab_size",
             "max_row_tokens",
             "num_stages",
+            "num_graphs",
         ):
             ours, theirs = getattr(self._hellos[first], field_name), getattr(hello, field_name)
             if ours != theirs:

@@ -302,7 +302,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorkPlan:
-    """Work that all ranks do together, in the stream of steps. `kind` is `reset` (empty all tables) or `inspect` (report them)."""
+    """Work that all ranks do together, in the stream of steps.
+
+    `kind` is `reset` (empty all tables), `inspect` (report them) or `capture` (make one more of the graphs that WorkerHello counts).
+    """
 
     step: int
     kind: str
@@ -326,6 +329,7 @@ class WorkerHello:
     vocab_size: int
     max_row_tokens: int = 1  # ids that a row which decodes may get in one step
     num_stages: int = 1  # of the pipeline: of so many consecutive steps, a row is in one at most
+    num_graphs: int = 0  # that make steps quicker once `capture` has made them
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +376,7 @@ class WorkDone:
 
     `inspect` reports `tables_hash`: hex of an 8-byte blake2b over, for every slot that was ever admitted since the last reset, in
     ascending order, little-endian int32 slot, page count and the pages of its latest admission, as read back from the device's
-    table. The scheduler computes the same from what it sent. `num_slots_seen` counts those slots.
+    table. The scheduler computes the same from what it sent. `num_slots_seen` counts those slots. `capture` reports `num_left`.
     """
 
     step: int

@@ -163,8 +163,9 @@ def test_two_ranks_serve_plans_report_their_tables_and_say_why_they_fail(checkpo
         world.send(WorkPlan(8, "inspect"))
         for rank in world.ranks:
             found = [world.receive(rank, WorkDone).values for _ in range(3)]
-            assert found[0] == {"tables_hash": tables_hash({3: [9, 4]}), "num_slots_seen": 1}
-            assert found[2] == {"tables_hash": tables_hash({}), "num_slots_seen": 0}
+            assert found[0].items() >= {"tables_hash": tables_hash({3: [9, 4]}), "num_slots_seen": 1}.items()
+            assert found[2].items() >= {"tables_hash": tables_hash({}), "num_slots_seen": 0}.items()
+            assert {"launch_us_p50", "launch_us_p99", "answer_us_p50", "answer_us_p99"} <= found[0].keys()
 
         world.send(StepPlan(9, [decode_section([3])]))  # the slot has no page any more
         for rank in world.ranks:
