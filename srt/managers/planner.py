@@ -129,12 +129,16 @@ class Planner:
         self._forget_ended()
         self._queue.begin_plan()
         is_short = self._preempt_for_room(step)
-        if not is_short and (self._ranking.has_priorities or self._does_urgent_wait()):
+        must_measure = self._step_times.must_measure(len(self._decode_rows(step)))
+        if not is_short and not must_measure and (self._ranking.has_priorities or self._does_urgent_wait()):
             self._displace()
         rows = self._decode_rows(step)
-        draft = Draft(self._chunk_size, self._step_times.budget_us(len(rows)))
+        times, num_decodes = self._step_times, len(rows)
+        draft = Draft(min(self._chunk_size, times.most_tokens(num_decodes)), times.budget_us(num_decodes))
         decodes = self._plan_decodes(draft, rows)
-        self._plan_prompts(step, draft, may_admit=not is_short or self._slots.num_used == 0)
+        if not must_measure:
+            self._plan_prompts(step, draft, may_admit=not is_short or self._slots.num_used == 0)
+        times.note_planned(num_decodes, sum(draft.counts))
         for request in draft.aside:
             self._queue.push(request)
         if not draft.extends and not len(decodes):

@@ -1,51 +1,76 @@
 """How long a step takes, learnt from what workers report, so that prompts do not hold up those who stream.
 
-A step that has decodes may take at most twice as long as without prompt tokens, and `--max-decode-stall` on top.
+A step that has decodes may take at most twice as long as without prompt tokens, and `--max-decode-stall` on top. What is needed
+for that is measured: now and then a step leaves prompts out, and a chunk is at most twice as large as one that was timed.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 
 from srt.protocol.messages import PlanSection
 
 MEMORY = 0.85  # what a report counts, when the next has come
 LEAST_CHUNK = 16  # tokens that a prompt goes on by in any case
+NUM_DECODE_STEPS = 8  # steps without prompts that are remembered
+MEASURE_EVERY = 64  # steps with streams have one among them without prompts, at least
+MEASURE_FIRST = 4  # as long as there was none
+FEWER = 0.75  # so small a share of the streams of then takes less time, so that is measured anew
 
 
 class StepTimes:
     """step = decodes + tokens * (per_token + per_pair * the positions that a token attends to); in µs.
 
-    The decodes' part is a decaying mean of steps without prompt tokens; the other two are fitted to what a token took beyond it
-    in steps with both (until there is one, in steps of prompts alone). Every step counts alike, so that one that compiled kernels
-    is soon forgotten. Only messages matter: no clock.
+    The decodes' part is the shortest of the last steps without prompt tokens; the other two are fitted to what a token took beyond
+    it in steps with both (until there is one, in steps of prompts alone). Every step counts alike, so that one that compiled
+    kernels is soon forgotten. Only messages matter: no clock.
     """
 
     def __init__(self, stall_us: float) -> None:
         self._stall_us = stall_us
-        self._decode_us = _Mean()
+        self._decode_steps: deque[tuple[int, int]] = deque(maxlen=NUM_DECODE_STEPS)  # time and rows
+        self._num_mixed = 0  # steps that were planned with decodes and prompts since one with decodes only
+        self._largest = 0.0  # number of tokens that were timed in one step; decaying
         self._sums = [0.0] * 5  # decaying: 1, attended, attended², µs, attended * µs; of a token, one entry a step
         self._has_mixed = False
         self.per_token = self.per_pair = 0.0
 
     @property
     def decode_us(self) -> float:
-        return self._decode_us.value
+        return float(min((us for us, _ in self._decode_steps), default=0))
+
+    def must_measure(self, num_decodes: int) -> bool:
+        """Is the next step to be one without prompts, so that it shows what the decodes take?"""
+        if not num_decodes:
+            return False
+        fewest = min((rows for _, rows in self._decode_steps), default=0)
+        enough = MEASURE_EVERY if self._decode_steps else MEASURE_FIRST
+        return self._num_mixed >= enough or num_decodes < FEWER * fewest
+
+    def note_planned(self, num_decodes: int, num_tokens: int) -> None:
+        if num_decodes:
+            self._num_mixed = self._num_mixed + 1 if num_tokens else 0
+
+    def most_tokens(self, num_decodes: int) -> int:
+        """So many prompt tokens may a step with so many decodes have."""
+        return max(LEAST_CHUNK, int(2 * self._largest)) if num_decodes else 1 << 40
 
     def take(self, section: PlanSection, step_us: int) -> None:
         """This step took so long."""
         if not len(section.extend_slots):
-            self._decode_us.take(step_us)
+            self._decode_steps.append((step_us, len(section.decode_slots)))
             return
         counts = section.extend_counts.astype(float)
         tokens = float(counts.sum())
         attended = float((counts * (section.extend_starts + counts / 2)).sum()) / tokens
-        is_mixed = len(section.decode_slots) > 0 and self._decode_us.has_value
+        is_mixed = len(section.decode_slots) > 0 and len(self._decode_steps) > 0
         if self._has_mixed and not is_mixed:
             return
         if is_mixed and not self._has_mixed:
             self._has_mixed = True
-            self._sums = [0.0] * 5
+            self._sums, self._largest = [0.0] * 5, 0.0
+        self._largest = max(tokens, MEMORY * self._largest)
         us = max(step_us - self.decode_us, 0.0) / tokens if is_mixed else step_us / tokens
         new = (1.0, attended, attended * attended, us, attended * us)
         self._sums = [MEMORY * old + one for old, one in zip(self._sums, new, strict=True)]
@@ -53,9 +78,7 @@ class StepTimes:
 
     def budget_us(self, num_decodes: int) -> float:
         """What prompt tokens may add to a step with so many decodes."""
-        if not num_decodes or not self._decode_us.has_value:
-            return math.inf
-        return self.decode_us + self._stall_us
+        return self.decode_us + self._stall_us if num_decodes else math.inf
 
     def cost_us(self, start: int, count: int) -> float:
         return count * (self.per_token + self.per_pair * (start + count / 2))
@@ -80,15 +103,3 @@ class StepTimes:
                 self.per_token, self.per_pair = 0.0, xu / xx
                 return
         self.per_token, self.per_pair = u / n, 0.0
-
-
-class _Mean:
-    """Decaying; a new value counts a quarter."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self.has_value = False
-
-    def take(self, value: float) -> None:
-        self.value = self.value + (value - self.value) / 4 if self.has_value else float(value)
-        self.has_value = True

@@ -60,6 +60,8 @@ class FakeWorker:
         self._prompt_start: dict[int, int] = {}  # and of their prompts, from this position on
         self._end: Int64Array = np.zeros(s.num_slots, np.int64)  # so many ids the request has at most
         self._planned_at: Int64Array = np.zeros(s.num_slots, np.int64)  # the last step that had the slot's request
+        self._turn = 0  # number of the last step, other work not counted
+        self._turn_of: Int64Array = np.zeros(s.num_slots, np.int64)
         self._rng = np.random.Generator(np.random.PCG64(len(by_seed)))
         self._next_step = 1
         self.rows_per_step: list[int] = []
@@ -263,9 +265,24 @@ class FakeWorker:
         inside = self._planned_at[rows] > max(step - self._settings.num_stages, answered)
         if inside.any():
             raise AssertionError(f"{self._name(rows[inside][0])} is in step {step}, and in another that is under way")
+        self._check_nobody_stands_still(section.decode_slots)
         self._planned_at[rows] = step
+        self._turn += 1
+        self._turn_of[rows] = self._turn
         chunk = self._settings.chunk
         assert chunk < 0 or int(section.extend_counts.sum()) <= chunk, "a plan has more prompt tokens than allowed"
+
+    def _check_nobody_stands_still(self, decodes: Int32Array) -> None:
+        """Who streams is in every step, or has its turn in a pipeline; but not who may have got all its ids already."""
+        s = self._settings
+        longest = 1 if s.num_stages == 1 else 2 * s.num_stages - 1
+        if s.row_tokens > 1 and s.num_stages > 1:
+            longest *= 2  # those who had seemed to have all go before
+        paused = self._turn_of[decodes] <= self._turn - longest
+        if s.row_tokens > 1:
+            paused &= self._known[decodes] + s.row_tokens * (s.most_in_flight + 1) < self._end[decodes]
+        if paused.any():
+            raise AssertionError(f"{self._name(decodes[paused][0])} was left out of a step")
 
     def _extend(self, section: PlanSection) -> tuple[Int32Array, list[_Chosen]]:
         """The slots that sample, and the logprobs of prompt tokens."""

@@ -291,8 +291,15 @@ class Server:
 
     def _step_us(self, plan: StepPlan) -> int:
         s, (section,) = self._settings, plan.sections
-        base_us = 1e6 * s.step_time * self._world.rng.choice(s.jitter)
-        return int(base_us + s.row_us * len(section.decode_slots) + s.token_us * int(section.extend_counts.sum()))
+        num_decodes, prompts_us = len(section.decode_slots), 0.0
+        if len(section.extend_counts):
+            chunks = zip(section.extend_starts.tolist(), section.extend_counts.tolist(), strict=True)
+            prompts_us = sum(s.prompt_us(start, count) for start, count in chunks)
+            most = s.most_prompt_us(num_decodes)
+            assert not num_decodes or prompts_us <= most, (
+                f"the prompts in step {plan.step} delay {num_decodes} streams by {prompts_us:.0f} µs, more than {most:.0f}"
+            )
+        return int(s.decode_us(num_decodes, self._world.rng.choice(s.jitter)) + prompts_us)
 
     def _from_rank(self, rank: int, delay: float, message: Message) -> None:
         link = self._from_ranks[rank]

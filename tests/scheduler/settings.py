@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from srt.managers.step_times import LEAST_CHUNK
 from srt.server_args import ServerArgs
 
 
@@ -41,6 +42,8 @@ class Settings:
     step_time: float = 0.01
     row_us: float = 0.0  # what a decode, and a prompt token, adds to a step
     token_us: float = 0.0
+    pair_us: float = 0.0  # and each position that a prompt token attends to
+    stall: float = 0.01
     jitter: tuple[float, ...] = (0.5, 1.0, 1.0, 3.0)  # factors of the step time
     delay: float = 0.005
     ack_delay: float = 0.005
@@ -97,6 +100,8 @@ class Settings:
             step_time=step_time,
             row_us=rng.choice((0.0, 20.0)),
             token_us=rng.choice((0.0, 10.0, 50.0, 300.0)),
+            pair_us=rng.choice((0.0, 0.0, 0.3)),
+            stall=rng.choice((0.0, 0.001, 0.01)),
             jitter=rng.choice(((1.0,), (0.5, 1.0, 1.0, 3.0))),
             delay=rng.choice((0.0001, 0.005, 0.03)),
             ack_delay=rng.choice((0.001, 0.02, 0.1, 0.5)),
@@ -121,6 +126,7 @@ class Settings:
             priority_scheduling_preemption_threshold=self.threshold,
             priority_aging_time=self.longest_answer * self.step_time,
             radix_eviction_policy=self.eviction,
+            max_decode_stall=1000 * self.stall,
             request_waiting_timeout=self.waiting_timeout,
             request_running_timeout=self.running_timeout,
         )
@@ -128,6 +134,24 @@ class Settings:
     @property
     def most_in_flight(self) -> int:
         return self.window + self.num_stages - 1
+
+    def prompt_us(self, start: int, count: int) -> float:
+        """What these tokens of a prompt add to a step."""
+        return count * (self.token_us + self.pair_us * (start + count / 2))
+
+    def decode_us(self, num_rows: int, factor: float) -> float:
+        """A step without prompts."""
+        return 1e6 * self.step_time * factor + self.row_us * num_rows
+
+    def most_prompt_us(self, num_rows: int) -> float:
+        """The decode guarantee: what the prompts may add to a step of so many decodes.
+
+        As much as the step takes without them, the stall, and the least chunk, twice: a short prompt's and a long one's. Where
+        steps of the same kind differ in time, nobody can tell what is the prompts' share: twice the difference may be added.
+        """
+        least, most = self.decode_us(0, min(self.jitter)), self.decode_us(self.num_slots, max(self.jitter))
+        kept = 2 * self.prompt_us(self.max_request_tokens, LEAST_CHUNK)
+        return self.decode_us(num_rows, max(self.jitter)) + 1e6 * self.stall + kept + 2 * (most - least)
 
     def can_fit(self, num_tokens: int) -> bool:
         """A request of so many tokens, prompt and answer, may not be refused for its size."""

@@ -113,3 +113,26 @@ def test_short_prompts_pass_a_long_one_which_goes_on_all_the_same() -> None:
     steps = run_timed(host, gpu_us, 6)
     assert (101, 0) in host.ends(), "a short prompt does not wait for the long one"
     assert all(len(plan.extend_slots) >= 1 for plan, _ in steps)
+
+
+def test_now_and_then_a_step_shows_what_decodes_take_alone() -> None:
+    times = StepTimes(0)
+    for planned in range(200):
+        tokens = 0 if times.must_measure(8) else 20
+        times.note_planned(8, tokens)
+        times.take(section([(0, tokens)] if tokens else [], 8), 12_000 if tokens else 10_000)
+        if times.decode_us and planned < 10:
+            first = planned
+    assert times.decode_us == 10_000
+    assert first < 10
+    assert not times.must_measure(8)
+    assert times.must_measure(4), "half as many streams take less time"
+
+
+def test_a_chunk_is_at_most_twice_as_large_as_one_that_was_timed() -> None:
+    times = StepTimes(0)
+    times.take(section([], 8), 10_000)
+    assert times.most_tokens(8) == LEAST_CHUNK
+    times.take(section([(0, 100)], 8), 10_000)  # which seems to cost nothing
+    assert times.most_tokens(8) == 200
+    assert times.most_tokens(0) > 1 << 30
