@@ -81,7 +81,8 @@ def serve(
         from srt.managers.progress_display import ProgressDisplay  # here: see above
         from srt.managers.supervisor import Supervisor
 
-        display = ProgressDisplay(quiet=plan.args.log_level in ("warning", "error"))
+        args = plan.args
+        display = ProgressDisplay(quiet=args.log_level in ("warning", "error"), as_json=args.log_format == "json")
         return Supervisor(plan, run_dir, children, signals, display, started_s, lifeline).run()
     finally:
         run_dir.remove()

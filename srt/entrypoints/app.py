@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
 
-from srt.entrypoints import health, native, openapi, tokenizing, web_page
+from srt.entrypoints import health, metrics, native, openapi, operations, tokenizing, web_page
+from srt.entrypoints.cors import Cors
 from srt.entrypoints.errors import ApiError
 from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
 from srt.entrypoints.openai import chat, completions, models
 from srt.entrypoints.service import Service
 from srt.managers.io_struct import RequestError
+from srt.utils.logs import REQUEST_ID
 
 Handler = Callable[[Exchange, Service], Awaitable[None]]
 
@@ -45,6 +48,8 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/abort_request": {"POST": native.abort_request},
     **{path: {"GET": web_page.file} for path in web_page.FILES},
     "/page/stats": {"GET": web_page.stats},
+    "/metrics": {"GET": metrics.metrics},
+    "/configure_logging": {"POST": operations.configure_logging},
     "/openapi.json": {"GET": _describe},
 }
 OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate", *web_page.FILES))
@@ -57,11 +62,20 @@ class App:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._cors = Cors(service.args.cors_allow_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send)
+
+        async def send_counted(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self._service.metrics.count_response(message["status"])
+                message["headers"] += self._cors.headers(exchange.header(b"origin"))
+            await send(message)
+
+        exchange = Exchange(scope, receive, send_counted)
+        REQUEST_ID.set(exchange.request_id)
         try:
             await self._answer(exchange)
         except ClientGone:
@@ -74,8 +88,10 @@ class App:
 
     async def _answer(self, exchange: Exchange) -> None:
         path = exchange.path
-        if path not in OPEN_TO_ALL:
-            self._check_key(exchange)
+        if self._cors.is_preflight(exchange):
+            await self._cors.answer_preflight(exchange)
+            return
+        self._check_key(exchange)
         if path.startswith(_MODELS + "/"):
             methods: Mapping[str, Handler] = {"GET": models.one_model}
         elif path in ROUTES:
@@ -93,12 +109,26 @@ class App:
         await handler(exchange, self._service)
 
     def _check_key(self, exchange: Exchange) -> None:
-        key = self._service.args.api_key
-        if key is None:
+        args, path = self._service.args, exchange.path
+        if path in OPEN_TO_ALL or (path == "/metrics" and args.enable_metrics):
+            return
+        is_for_admin = path in operations.ADMIN and args.admin_api_key is not None
+        if args.api_key is None and not is_for_admin:
             return
         kind, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
-        if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
-            raise ApiError(401, "A valid API key is needed, as a bearer token.", code="invalid_api_key")
+        is_bearer = kind.lower() == b"bearer"
+        if is_bearer and _is_key(given, args.admin_api_key):
+            return
+        if is_bearer and _is_key(given, args.api_key):
+            if not is_for_admin:
+                return
+            raise ApiError(403, f"{path} needs the admin API key.", code="admin_api_key_needed")
+        which = "admin API key" if is_for_admin else "API key"
+        raise ApiError(401, f"A valid {which} is needed, as a bearer token.", code="invalid_api_key")
+
+
+def _is_key(given: bytes, key: str | None) -> bool:
+    return key is not None and hmac.compare_digest(given.strip(), key.encode())
 
 
 def _challenge(error: RequestError) -> list[tuple[bytes, bytes]]:

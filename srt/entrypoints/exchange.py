@@ -53,6 +53,7 @@ class Exchange:
         self.is_stream = False  # the answer will be a stream, begun or not
         given = self.header(b"x-request-id")
         self._request_id = given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        self.request_id = self._request_id.decode("ascii")
 
     # ---- The request
 

@@ -157,9 +157,6 @@ class Frontend:
 
 
 def main(child: Child) -> None:
-    logging.basicConfig(
-        level=child.start.args.log_level.upper(), format=f"%(asctime)s {child.name} %(levelname)s %(name)s: %(message)s"
-    )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     assert child.http_fd is not None, "the supervisor gives every frontend the listening socket"
     http_socket = socket.socket(fileno=child.http_fd)

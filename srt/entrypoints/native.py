@@ -27,7 +27,7 @@ UNSUPPORTED = {
     **dict.fromkeys(("/open_session", "/close_session"), "keeps no sessions"),
     **dict.fromkeys(("/start_profile", "/stop_profile"), "has no profiler"),
     **dict.fromkeys(
-        ("/set_internal_state", "/configure_logging", "/freeze_gc"),
+        ("/set_internal_state", "/freeze_gc"),
         "does not change its mode while running",
     ),
     "/slow_down": "cannot be slowed down",
@@ -51,7 +51,6 @@ UNSUPPORTED = {
     **dict.fromkeys(
         ("/release_memory_occupation", "/resume_memory_occupation"), "does not release its memory while running"
     ),
-    "/metrics": "has no metrics endpoint",
     "/v1/responses": "has no Responses API",
 }
 

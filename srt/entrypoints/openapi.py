@@ -11,7 +11,7 @@ from typing import Any
 
 import srt
 from srt.entrypoints import answer_schemas as answers
-from srt.entrypoints import health, native, tokenizing, web_page
+from srt.entrypoints import health, metrics, native, operations, tokenizing, web_page
 from srt.entrypoints.body_schemas import Schema, body_schema, with_values
 from srt.entrypoints.errors import is_openai
 from srt.entrypoints.exchange import Exchange
@@ -29,6 +29,7 @@ JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain; char
 STATUSES = {
     400: "Something in the request is wrong, and the message names it.",
     401: "The API key is missing or wrong.",
+    403: "The admin API key is needed.",
     404: "There is no such model.",
     413: "The body is too large.",
     415: "The body is not JSON.",
@@ -132,6 +133,8 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             errors=(400, 500, 503),
             text="All options as they were resolved, limits and counters.",
         ),
+        metrics.metrics: Operation("Operation", content=metrics.CONTENT_TYPE.decode(), errors=()),
+        operations.configure_logging: Operation("Operation", content="", body=operations.LoggingBody, errors=_BODY),
         health.health: Operation("Health", _OBJECT),
         health.ready: Operation("Health", _OBJECT),
         health.health_generate: Operation("Health", content=""),
@@ -223,7 +226,7 @@ def _responses(path: str, known: Operation) -> dict[str, Any]:
             "x-event": known.chunk,
         }
     responses: dict[str, Any] = {"200": {"description": "The answer.", "headers": _REQUEST_ID, "content": content}}
-    for status in sorted({*known.errors, 401}):
+    for status in sorted({*known.errors, 401, *([403] if path in operations.ADMIN else [])}):
         responses[str(status)] = _error(path, status)
     return responses
 

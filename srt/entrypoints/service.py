@@ -11,12 +11,16 @@ import orjson
 
 from srt.entrypoints.health_probe import HealthProbe
 from srt.entrypoints.live_feed import LiveFeed
+from srt.managers.control_words import ControlWords
+from srt.managers.engine_status import STATE_FILE
+from srt.managers.frontend_metrics import FRONTEND_PREFIX, NAMES, FrontendMetrics
 from srt.managers.io_struct import RequestError
 from srt.managers.startup_report import STARTUP_FILE
 from srt.managers.step_deadline import longest_step_s
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.managers.vitals import Vital, VitalsReader
 from srt.server_args import ServerArgs
+from srt.utils.shared_numbers import NumberFiles
 
 STARTING, READY, DRAINING = "starting", "ready", "draining"
 
@@ -29,6 +33,10 @@ class Service:
         self.args = args
         self.index = index
         self._run_dir = run_dir
+        self.metrics = FrontendMetrics(run_dir, index)
+        self.control = ControlWords.open(run_dir or "", args)
+        self._frontend_files = None if run_dir is None else NumberFiles(run_dir, FRONTEND_PREFIX)
+        self._engine_files = None if run_dir is None else NumberFiles(run_dir, STATE_FILE)
         self._vitals = None if run_dir is None else VitalsReader(run_dir, longest_step_s(args) * 2 / 3)
         self.status = STARTING
         self.startup_s: float | None = None
@@ -71,6 +79,18 @@ class Service:
         if self.has_lost_engine:
             return "The engine has ended."
         return None if self._vitals is None else self._vitals.trouble(vitals, f"frontend {self.index}")
+
+    def frontend_numbers(self) -> dict[str, float]:
+        """What all frontends have counted together."""
+        if self._frontend_files is None:
+            return self.metrics.numbers.values()
+        all_of_them = self._frontend_files.read().values()
+        return {name: sum(one.get(name, 0.0) for one in all_of_them) for name in NAMES}
+
+    def engine_numbers(self) -> dict[str, float]:
+        """The scheduler's counters as it published them last; empty before it has."""
+        found = {} if self._engine_files is None else self._engine_files.read()
+        return next(iter(found.values()), {})
 
     @property
     def is_ready(self) -> bool:

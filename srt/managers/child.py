@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -38,9 +37,12 @@ from srt.protocol.messages import (
 )
 from srt.protocol.stream import MessageStream
 from srt.utils.errors import StartError
+from srt.utils.logs import set_up_logging
 
 OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
 _PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger(__name__)
 
 
 class SupervisorGone(Exception):
@@ -162,6 +164,7 @@ def run_child(main: Callable[[Child], None]) -> NoReturn:
     except StartError as error:
         print(error, file=sys.stderr)  # noqa: T201 - a person started it by hand
         _exit(1)
+    set_up_logging(child.name, child.start.args.log_level, child.start.args.log_format)
     try:
         main(child)
     except SupervisorGone:
@@ -172,7 +175,7 @@ def run_child(main: Callable[[Child], None]) -> NoReturn:
     except BaseException as error:  # the one place where everything ends: nothing may be lost
         if isinstance(error, SystemExit) and not error.code:
             _exit(0)
-        traceback.print_exc()
+        logger.exception("This process ends.")
         _say_last_word(child, f"Internal error in {child.name}: {type(error).__name__}: {error}")
         _exit(1)
     _exit(0)
@@ -182,7 +185,7 @@ def _say_last_word(child: Child, sentence: str) -> None:
     try:
         child.send(Failed(sentence))
     except SupervisorGone:
-        traceback.print_exc()
+        logger.exception("Nobody could be told: %s", sentence)
 
 
 def _exit(code: int) -> NoReturn:

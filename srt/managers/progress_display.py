@@ -1,14 +1,16 @@
-"""How the start looks to the user: one line that changes on a terminal, a few plain lines elsewhere, nothing if told so."""
+"""How the start looks to the user: one line that changes on a terminal, a few plain lines or JSON elsewhere, nothing if told so."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import sys
+import time
 from typing import TextIO
 
 from srt.managers.child_process import ChildKey
 from srt.managers.startup_report import ChildStartup, StartupReport
+from srt.utils.logs import json_line
 
 REFRESH_S = 0.1
 _CLEAR_LINE = "\r\x1b[K"
@@ -17,10 +19,11 @@ _CLEAR_LINE = "\r\x1b[K"
 class ProgressDisplay:
     """Owns the supervisor's standard error. `quiet` leaves only what `error` says."""
 
-    def __init__(self, *, quiet: bool, stream: TextIO | None = None) -> None:
+    def __init__(self, *, quiet: bool, as_json: bool = False, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._quiet = quiet
-        self._live = not quiet and self._stream.isatty()
+        self._as_json = as_json
+        self._live = not quiet and not as_json and self._stream.isatty()
         self._line_shown = False
         self._shown_s = -REFRESH_S
 
@@ -41,9 +44,12 @@ class ProgressDisplay:
             self._write(text)
 
     def error(self, text: str) -> None:
-        self._write(text)
+        self._write(text, "error")
 
-    def _write(self, text: str) -> None:
+    def _write(self, text: str, level: str = "info") -> None:
+        if self._as_json:
+            self._put(json_line(time.time(), level, "supervisor", text) + "\n")
+            return
         self._put(f"{_CLEAR_LINE if self._line_shown else ''}{text}\n")
         self._line_shown = False
 

@@ -14,6 +14,7 @@ import zmq
 
 from srt.managers.child import Child, run_child
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
+from srt.managers.engine_status import EngineStatus
 from srt.managers.scheduler_state import Scheduler
 from srt.managers.step_deadline import StepDeadline
 from srt.protocol.codec import protocol_hash
@@ -50,6 +51,8 @@ class SchedulerProcess:
         self._frontend_of_peer: dict[bytes, int] = {}
         self._rank_of_peer: dict[bytes, int] = {}
         self._deadline = StepDeadline(start.args.watchdog_timeout, start.args.tp_size)
+        self._status = EngineStatus(start.run_dir, start.args.decode_log_interval)
+        self._is_unpublished = False
         self._stop_at: float | None = None
         self._busy_since: float | None = None
         self._poller = zmq.Poller()
@@ -69,6 +72,7 @@ class SchedulerProcess:
             while self._apply(self._scheduler.tick(time.monotonic())):
                 pass  # a frontend has gone, and left room for others
             self._check_deadline()
+            self._publish()
             self._busy_since = None
 
     def close(self) -> None:
@@ -81,6 +85,13 @@ class SchedulerProcess:
         """How long the messages at hand have been worked on. Called by the heartbeat's thread."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def _publish(self) -> None:
+        """Leave the counters where others look, if it is time."""
+        now = time.monotonic()
+        self._is_unpublished = not self._status.is_due(now)
+        if not self._is_unpublished and (counters := self._scheduler.counters()) is not None:
+            self._status.publish(counters, now)
 
     def _wait(self) -> None:
         """Until there is a message, or time alone brings something to do."""
@@ -117,6 +128,8 @@ class SchedulerProcess:
             now = time.monotonic()
             if isinstance(message, (StepResult, StepAck, WorkDone)):
                 self._deadline.answered(rank, message.step, now)
+            if isinstance(message, StepResult):
+                self._status.take_step(message.step_us)
             self._apply(self._scheduler.handle(Worker(rank), message, now))
 
     def _check_deadline(self) -> None:
@@ -223,7 +236,9 @@ class SchedulerProcess:
     def _timeout_ms(self) -> int | None:
         """Sleep until a message comes, unless time alone will bring something to do."""
         now = time.monotonic()
-        times = [at for at in (self._stop_at, self._scheduler.next_tick_s, self._deadline.due_s) if at is not None]
+        publish_s = self._status.due_s if self._is_unpublished else None
+        due = (self._stop_at, self._scheduler.next_tick_s, self._deadline.due_s, publish_s)
+        times = [at for at in due if at is not None]
         return max(0, math.ceil((min(times) - now) * 1000)) if times else None
 
     def _worker_name(self, peer: bytes) -> str:

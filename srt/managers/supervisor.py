@@ -13,6 +13,7 @@ import time
 from typing import assert_never
 
 from srt.managers.child_process import ChildKey, ChildProcess
+from srt.managers.control_words import ControlWords
 from srt.managers.preflight import ServerPlan
 from srt.managers.progress_display import REFRESH_S, ProgressDisplay
 from srt.managers.replacer import (
@@ -71,6 +72,7 @@ class Supervisor:
         self._report = StartupReport(started_s, {child.key: child.spawned_s for child in children})
         self._selector = selectors.DefaultSelector()
         self._vitals = VitalsWriter(run_dir.path, "supervisor")
+        ControlWords.create(run_dir.path, plan.args)
         self._exit_code: int | None = None
         self._runtime_asked_to_stop = False
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from srt.managers.control_words import ControlWords
 from srt.managers.detokenizer import OutputText
+from srt.managers.frontend_metrics import FrontendMetrics
 from srt.managers.io_struct import EngineDied, GenerateInput, RequestError
 from srt.managers.live_request import LiveRequest
 from srt.managers.live_request import RequestHandle as RequestHandle
@@ -19,6 +21,7 @@ from srt.managers.model_facts import ModelFacts as ModelFacts
 from srt.managers.model_facts import read_model_facts
 from srt.managers.request_checks import bad, build_request, check_form, check_ids, check_text
 from srt.managers.request_ledger import ALL_CHOICES, ChoiceEnded, Effect, NewTokens, RequestLedger, RequestRefused, Send
+from srt.managers.request_watch import RequestWatch
 from srt.managers.scheduler_link import SchedulerLink
 from srt.protocol.labels import is_named
 from srt.protocol.messages import (
@@ -66,8 +69,10 @@ class TokenizerManager:
         template: ChatTemplate | ChatTemplateError | None,
         new_seed: Callable[[], int],
         connect: Callable[..., SchedulerLink],
+        watch: RequestWatch | None = None,
     ) -> None:
         """Use `TokenizerManager.connect`. `connect` gets the three callbacks of a SchedulerLink."""
+        self._watch = watch or RequestWatch()
         self.model = model
         self._tokenizer = tokenizer
         self._template = template
@@ -107,6 +112,7 @@ class TokenizerManager:
             template=template,
             new_seed=seed_source(args.random_seed, index),
             connect=connect,
+            watch=RequestWatch(FrontendMetrics(run_dir, index), ControlWords.open(run_dir, args), tokenizer.decode),
         )
 
     # ---- The engine's state
@@ -147,6 +153,7 @@ class TokenizerManager:
         self._link.close()
         for live in list(self._live.values()):
             live.fail(EngineDied(self._death))
+            self._watch.ended(live.rid, "error")
         self._live.clear()
         for rid in self._ledger.live_rids():
             self._ledger.end(rid)
@@ -166,6 +173,7 @@ class TokenizerManager:
             "live_ledger_tokens": self._ledger.num_tokens,
             "live_unacknowledged": self._ledger.num_unacknowledged,
             "live_calls": len(self._calls),
+            "live_watched": self._watch.num_watched,
             "num_requests": self._num_requests,
             "num_refused": self._num_refused,
             "num_rejected": self._num_rejected,
@@ -221,6 +229,7 @@ class TokenizerManager:
                 live.end_choice(choice, RequestDone(message.rid, choice, "abort", -1, 0, 0))
         else:
             self._live[message.rid] = live
+            self._watch.began(request, message)
             self._apply(self._ledger.add(message))
         return RequestHandle(live, self._abort)
 
@@ -258,6 +267,7 @@ class TokenizerManager:
     def _abort(self, rid: int) -> None:
         """End a request from this side; nothing if it has ended."""
         self._live.pop(rid, None)
+        self._watch.ended(rid, "abort")
         self._apply(self._ledger.end(rid))
 
     # ---- What the scheduler says
@@ -318,38 +328,45 @@ class TokenizerManager:
         except Exception:
             self._text_failed(live)
             return
+        self._watch.tokens(news.rid, news.choice, news.ids)
         if has_stopped:
             self._apply(self._ledger.end(news.rid, news.choice))
-            self._forget_if_ended(live)
+            self._watch.cached(news.rid, news.cached)
+            self._forget_if_ended(live, "stop")
 
     def _end_choice(self, end: ChoiceEnded) -> None:
         live = self._live.get(end.rid)
         if live is None:
             return
+        self._watch.cached(end.rid, end.done.cached_tokens)
         try:
             live.end_choice(end.choice, end.done)
         except Exception:
             self._text_failed(live)
             return
         if live.has_failed:
+            self._watch.ended(end.rid, "error")
             self._abort(end.rid)  # its other choices
-        self._forget_if_ended(live)
+        self._forget_if_ended(live, end.done.reason)
 
     def _text_failed(self, live: LiveRequest) -> None:
         """A defect, but one of this answer's text alone: the link and all other requests are sound."""
         logger.exception("The text of request %d could not be made.", live.rid)
+        self._watch.ended(live.rid, "error")
         self._abort(live.rid)
         live.fail(RequestError(500, "The text of this answer could not be made."))
 
     def _refuse(self, refusal: RequestRefused) -> None:
         self._num_refused += 1
+        self._watch.ended(refusal.rid, "refused")
         live = self._live.pop(refusal.rid, None)
         if live is not None:
             live.fail(RequestError(refusal.status, refusal.message, retry_after_s=refusal.retry_after_s or None))
 
-    def _forget_if_ended(self, live: LiveRequest) -> None:
+    def _forget_if_ended(self, live: LiveRequest, how: str) -> None:
         if live.has_ended:
             self._live.pop(live.rid, None)
+            self._watch.ended(live.rid, how)
 
     # ---- Text
 

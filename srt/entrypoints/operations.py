@@ -1,0 +1,32 @@
+"""The calls by which somebody looks after a server that runs."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.service import Service
+from srt.managers.control_words import NO_REQUEST_LOG
+from srt.managers.request_schema import RequestBody
+
+# Who looks after the server. They need the admin key, where there is one.
+ADMIN = frozenset(("/flush_cache", "/pause_generation", "/continue_generation", "/abort_request", "/configure_logging"))
+
+
+class LoggingBody(RequestBody):
+    """POST /configure_logging."""
+
+    log_requests: bool | None = Field(None, description="Whether requests are logged from now on.")
+    log_requests_level: int | None = Field(
+        None, ge=0, le=3, description="How much of them: names and counts, parameters, the beginnings of texts, all."
+    )
+
+
+async def configure_logging(exchange: Exchange, service: Service) -> None:
+    """Whether requests are logged from now on, by all frontends, and how much of them."""
+    given = LoggingBody.parse(await exchange.read_json())
+    control = service.control
+    is_on = control.request_log_level != NO_REQUEST_LOG if given.log_requests is None else given.log_requests
+    level = service.args.log_requests_level if given.log_requests_level is None else given.log_requests_level
+    control.request_log_level = level if is_on else NO_REQUEST_LOG
+    await exchange.send(200, b"")

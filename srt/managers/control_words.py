@@ -1,0 +1,53 @@
+"""Switches that are thrown while the server runs: one frontend is told, all processes see it, in memory that all have mapped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from srt.server_args import ServerArgs
+from srt.utils.shared_numbers import SharedNumbers
+
+_FILE = "control"
+_NAMES = ("trace", "request_log_level")
+NO_REQUEST_LOG = -1
+
+
+class ControlWords:
+    def __init__(self, numbers: SharedNumbers) -> None:
+        self._cells = numbers.cells
+        self._trace, self._request_log_level = (numbers.place(name) for name in _NAMES)
+
+    @classmethod
+    def create(cls, run_dir: Path, args: ServerArgs) -> ControlWords:
+        """Once, by the supervisor, before anybody looks."""
+        return cls._with_defaults(SharedNumbers.create(run_dir / _FILE, _NAMES), args)
+
+    @classmethod
+    def open(cls, run_dir: str | Path, args: ServerArgs) -> ControlWords:
+        """Where there is no supervisor, nobody else sees what is set."""
+        shared = SharedNumbers.open(Path(run_dir) / _FILE)
+        return cls._with_defaults(SharedNumbers.private(_NAMES), args) if shared is None else cls(shared)
+
+    @classmethod
+    def _with_defaults(cls, numbers: SharedNumbers, args: ServerArgs) -> ControlWords:
+        words = cls(numbers)
+        words.request_log_level = args.log_requests_level if args.log_requests else NO_REQUEST_LOG
+        return words
+
+    @property
+    def trace(self) -> int:
+        """The number of the trace that is being recorded; 0 while none is."""
+        return int(self._cells[self._trace])
+
+    @trace.setter
+    def trace(self, number: int) -> None:
+        self._cells[self._trace] = number
+
+    @property
+    def request_log_level(self) -> int:
+        """How much of each request is logged, or NO_REQUEST_LOG."""
+        return int(self._cells[self._request_log_level])
+
+    @request_log_level.setter
+    def request_log_level(self, level: int) -> None:
+        self._cells[self._request_log_level] = level

@@ -1,0 +1,158 @@
+"""Sees every request of a frontend come, get its tokens and end; counts them, and logs and traces them where that is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from srt.managers.control_words import NO_REQUEST_LOG, ControlWords
+from srt.managers.frontend_metrics import FrontendMetrics
+from srt.managers.io_struct import GenerateInput
+from srt.protocol.messages import GenerateRequest
+from srt.sampling.sampling_params import SamplingParams
+from srt.utils.logs import REQUEST_ID, details, fields
+
+SHORT_TEXT = 2048
+PARAMETERS, SHORT, WHOLE = 1, 2, 3  # what a log level adds to names and counts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Watched:
+    label: str
+    num_prompt: int
+    began_s: float
+    request_id: str = ""  # of the HTTP request
+    first_s: float | None = None
+    last_s: float = 0.0
+    num_tokens: int = 0
+    cached: int = 0
+    log_level: int = NO_REQUEST_LOG
+    outputs: dict[int, list[int]] = field(default_factory=dict)  # by choice; kept only where they are logged
+
+
+class RequestWatch:
+    """Called by the TokenizerManager. What `began` was told ends with one `ended`."""
+
+    def __init__(
+        self,
+        metrics: FrontendMetrics | None = None,
+        control: ControlWords | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`decode` makes text of ids, for the log."""
+        self._metrics = metrics or FrontendMetrics()
+        self._control = control
+        self._decode = decode
+        self._now = now
+        self._watched: dict[int, _Watched] = {}
+
+    @property
+    def num_watched(self) -> int:
+        return len(self._watched)
+
+    def began(self, request: GenerateInput, message: GenerateRequest) -> None:
+        """It is about to be sent to the scheduler. Questions about the engine's health are nobody's requests."""
+        if request.urgent:
+            return
+        one = _Watched(message.label, len(message.prompt_ids), self._now(), REQUEST_ID.get())
+        self._watched[message.rid] = one
+        self._metrics.add("num_requests")
+        self._metrics.add("prompt_tokens", one.num_prompt)
+        one.log_level = NO_REQUEST_LOG if self._control is None else self._control.request_log_level
+        if one.log_level != NO_REQUEST_LOG:
+            self._log_beginning(one, request, message)
+
+    def tokens(self, rid: int, choice: int, ids: list[int]) -> None:
+        one = self._watched.get(rid)
+        if one is None or not ids:
+            return
+        now = self._now()
+        if one.first_s is None:
+            one.first_s = now
+            self._metrics.first_token_s.take(now - one.began_s)
+        else:
+            self._metrics.between_tokens_s.take((now - one.last_s) / len(ids), len(ids))
+        one.last_s = now
+        one.num_tokens += len(ids)
+        self._metrics.add("generation_tokens", len(ids))
+        if one.log_level >= SHORT:
+            one.outputs.setdefault(choice, []).extend(ids)
+
+    def cached(self, rid: int, num_tokens: int) -> None:
+        """So many of the prompt's tokens came from the cache."""
+        one = self._watched.get(rid)
+        if one is not None:
+            one.cached = max(one.cached, num_tokens)
+
+    def ended(self, rid: int, how: str) -> None:
+        """`how` is stop, length, abort, refused or error. Twice does no harm."""
+        one = self._watched.pop(rid, None)
+        if one is None:
+            return
+        self._metrics.add("cached_tokens", one.cached)
+        if how in ("stop", "length"):
+            self._metrics.whole_s.take(self._now() - one.began_s)
+        elif how == "abort":
+            self._metrics.add("num_aborted_requests")
+        else:
+            self._metrics.add("num_refused_requests" if how == "refused" else "num_failed_requests")
+        if one.log_level != NO_REQUEST_LOG:
+            context = REQUEST_ID.set(one.request_id)
+            self._log_end(one, how)
+            REQUEST_ID.reset(context)
+
+    # ---- Log lines
+
+    def _log_beginning(self, one: _Watched, request: GenerateInput, message: GenerateRequest) -> None:
+        more: dict[str, Any] = {}
+        if one.log_level >= PARAMETERS:
+            more["sampling_params"] = _shown(request.params)
+        if one.log_level >= SHORT:
+            more["prompt"] = _cut(self._text(message.prompt_ids.tolist(), request.text), one.log_level)
+        self._log(f"Request {one.label} came: {one.num_prompt} prompt tokens.", more, rid=one.label, event="began")
+
+    def _log_end(self, one: _Watched, how: str) -> None:
+        now = self._now()
+        first = None if one.first_s is None else round(one.first_s - one.began_s, 4)
+        more: dict[str, Any] = {}
+        if one.log_level >= SHORT:
+            more["output"] = [_cut(self._text(ids, None), one.log_level) for _, ids in sorted(one.outputs.items())]
+        first_text = "" if first is None else f", the first after {first:.3f} s"
+        self._log(
+            f"Request {one.label} ended ({how}): {one.num_tokens} tokens{first_text}, {now - one.began_s:.3f} s in all,"
+            f" {one.num_prompt} prompt tokens, {one.cached} of them cached.",
+            more,
+            rid=one.label,
+            event="ended",
+            how=how,
+            prompt_tokens=one.num_prompt,
+            cached_tokens=one.cached,
+            completion_tokens=one.num_tokens,
+            first_token_s=first,
+            whole_s=round(now - one.began_s, 4),
+        )
+
+    def _log(self, sentence: str, more: dict[str, Any], **values: object) -> None:
+        logger.info("%s", sentence, extra=fields(**values) | details(**more))
+
+    def _text(self, ids: list[int], text: str | None) -> str:
+        if text is None:
+            return self._decode(ids) if self._decode else str(ids)
+        return text
+
+
+def _cut(text: str, level: int) -> str:
+    return text if level >= WHOLE or len(text) <= SHORT_TEXT else text[:SHORT_TEXT] + "…"
+
+
+def _shown(params: SamplingParams) -> dict[str, Any]:
+    """What is not as it always is."""
+    values = {one.name: (getattr(params, one.name), one.default) for one in dataclasses.fields(params)}
+    return {name: value for name, (value, default) in values.items() if value != default and name != "may_shorten"}

@@ -1,0 +1,73 @@
+"""Log lines of all processes: one line each, as text or as JSON, with the name of the process and the id of the HTTP request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from contextvars import ContextVar
+from typing import TextIO
+
+# Set for the task that answers an HTTP request, and for all that it starts.
+REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
+FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def set_up_logging(process: str, level: str, log_format: str, stream: TextIO | None = None) -> None:
+    """From now on this process's lines go to standard error (or `stream`) and look as asked for."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
+    logging.raiseExceptions = False  # a server does not end because nobody reads its log, or complain about it there
+    logging.captureWarnings(True)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def fields(**values: object) -> dict[str, dict[str, object]]:
+    """For `logger.info("sentence", extra=fields(rid=…))`: values that a JSON line has beside its sentence."""
+    return {"fields": values}
+
+
+def details(**values: object) -> dict[str, dict[str, object]]:
+    """The same for values that a line of text has too."""
+    return {"details": values}
+
+
+class TextFormatter(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        shown = "".join(f" {name}={value!r}" for name, value in getattr(record, "details", {}).items())
+        request_id = REQUEST_ID.get()
+        return super().formatMessage(record) + shown + (f" [{request_id}]" if request_id else "")
+
+
+class JsonFormatter(logging.Formatter):
+    """`{"time": "2026-01-31T12:00:00.000Z", "level": "info", "process": "worker 0", "logger": …, "message": …}`"""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json_line(
+            record.created,
+            record.levelname.lower(),
+            self._process,
+            record.getMessage(),
+            logger=record.name,
+            request_id=REQUEST_ID.get() or None,
+            **getattr(record, "fields", {}),
+            **getattr(record, "details", {}),
+            traceback=self.formatException(record.exc_info) if record.exc_info and record.exc_info[0] else None,
+        )
+
+
+def json_line(created_s: float, level: str, process: str, message: str, **values: object) -> str:
+    """Values that are None are left out."""
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created_s)) + f".{int(created_s % 1 * 1000):03}Z"
+    line: dict[str, object] = {"time": at, "level": level, "process": process, "message": message}
+    line |= {name: value for name, value in values.items() if value is not None}
+    return json.dumps(line, default=str, ensure_ascii=False)

@@ -1,0 +1,91 @@
+"""Who may ask for what, and which web pages may ask at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.entrypoints.fake_engine import World
+
+PAGE = "https://chat.example"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_the_admin_key_opens_all_and_the_other_one_what_generates() -> None:
+    world = World(api_key="user", admin_api_key="admin")
+    assert world.get("/v1/models").status_code == 401
+    for key in ("user", "admin"):
+        assert world.get("/v1/models", headers=bearer(key)).status_code == 200
+    assert world.post("/flush_cache", None).status_code == 401
+    refused = world.post("/flush_cache", None, headers=bearer("user"))
+    assert (refused.status_code, refused.json()["error"]["message"]) == (403, "/flush_cache needs the admin API key.")
+    assert world.post("/flush_cache", None, headers=bearer("admin")).status_code == 200
+
+
+def test_an_admin_key_alone_leaves_open_what_generates() -> None:
+    world = World(admin_api_key="admin")
+    assert world.get("/v1/models").status_code == 200
+    assert world.post("/pause_generation", {}).status_code == 401
+    assert world.post("/pause_generation", {}, headers=bearer("admin")).status_code == 200
+
+
+def test_without_an_admin_key_the_other_one_opens_all() -> None:
+    world = World(api_key="user")
+    assert world.post("/flush_cache", None, headers=bearer("user")).status_code == 200
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_metrics_need_the_key_unless_they_are_asked_to_be_open(is_open: bool) -> None:
+    world = World(api_key="user", enable_metrics=is_open)
+    assert world.get("/metrics").status_code == (200 if is_open else 401)
+    assert world.get("/metrics", headers=bearer("user")).status_code == 200
+
+
+def test_pages_of_other_origins_may_not_ask_unless_they_are_allowed() -> None:
+    asked = {"origin": PAGE, "access-control-request-method": "POST"}
+    world = World()
+    assert world.call("OPTIONS", "/generate", headers=asked).status_code == 405
+    assert "access-control-allow-origin" not in world.get("/v1/models", headers={"origin": PAGE}).headers
+
+
+@pytest.mark.parametrize("origins", [("*",), (PAGE, "http://localhost:3000")])
+def test_an_allowed_page_may_ask_and_read_the_answer(origins: tuple[str, ...]) -> None:
+    world = World(cors_allow_origins=origins, api_key="user")
+    asked = {
+        "origin": PAGE,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-os",
+    }
+    preflight = world.call("OPTIONS", "/v1/chat/completions", headers=asked)
+    assert preflight.status_code == 204
+    assert preflight.headers["access-control-allow-headers"] == asked["access-control-request-headers"]
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    for key, status in (("user", 200), ("wrong", 401)):
+        answer = world.get("/v1/models", headers={"origin": PAGE, **bearer(key)})
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == ("*" if origins == ("*",) else PAGE)
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_where_some_pages_are_allowed_others_are_not() -> None:
+    world = World(cors_allow_origins=(PAGE,))
+    other = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
+    assert world.call("OPTIONS", "/generate", headers=other).status_code == 405
+    answer = world.get("/v1/models", headers=other)
+    assert "access-control-allow-origin" not in answer.headers
+    assert answer.headers["vary"] == "origin"
+
+
+def test_how_requests_are_logged_can_be_changed() -> None:
+    world = World()
+    assert world.service.control.request_log_level == -1
+    assert world.post("/configure_logging", {"log_requests": True}).status_code == 200
+    assert world.service.control.request_log_level == 2
+    world.post("/configure_logging", {"log_requests_level": 0})
+    assert world.service.control.request_log_level == 0
+    world.post("/configure_logging", {"log_requests": False})
+    assert world.service.control.request_log_level == -1
+    assert world.post("/configure_logging", {"log_requests_level": 4}).status_code == 400
+    assert world.post("/configure_logging", {"dump_requests_folder": "/x"}).status_code == 400

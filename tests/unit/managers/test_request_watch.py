@@ -1,0 +1,110 @@
+"""What is counted and logged of requests, with an invented clock."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+
+from srt.managers.control_words import ControlWords
+from srt.managers.frontend_metrics import FrontendMetrics
+from srt.managers.io_struct import GenerateInput
+from srt.managers.request_watch import SHORT_TEXT, RequestWatch
+from srt.sampling.sampling_params import SamplingParams
+from srt.server_args import ServerArgs
+from srt.utils.logs import JsonFormatter
+from tests.unit.managers.scheduler_host import request
+
+INPUT = GenerateInput(params=SamplingParams.from_dict({"top_k": 5}), text="hi")
+
+
+class World:
+    def __init__(self, log_level: int | None = None) -> None:
+        args = ServerArgs(model_path="m", log_requests=log_level is not None, log_requests_level=log_level or 0)
+        self.metrics = FrontendMetrics()
+        self.now = 100.0
+        control = ControlWords.open("/nowhere", args)
+        self.watch = RequestWatch(self.metrics, control, lambda ids: "".join(map(chr, ids)), lambda: self.now)
+
+    def value(self, name: str) -> float:
+        return self.metrics.numbers.get(name)
+
+    def run(self, rid: int, how: str, tokens: str = "") -> None:
+        self.watch.began(INPUT, request(rid, [104, 105]))
+        for letter in tokens:
+            self.now += 0.5
+            self.watch.tokens(rid, 0, [ord(letter)])
+        self.watch.ended(rid, how)
+
+
+def test_times_and_tokens_of_a_request_are_counted() -> None:
+    world = World()
+    world.watch.began(INPUT, request(1, [1] * 7))
+    world.now = 100.3
+    world.watch.tokens(1, 0, [5])
+    world.now = 100.48
+    world.watch.tokens(1, 0, [6, 7])
+    world.watch.cached(1, 4)
+    world.now = 101.0
+    world.watch.ended(1, "stop")
+    world.watch.ended(1, "abort")
+    assert {name: world.value(name) for name in ("prompt_tokens", "generation_tokens", "cached_tokens")} == {
+        "prompt_tokens": 7,
+        "generation_tokens": 3,
+        "cached_tokens": 4,
+    }
+    assert world.value("time_to_first_token_sum") == pytest.approx(0.3)
+    assert world.value("inter_token_latency_sum") == pytest.approx(0.18)
+    assert world.value("inter_token_latency_to_0.1") == 2
+    assert world.value("e2e_request_latency_sum") == pytest.approx(1.0)
+    assert (world.value("num_requests"), world.value("num_aborted_requests")) == (1, 0)
+    assert world.watch.num_watched == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "counter"),
+    [("abort", "num_aborted_requests"), ("error", "num_failed_requests"), ("refused", "num_refused_requests")],
+)
+def test_what_did_not_end_well_is_counted_apart_and_has_no_whole_time(how: str, counter: str) -> None:
+    world = World()
+    world.run(1, how)
+    assert (world.value(counter), world.value("e2e_request_latency_sum")) == (1, 0)
+
+
+def test_questions_about_the_engines_health_are_not_counted() -> None:
+    world = World()
+    world.watch.began(replace(INPUT, urgent=True), request(1, [1], urgent=True))
+    world.watch.tokens(1, 0, [1])
+    world.watch.ended(1, "length")
+    assert set(world.metrics.numbers.values().values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("level", "has"),
+    [(0, set()), (1, {"sampling_params"}), (2, {"sampling_params", "prompt", "output"}), (3, {"prompt", "output"})],
+)
+def test_a_log_level_says_how_much_of_a_request_is_logged(
+    level: int, has: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(level)
+    with caplog.at_level(logging.INFO):
+        world.run(1, "stop", "x" * (SHORT_TEXT + 1))
+    began, ended = (json.loads(JsonFormatter("p").format(record)) for record in caplog.records)
+    assert (began["event"], began["rid"], ended["event"], ended["how"]) == ("began", "r1", "ended", "stop")
+    assert (ended["completion_tokens"], ended["first_token_s"]) == (SHORT_TEXT + 1, 0.5)
+    assert has <= {*began, *ended}
+    assert ("output" in ended) == (level >= 2)
+    if level >= 1:
+        assert began["sampling_params"] == {"top_k": 5}
+    if level >= 2:
+        assert began["prompt"] == "hi"
+        assert len(ended["output"][0]) == SHORT_TEXT + 1
+        assert ended["output"][0].endswith("…" if level == 2 else "x")
+
+
+def test_nothing_is_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        World().run(1, "stop", "ab")
+    assert caplog.records == []
