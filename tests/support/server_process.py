@@ -17,10 +17,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class ServerProcess:
-    """`python -m MODULE WORDS…`, with its own temporary folder. Leaves nothing behind when the block ends."""
+    """`python -m MODULE WORDS…`, with its own temporary folder. Leaves nothing behind when the block ends.
+
+    It sees this process's environment and `environment`; with `is_alone` nothing but the latter.
+    """
 
     def __init__(
-        self, module: str, words: Sequence[str], tmp: Path, environment: Mapping[str, str] | None = None
+        self,
+        module: str,
+        words: Sequence[str],
+        tmp: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        cwd: Path = ROOT,
+        is_alone: bool = False,
     ) -> None:
         self.tmp = tmp
         self._lines: list[str] = []
@@ -32,8 +42,8 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=ROOT,
-            env={**os.environ, "TMPDIR": str(tmp), **(environment or {})},
+            cwd=cwd,
+            env={**({} if is_alone else os.environ), "TMPDIR": str(tmp), **(environment or {})},
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()

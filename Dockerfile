@@ -1,0 +1,34 @@
+# An image that serves the shipped model, or any other:
+#
+#   docker build -t srt .
+#   docker run --rm -p 30000:30000 srt
+#   docker run --rm -p 30000:30000 --gpus all --shm-size 1g -v models:/models srt --model-path Qwen/Qwen3-8B --api-key KEY
+#
+# For a host without a GPU, let pip find PyTorch's CPU build: --build-arg PIP_OPTIONS="--extra-index-url …" (see the README).
+FROM python:3.12-slim-bookworm
+
+# Triton compiles a small launcher for its kernels with it.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 10001 srt \
+    && install -d -o srt -g srt /models
+
+ARG PIP_OPTIONS=""
+COPY setup.py pyproject.toml README.md /source/
+COPY srt /source/srt
+RUN pip install --no-cache-dir ${PIP_OPTIONS} /source && rm -rf /source
+
+# Downloaded models and compiled kernels: mount a volume, and the next container finds them.
+ENV HF_HOME=/models TRITON_CACHE_DIR=/models/triton PYTHONUNBUFFERED=1
+VOLUME /models
+USER srt
+WORKDIR /home/srt
+EXPOSE 30000
+# The first start may download a model.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:30000/health', timeout=4)"]
+# srt is process 1: it passes SIGTERM on, lets requests finish for up to 25 s, and reaps. Stop it with --time 40.
+STOPSIGNAL SIGTERM
+# What follows the image's name is added; of an option that comes twice, the last counts.
+ENTRYPOINT ["srt", "serve", "--host", "0.0.0.0", "--model-path", "tiny"]
