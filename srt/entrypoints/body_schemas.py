@@ -31,6 +31,7 @@ def body_schema(body: type[RequestBody]) -> Schema:
         "properties": properties,
         "required": whole.get("required", []),
         "additionalProperties": False,
+        **{name: whole[name] for name in ("anyOf",) if name in whole},
     }
 
 

@@ -175,6 +175,8 @@ def _values(service: Service) -> dict[str, dict[str, Any]]:
         known["token-id"] = {"maximum": engine.model.vocab_size - 1}
         most = min(engine.model.context_length, engine.limits.max_request_tokens)
         known["num-tokens"] = {"maximum": most}
+    if not service.args.uses_priorities:
+        known["priority"] = {"minimum": 0, "maximum": 0}
     return known
 
 
@@ -183,7 +185,7 @@ def _path(path: str, methods: Mapping[str, Handler]) -> dict[str, Any]:
 
 
 def _operation(path: str, method: str, handler: Handler) -> dict[str, Any]:
-    known = OPERATIONS.get(handler, Operation("Server"))
+    known = OPERATIONS.get(handler, Operation("Server", _OBJECT))
     text = known.text or inspect.getdoc(handler) or ""
     written: dict[str, Any] = {
         "operationId": f"{method} {path}",

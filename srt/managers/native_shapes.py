@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from pydantic import ConfigDict
+
 from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, LogprobRequest, RequestError, TokenLogprob
 from srt.managers.request_schema import (
     LABEL,
     NAME,
+    NOT_EMPTY,
     PRIORITY,
     TOKEN_ID,
     RequestBody,
@@ -33,8 +36,12 @@ TokenText = Callable[[int], str]
 class GenerateBody(RequestBody):
     """POST /generate. A list where one prompt would have one value makes it a batch."""
 
-    text: str | list[str] | None = described("The prompt. Either this or input_ids is required.")
-    input_ids: list[int] | list[list[int]] | None = described("The prompt as token ids.", integer=TOKEN_ID)
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["text"]}, {"required": ["input_ids"]}]})
+
+    text: str | list[str] | None = described("The prompt. Either this or input_ids is required.", array=NOT_EMPTY)
+    input_ids: list[int] | list[list[int]] | None = described(
+        "The prompt as token ids.", integer=TOKEN_ID, array=NOT_EMPTY
+    )
     sampling_params: dict[str, Any] | list[dict[str, Any]] = described(
         "How tokens are drawn and when the output ends; absent ones are the model's own.", {}
     )

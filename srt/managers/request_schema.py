@@ -39,13 +39,16 @@ TOKEN_ID: Mapping[str, Any] = MappingProxyType({"minimum": 0, "format": "token-i
 MODEL_NAME: Mapping[str, Any] = MappingProxyType({"format": "model-name"})
 LABEL: Mapping[str, Any] = MappingProxyType({"maxLength": MAX_LABEL_CHARS})
 NAME: Mapping[str, Any] = MappingProxyType({"minLength": 1, "maxLength": MAX_LABEL_CHARS})
-PRIORITY: Mapping[str, Any] = MappingProxyType({"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY})
+PRIORITY: Mapping[str, Any] = MappingProxyType(
+    {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY, "format": "priority"}
+)
+NOT_EMPTY: Mapping[str, Any] = MappingProxyType({"minItems": 1})
 
 
 def described(text: str, default: Any = None, **schema: Any) -> Any:
-    """A field with its text for the API's description. `schema` is more of its JSON Schema; under `string` and `integer`, of each such
-    value in it, however deep in lists."""
-    leaf: Any = {kind: dict(schema.pop(kind)) for kind in ("string", "integer") if kind in schema}
+    """A field with its text for the API's description. `schema` is more of its JSON Schema; under `string`, `integer` and `array`, of
+    each such value in it, however deep in lists."""
+    leaf: Any = {kind: dict(schema.pop(kind)) for kind in ("string", "integer", "array") if kind in schema}
     return Field(default, description=text, json_schema_extra={LEAF: leaf, **schema})
 
 

@@ -170,7 +170,7 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
             Number(-2, 2), "Subtracted once from the logits of tokens that the output has already."
         ),
         "repetition_penalty": Parameter(
-            Number(0, 2, open_low=True), "Above 1, tokens of the prompt and the output become less likely."
+            Number(0.01, 2), "Above 1, tokens of the prompt and the output become less likely."
         ),
         "min_new_tokens": Parameter(Integer(0, 1 << 30), "No stop counts before so many tokens."),
         "stop": Parameter(Strings(MAX_STOPS, MAX_STOP_CHARS), "The output ends before the first of these strings."),

@@ -14,6 +14,7 @@ from srt.managers.request_schema import (
     LABEL,
     MODEL_NAME,
     NAME,
+    NOT_EMPTY,
     PRIORITY,
     TOKEN_ID,
     RequestBody,
@@ -89,7 +90,7 @@ class OpenAIBody(RequestBody):
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: int | list[int] | None = None
     stop_regex: str | list[str] | None = None
     no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
@@ -145,7 +146,7 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = described(
-        "A text, a list of token ids, or a list of either.", ..., integer=TOKEN_ID
+        "A text, a list of token ids, or a list of either.", ..., integer=TOKEN_ID, array=NOT_EMPTY
     )
     echo: bool = described("Write the prompt before the output, and its logprobs before the output's.", False)
     logprobs: int | None = described(
