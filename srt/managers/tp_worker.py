@@ -245,7 +245,7 @@ def facts_of(runner: ModelRunner) -> dict[str, Scalar]:
     return {
         "device": str(runner.device),
         "dtype": str(runner.dtype).removeprefix("torch."),
-        "attention_backend": runner.attention_backend,
+        "attention_backend": runner.attention.name,
         "max_total_num_tokens": runner.max_total_num_tokens,
         "max_request_tokens": runner.max_request_tokens,
         "num_pages": runner.num_pages,

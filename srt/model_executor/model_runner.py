@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.attention.base import AttentionBackend
-from srt.layers.attention.torch_native import TorchNativeBackend
+from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.backend_choice import choose_backends, make_backend
 from srt.layers.logits_processor import LogitsProcessor, LogprobArrays, Logprobs, pick_logprobs
 from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -77,8 +77,11 @@ class ModelRunner:
         self.dtype = resolve_dtype(args, config)
         self._args = args
         self._tp = tp
-        self.attention_backend = args.attention_backend or ("triton" if device.type == "cuda" else "torch_native")
-        self._attn_backend = self._init_attention_backend()  # first: what it refuses is refused before weights are read
+        self._kv_dtype = self.dtype if args.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+        # First: what attention cannot do is refused before weights are read.
+        spec = self._attention_spec()
+        self.attention = choose_backends(args, spec, device)
+        self._attn_backend = make_backend(self.attention, spec, device)
         with torch.inference_mode():
             self._model = self._load_model(folder, report_weights)
             report_memory()
@@ -89,7 +92,7 @@ class ModelRunner:
         self._sampler = Sampler(tp, config.vocab_size, self._model.lm_head.shard_start, self._req_to_token_pool)
         self._planner = self._new_planner()
         if capture is None and device.type == "cuda" and not args.disable_cuda_graph:
-            capture = GraphCapture(device) if self.attention_backend != "torch_native" else None
+            capture = GraphCapture(device) if self._attn_backend.can_capture_decodes else None
         # Noise for greedy rows too: nothing on a GPU, but not on a CPU.
         self._draws_by_row = device.type == "cuda" or capture is not None
         with torch.inference_mode():
@@ -102,7 +105,7 @@ class ModelRunner:
     def _init_memory_pool(self) -> None:
         config, page_size = self.config, self.page_size
         heads = config.num_kv_heads_per_rank(self._tp.size)
-        token_bytes = MHATokenToKVPool.bytes_per_token(config.num_layers, heads, config.head_dim, self.dtype)
+        token_bytes = MHATokenToKVPool.bytes_per_token(config.num_layers, heads, config.head_dim, self._kv_dtype)
         most_tokens = profile_max_num_token(self._args, self.device, token_bytes)
         self.num_pages = self._tp.min_int(most_tokens // page_size)
         check_pages(self.num_pages, page_size)
@@ -114,19 +117,21 @@ class ModelRunner:
             self.num_slots, self.max_request_tokens, self.num_pages, page_size, self.device
         )
         self._token_to_kv_pool = MHATokenToKVPool(
-            self.num_pages, page_size, config.num_layers, heads, config.head_dim, self.dtype, self.device
+            self.num_pages, page_size, config.num_layers, heads, config.head_dim, self._kv_dtype, self.device
         )
 
-    def _init_attention_backend(self) -> AttentionBackend:
-        if self.attention_backend == "torch_native":
-            return TorchNativeBackend()
-        # Triton is not there on every host: the module is imported where it was asked for.
-        from srt.kernels.triton_support import require_triton
-
-        require_triton(self.device.type)
-        from srt.layers.attention.triton_backend import TritonAttentionBackend
-
-        return TritonAttentionBackend(self.device)
+    def _attention_spec(self) -> AttentionSpec:
+        config, size = self.config, self._tp.size
+        return AttentionSpec(
+            num_heads=config.num_heads // size,
+            num_kv_heads=config.num_kv_heads_per_rank(size),
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+            kv_dtype=self._kv_dtype,
+            page_size=self.page_size,
+            max_context=config.context_length,
+            windows=tuple(dict.fromkeys(config.layer_windows)),
+        )
 
     def _init_decode_runner(self, capture: Capture | None) -> DecodeRunner:
         args = self._args

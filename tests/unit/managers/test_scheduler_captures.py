@@ -48,6 +48,8 @@ def test_the_first_step_comes_before_the_first_capture_and_steps_go_on_between_c
             capture(host, num_left)
             num_left -= 1
         host.tick()
+        host.acknowledge()
+    host.tick()
     assert num_left == -1
     assert host.ends()[1, 0].reason == "length"
 
