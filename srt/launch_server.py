@@ -80,9 +80,14 @@ def serve(
         children = start_children(plan, modules)
         from srt.managers.progress_display import ProgressDisplay  # here: see above
         from srt.managers.supervisor import Supervisor
+        from srt.utils.log_files import log_file_handler
 
         args = plan.args
-        display = ProgressDisplay(quiet=args.log_level in ("warning", "error"), as_json=args.log_format == "json")
+        display = ProgressDisplay(
+            quiet=args.log_level in ("warning", "error"),
+            as_json=args.log_format == "json",
+            keep=log_file_handler("supervisor", os.getpid()),
+        )
         return Supervisor(plan, run_dir, children, signals, display, started_s, lifeline).run()
     finally:
         run_dir.remove()

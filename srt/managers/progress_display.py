@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import sys
 import time
@@ -17,12 +18,20 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class ProgressDisplay:
-    """Owns the supervisor's standard error. `quiet` leaves only what `error` says."""
+    """Owns the supervisor's standard error. `quiet` leaves only what `error` says. What is said goes to `keep` as well."""
 
-    def __init__(self, *, quiet: bool, as_json: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        quiet: bool,
+        as_json: bool = False,
+        stream: TextIO | None = None,
+        keep: logging.Handler | None = None,
+    ) -> None:
         self._stream = stream or sys.stderr
         self._quiet = quiet
         self._as_json = as_json
+        self._keep = keep or logging.NullHandler()
         self._live = not quiet and not as_json and self._stream.isatty()
         self._line_shown = False
         self._shown_s = -REFRESH_S
@@ -47,6 +56,8 @@ class ProgressDisplay:
         self._write(text, "error")
 
     def _write(self, text: str, level: str = "info") -> None:
+        number = logging.getLevelNamesMapping()[level.upper()]
+        self._keep.handle(logging.LogRecord(__name__, number, __file__, 0, text, (), None))
         if self._as_json:
             self._put(json_line(time.time(), level, "supervisor", text) + "\n")
             return

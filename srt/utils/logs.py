@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from contextvars import ContextVar
 from typing import TextIO
+
+from srt.utils.log_files import log_file_handler
 
 # Set for the task that answers an HTTP request, and for all that it starts.
 REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
@@ -16,12 +19,13 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def set_up_logging(process: str, level: str, log_format: str, stream: TextIO | None = None) -> None:
-    """From now on this process's lines go to standard error (or `stream`) and look as asked for."""
+    """From now on this process, a child of the supervisor's, writes its lines to standard error (or `stream`), looking as asked for;
+    the last ones are kept for a bug report."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     logging.raiseExceptions = False  # a server does not end because nobody reads its log, or complain about it there
     logging.captureWarnings(True)
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[handler, log_file_handler(process, os.getppid())], force=True)
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
