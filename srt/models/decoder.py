@@ -52,6 +52,7 @@ class Attention(nn.Module):
             num_kv_heads=self.qkv_proj.num_kv_heads,
             layer_id=layer_id,
             scale=head_dim**-0.5,
+            window=config.layer_windows[layer_id],
         )
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, traits.o_bias, tp, ops)
 

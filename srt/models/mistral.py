@@ -1,4 +1,4 @@
-"""Mistral without a sliding window (from v0.2 on; `ModelConfig` refuses a window that matters)."""
+"""Mistral. v0.1 attends in a sliding window, later versions to everything."""
 
 from __future__ import annotations
 

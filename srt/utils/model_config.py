@@ -56,6 +56,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     num_mtp_layers: int
     """Extra layers for multi-token prediction that the checkpoint may hold; they are not loaded."""
+    layer_windows: tuple[int | None, ...]
+    """Of each layer how many positions a token sees, its own among them; None: all. None too where a window would hide nothing."""
     sampling_defaults: dict[str, float | int]
     """What generation_config.json wants for requests that do not say: some of temperature, top_k, top_p, min_p, repetition_penalty."""
 
@@ -72,6 +74,7 @@ class ModelConfig:
         rope = read_rope(raw["rope_parameters"], raw, max_position_embeddings)
         num_heads = positive_int(raw, "num_attention_heads")
         hidden_size = positive_int(raw, "hidden_size")
+        context_length = _context_length(context_length, max_position_embeddings, rope)
         config = cls(
             architecture=architecture,
             model_type=str(raw.get("model_type") or ""),
@@ -88,12 +91,13 @@ class ModelConfig:
             mlp_bias=flag(raw, "mlp_bias"),
             rope=rope,
             max_position_embeddings=max_position_embeddings,
-            context_length=_context_length(context_length, max_position_embeddings, rope),
+            context_length=context_length,
             torch_dtype=_dtype(raw),
             bos_token_id=_first(token_ids("config.json", raw, "bos_token_id")),
             eos_token_ids=token_ids("generation_config.json", generation, "eos_token_id")
             or token_ids("config.json", raw, "eos_token_id"),
             num_mtp_layers=positive_int(raw, "num_nextn_predict_layers") if raw.get("num_nextn_predict_layers") else 0,
+            layer_windows=_layer_windows(raw, architecture, context_length),
             sampling_defaults=_sampling_defaults(generation),
         )
         config._check_shape()
@@ -219,24 +223,28 @@ def _refuse_unsupported(raw: Mapping[str, Any], config: ModelConfig) -> None:
         raise ModelError(f"Quantized checkpoints are not supported (config.json: quantization_config {shown(method)}).")
     if raw.get("hidden_act") not in (None, "silu"):
         raise ModelError(f"config.json: hidden_act {shown(raw['hidden_act'])} is not supported, only 'silu'.")
-    for layer in names(raw, "layer_types"):
-        if layer not in ("full_attention", "sliding_attention"):
-            raise ModelError(f"config.json: layer type {layer} is not supported, only full_attention.")
-    window = _sliding_window(raw, config)
-    if window is not None and window < config.context_length:
-        raise ModelError(
-            f"Sliding-window attention is not supported (config.json: sliding_window {window});"
-            f" --context-length {window} or less would need none."
-        )
 
 
-def _sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> int | None:
-    """The window of the layers that have one; None if all attend to everything. Defaults are those of transformers."""
-    if config.architecture == "MistralForCausalLM":
-        slides = raw.get("sliding_window", 4096) is not None
-    elif raw.get("layer_types") is not None:
-        slides = "sliding_attention" in names(raw, "layer_types")
+def _layer_windows(raw: Mapping[str, Any], architecture: str, context_length: int) -> tuple[int | None, ...]:
+    """Which layers slide, and how far. Defaults are those of transformers."""
+    num_layers = positive_int(raw, "num_hidden_layers")
+    kinds = names(raw, "layer_types")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ModelError(
+                f"config.json: layer type {kind} is not supported, only full_attention and sliding_attention."
+            )
+    if kinds and len(kinds) != num_layers:
+        raise ModelError(f"config.json: layer_types names {len(kinds)} layers of {num_layers}.")
+    if architecture == "MistralForCausalLM":
+        slides = [raw.get("sliding_window", 4096) is not None] * num_layers
+    elif kinds:
+        slides = [kind == "sliding_attention" for kind in kinds]
     else:
         first_sliding = positive_int(raw, "max_window_layers", 28) if raw.get("max_window_layers") != 0 else 0
-        slides = flag(raw, "use_sliding_window") and first_sliding < config.num_layers
-    return positive_int(raw, "sliding_window", 4096) if slides else None
+        uses_window = architecture != "LlamaForCausalLM" and flag(raw, "use_sliding_window")
+        slides = [uses_window and layer >= first_sliding for layer in range(num_layers)]
+    if not any(slides):
+        return (None,) * num_layers
+    window = positive_int(raw, "sliding_window", 4096)
+    return tuple(window if is_sliding and window < context_length else None for is_sliding in slides)

@@ -161,10 +161,8 @@ def test_a_longer_context_is_allowed_where_the_rope_was_made_for_it(
         ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
         ({"architectures": []}, ["architectures"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
-        ({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1}, ["sliding_window 128"]),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, ["sliding_window 64"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "1 layers of 3"]),
         ({"layer_types": ["linear_attention"]}, ["linear_attention"]),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, ["sliding_window 1024"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic", "batch"]),
@@ -190,12 +188,33 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words
     assert "\n" not in sentence
 
 
+QWEN_SLIDES = {"use_sliding_window": True, "sliding_window": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, (1024, 1024, 1024)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None, None)),
+        ({**QWEN_SLIDES, "max_window_layers": 1}, (None, 128, 128)),
+        ({**QWEN_SLIDES, "max_window_layers": 3}, (None, None, None)),
+        ({**QWEN_SLIDES, "use_sliding_window": False}, (None, None, None)),
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 64},
+            (None, 64, None),
+        ),
+        ({"architectures": ["LlamaForCausalLM"], **QWEN_SLIDES, "max_window_layers": 0}, (None, None, None)),
+    ],
+)
+def test_windows_are_those_of_transformers(
+    changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    assert read(tmp_path, changes).layer_windows == windows
+
+
 def test_a_window_that_the_context_never_fills_is_no_window(tmp_path: Path) -> None:
     mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 1024}
-    assert read(tmp_path, mistral, context_length=1024).context_length == 1024
-    assert read(tmp_path, {**mistral, "sliding_window": None}).context_length == 4096
-    read(tmp_path, {"use_sliding_window": False, "sliding_window": 128})
-    read(tmp_path, {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 3})
+    assert read(tmp_path, mistral, context_length=1024).layer_windows == (None, None, None)
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
