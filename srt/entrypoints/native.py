@@ -8,6 +8,8 @@ import math
 import time
 from typing import Any, Literal
 
+import msgspec
+
 import srt
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.service import Service
@@ -128,7 +130,7 @@ async def server_facts(service: Service, deep: bool = False) -> dict[str, Any]:
     args = dataclasses.asdict(service.args)
     if args["api_key"] is not None:
         args["api_key"] = "(set)"
-    limits = dataclasses.asdict(engine.limits)
+    limits = msgspec.structs.asdict(engine.limits)
     is_consistent, message, counters = await engine.get_state(deep)
     if not is_consistent:
         raise RequestError(500, message)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import Enum
 
 import numpy as np
+from msgspec.structs import replace
 
 from srt.mem_cache.radix_cache import RadixNode
 from srt.protocol.messages import (

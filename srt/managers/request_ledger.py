@@ -6,7 +6,9 @@ to a new scheduler goes on behind it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from srt.managers.io_struct import TokenLogprob
 from srt.managers.logprob_rows import logprob_rows

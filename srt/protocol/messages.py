@@ -7,9 +7,10 @@ MessagePack and checks every field on the way back; `links.py` adds generation a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import get_args
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from srt.server_args import ServerArgs
@@ -24,11 +25,14 @@ def int32_array(values: object = ()) -> Int32Array:
     return np.asarray(values, dtype=np.int32)
 
 
+class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A message, which `tag` numbers, or a part of one. Its fields travel as a list in this order, and all of them must be there."""
+
+
 # ---- Parts that several messages share
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingSpec:
+class SamplingSpec(Wire, frozen=True):
     """What the engine must know to draw the tokens of one request. Checked and completed by the frontend."""
 
     max_new_tokens: int
@@ -45,8 +49,7 @@ class SamplingSpec:
     bias_values: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobSpec:
+class LogprobSpec(Wire, frozen=True):
     """Which logprobs a request asked for. They are the model's own: before temperature, bias and filters."""
 
     output: bool = False  # of each sampled token
@@ -55,8 +58,7 @@ class LogprobSpec:
     ids: Int32Array = field(default_factory=int32_array)  # and these tokens
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Wire, frozen=True):
     """Logprobs of consecutive tokens of one choice.
 
     `first` is an index into the prompt (`is_prompt`) or the output. The prompt's token 0 has no logprob: NaN. `top_*` hold
@@ -76,16 +78,14 @@ class TokenLogprobs:
 # ---- Frontend (or Runtime) -> scheduler
 
 
-@dataclass(frozen=True, slots=True)
-class FrontendHello:
+class FrontendHello(Wire, frozen=True, tag=1):
     """The first message on the link: who I am. A frontend that comes again under the same number replaces the old one."""
 
     frontend: int
     protocol_hash: str
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(Wire, frozen=True, tag=2):
     """Begin a request, or resume it: `output_ids[i]` are the tokens that choice `choices[i]` was already given (normally none)."""
 
     rid: int  # the frontend's own counter; (frontend, rid) is the internal id
@@ -104,16 +104,14 @@ class GenerateRequest:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Wire, frozen=True, tag=3):
     """The client left, or a stop string was found. `choice` -1 means all choices. May cross the last token on the wire."""
 
     rid: int
     choice: int
 
 
-@dataclass(frozen=True, slots=True)
-class AbortLabel:
+class AbortLabel(Wire, frozen=True, tag=4):
     """Abort the live requests that are named so (`labels.is_named`), whichever frontend sent them; the empty label aborts all.
 
     Answered by ControlReply, and passed on to the other frontends, for what they are about to send.
@@ -123,15 +121,13 @@ class AbortLabel:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
-class AckBatch:
+class AckBatch(Wire, frozen=True, tag=5):
     """All batches up to and including `number` were taken over."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class AskRange:
+class AskRange(Wire, frozen=True, tag=6):
     """Send again the tokens of this choice from this output index on: a gap was seen."""
 
     rid: int
@@ -139,23 +135,20 @@ class AskRange:
     first: int
 
 
-@dataclass(frozen=True, slots=True)
-class FlushCache:
+class FlushCache(Wire, frozen=True, tag=7):
     """Forget the prefix cache. Answered by ControlReply: not ok when requests are running."""
 
     call: int
 
 
-@dataclass(frozen=True, slots=True)
-class GetState:
+class GetState(Wire, frozen=True, tag=8):
     """Ask for the scheduler's counters. With `deep` every worker is asked for its tables too and all are compared."""
 
     call: int
     deep: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PauseGeneration:
+class PauseGeneration(Wire, frozen=True, tag=9):
     """Make no more plans until ContinueGeneration. Answered by ControlReply once no step is in flight.
 
     What runs: `abort` ends it, as well as all that waits; `retract` preempts it, so that the cache can be flushed; `in_place`
@@ -166,8 +159,7 @@ class PauseGeneration:
     mode: str
 
 
-@dataclass(frozen=True, slots=True)
-class ContinueGeneration:
+class ContinueGeneration(Wire, frozen=True, tag=10):
     """Go on after PauseGeneration. Answered by ControlReply, also where nothing was paused."""
 
     call: int
@@ -176,8 +168,7 @@ class ContinueGeneration:
 # ---- Scheduler -> frontend
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerHello:
+class SchedulerHello(Wire, frozen=True, tag=20):
     """Answer to FrontendHello, sent once the workers are ready: the limits that requests are checked against."""
 
     max_total_num_tokens: int
@@ -185,8 +176,7 @@ class SchedulerHello:
     page_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestDone:
+class RequestDone(Wire, frozen=True):
     """One choice ended. `reason` is stop, length, abort or error; `matched` the stop id or -1. Behind its last tokens."""
 
     rid: int
@@ -201,8 +191,7 @@ class RequestDone:
     retry_after_s: int = 0  # of a 503: when another try may have better luck
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
+class TokenBatch(Wire, frozen=True, tag=21):
     """New tokens of a frontend's requests, as ranges: row i carries `counts[i]` ids of choice `choices[i]` of request `rids[i]`
     from output index `first[i]` on; `ids` holds all rows end to end. `cached[i]` of that choice's prompt tokens came from the cache."""
 
@@ -217,8 +206,7 @@ class TokenBatch:
     done: list[RequestDone]
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Wire, frozen=True, tag=22):
     """The request was not taken: nothing else will come for it."""
 
     rid: int
@@ -227,15 +215,13 @@ class Refused:
     retry_after_s: int = 0  # of a 429 or 503: when another try may have better luck
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Wire, frozen=True, tag=23):
     """A message from you was broken or unknown, and was dropped."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ControlReply:
+class ControlReply(Wire, frozen=True, tag=24):
     """Answer to FlushCache, GetState, AbortLabel, PauseGeneration or ContinueGeneration with the same call number."""
 
     call: int
@@ -244,8 +230,7 @@ class ControlReply:
     values: dict[str, Scalar]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Wire, frozen=True, tag=25):
     """The scheduler's load, with every change worth telling (at most a few times a second)."""
 
     num_running: int
@@ -257,8 +242,7 @@ class Load:
 # ---- Scheduler -> worker: one numbered stream, the same for every rank
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(Wire, frozen=True):
     """A request gets a slot: all ids that are known, and where its cached prefix ends (`cached` positions need no computing)."""
 
     slot: int
@@ -270,8 +254,7 @@ class Admission:
     logprobs: LogprobSpec
 
 
-@dataclass(frozen=True, slots=True)
-class PageDelta:
+class PageDelta(Wire, frozen=True):
     """Pages to append to rows of one page group's table: `counts[i]` pages for `slots[i]`; `pages` holds all of them end to end."""
 
     slots: Int32Array
@@ -279,8 +262,7 @@ class PageDelta:
     pages: Int32Array
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSection:
+class PlanSection(Wire, frozen=True):
     """What one attention group does in a step. Rows are the extends, then the decodes, in this order. All empty: idle."""
 
     admissions: list[Admission]
@@ -292,16 +274,14 @@ class PlanSection:
     decode_slots: Int32Array  # every decode row samples
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(Wire, frozen=True, tag=40):
     """One step of the model, as a delta to what the worker's tables hold."""
 
     step: int
     sections: list[PlanSection]  # one per attention group
 
 
-@dataclass(frozen=True, slots=True)
-class WorkPlan:
+class WorkPlan(Wire, frozen=True, tag=41):
     """Work that all ranks do together, in the stream of steps.
 
     `kind` is `reset` (empty all tables), `inspect` (report them) or `capture` (make one more of the graphs that WorkerHello counts).
@@ -314,8 +294,7 @@ class WorkPlan:
 # ---- Worker -> scheduler
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHello:
+class WorkerHello(Wire, frozen=True, tag=60):
     """The first message of a rank: what it is and holds. All ranks must agree before the replica is ready."""
 
     rank: int
@@ -332,8 +311,7 @@ class WorkerHello:
     num_graphs: int = 0  # that make steps quicker once `capture` has made them
 
 
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
+class RowLogprobs(Wire, frozen=True):
     """Logprobs of a row of the step: of its sampled ids, or of prompt tokens from index `first` on (`is_prompt`)."""
 
     slot: int
@@ -345,8 +323,7 @@ class RowLogprobs:
     of_ids: Float32Array
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Wire, frozen=True, tag=61):
     """The sampled ids of a step, from rank 0 of the last stage: `counts[i]` ids for the i-th row that samples.
 
     That is 1 for the end of a prompt, 0 to `max_row_tokens` for a decode, and -1 (no ids) where the model gave no finite logits.
@@ -360,8 +337,7 @@ class StepResult:
     step_us: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepAck:
+class StepAck(Wire, frozen=True, tag=62):
     """Any other rank's word that a step is done, with the hash of the ids that it drew: a difference is a worker fault."""
 
     step: int
@@ -370,8 +346,7 @@ class StepAck:
     step_us: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkDone:
+class WorkDone(Wire, frozen=True, tag=63):
     """A WorkPlan is done on this rank.
 
     `inspect` reports `tables_hash`: hex of an 8-byte blake2b over, for every slot that was ever admitted since the last reset, in
@@ -384,8 +359,7 @@ class WorkDone:
     values: dict[str, Scalar]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFault:
+class WorkerFault(Wire, frozen=True, tag=64):
     """This rank cannot go on: the sentence that explains it is its last message."""
 
     rank: int
@@ -396,8 +370,7 @@ class WorkerFault:
 # ---- Supervisor -> child, on the inherited socketpair
 
 
-@dataclass(frozen=True, slots=True)
-class ChildStart:
+class ChildStart(Wire, frozen=True, tag=80):
     """What a child is and where its links are. The first message that it gets."""
 
     role: str  # frontend, scheduler or worker
@@ -409,15 +382,13 @@ class ChildStart:
     args: ServerArgs
 
 
-@dataclass(frozen=True, slots=True)
-class ServerReady:
+class ServerReady(Wire, frozen=True, tag=81):
     """The whole server is ready: answer requests. `startup_s` is the time since the supervisor's start."""
 
     startup_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Wire, frozen=True, tag=82):
     """Finish what runs within `grace_s` seconds, then end with exit code 0. `reason` is why, if it was not asked for: clients are told."""
 
     grace_s: float
@@ -427,8 +398,7 @@ class Stop:
 # ---- Child -> supervisor
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Wire, frozen=True, tag=90):
     """How far the start has come. `phase` is a word for the display (imports, weights, memory, …); `total` 0 when unknown.
 
     `at_s` is CLOCK_MONOTONIC when the phase began, so that phases of all processes lie on one time line.
@@ -440,22 +410,19 @@ class Progress:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Wire, frozen=True, tag=91):
     """This child does its work from now on. `values` are facts for the start-up report and /server_info."""
 
     values: dict[str, Scalar]
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Wire, frozen=True, tag=92):
     """Alive. `progress_age_s`: since this process last completed what it had to do."""
 
     progress_age_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Wire, frozen=True, tag=93):
     """The one sentence why this child ends."""
 
     message: str
@@ -464,16 +431,14 @@ class Failed:
 # ---- Runtime -> supervisor, and back, on the lifeline (its end-of-file ends the engine; Stop, ServerReady and Failed travel there too)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStart:
+class EngineStart(Wire, frozen=True, tag=100):
     """The first message of a Runtime: the options, and whether to serve HTTP as well."""
 
     args: ServerArgs
     http: bool
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStarted:
+class EngineStarted(Wire, frozen=True, tag=101):
     """The processes are on their way: where a frontend finds the scheduler, and the number that it must use."""
 
     run_dir: str
@@ -537,37 +502,4 @@ FromChild = Progress | Ready | Heartbeat | Failed
 FromRuntime = EngineStart | Stop
 ToRuntime = EngineStarted | ServerReady | Failed
 
-MESSAGE_TYPES: dict[int, type[Message]] = {
-    1: FrontendHello,
-    2: GenerateRequest,
-    3: Abort,
-    4: AbortLabel,
-    5: AckBatch,
-    6: AskRange,
-    7: FlushCache,
-    8: GetState,
-    9: PauseGeneration,
-    10: ContinueGeneration,
-    20: SchedulerHello,
-    21: TokenBatch,
-    22: Refused,
-    23: Rejected,
-    24: ControlReply,
-    25: Load,
-    40: StepPlan,
-    41: WorkPlan,
-    60: WorkerHello,
-    61: StepResult,
-    62: StepAck,
-    63: WorkDone,
-    64: WorkerFault,
-    80: ChildStart,
-    81: ServerReady,
-    82: Stop,
-    90: Progress,
-    91: Ready,
-    92: Heartbeat,
-    93: Failed,
-    100: EngineStart,
-    101: EngineStarted,
-}
+MESSAGE_TYPES: dict[int, type[Message]] = {cls.__struct_config__.tag: cls for cls in get_args(Message)}

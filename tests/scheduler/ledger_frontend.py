@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import assert_never
 
 import numpy as np
+from msgspec.structs import replace
 
 from srt.managers.request_ledger import (
     ALL_CHOICES,

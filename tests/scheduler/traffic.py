@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from srt.protocol.messages import GenerateRequest, Int32Array, LogprobSpec, SamplingSpec, int32_array
 from srt.sampling.sampling_params import choice_seed

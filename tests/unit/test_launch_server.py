@@ -12,7 +12,7 @@ from srt import launch_server
 
 
 def test_the_launcher_loads_nothing_heavy_before_the_children_are_started() -> None:
-    heavy = "{'numpy', 'msgpack', 'zmq', 'torch', 'asyncio', 'pydantic'}"
+    heavy = "{'numpy', 'msgspec', 'zmq', 'torch', 'asyncio', 'pydantic'}"
     script = f"import sys, srt.launch_server; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

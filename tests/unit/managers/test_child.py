@@ -140,7 +140,7 @@ def test_a_child_whose_parent_is_gone_ends_before_it_does_anything() -> None:
 def test_a_module_of_that_name_in_the_users_folder_is_not_taken_for_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "msgpack.py").write_text("raise SystemExit(9)")
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pids").mkdir()
     monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))

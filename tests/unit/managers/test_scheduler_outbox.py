@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from srt.protocol.messages import AckBatch, AskRange, FrontendHello, LogprobSpec
 from tests.unit.managers.scheduler_host import PROTOCOL, Host, expected_ids, request, worker_hello

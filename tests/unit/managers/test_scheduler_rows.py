@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from srt.protocol.messages import StepPlan, StepResult, int32_array
 from tests.unit.managers.scheduler_host import Host, request, worker_hello

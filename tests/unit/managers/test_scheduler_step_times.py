@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from srt.managers.step_times import LEAST_CHUNK, StepTimes
 from srt.protocol.messages import PageDelta, PlanSection, StepPlan, int32_array

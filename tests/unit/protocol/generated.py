@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from srt.protocol.messages import MESSAGE_TYPES, Float32Array, Int32Array, Int64Array, Message
+from srt.protocol.messages import MESSAGE_TYPES, Float32Array, Int32Array, Int64Array, Message, Wire
 
 DTYPES = {Int32Array: np.int32, Int64Array: np.int64, Float32Array: np.float32}
 INT64 = st.integers(-(2**63), 2**64 - 1)
@@ -22,7 +22,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of an annotated type, as a message may hold them."""
     if kind in DTYPES:
         return st_numpy.arrays(DTYPES[kind], st.integers(0, 5))
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, Wire)):
         return objects_of(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is list:
@@ -44,7 +44,11 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 
 def objects_of(cls: Any) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(cls)
-    return st.builds(cls, **{f.name: values_of(hints[f.name]) for f in dataclasses.fields(cls)})
+    return st.builds(cls, **{name: values_of(kind) for name, kind in hints.items() if name in names_of(cls)})
+
+
+def names_of(cls: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else list(cls.__struct_fields__)
 
 
 MESSAGES: st.SearchStrategy[Message] = st.one_of(*(objects_of(cls) for cls in MESSAGE_TYPES.values()))
@@ -54,9 +58,8 @@ def same(one: Any, other: Any) -> bool:
     """Equality that looks into arrays."""
     if isinstance(one, np.ndarray):
         return isinstance(other, np.ndarray) and one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    if dataclasses.is_dataclass(one):
-        names = [f.name for f in dataclasses.fields(one)]
-        return type(one) is type(other) and all(same(getattr(one, name), getattr(other, name)) for name in names)
+    if dataclasses.is_dataclass(one) or isinstance(one, Wire):
+        return type(one) is type(other) and all(same(getattr(one, n), getattr(other, n)) for n in names_of(type(one)))
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and bool(one == other)

@@ -8,7 +8,7 @@ import sys
 import typing
 from typing import Any
 
-import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -78,32 +78,37 @@ def decoded_or_refused(data: bytes) -> None:
         None,
         {},
         [],
-        [3, 0],
-        [999, 0, 0],
-        [True, 0, 0, 1, 2],
-        ["3", 0, 0, 1, 2],
-        [[3], 0, 0, 1, 2],
-        [3, None, 0, 1, 2],
-        [3, 0, 1.0, 1, 2],
-        [3, 0, 0, 1],
-        [3, 0, 0, 1, 2, 3],
-        [3, 0, 0, 1, "2"],
-        [3, 0, 0, True, 2],
-        [3, 0, 0, 1, None],
-        [61, 0, 0, 5, b"123", b"", 0, [], 0],
-        [61, 0, 0, 5, "1234", b"", 0, [], 0],
-        [61, 0, 0, 5, [1], b"", 0, [], 0],
-        [61, 0, 0, 5, b"", b"", 0, [1], 0],
-        [61, 0, 0, 5, b"", b"", 0, {}, 0],
-        [91, 0, 0, {"a": [1]}],
-        [91, 0, 0, {1: 1}],
-        [91, 0, 0, [["a", 1]]],
+        [0, 0],
+        [0, 0, 3],
+        [0, 0, []],
+        [0, 0, [999]],
+        [0, 0, [True, 1, 2]],
+        [0, 0, ["3", 1, 2]],
+        [0, 0, [[3], 1, 2]],
+        [None, 0, [3, 1, 2]],
+        [0, 1.0, [3, 1, 2]],
+        [0, 0, [3, 1, 2], 0],
+        [0, 0, [3, 1]],
+        [0, 0, [3, 1, 2, 3]],
+        [0, 0, [3, 1, "2"]],
+        [0, 0, [3, True, 2]],
+        [0, 0, [3, 1, None]],
+        [0, 0, [61, 5, b"123", b"", 0, [], 0]],
+        [0, 0, [61, 5, "1234", b"", 0, [], 0]],
+        [0, 0, [61, 5, [1], b"", 0, [], 0]],
+        [0, 0, [61, 5, msgspec.msgpack.Ext(2, b"1234"), b"", 0, [], 0]],
+        [0, 0, [61, 5, msgspec.msgpack.Ext(9, b"1234"), b"", 0, [], 0]],
+        [0, 0, [61, 5, b"", b"", 0, [1], 0]],
+        [0, 0, [61, 5, b"", b"", 0, {}, 0]],
+        [0, 0, [91, {"a": [1]}]],
+        [0, 0, [91, {1: 1}]],
+        [0, 0, [91, [["a", 1]]]],
     ],
     ids=str,
 )
 def test_fields_of_the_wrong_number_or_type_are_refused(parts: object) -> None:
     with pytest.raises(DecodeError):
-        decode(msgpack.packb(parts))
+        decode(msgspec.msgpack.encode(parts))
 
 
 def test_text_that_is_not_utf8_is_refused() -> None:
