@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from srt.kernels.decode_attention import MAX_SPLITS, DecodeTiles, decode_attention_kernel
 from srt.kernels.extend_attention import ExtendTiles, extend_kernel
+from srt.kernels.gather_decode import gather_decode_kernel, store_draws_kernel
 from srt.kernels.gather_pages import gather_pages_kernel
 from srt.kernels.jit import block_dim
 from srt.kernels.write_kv import write_kv_kernel
@@ -57,7 +58,7 @@ class KernelBuild:
 def all_builds() -> list[KernelBuild]:
     """Each kernel for bfloat16 heads of 64 and 128, and once for float16 and float32."""
     cases = [(torch.bfloat16, 64, 4), (torch.bfloat16, 128, 5), (torch.float16, 128, 1), (torch.float32, 128, 4)]
-    builds: list[KernelBuild] = [_gather_pages()]
+    builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws()]
     for dtype, head_dim, group in cases:
         builds.append(_write_kv(dtype, head_dim))
         builds.append(_decode_attention(dtype, head_dim, group))
@@ -87,6 +88,36 @@ def _gather_pages() -> KernelBuild:
             "page_table_stride": "i32",
         },
         constants={"BLOCK": 256},
+    )
+
+
+def _gather_decode() -> KernelBuild:
+    integers = ("row_slots", "new_pages", "seq_lens", "seeds", "input_ids", "positions", "locations", "row_lens")
+    counts = ("num_rows", "dummy_slot", "page_table_stride", "token_table_stride")
+    return KernelBuild(
+        name="gather_decode[]",
+        kernel=gather_decode_kernel,
+        types={
+            **dict.fromkeys((f"{name}_ptr" for name in (*integers, "row_seeds")), "*i64"),
+            **dict.fromkeys(("page_table_ptr", "token_table_ptr"), "*i32"),
+            **dict.fromkeys(("temperatures_ptr", "row_temperatures_ptr"), "*fp32"),
+            **dict.fromkeys(counts, "i32"),
+        },
+        constants={"PAGE_SIZE": 16, "BLOCK": 32},
+    )
+
+
+def _store_draws() -> KernelBuild:
+    return KernelBuild(
+        name="store_draws[]",
+        kernel=store_draws_kernel,
+        types={
+            **dict.fromkeys(("ids_ptr", "row_slots_ptr", "positions_ptr"), "*i64"),
+            "is_valid_ptr": "*u8",
+            **dict.fromkeys(("token_table_ptr", "sampled_ptr"), "*i32"),
+            **dict.fromkeys(("num_rows", "token_table_stride"), "i32"),
+        },
+        constants={"BLOCK": 32},
     )
 
 
