@@ -25,6 +25,8 @@ class Ranking:
             return -inf, request.serial
         if not self.has_priorities:
             return 0.0, request.serial
+        if self._aging_s == inf:  # nobody grows older: who is important enough starves the others
+            return float(-request.priority), request.serial
         return request.arrived_s - request.priority * self._aging_s, request.serial
 
     def may_displace(self, request: Request, running: Request) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from srt.managers.clients import Client, Labels
 from srt.managers.deadlines import Deadlines
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers, Worker
+from srt.managers.pace import Pace
 from srt.managers.replica import Replica
 from srt.managers.request import Request, Status, expand
 from srt.managers.worker_stream import BrokenReplica, Handshake, Inspection
@@ -79,7 +80,9 @@ class Scheduler:
         self._early: list[tuple[int, FromFrontend]] = []  # came before the workers were ready
         self._next_serial = 1
         self._is_draining = False
-        self._is_paused = False
+        self._paused_by: set[int] = set()  # frontends: a pause ends with the one that asked for it
+        self._now = 0.0
+        self._pace = Pace()
         self._asked_to_pause: list[tuple[int, int]] = []  # frontend and call, until no step is in flight
         self._asked_deep: list[tuple[int, int]] = []  # frontend and call
         self._last_load: tuple[float, Load] | None = None
@@ -120,8 +123,14 @@ class Scheduler:
         """All that is counted; None before the workers are ready."""
         return None if self._replica is None else self._replica.state()
 
+    def request_in(self, slot: int) -> Request:
+        """Who runs in a slot that the latest plan has used."""
+        assert self._replica is not None, "there are no slots yet"
+        return self._replica.planner.request_in(slot)
+
     def handle(self, source: Source, message: Message, now: float) -> list[Effect]:
         """Take in one message. Its consequences are sent at once where it asks for an answer, else by the next `tick`."""
+        self._now = now
         match source:
             case Frontend(number):
                 if not isinstance(message, _FROM_FRONTEND):
@@ -139,6 +148,7 @@ class Scheduler:
 
     def tick(self, now: float) -> list[Effect]:
         """Plan steps until the window is full, then send the frontends what is new."""
+        self._now = now
         if self._replica is None:
             return []
         if self._deadlines.are_set:
@@ -151,6 +161,7 @@ class Scheduler:
     def frontend_gone(self, number: int) -> None:
         """The frontend is not there any more: its requests end, and nobody is told."""
         client = self._clients.pop(number, None)
+        self._paused_by.discard(number)
         self._early = [(frontend, message) for frontend, message in self._early if frontend != number]
         if client is not None:
             for request in client.all_requests():
@@ -158,7 +169,7 @@ class Scheduler:
 
     def drain(self) -> None:
         """Take no new requests from now on, and finish those that are here."""
-        self._is_paused = False
+        self._paused_by.clear()
         self._is_draining = True
 
     def abort_all(self) -> int:
@@ -210,11 +221,11 @@ class Scheduler:
             case AskRange():
                 return self._send_again(self._replica, client, message)
             case FlushCache(call):
-                return [ToFrontend(number, self._replica.flush(call, is_paused=self._is_paused))]
+                return [ToFrontend(number, self._replica.flush(call, is_paused=bool(self._paused_by)))]
             case PauseGeneration(call, mode):
                 return self._pause(self._replica, number, call, mode)
             case ContinueGeneration(call):
-                self._is_paused = False
+                self._paused_by.clear()
                 return [ToFrontend(number, ControlReply(call, True, "", {}))]
             case GetState(call, deep):
                 if not deep:
@@ -241,7 +252,8 @@ class Scheduler:
         refusal = self._reason_to_refuse(replica, message)
         if refusal is not None:
             replica.counters.num_refused += 1
-            return [ToFrontend(client.number, Refused(message.rid, *refusal))]
+            retry_after_s = self._retry_after_s(replica) if refusal[0] == 429 else 0
+            return [ToFrontend(client.number, Refused(message.rid, *refusal, retry_after_s))]
         requests = expand(client.number, message, self._next_serial, now)
         self._next_serial += len(requests)
         client.enter(requests)
@@ -254,11 +266,14 @@ class Scheduler:
 
     def _reason_to_refuse(self, replica: Replica, message: GenerateRequest) -> tuple[int, str] | None:
         """Status and sentence, or None: welcome."""
-        if self._is_draining:
+        if self._is_draining and not message.resumed:
             return 503, "The server is shutting down."
         if self._labels.is_taken(message.label):
             return 400, f"A request with the id {message.label!r} is being processed already."
         return replica.reason_to_refuse(message)
+
+    def _retry_after_s(self, replica: Replica) -> int:
+        return self._pace.retry_after_s(replica.planner.num_waiting, self._now)
 
     def _end_if_complete(self, request: Request) -> None:
         """A resumed request may have all its tokens already: only the word that it ended was lost."""
@@ -293,6 +308,7 @@ class Scheduler:
         assert self._replica is not None
         self._replica.planner.end(request, keep_prefix=reason != "error")
         self._labels.leave(request)
+        self._pace.note_end(self._now)
         if not tell:
             return
         request.done = RequestDone(
@@ -305,6 +321,7 @@ class Scheduler:
             status=status,
             message=message,
             num_preempted=request.num_preempted,
+            retry_after_s=self._retry_after_s(self._replica) if status == 503 else 0,
         )
         self._clients[request.frontend].outbox.add_end(request)
 
@@ -389,7 +406,7 @@ class Scheduler:
 
     def _plan(self, replica: Replica, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while replica.stream.num_in_flight < replica.window and not self._is_paused:
+        while replica.stream.num_in_flight < replica.window and not self._paused_by:
             planned = replica.planner.plan(replica.stream.next_step, now)
             if planned is None:
                 break
@@ -440,7 +457,7 @@ class Scheduler:
     def _pause(self, replica: Replica, number: int, call: int, mode: str) -> list[Effect]:
         if mode not in PAUSE_MODES:
             return [ToFrontend(number, ControlReply(call, False, f"mode must be one of {', '.join(PAUSE_MODES)}.", {}))]
-        self._is_paused = True
+        self._paused_by.add(number)
         if mode == "abort":
             self.abort_all()
         elif mode == "retract":
@@ -464,7 +481,7 @@ class Scheduler:
     def _state(self, replica: Replica, call: int, findings: list[str]) -> ControlReply:
         values = replica.state()
         values["is_draining"] = self._is_draining
-        values["is_paused"] = self._is_paused
+        values["is_paused"] = bool(self._paused_by)
         for number, client in self._clients.items():
             values[f"live_requests_of_frontend_{number}"] = client.num_known
             values[f"unacknowledged_batches_of_frontend_{number}"] = client.outbox.num_unacknowledged

@@ -275,7 +275,7 @@ class FakeWorker:
     def _check_nobody_stands_still(self, decodes: Int32Array) -> None:
         """Who streams is in every step, or has its turn in a pipeline; but not who may have got all its ids already."""
         s = self._settings
-        longest = 1 if s.num_stages == 1 else 2 * s.num_stages - 1
+        longest = 1 if s.num_stages == 1 else 3 * s.num_stages
         if s.row_tokens > 1 and s.num_stages > 1:
             longest *= 2  # those who had seemed to have all go before
         paused = self._turn_of[decodes] <= self._turn - longest

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 from msgspec.structs import replace
@@ -32,21 +30,24 @@ from srt.protocol.messages import (
     TokenBatch,
 )
 from tests.scheduler.reference import logprobs
-from tests.scheduler.settings import Settings
 from tests.scheduler.traffic import Choice
+
+if TYPE_CHECKING:
+    from tests.scheduler.world import World
 
 
 class LedgerFrontend:
     """What the ledger releases must be each token once, in order, then the end, once, whatever became of schedulers meanwhile."""
 
-    def __init__(self, number: int, settings: Settings, rng: random.Random, statistics: Counter[str]) -> None:
+    def __init__(self, number: int, world: World) -> None:
         self.number = number
         self.replies: dict[int, ControlReply] = {}
         self.live: dict[int, dict[int, Choice]] = {}  # rid -> choice -> what is to come
         self._ledger = RequestLedger()
-        self._settings = settings
-        self._rng = rng
-        self._statistics = statistics
+        self._world = world
+        self._settings = world.settings
+        self._rng = world.rng
+        self._statistics = world.statistics
         self._leaving: list[Choice] = []
         self._next_batch = 0
         self._is_greeted = False
@@ -182,6 +183,7 @@ class LedgerFrontend:
         if done.status in (503, 504):
             timeout = self._settings.waiting_timeout if done.status == 503 else self._settings.running_timeout
             assert timeout is not None and done.reason == "error", f"{choice.name} ran into a timeout that is not set"
+            assert (done.retry_after_s > 0) == (done.status == 503)
             self._statistics["timed out"] += 1
             return
         answer = choice.answer
@@ -199,5 +201,7 @@ class LedgerFrontend:
         num_tokens = first.prompt_len + first.request.sampling.max_new_tokens
         is_crowded = status == 429 and self._settings.max_queued < 4096
         is_too_long = status == 400 and not self._settings.can_fit(num_tokens)
-        assert is_crowded or is_too_long, f"{first.name} was refused with {status}: {refusal.message}"
+        is_leaving = status == 503 and self._world.is_draining
+        assert (refusal.retry_after_s > 0) == (status == 429), f"{first.name}: {refusal}"
+        assert is_crowded or is_too_long or is_leaving, f"{first.name} was refused with {status}: {refusal.message}"
         self._statistics["refused"] += 1

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, Worker
 from srt.managers.effects import ToFrontend as SendToFrontend
 from srt.managers.effects import ToWorkers as SendToWorkers
-from srt.managers.request import Request, Status
 from srt.managers.scheduler_state import Scheduler
 from srt.protocol.messages import (
     Abort,
@@ -31,6 +30,7 @@ from srt.protocol.messages import (
     WorkerHello,
     WorkPlan,
 )
+from tests.scheduler.fairness import Fairness
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.ledger_frontend import LedgerFrontend
 from tests.scheduler.traffic import Choice
@@ -75,13 +75,15 @@ class Server:
         self._connected: dict[int, LedgerFrontend] = {}
         self._known: dict[str, list[Choice]] = {}  # by label, what has arrived
         self._last_ack: dict[int, int] = {}
+        self._next_batch: dict[int, int] = {}
         self._to_frontends = [Link(world.now) for _ in range(s.num_frontends)]
         self._from_ranks = [Link(world.now) for _ in range(s.tp_size)]
         self._tick_at = math.inf
         self._num_in_flight = 0
         self._answered = 0  # the last step of which the scheduler has the result
         self._first_stage_free_at = world.now
-        self._is_paused = False
+        self._paused_by: set[int] = set()
+        self._fairness = Fairness(s)
 
     def start(self) -> None:
         """The workers come up."""
@@ -134,11 +136,11 @@ class Server:
         elif isinstance(message, AbortLabel):
             self._note_abort_by(message.label)
         elif isinstance(message, PauseGeneration):
-            self._is_paused = True
+            self._paused_by.add(number)
             if message.mode == "abort":
                 self._note_abort_by("")
         elif isinstance(message, ContinueGeneration):
-            self._is_paused = False
+            self._paused_by.clear()
         self._handle(Frontend(number), message, self._settings.tick_delay if isinstance(message, AckBatch) else 0.0)
 
     def lose(self, frontend: LedgerFrontend) -> None:
@@ -147,6 +149,14 @@ class Server:
             self._forget(frontend)
             self._scheduler.frontend_gone(frontend.number)
             self._tick_by(self._world.now)
+
+    def drain(self) -> None:
+        self._scheduler.drain()
+        self._paused_by.clear()
+
+    @property
+    def is_drained(self) -> bool:
+        return self._scheduler.is_drained
 
     def wake(self) -> None:
         when = self._scheduler.next_tick_s if self.is_alive else None
@@ -162,13 +172,13 @@ class Server:
         if before is not None:
             self._forget(before)
         self._connected[frontend.number] = frontend
-        self._last_ack[frontend.number] = -1
+        self._last_ack[frontend.number], self._next_batch[frontend.number] = -1, 0
         link = self._to_frontends[frontend.number]
         self._to_frontends[frontend.number] = Link(max(link.next_arrival(self._world.now, 0.0), self._world.now))
 
     def _forget(self, frontend: LedgerFrontend) -> None:
         del self._connected[frontend.number]
-        self._is_paused &= self._scheduler.is_ready  # what it said before that is forgotten
+        self._paused_by.discard(frontend.number)
         for choice in frontend.live_choices():
             self._worker.end(choice)
 
@@ -204,26 +214,14 @@ class Server:
         replica = self._scheduler._replica
         if replica is None:
             return
-        running, incarnations = replica.planner._running.copy(), replica.slots.incarnation.copy()
-        num_preempted = replica.counters.num_preempted
+        before = self._fairness.before(replica)
+        may_be_sent = [n for n in self._connected if self._next_batch[n] - self._last_ack[n] <= MAX_UNACKNOWLEDGED]
         self._apply(self._scheduler.tick(world.now))
-        if replica.counters.num_preempted != num_preempted:
-            before = zip(running, incarnations.tolist(), strict=True)
-            self._check_order([(request, number) for request, number in before if request is not None])
+        self._fairness.after(self._scheduler, replica, before)
+        for number in may_be_sent:
+            self._fairness.check_sent(replica, number)
         if world.rng.random() * world.check_every < 1.0:
             self._scheduler.check()
-
-    def _check_order(self, before: list[tuple[Request, int]]) -> None:
-        """Nobody loses its slot while one goes on who came later and is no more important."""
-        stayed = [r for r, incarnation in before if r.status is Status.RUNNING and r.incarnation == incarnation]
-        for victim, incarnation in before:
-            if victim.status is Status.ENDED or (victim.status is Status.RUNNING and victim.incarnation == incarnation):
-                continue
-            for other in stayed:
-                is_due = self._settings.policy == "priority" and other.priority > victim.priority
-                assert other.serial < victim.serial or is_due, (
-                    f"request {victim.key} was preempted instead of {other.key}, which came later"
-                )
 
     # ---- Effects out
 
@@ -245,6 +243,7 @@ class Server:
             return
         if isinstance(message, TokenBatch):
             assert message.number - self._last_ack[number] <= MAX_UNACKNOWLEDGED, f"frontend {number} is flooded"
+            self._next_batch[number] = message.number + 1
             self._check_ranges(message)
             for done in message.done:
                 choice = world.by_rid[done.rid][done.choice]
@@ -276,7 +275,7 @@ class Server:
         answer: StepResult | WorkDone
         step_us = 0
         if isinstance(work, StepPlan):
-            assert not self._is_paused, "a plan was made in a pause"
+            assert not self._paused_by, "a plan was made in a pause"
             self._num_in_flight += 1
             assert self._num_in_flight <= s.most_in_flight, f"{self._num_in_flight} plans are in flight"
             step_us = self._step_us(work)

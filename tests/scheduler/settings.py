@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,7 @@ class Settings:
     conservativeness: float = 1.0
     policy: str = "fcfs"
     threshold: int = 10  # of priorities
+    aging: float = 0.3  # seconds that count as a step of priority
     eviction: str = "lru"
     waiting_timeout: float | None = None
     running_timeout: float | None = None
@@ -53,6 +55,7 @@ class Settings:
     num_deaths: int = 0  # of the scheduler or a worker
     num_returns: int = 0  # of frontends
     num_questions: int = 4  # and flushes, and aborts of what others sent
+    drains: bool = False  # at some time nothing new is taken any more
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
@@ -86,6 +89,7 @@ class Settings:
             conservativeness=rng.choice((1.0, 0.3, 0.01, 0.01)),
             policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
             threshold=rng.choice((1, 4)),
+            aging=rng.choice((longest_answer * step_time, 100 * step_time, math.inf)),
             eviction=rng.choice(("lru", "lru", "lfu")),
             waiting_timeout=rng.choice((None,) * 9 + (2 * longest_answer * step_time,)),
             running_timeout=rng.choice((None,) * 9 + (longest_answer * step_time,)),
@@ -111,6 +115,7 @@ class Settings:
             num_deaths=rng.choice((0, 1, 1, 2, 4)),
             num_returns=rng.choice((0, 0, 0, 1, 3)),
             num_questions=rng.choice((0, 4, 10)),
+            drains=rng.random() < 0.05,
         )
 
     def server_args(self) -> ServerArgs:
@@ -124,7 +129,7 @@ class Settings:
             schedule_conservativeness=self.conservativeness,
             schedule_policy=self.policy,
             priority_scheduling_preemption_threshold=self.threshold,
-            priority_aging_time=self.longest_answer * self.step_time,
+            priority_aging_time=self.aging,
             radix_eviction_policy=self.eviction,
             max_decode_stall=1000 * self.stall,
             request_waiting_timeout=self.waiting_timeout,

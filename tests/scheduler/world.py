@@ -47,12 +47,13 @@ class World:
         self.rows_per_step: list[int] = []
         self.now = 0.0
         self.check_every = check_every
+        self.is_draining = False
         self._traffic = Traffic(s, seed)  # the same requests, whatever else happens
         self._events: list[tuple[float, int, Link | None, Callable[[], None]]] = []
         self._num_events = 0
         self.by_seed: dict[int, Choice] = {}
         self.by_rid: dict[int, list[Choice]] = {}
-        self._frontends = [LedgerFrontend(n, s, self.rng, self.statistics) for n in range(s.num_frontends)]
+        self._frontends = [LedgerFrontend(n, self) for n in range(s.num_frontends)]
         self._server = Server(self, generation=1)
         self._server_of: list[Server] = [self._server] * s.num_frontends  # that each frontend is connected to
         self._links: list[Link] = [Link() for _ in self._frontends]  # from frontends
@@ -109,6 +110,8 @@ class World:
             (self._return, s.num_returns),
             (self._ask_something, s.num_questions),
         )
+        if s.drains:
+            self.at(end * self.rng.random(), self._drain)
         for action, count in disturbances:
             for _ in range(count):
                 self.at(self.rng.random() * end, action)
@@ -116,6 +119,7 @@ class World:
 
     def _end(self) -> None:
         """Everything is over: all memory must be free, and every book must say so."""
+        assert self._server.is_drained, "something is left to do, or to be said"
         state = self._ask(GetState(self._call(), deep=True))
         assert state.ok, state.message
         assert self._ask(FlushCache(self._call())).ok
@@ -215,6 +219,11 @@ class World:
         self._next_call += 1
         return self._next_call - 1
 
+    def _drain(self) -> None:
+        """SIGTERM: whoever comes from now on is refused."""
+        self.is_draining = True
+        self._server.drain()
+
     # ---- Deaths
 
     def _return(self) -> None:
@@ -222,7 +231,7 @@ class World:
         self.statistics["frontend deaths"] += 1
         number = self.rng.randrange(len(self._frontends))
         old = self._frontends[number]
-        new = self._frontends[number] = LedgerFrontend(number, self.settings, self.rng, self.statistics)
+        new = self._frontends[number] = LedgerFrontend(number, self)
         if self.rng.random() < 0.5:  # the scheduler's process finds that it is gone before it comes again
             self._links[number].cut_at = self.now
             self._server_of[number].lose(old)
@@ -231,8 +240,6 @@ class World:
         self._links[number] = Link(self._links[number].cut_at)
         self._server_of[number] = self._server
         self._say(new, [FrontendHello(number, PROTOCOL)])
-        if self.statistics["pauses"]:
-            self._continue(number)  # the old one's word may have been lost
 
     def _die(self) -> None:
         """The scheduler or a worker dies. Of what it had sent, each frontend still hears a part; then all begin anew."""
@@ -240,6 +247,8 @@ class World:
         self.statistics["deaths"] += 1
         old.die()
         new = self._server = Server(self, generation=old.generation + 1)
+        if self.is_draining:
+            new.drain()
         self.at(self.now + self.rng.random() * 0.1, new.start)
         for frontend in self._frontends:
             heard_until = self.now + self.rng.choice((0.0, self.settings.delay, 1.0)) * self.rng.random()

@@ -137,3 +137,33 @@ def test_each_frontend_gets_its_own_requests_in_one_batch_a_step() -> None:
     host.tick()
     assert host.batches(0)[0].rids.tolist() == host.batches(1)[0].rids.tolist() == [0, 1, 2]
     assert host.batches(0)[0].ids.tolist() != host.batches(1)[0].ids.tolist()
+
+
+def test_a_frontend_that_reads_nothing_changes_nothing_for_others_and_costs_only_what_its_own_requests_hold() -> None:
+    """The same traffic twice; one time the second frontend never acknowledges."""
+    hosts = []
+    for is_slow in (False, True):
+        host = Host(hello=worker_hello(num_slots=4))
+        host.say(FrontendHello(1, PROTOCOL), frontend=1)
+        for rid in range(1, 13):
+            host.say(request(rid, [rid] * 5, max_new=20), frontend=rid % 2)
+        host.tick()
+        while host.plans:
+            host.answer()
+            host.tick()
+            host.acknowledge(0)
+            if not is_slow:
+                host.acknowledge(1)
+            host.tick()
+        hosts.append(host)
+    quick, slow = hosts
+    assert [(p.decode_slots.tolist(), p.extend_slots.tolist()) for p in slow.all_plans] == [
+        (p.decode_slots.tolist(), p.extend_slots.tolist()) for p in quick.all_plans
+    ]
+    assert [(b.number, b.ids.tolist()) for b in slow.batches(0)] == [
+        (b.number, b.ids.tolist()) for b in quick.batches(0)
+    ]
+    assert len(slow.batches(1)) == 8
+    state = slow.state().values
+    assert (state["live_requests_of_frontend_0"], state["live_requests_of_frontend_1"]) == (0, 6)
+    assert (state["num_running"], state["num_waiting"], state["num_pinned"]) == (0, 0, 0)

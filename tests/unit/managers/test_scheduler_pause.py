@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from srt.protocol.messages import ContinueGeneration, ControlReply, FlushCache, PauseGeneration
-from tests.unit.managers.scheduler_host import Host, expected_ids, request
+from srt.protocol.messages import ContinueGeneration, ControlReply, FlushCache, FrontendHello, PauseGeneration
+from tests.unit.managers.scheduler_host import PROTOCOL, Host, expected_ids, request
 
 MADE = request(1, [1, 2, 3, 4, 5], max_new=9)
 
@@ -66,5 +66,26 @@ def test_an_aborting_pause_ends_what_is_there_and_lets_what_comes_wait() -> None
 def test_a_pause_of_an_unknown_kind_is_refused() -> None:
     host = paused("now")
     assert replies(host) == {7: False}
+    host.run()
+    assert host.ids(1) == expected_ids(MADE)
+
+
+def test_a_pause_ends_with_the_frontend_that_asked_for_it() -> None:
+    """Its word to go on would be lost with it."""
+    host = Host()
+    host.say(MADE)
+    host.say(FrontendHello(1, PROTOCOL), frontend=1)
+    host.say(PauseGeneration(7, "in_place"), frontend=1)
+    host.run()
+    assert host.ids(1) == []
+    host.scheduler.frontend_gone(1)
+    host.run()
+    assert host.ids(1) == expected_ids(MADE)
+
+
+def test_any_frontend_may_end_a_pause() -> None:
+    host = paused("in_place")
+    host.say(FrontendHello(1, PROTOCOL), frontend=1)
+    host.say(ContinueGeneration(1), frontend=1)
     host.run()
     assert host.ids(1) == expected_ids(MADE)

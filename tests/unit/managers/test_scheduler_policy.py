@@ -116,3 +116,14 @@ def test_least_frequently_used_prefixes_go_first_if_asked_for() -> None:
         host.run()
         kept[policy] = host.ends()[8, 0].cached_tokens
     assert kept["lru"] < kept["lfu"] == 12
+
+
+def test_without_aging_the_more_important_always_goes_first() -> None:
+    host = Host(hello=worker_hello(num_slots=1), schedule_policy="priority", priority_aging_time=float("inf"))
+    host.say(request(1, [1]))
+    host.tick()
+    host.now = 1e6
+    for rid, priority in ((2, 0), (3, 0), (4, 1)):
+        host.say(request(rid, [rid], priority=priority))
+    host.run()
+    assert admitted(host) == [1, 4, 2, 3]

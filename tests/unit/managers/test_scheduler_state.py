@@ -10,12 +10,14 @@ from srt.protocol.messages import (
     Abort,
     AbortLabel,
     AskRange,
+    ContinueGeneration,
     ControlReply,
     FlushCache,
     FrontendHello,
     GetState,
     Load,
     LogprobSpec,
+    PauseGeneration,
     Refused,
     Rejected,
     RowLogprobs,
@@ -669,3 +671,42 @@ def test_a_range_of_a_choice_that_is_gone_is_not_sent_and_nobody_is_told() -> No
         host.say(ask)
         host.tick()
     assert (len(host.batches()), host.of_type(Rejected)) == (num_batches, [])
+
+
+def test_who_is_refused_for_want_of_room_is_told_when_to_come_again() -> None:
+    host = Host(max_queued_requests=0, hello=worker_hello(num_slots=1))
+    for rid in range(1, 5):  # each takes 8 s
+        host.say(request(rid, PROMPT))
+        host.now += 8.0
+        host.run()
+    host.say(request(5, PROMPT))
+    for rid in range(6, 70):
+        host.say(request(rid, PROMPT, resumed=True))
+    host.say(request(70, PROMPT))
+    (refused,) = host.of_type(Refused)
+    assert refused.status == 429
+    assert 30 <= refused.retry_after_s <= 60
+
+
+def test_a_drain_finishes_what_a_dead_scheduler_had_taken() -> None:
+    host = Host()
+    host.scheduler.drain()
+    host.say(request(1, PROMPT, resumed=True))
+    host.say(request(2, PROMPT))
+    (refused,) = host.of_type(Refused)
+    assert (refused.rid, refused.status) == (2, 503)
+    host.run()
+    assert sorted(host.ends()) == [(1, 0)]
+
+
+def test_an_end_says_how_often_the_request_was_preempted() -> None:
+    host = Host()
+    host.say(request(1, PROMPT, max_new=9))
+    host.tick()
+    host.answer()
+    host.tick()
+    host.say(PauseGeneration(1, "retract"))
+    host.run()
+    host.say(ContinueGeneration(2))
+    host.run()
+    assert host.ends()[1, 0].num_preempted == 1
