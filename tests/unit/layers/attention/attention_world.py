@@ -51,20 +51,33 @@ class AttentionWorld:
     def step(self, extends: list[tuple[int, int]], decodes: list[int]) -> float:
         """Run rows of (slot, new tokens), then decoding slots; the largest error of any output."""
         rows = [*extends, *((slot, 1) for slot in decodes)]
-        num_tokens = sum(count for _, count in rows)
-        batch = self._make_batch(rows, len(extends))
-        heads, kv_heads, head_dim = self._layer.num_heads, self._layer.num_kv_heads, self._layer.head_dim
-        # As models give them: slices of one fused projection.
-        fused = self._randn(num_tokens, (heads + 2 * kv_heads) * head_dim).to(self._device)
-        q, k, v = fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
+        batch = self.make_batch(rows, len(extends))
+        fused = self.make_qkv(rows)
         self._backend.init_forward_metadata(batch)
-        out = self._layer(q, k, v, batch)
+        return self.error_of(rows, fused, self.attend(fused, batch))
+
+    def make_qkv(self, rows: list[tuple[int, int]]) -> torch.Tensor:
+        """As models give them: one fused projection."""
+        layer = self._layer
+        width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+        return self._randn(sum(count for _, count in rows), width).to(self._device)
+
+    def attend(self, fused: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        out: torch.Tensor = self._layer(*self._split(fused), batch)
+        return out
+
+    def error_of(self, rows: list[tuple[int, int]], fused: torch.Tensor, out: torch.Tensor) -> float:
+        q, k, v = self._split(fused)
         assert out.shape == q.shape
         assert out.dtype == self._dtype
         return max(
             self._error_of_row(slot, *(t[first : first + count].cpu() for t in (q, k, v, out)))
             for (slot, count), first in zip(rows, _starts(rows), strict=True)
         )
+
+    def _split(self, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        heads, kv_heads, head_dim = self._layer.num_heads, self._layer.num_kv_heads, self._layer.head_dim
+        return fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
 
     def _error_of_row(self, slot: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> float:
         layer = self._layer
@@ -84,7 +97,7 @@ class AttentionWorld:
         error = (out.double() - expected.reshape(out.shape)).abs().max().item()
         return error if error == error else float("inf")
 
-    def _make_batch(self, rows: list[tuple[int, int]], num_extends: int) -> ForwardBatch:
+    def make_batch(self, rows: list[tuple[int, int]], num_extends: int) -> ForwardBatch:
         page_size = self._tables.page_size
         prefixes = [int(self._tables.seq_lens[slot]) for slot, _ in rows]
         slots: list[int] = []

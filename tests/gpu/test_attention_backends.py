@@ -1,0 +1,191 @@
+"""Every attention backend on a GPU against dense attention in float64, and wrong kernels, which must be found out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.backend_choice import BackendChoice, are_kernels_compiled, choose_backends, make_backend
+from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.radix_attention import RadixAttention
+from srt.layers.attention.triton_backend import TritonAttentionBackend
+from srt.model_executor.forward_batch_info import ForwardBatch
+from srt.server_args import ServerArgs
+from tests.unit.layers.attention.attention_world import MAX_TOKENS, AttentionWorld
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+EVERYWHERE = ("torch_native", "triton")
+ALL = [("torch_native", "torch_native"), ("triton", "triton"), ("flashinfer", "flashinfer"), ("fa3", "triton")]
+
+
+def spec_of(
+    group: int, head_dim: int, page_size: int, dtype: torch.dtype, window: int | None = None, fp8: bool = False
+) -> AttentionSpec:
+    kv_dtype = torch.float8_e4m3fn if fp8 else dtype
+    return AttentionSpec(2 * group, 2, head_dim, dtype, kv_dtype, page_size, MAX_TOKENS, (window,))
+
+
+def world_of(backend: AttentionBackend, spec: AttentionSpec) -> AttentionWorld:
+    return AttentionWorld(
+        backend,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.page_size,
+        spec.dtype,
+        CUDA,
+        spec.windows[0],
+        spec.kv_dtype,
+    )
+
+
+def worst_error(backend: AttentionBackend, spec: AttentionSpec) -> float:
+    """Of extend steps with and without prefixes, mixed steps, and decode steps."""
+    world = world_of(backend, spec)
+    errors = [
+        world.step(extends=[(3, 15), (0, 1), (5, 150)], decodes=[]),
+        world.step(extends=[(3, 2), (6, 16)], decodes=[5, 0]),
+        world.step(extends=[], decodes=[6, 3, 0, 5]),
+        world.step(extends=[(1, 40), (2, 17)], decodes=[3]),
+        world.step(extends=[(0, 100), (5, 1)], decodes=[3]),
+        world.step(extends=[], decodes=[5, 0]),
+    ]
+    return max(errors)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("group", "page_size"), [(1, 1), (2, 16), (4, 1), (5, 16)])
+@pytest.mark.parametrize(("prefill", "decode"), ALL)
+def test_bfloat16_through_every_kind_of_step(
+    prefill: str, decode: str, group: int, page_size: int, head_dim: int
+) -> None:
+    spec = spec_of(group, head_dim, page_size, torch.bfloat16)
+    assert worst_error(make_backend(BackendChoice(prefill, decode), spec, CUDA), spec) <= TOLERANCE[spec.dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize(("group", "page_size"), [(2, 16), (5, 1), (4, 7)])
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_other_types_and_sizes_where_they_are_served(
+    name: str, group: int, page_size: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    spec = spec_of(group, head_dim, page_size, dtype)
+    assert worst_error(make_backend(BackendChoice(name, name), spec, CUDA), spec) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [1, 33, 100])
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_windows(name: str, window: int) -> None:
+    spec = spec_of(4, 128, 16, torch.bfloat16, window)
+    assert worst_error(make_backend(BackendChoice(name, name), spec, CUDA), spec) <= TOLERANCE[spec.dtype]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [*((name, name) for name in EVERYWHERE), ("fa3", "triton")])
+def test_a_memory_of_fp8_costs_no_more_than_its_rounding(prefill: str, decode: str) -> None:
+    spec = spec_of(4, 128, 16, torch.bfloat16, fp8=True)
+    assert 1e-3 <= worst_error(make_backend(BackendChoice(prefill, decode), spec, CUDA), spec) <= 0.15
+
+
+def test_the_default_on_hopper_is_fa3_and_triton() -> None:
+    spec = spec_of(4, 128, 16, torch.bfloat16)
+    choice = choose_backends(ServerArgs(model_path="x"), spec, CUDA)
+    is_hopper = torch.cuda.get_device_capability(CUDA)[0] == 9
+    assert choice.decode == "triton"
+    assert (choice.prefill == "fa3") == (is_hopper and are_kernels_compiled("fa3", spec))
+    assert choose_backends(ServerArgs(model_path="x"), replace(spec, dtype=torch.float32), CUDA).prefill == "triton"
+
+
+class ShortByOne(TritonAttentionBackend):
+    """Decodes without the newest position."""
+
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        super().forward_decode(q, layer, replace(batch, seq_lens=batch.seq_lens - 1), out)
+
+
+class LongByOne(TritonAttentionBackend):
+    """Lets the tokens of a chunk see one position too many."""
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        wrong = replace(batch, extend_prefix_lens=batch.extend_prefix_lens + 1)
+        super().forward_extend(q, k, v, layer, wrong, out)
+
+
+class WrongPage(TritonAttentionBackend):
+    """Reads a row's first page where its second is."""
+
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        tables = batch.req_to_token_pool
+        right = tables.page_table.clone()
+        tables.page_table[:, 1] = tables.page_table[:, 0]
+        super().forward_decode(q, layer, batch, out)
+        tables.page_table.copy_(right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [ShortByOne, LongByOne, WrongPage])
+def test_a_wrong_kernel_is_found_out(wrong: type[TritonAttentionBackend], dtype: torch.dtype) -> None:
+    spec = spec_of(4, 128, 16, dtype)
+    assert not worst_error(wrong(CUDA), spec) <= 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_a_captured_decode_step_serves_rows_that_grew_and_moved(name: str) -> None:
+    spec = spec_of(4, 128, 16, torch.bfloat16)
+    backend = make_backend(BackendChoice(name, name), spec, CUDA)
+    world = world_of(backend, spec)
+    world.step(extends=[(3, 15), (0, 40), (5, 150), (6, 1)], decodes=[])
+    batch, fused = world.make_batch([(3, 1), (5, 1)], 0), world.make_qkv([(3, 1), (5, 1)])
+    backend.init_cuda_graph_state(4)
+    backend.init_forward_metadata_capture_cuda_graph(batch)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        world.attend(fused, batch)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert world.error_of([(3, 1), (5, 1)], fused, world.attend(fused, batch)) <= TOLERANCE[spec.dtype]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = world.attend(fused, batch)
+    for slots in ([0, 6], [3, 5], [5, 0]):
+        rows = [(slot, 1) for slot in slots]
+        now = world.make_batch(rows, 0)
+        fused.copy_(world.make_qkv(rows))
+        for name_of_tensor in ("positions", "out_cache_loc", "req_pool_indices", "seq_lens"):
+            getattr(batch, name_of_tensor).copy_(getattr(now, name_of_tensor))
+        batch.req_pool_indices_cpu, batch.seq_lens_cpu = now.req_pool_indices_cpu, now.seq_lens_cpu
+        if backend.plans_decodes_on_host:
+            backend.init_forward_metadata_replay_cuda_graph(batch)
+        graph.replay()
+        assert world.error_of(rows, fused, out) <= TOLERANCE[spec.dtype]
+
+
+def test_planning_does_not_wait_for_the_device() -> None:
+    """The host has planned while the device is still held up."""
+    spec = spec_of(4, 128, 16, torch.bfloat16)
+    backend = make_backend(BackendChoice("fa3", "flashinfer"), spec, CUDA)
+    world = world_of(backend, spec)
+    world.step(extends=[(3, 15), (0, 40)], decodes=[])
+    world.step(extends=[(3, 15)], decodes=[0])
+    batch = world.make_batch([(0, 30), (3, 1)], 1)
+    done = torch.cuda.Event()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    backend.init_forward_metadata(batch)
+    done.record()
+    assert not done.query()
+    torch.cuda.synchronize()
