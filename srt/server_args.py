@@ -292,6 +292,9 @@ UNSUPPORTED = frozenset(
 )
 
 
+_METAVARS = {str: "TEXT", int: "N", float: "X"}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise ArgumentError(message[0].upper() + message[1:].rstrip(".") + ".")
@@ -348,7 +351,11 @@ def checked(args: ServerArgs) -> ServerArgs:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m srt.launch_server", description="Serve a large language model over HTTP.", allow_abbrev=False
+        prog="python -m srt.launch_server",
+        usage="%(prog)s --model-path MODEL [options]",
+        description="Serve a large language model over HTTP.",
+        epilog="The same options are keywords of srt.Runtime (page_size=16). srt doctor checks them without starting a server.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"srt {srt.__version__}")
     groups: dict[str, Any] = {}
@@ -361,7 +368,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_option(group: Any, f: dataclasses.Field[Any], hint: Any) -> None:
     names = [f"--{f.name.replace('_', '-')}", *f.metadata["aliases"]]
-    default = "" if f.default in (None, "", ()) else f" (default: {f.default})"
+    default = "" if f.default in (None, "", ()) or f.default is False else f" (default: {f.default})"
     common = {"dest": f.name, "default": f.default, "help": (f.metadata["help"] + default).replace("%", "%%")}
     if hint is bool:
         group.add_argument(*names, action="store_true", **common)
@@ -370,5 +377,5 @@ def _add_option(group: Any, f: dataclasses.Field[Any], hint: Any) -> None:
         group.add_argument(*names, nargs="+", type=kind, metavar=metavar, **common)
     else:
         kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint)
-        choices = {"choices": f.metadata["choices"]} if f.metadata["choices"] else {"metavar": kind.__name__.upper()}
+        choices = {"choices": f.metadata["choices"]} if f.metadata["choices"] else {"metavar": _METAVARS[kind]}
         group.add_argument(*names, type=kind, **choices, **common)

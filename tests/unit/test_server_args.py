@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -127,3 +128,17 @@ def test_options_that_are_lists_of_numbers_are_read_and_checked() -> None:
         from_keywords({"model_path": "m", "cuda_graph_bs": ["4"]})
     with pytest.raises(ArgumentError, match="--cuda-graph-bs takes numbers of rows from 1 on, not 0"):
         parse_args(["--model-path", "m", "--cuda-graph-bs", "0", "8"])
+
+
+def test_the_help_fits_a_terminal_and_tells_every_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = server_args.make_parser().format_help()
+    assert text.startswith("usage: python -m srt.launch_server --model-path MODEL [options]\n")
+    assert all(len(line) <= 80 for line in text.splitlines())
+    entries = {entry.split()[0].rstrip(","): " ".join(entry.split()) for entry in re.split(r"\n  (?=-)", text)}
+    for field in dataclasses.fields(ServerArgs):
+        entry = entries[f"--{field.name.replace('_', '-')}"]
+        is_told = field.default not in (None, "", ()) and field.default is not False
+        assert not is_told or f"(default: {field.default})" in entry, entry
+    groups = list(dict.fromkeys(field.metadata["group"] for field in dataclasses.fields(ServerArgs)))
+    assert [line[:-1] for line in text.splitlines() if line[:-1] in groups] == groups
