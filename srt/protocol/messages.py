@@ -7,17 +7,17 @@ MessagePack and checks every field on the way back; `links.py` adds generation a
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 from msgspec import Struct, field
-from numpy.typing import NDArray
 
 from srt.server_args import ServerArgs
 
-Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
-Float32Array = NDArray[np.float32]
+# Written out, since the codec compares them and newer versions of numpy make NDArray an alias that equals nothing.
+Int32Array = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
+Int64Array = np.ndarray[tuple[Any, ...], np.dtype[np.int64]]
+Float32Array = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 Scalar = str | int | float | bool | None
 
 
