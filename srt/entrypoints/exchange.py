@@ -82,13 +82,16 @@ class Exchange:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    async def read_json(self) -> Any:
-        """The body as JSON; RequestError 400 or 415 for anything else. NaN, lone surrogates and deep nesting are no JSON."""
+    async def read_json(self, if_empty: Any = None) -> Any:
+        """The body as JSON, or `if_empty` where that is given and there is none; RequestError 400 or 415 for anything else.
+        NaN, lone surrogates and deep nesting are no JSON."""
         kind = (self.header(b"content-type") or b"application/json").partition(b";")[0].strip().lower()
         body = await self.read_body()
         if kind != b"application/json" and not kind.endswith(b"+json"):
             raise RequestError(415, "Content-Type must be application/json.")
         if not body:
+            if if_empty is not None:
+                return if_empty
             raise RequestError(400, "The body is empty, where a JSON object is expected.")
         try:
             return _read_json(body)

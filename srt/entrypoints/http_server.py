@@ -52,7 +52,7 @@ class Frontend:
         self._child = child
         self._socket = http_socket
         start = child.start
-        self._service = Service(start.args, start.index, Path(start.run_dir))
+        self._service = Service(start.args, start.index, Path(start.run_dir), child.tracer)
         self._server = HttpServer(http_config(App(self._service)))
         self._engine: TokenizerManager | None = None
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
@@ -111,6 +111,7 @@ class Frontend:
             run_dir=start.run_dir,
             model_folder=start.model_folder,
             args=start.args,
+            tracer=self._child.tracer,
         )
         self._child.report_phase("waiting for the engine")
         try:

@@ -27,7 +27,6 @@ UNSUPPORTED = {
     **dict.fromkeys(("/encode", "/classify", "/v1/embeddings", "/v1/rerank", "/v1/score"), "generates text only"),
     **dict.fromkeys(("/parse_function_call", "/separate_reasoning"), "has no output parsers"),
     **dict.fromkeys(("/open_session", "/close_session"), "keeps no sessions"),
-    **dict.fromkeys(("/start_profile", "/stop_profile"), "has no profiler"),
     **dict.fromkeys(
         ("/set_internal_state", "/freeze_gc"),
         "does not change its mode while running",

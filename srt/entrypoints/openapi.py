@@ -11,7 +11,7 @@ from typing import Any
 
 import srt
 from srt.entrypoints import answer_schemas as answers
-from srt.entrypoints import health, metrics, native, operations, tokenizing, web_page
+from srt.entrypoints import health, metrics, native, operations, profiling, tokenizing, web_page
 from srt.entrypoints.body_schemas import Schema, body_schema, with_values
 from srt.entrypoints.errors import is_openai
 from srt.entrypoints.exchange import Exchange
@@ -135,6 +135,8 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
         ),
         metrics.metrics: Operation("Operation", content=metrics.CONTENT_TYPE.decode(), errors=()),
         operations.configure_logging: Operation("Operation", content="", body=operations.LoggingBody, errors=_BODY),
+        profiling.start_profile: Operation("Operation", _OBJECT, body=profiling.StartBody, errors=_BODY),
+        profiling.stop_profile: Operation("Operation", _OBJECT, errors=(400, 503)),
         health.health: Operation("Health", _OBJECT),
         health.ready: Operation("Health", _OBJECT),
         health.health_generate: Operation("Health", content=""),

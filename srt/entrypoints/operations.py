@@ -10,7 +10,12 @@ from srt.managers.control_words import NO_REQUEST_LOG
 from srt.managers.request_schema import RequestBody
 
 # Who looks after the server. They need the admin key, where there is one.
-ADMIN = frozenset(("/flush_cache", "/pause_generation", "/continue_generation", "/abort_request", "/configure_logging"))
+ADMIN = frozenset(
+    (
+        *("/flush_cache", "/pause_generation", "/continue_generation", "/abort_request"),
+        *("/configure_logging", "/start_profile", "/stop_profile"),
+    )
+)
 
 
 class LoggingBody(RequestBody):

@@ -11,6 +11,7 @@ import orjson
 
 from srt.entrypoints.health_probe import HealthProbe
 from srt.entrypoints.live_feed import LiveFeed
+from srt.entrypoints.profiler import Profiler
 from srt.managers.control_words import ControlWords
 from srt.managers.engine_status import STATE_FILE
 from srt.managers.frontend_metrics import FRONTEND_PREFIX, NAMES, FrontendMetrics
@@ -18,6 +19,7 @@ from srt.managers.io_struct import RequestError
 from srt.managers.startup_report import STARTUP_FILE
 from srt.managers.step_deadline import longest_step_s
 from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tracer import Tracer
 from srt.managers.vitals import Vital, VitalsReader
 from srt.server_args import ServerArgs
 from srt.utils.shared_numbers import NumberFiles
@@ -28,11 +30,14 @@ STARTING, READY, DRAINING = "starting", "ready", "draining"
 class Service:
     """Starting, then ready, then draining. Only the process's main loop moves it on."""
 
-    def __init__(self, args: ServerArgs, index: int = 0, run_dir: Path | None = None) -> None:
+    def __init__(
+        self, args: ServerArgs, index: int = 0, run_dir: Path | None = None, tracer: Tracer | None = None
+    ) -> None:
         """`index` is this frontend's number; in `run_dir` the server's processes leave what others may know of them."""
         self.args = args
         self.index = index
-        self._run_dir = run_dir
+        self.run_dir = run_dir
+        self.tracer = tracer or Tracer()
         self.metrics = FrontendMetrics(run_dir, index)
         self.control = ControlWords.open(run_dir or "", args)
         self._frontend_files = None if run_dir is None else NumberFiles(run_dir, FRONTEND_PREFIX)
@@ -44,6 +49,7 @@ class Service:
         self._draining = asyncio.Event()
         self.feed = LiveFeed(self)
         self.probe = HealthProbe()
+        self.profiler = Profiler(run_dir, self.control, self.vitals)
 
     def begin(self, engine: TokenizerManager, startup_s: float) -> None:
         """The whole server is ready: requests are taken from now on."""
@@ -63,10 +69,10 @@ class Service:
 
     def startup_report(self) -> Any:
         """When each phase of each process began; None if the supervisor has not written it."""
-        if self._run_dir is None:
+        if self.run_dir is None:
             return None
         try:
-            return orjson.loads((self._run_dir / STARTUP_FILE).read_bytes())
+            return orjson.loads((self.run_dir / STARTUP_FILE).read_bytes())
         except (OSError, orjson.JSONDecodeError):
             return None
 

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from srt.managers.child_process import CHILD_FD, HTTP_FD, PARENT_PID
+from srt.managers.control_words import ControlWords
+from srt.managers.tracer import Tracer
 from srt.managers.vitals import BEAT_S as HEARTBEAT_S
 from srt.managers.vitals import VitalsWriter
 from srt.protocol.link_errors import LinkBroken, PeerGone
@@ -39,6 +41,7 @@ from srt.protocol.stream import MessageStream
 from srt.utils.errors import StartError
 from srt.utils.logs import set_up_logging
 
+TENDINGS = 4  # of the tracer, between two heartbeats
 OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
 _PR_SET_PDEATHSIG = 1
 
@@ -56,6 +59,8 @@ class Child:
         self.start = start
         self.http_fd = http_fd
         self._stream = stream
+        self.control = ControlWords.open(start.run_dir, start.args)
+        self.tracer = Tracer(self.name, start.run_dir, self.control)
 
     @classmethod
     def from_environment(cls) -> Child:
@@ -131,7 +136,9 @@ class Child:
                 self.send(Heartbeat(age_s))
             except SupervisorGone:
                 return  # the main thread sees it too, and ends
-            time.sleep(HEARTBEAT_S)
+            for _ in range(TENDINGS):
+                self.tracer.tend()
+                time.sleep(HEARTBEAT_S / TENDINGS)
 
 
 class AwakeTime:

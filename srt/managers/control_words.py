@@ -8,14 +8,14 @@ from srt.server_args import ServerArgs
 from srt.utils.shared_numbers import SharedNumbers
 
 _FILE = "control"
-_NAMES = ("trace", "request_log_level")
+_NAMES = ("trace", "traced_steps", "request_log_level")
 NO_REQUEST_LOG = -1
 
 
 class ControlWords:
     def __init__(self, numbers: SharedNumbers) -> None:
         self._cells = numbers.cells
-        self._trace, self._request_log_level = (numbers.place(name) for name in _NAMES)
+        self._trace, self._traced_steps, self._request_log_level = (numbers.place(name) for name in _NAMES)
 
     @classmethod
     def create(cls, run_dir: Path, args: ServerArgs) -> ControlWords:
@@ -36,12 +36,25 @@ class ControlWords:
 
     @property
     def trace(self) -> int:
-        """The number of the trace that is being recorded; 0 while none is."""
+        """The number of the trace that is being recorded; negative, that of the last one; 0 if there was none."""
         return int(self._cells[self._trace])
 
-    @trace.setter
-    def trace(self, number: int) -> None:
-        self._cells[self._trace] = number
+    def start_trace(self, num_steps: int | None) -> int:
+        """Returns its number. It ends by itself after `num_steps` steps of the model, if that is given."""
+        assert self.trace <= 0, f"trace {self.trace} is being recorded"
+        self._cells[self._traced_steps] = num_steps or 0
+        self._cells[self._trace] = 1 - self.trace
+        return self.trace
+
+    def stop_trace(self) -> None:
+        self._cells[self._trace] = -abs(self.trace)
+
+    def count_traced_step(self) -> None:
+        """By the scheduler, of each step that is done."""
+        if self._cells[self._traced_steps] > 0:
+            self._cells[self._traced_steps] -= 1
+            if self._cells[self._traced_steps] == 0:
+                self.stop_trace()
 
     @property
     def request_log_level(self) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 from srt.managers.control_words import NO_REQUEST_LOG, ControlWords
 from srt.managers.frontend_metrics import FrontendMetrics
 from srt.managers.io_struct import GenerateInput
-from srt.protocol.messages import GenerateRequest
+from srt.managers.tracer import BATCH, REQUEST, Tracer, batch_number, request_number
+from srt.protocol.messages import GenerateRequest, Refused, TokenBatch
 from srt.sampling.sampling_params import SamplingParams
 from srt.utils.logs import REQUEST_ID, details, fields
 
@@ -41,27 +42,31 @@ class RequestWatch:
 
     def __init__(
         self,
+        frontend: int = 0,
         metrics: FrontendMetrics | None = None,
         control: ControlWords | None = None,
+        tracer: Tracer | None = None,
         decode: Callable[[list[int]], str] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`decode` makes text of ids, for the log."""
+        self.now = now
+        self._frontend = frontend
+        self._tracer = tracer or Tracer()
         self._metrics = metrics or FrontendMetrics()
         self._control = control
         self._decode = decode
-        self._now = now
         self._watched: dict[int, _Watched] = {}
 
     @property
     def num_watched(self) -> int:
         return len(self._watched)
 
-    def began(self, request: GenerateInput, message: GenerateRequest) -> None:
+    def began(self, request: GenerateInput, message: GenerateRequest, arrived_s: float) -> None:
         """It is about to be sent to the scheduler. Questions about the engine's health are nobody's requests."""
         if request.urgent:
             return
-        one = _Watched(message.label, len(message.prompt_ids), self._now(), REQUEST_ID.get())
+        one = _Watched(message.label, len(message.prompt_ids), arrived_s, REQUEST_ID.get())
         self._watched[message.rid] = one
         self._metrics.add("num_requests")
         self._metrics.add("prompt_tokens", one.num_prompt)
@@ -69,14 +74,33 @@ class RequestWatch:
         if one.log_level != NO_REQUEST_LOG:
             self._log_beginning(one, request, message)
 
+    def sent(self, message: GenerateRequest, tokenized_s: float) -> None:
+        """It is on its way to the scheduler; `tokenized_s` is when its prompt was tokenized."""
+        if self._tracer.is_on and (one := self._watched.get(message.rid)) is not None:
+            number = request_number(self._frontend, message.rid)
+            label, request_id = one.label, one.request_id
+            self._tracer.begin(REQUEST, number, "request", one.began_s, request=label, request_id=request_id)
+            self._tracer.begin(REQUEST, number, "tokenize", one.began_s)
+            self._tracer.end(REQUEST, number, "tokenize", tokenized_s)
+            self._tracer.slice("submit", tokenized_s, request=label, prompt_tokens=one.num_prompt)
+            self._tracer.arrow("s", REQUEST, number, tokenized_s)
+
+    def took(self, message: TokenBatch | Refused, taken_s: float) -> None:
+        """The message was handled, which began at `taken_s`: its tokens are text."""
+        if self._tracer.is_on and isinstance(message, TokenBatch):
+            self._tracer.slice("detokenize", taken_s, batch=message.number, num_tokens=len(message.ids))
+            self._tracer.arrow("f", BATCH, batch_number(self._frontend, message.number), taken_s)
+
     def tokens(self, rid: int, choice: int, ids: list[int]) -> None:
         one = self._watched.get(rid)
         if one is None or not ids:
             return
-        now = self._now()
+        now = self.now()
         if one.first_s is None:
             one.first_s = now
             self._metrics.first_token_s.take(now - one.began_s)
+            if self._tracer.is_on:
+                self._tracer.mark(REQUEST, request_number(self._frontend, rid), "first token", now)
         else:
             self._metrics.between_tokens_s.take((now - one.last_s) / len(ids), len(ids))
         one.last_s = now
@@ -98,11 +122,15 @@ class RequestWatch:
             return
         self._metrics.add("cached_tokens", one.cached)
         if how in ("stop", "length"):
-            self._metrics.whole_s.take(self._now() - one.began_s)
+            self._metrics.whole_s.take(self.now() - one.began_s)
         elif how == "abort":
             self._metrics.add("num_aborted_requests")
         else:
             self._metrics.add("num_refused_requests" if how == "refused" else "num_failed_requests")
+        if self._tracer.is_on:
+            number = request_number(self._frontend, rid)
+            self._tracer.end(REQUEST, number, "request", how=how, num_tokens=one.num_tokens)
+            self._tracer.arrow("f", REQUEST, number, self.now())
         if one.log_level != NO_REQUEST_LOG:
             context = REQUEST_ID.set(one.request_id)
             self._log_end(one, how)
@@ -119,7 +147,7 @@ class RequestWatch:
         self._log(f"Request {one.label} came: {one.num_prompt} prompt tokens.", more, rid=one.label, event="began")
 
     def _log_end(self, one: _Watched, how: str) -> None:
-        now = self._now()
+        now = self.now()
         first = None if one.first_s is None else round(one.first_s - one.began_s, 4)
         more: dict[str, Any] = {}
         if one.log_level >= SHORT:

@@ -16,17 +16,20 @@ from srt.managers.child import Child, run_child
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
 from srt.managers.engine_status import EngineStatus
 from srt.managers.scheduler_state import Scheduler
+from srt.managers.scheduler_trace import SchedulerTrace
 from srt.managers.step_deadline import StepDeadline
 from srt.protocol.codec import protocol_hash
 from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, worker_path
 from srt.protocol.messages import (
     FrontendHello,
+    GenerateRequest,
     Message,
     Rejected,
     ServerReady,
     StepAck,
     StepResult,
     Stop,
+    TokenBatch,
     ToWorker,
     WorkDone,
     WorkerHello,
@@ -51,6 +54,7 @@ class SchedulerProcess:
         self._frontend_of_peer: dict[bytes, int] = {}
         self._rank_of_peer: dict[bytes, int] = {}
         self._deadline = StepDeadline(start.args.watchdog_timeout, start.args.tp_size)
+        self._trace = SchedulerTrace(child.tracer, child.control, self._scheduler.request_in)
         self._status = EngineStatus(start.run_dir, start.args.decode_log_interval)
         self._is_unpublished = False
         self._stop_at: float | None = None
@@ -69,7 +73,7 @@ class SchedulerProcess:
             self._hear_supervisor()
             self._hear_workers()
             self._hear_frontends()
-            while self._apply(self._scheduler.tick(time.monotonic())):
+            while self._tick():
                 pass  # a frontend has gone, and left room for others
             self._check_deadline()
             self._publish()
@@ -85,6 +89,13 @@ class SchedulerProcess:
         """How long the messages at hand have been worked on. Called by the heartbeat's thread."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def _tick(self) -> bool:
+        now = time.monotonic()
+        effects = self._scheduler.tick(now)
+        if self._trace.is_on:
+            self._trace.planned(now, effects)
+        return self._apply(effects)
 
     def _publish(self) -> None:
         """Leave the counters where others look, if it is time."""
@@ -131,6 +142,8 @@ class SchedulerProcess:
             if isinstance(message, StepResult):
                 self._status.take_step(message.step_us)
             self._apply(self._scheduler.handle(Worker(rank), message, now))
+            if self._trace.is_on and isinstance(message, StepResult):
+                self._trace.answered(message, now)
 
     def _check_deadline(self) -> None:
         complaint = self._deadline.complaint(time.monotonic())
@@ -155,7 +168,10 @@ class SchedulerProcess:
         if number is None:
             self._send_to_peer(peer, Rejected("The first message must be FrontendHello."))
             return
-        self._apply(self._scheduler.handle(Frontend(number), message, time.monotonic()))
+        now = time.monotonic()
+        self._apply(self._scheduler.handle(Frontend(number), message, now))
+        if self._trace.is_on and isinstance(message, GenerateRequest):
+            self._trace.received(number, message, now)
 
     def _meet(self, peer: bytes, number: int) -> None:
         """From now on this peer is that frontend, and no other is."""
@@ -203,6 +219,7 @@ class SchedulerProcess:
         peer = self._peer_of_frontend.get(number)
         if peer is None:
             return True  # an effect from before it was found gone
+        now = time.monotonic()
         try:
             self._frontends.send(peer, message)
         except PeerGone:
@@ -210,6 +227,8 @@ class SchedulerProcess:
             self._frontends.forget(peer)
             self._scheduler.frontend_gone(number)
             return False
+        if self._trace.is_on and isinstance(message, TokenBatch):
+            self._trace.sent(number, message, now)
         return True
 
     def _send_to_peer(self, peer: bytes, message: Message) -> None:

@@ -23,6 +23,7 @@ from srt.managers.request_checks import bad, build_request, check_form, check_id
 from srt.managers.request_ledger import ALL_CHOICES, ChoiceEnded, Effect, NewTokens, RequestLedger, RequestRefused, Send
 from srt.managers.request_watch import RequestWatch
 from srt.managers.scheduler_link import SchedulerLink
+from srt.managers.tracer import Tracer
 from srt.protocol.labels import is_named
 from srt.protocol.messages import (
     Abort,
@@ -98,7 +99,14 @@ class TokenizerManager:
 
     @classmethod
     async def connect(
-        cls, *, index: int, generation: int, run_dir: str, model_folder: str, args: ServerArgs
+        cls,
+        *,
+        index: int,
+        generation: int,
+        run_dir: str,
+        model_folder: str,
+        args: ServerArgs,
+        tracer: Tracer | None = None,
     ) -> TokenizerManager:
         """Load tokenizer and model facts, connect, say hello. StartError for what the user must change."""
         tokenizer, template, model = await asyncio.to_thread(_load, model_folder, args)
@@ -112,7 +120,9 @@ class TokenizerManager:
             template=template,
             new_seed=seed_source(args.random_seed, index),
             connect=connect,
-            watch=RequestWatch(FrontendMetrics(run_dir, index), ControlWords.open(run_dir, args), tokenizer.decode),
+            watch=RequestWatch(
+                index, FrontendMetrics(run_dir, index), ControlWords.open(run_dir, args), tracer, tokenizer.decode
+            ),
         )
 
     # ---- The engine's state
@@ -206,6 +216,7 @@ class TokenizerManager:
         label = secrets.token_hex(16) if request.rid is None else request.rid
         if label in self._labels_on_the_way or self._ledger.has_label(label):
             raise bad("rid", f"{label!r} is the name of a request that runs")
+        arrived_s = self._watch.now()
         seed = request.params.sampling_seed if request.params.sampling_seed is not None else self._new_seed()
         self._labels_on_the_way[label] = False
         try:
@@ -213,6 +224,7 @@ class TokenizerManager:
         finally:
             is_aborted = self._labels_on_the_way.pop(label)
         self._check_alive()  # it may have died meanwhile
+        tokenized_s = self._watch.now()
         message = build_request(
             request,
             prompt_ids,
@@ -229,8 +241,9 @@ class TokenizerManager:
                 live.end_choice(choice, RequestDone(message.rid, choice, "abort", -1, 0, 0))
         else:
             self._live[message.rid] = live
-            self._watch.began(request, message)
+            self._watch.began(request, message, arrived_s)
             self._apply(self._ledger.add(message))
+            self._watch.sent(message, tokenized_s)
         return RequestHandle(live, self._abort)
 
     def _check_alive(self) -> None:
@@ -275,7 +288,9 @@ class TokenizerManager:
     def _take(self, message: Message) -> None:
         match message:
             case TokenBatch() | Refused():
+                taken_s = self._watch.now()
                 self._apply(self._ledger.handle(message))
+                self._watch.took(message, taken_s)
             case ControlReply():
                 call = self._calls.get(message.call)
                 if call is not None and not call.done():

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from srt.distributed.errors import CollectiveError
 from srt.managers.child import Child, SupervisorGone, run_child
+from srt.managers.tracer import DEVICE, STEP, Tracer
 from srt.managers.worker_link import WorkerLink
 from srt.managers.worker_times import WorkerTimes
 from srt.protocol.codec import protocol_hash
@@ -61,7 +62,10 @@ class _InFlight:
 class TpWorker:
     """Executes plans in their order. Where the device works by itself, the next step is launched before the last is answered."""
 
-    def __init__(self, rank: int, runner: ModelRunner, link: WorkerLink, window: int = 2) -> None:
+    def __init__(
+        self, rank: int, runner: ModelRunner, link: WorkerLink, window: int = 2, tracer: Tracer | None = None
+    ) -> None:
+        self._trace = tracer or Tracer()
         self._rank = rank
         self._runner = runner
         self._link = link
@@ -113,6 +117,9 @@ class TpWorker:
     def _launch(self, plan: StepPlan, arrived_s: float) -> None:
         assert len(plan.sections) == 1, f"{len(plan.sections)} attention groups, but this replica has one"
         output = self._runner.sample(self._runner.execute(plan.sections[0]))
+        if self._trace.is_on:
+            self._trace.slice("launch", arrived_s, step=plan.step)
+            self._trace.arrow("t", STEP, plan.step, arrived_s)
         self._times.launched(plan.step, arrived_s, time.monotonic(), is_busy=bool(self._in_flight))
         self._in_flight.append(_InFlight(plan.step, output, arrived_s))
 
@@ -126,13 +133,17 @@ class TpWorker:
         rows = done.output.result()
         now_s = time.monotonic()
         # The device works on one step at a time, so a step's own time begins when the one before is done.
-        step_us = int((now_s - max(done.launched_s, self._done_s)) * 1e6)
+        begun_s = max(done.launched_s, self._done_s)
+        step_us = int((now_s - begun_s) * 1e6)
         self._busy_since_s = self._done_s = now_s
         ids_hash = rows.ids_hash()
         answer: FromWorker = StepAck(done.step, self._rank, ids_hash, step_us)
         if self._rank == 0:
             answer = StepResult(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us)
         self._link.send(answer)
+        if self._trace.is_on:
+            self._trace.slice("forward", begun_s, now_s, DEVICE, step=done.step, num_tokens=len(rows.ids))
+            self._trace.slice("answer", now_s, step=done.step)
         self._times.answered(done.step, now_s, time.monotonic())
 
     def _work(self, kind: str) -> dict[str, Scalar]:
@@ -155,7 +166,7 @@ def main(child: Child) -> None:
     warm_up(runner)
     link = WorkerLink(child)
     rank, args = child.start.index, child.start.args
-    worker = TpWorker(rank, runner, link, args.window)
+    worker = TpWorker(rank, runner, link, args.window, child.tracer)
     link.send(hello_of(rank, args.page_size, runner))
     gc.collect()
     gc.freeze()

@@ -16,6 +16,7 @@ from srt.entrypoints.http_server import Frontend
 from srt.managers.child import Child, SupervisorGone
 from srt.managers.io_struct import EngineDied
 from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tracer import Tracer
 from srt.protocol.messages import ChildStart, ServerReady, Stop
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
@@ -29,6 +30,7 @@ class FakeSupervisor:
     def __init__(self) -> None:
         args = ServerArgs(model_path="/m")
         self.start = ChildStart("frontend", 3, 1, "/nowhere", "/m", 1, args)
+        self.tracer = Tracer()
         self.phases: list[str] = []
         self.is_ready = asyncio.Event()
         self.beats: Any = None

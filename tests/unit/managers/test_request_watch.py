@@ -26,13 +26,13 @@ class World:
         self.metrics = FrontendMetrics()
         self.now = 100.0
         control = ControlWords.open("/nowhere", args)
-        self.watch = RequestWatch(self.metrics, control, lambda ids: "".join(map(chr, ids)), lambda: self.now)
+        self.watch = RequestWatch(0, self.metrics, control, None, lambda ids: "".join(map(chr, ids)), lambda: self.now)
 
     def value(self, name: str) -> float:
         return self.metrics.numbers.get(name)
 
     def run(self, rid: int, how: str, tokens: str = "") -> None:
-        self.watch.began(INPUT, request(rid, [104, 105]))
+        self.watch.began(INPUT, request(rid, [104, 105]), self.now)
         for letter in tokens:
             self.now += 0.5
             self.watch.tokens(rid, 0, [ord(letter)])
@@ -41,7 +41,7 @@ class World:
 
 def test_times_and_tokens_of_a_request_are_counted() -> None:
     world = World()
-    world.watch.began(INPUT, request(1, [1] * 7))
+    world.watch.began(INPUT, request(1, [1] * 7), 100.0)
     world.now = 100.3
     world.watch.tokens(1, 0, [5])
     world.now = 100.48
@@ -75,7 +75,7 @@ def test_what_did_not_end_well_is_counted_apart_and_has_no_whole_time(how: str, 
 
 def test_questions_about_the_engines_health_are_not_counted() -> None:
     world = World()
-    world.watch.began(replace(INPUT, urgent=True), request(1, [1], urgent=True))
+    world.watch.began(replace(INPUT, urgent=True), request(1, [1], urgent=True), 100.0)
     world.watch.tokens(1, 0, [1])
     world.watch.ended(1, "length")
     assert set(world.metrics.numbers.values().values()) == {0.0}

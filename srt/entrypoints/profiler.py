@@ -1,0 +1,86 @@
+"""Recording a trace: all processes are told to record, and one frontend makes one file of what they recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from srt.managers.control_words import ControlWords
+from srt.managers.io_struct import RequestError
+from srt.managers.request_schema import bad_parameter
+from srt.managers.trace_file import default_folder, merge, missing_parts, new_file, read_summary
+from srt.managers.vitals import SILENT_S, Vital
+
+PARTS_S = 5.0  # for all processes to write down what they recorded
+WRITTEN_S = 60.0  # and for one file to be made of it
+LOOK_S = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+class Profiler:
+    """Owner of the traces that this frontend was asked to record. Only one is recorded at a time, whichever frontend was asked."""
+
+    def __init__(self, run_dir: Path | None, control: ControlWords, vitals: Callable[[], list[Vital]]) -> None:
+        """Without a folder there are no other processes, and nothing is recorded."""
+        self._run_dir = run_dir
+        self._control = control
+        self._vitals = vitals
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def start(self, output_dir: str | None, num_steps: int | None) -> Path:
+        """Begin; the path is where the trace will be. RequestError if one is being recorded, or if it could not be written."""
+        if self._run_dir is None or self._control.trace > 0:
+            raise RequestError(400, "A trace is being recorded already: stop it first.")
+        try:
+            path = new_file(Path(output_dir) if output_dir else default_folder())
+        except OSError as error:
+            raise bad_parameter("output_dir", f"cannot be written to ({error.strerror})") from error
+        number = self._control.start_trace(num_steps)
+        task = asyncio.create_task(self._write(self._run_dir, number, path))
+        self._writing.add(task)
+        task.add_done_callback(self._note_end)
+        return path
+
+    async def stop(self) -> dict[str, Any]:
+        """End what is recorded; what is known of the trace when it is written, by whichever frontend that was."""
+        run_dir, number = self._run_dir, abs(self._control.trace)
+        if run_dir is None or not number:
+            raise RequestError(400, "No trace is being recorded: start one first.")
+        self._control.stop_trace()
+        try:
+            async with asyncio.timeout(WRITTEN_S):
+                await _until(lambda: read_summary(run_dir, number) is not None)
+        except TimeoutError:
+            raise RequestError(503, f"The trace was not written within {WRITTEN_S:g} s.") from None
+        return read_summary(run_dir, number) or {}
+
+    async def _write(self, run_dir: Path, number: int, path: Path) -> None:
+        """When the recording has ended, by whomever: wait for all parts, and make one file of them."""
+        await _until(lambda: self._control.trace != number)
+        vitals = [vital for vital in self._vitals() if vital.process != "supervisor"]
+        alive = [vital.process for vital in vitals if vital.silent_s < SILENT_S]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PARTS_S):
+                await _until(lambda: not missing_parts(run_dir, number, alive))
+        missing = missing_parts(run_dir, number, alive)
+        missing += [vital.process for vital in vitals if vital.silent_s >= SILENT_S]
+        told = await asyncio.to_thread(merge, run_dir, number, alive, missing, path)
+        logger.info("The trace %s has %d events.", path, told["num_events"])
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._writing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("The trace could not be written: %s", error)
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    """Other processes are waited for, so there is nothing but to look again."""
+    while True:
+        if is_so():
+            return
+        await asyncio.sleep(LOOK_S)

@@ -1,0 +1,90 @@
+"""The scheduler's part of a trace: requests that wait and run, plans, results, and the tokens that are sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from srt.managers.control_words import ControlWords
+from srt.managers.effects import Effect, ToWorkers
+from srt.managers.request import Request
+from srt.managers.tracer import BATCH, REQUEST, STEP, Tracer, batch_number, request_number
+from srt.protocol.messages import GenerateRequest, PlanSection, StepPlan, StepResult, TokenBatch
+
+MAX_NAMES = 32  # of requests that decode, on one step
+
+
+class SchedulerTrace:
+    """Callers ask `is_on` first. `request_in` says who has a slot."""
+
+    def __init__(self, tracer: Tracer, control: ControlWords, request_in: Callable[[int], Request]) -> None:
+        self._tracer = tracer
+        self._control = control
+        self._request_in = request_in
+
+    @property
+    def is_on(self) -> bool:
+        return self._tracer.is_on
+
+    def received(self, frontend: int, message: GenerateRequest, began_s: float) -> None:
+        number = request_number(frontend, message.rid)
+        self._tracer.slice("receive", began_s, request=message.label, prompt_tokens=len(message.prompt_ids))
+        self._tracer.arrow("t", REQUEST, number, began_s)
+        self._tracer.begin(REQUEST, number, "waiting", began_s)
+
+    def planned(self, began_s: float, effects: Sequence[Effect]) -> None:
+        """A tick took from `began_s` until now, and this came of it."""
+        plans = [effect.message for effect in effects if isinstance(effect, ToWorkers)]
+        steps = [plan for plan in plans if isinstance(plan, StepPlan)]
+        if not steps:
+            return
+        now_s = time.monotonic()
+        share_s = (now_s - began_s) / len(steps)
+        for place, plan in enumerate(steps):
+            self._plan(plan, began_s + place * share_s, began_s + (place + 1) * share_s)
+
+    def answered(self, result: StepResult, began_s: float) -> None:
+        self._tracer.slice("result", began_s, step=result.step, num_tokens=len(result.ids), step_us=result.step_us)
+        self._tracer.arrow("f", STEP, result.step, began_s)
+        self._control.count_traced_step()
+
+    def sent(self, frontend: int, batch: TokenBatch, began_s: float) -> None:
+        self._tracer.slice("send tokens", began_s, frontend=frontend, batch=batch.number, num_tokens=len(batch.ids))
+        self._tracer.arrow("s", BATCH, batch_number(frontend, batch.number), began_s)
+        for done in batch.done:
+            if done.choice == 0:
+                self._tracer.end(REQUEST, request_number(frontend, done.rid), "running", began_s, reason=done.reason)
+
+    def _plan(self, plan: StepPlan, began_s: float, ended_s: float) -> None:
+        section = plan.sections[0]
+        prompts = [
+            {"request": self._request_in(slot).label, "start": start, "count": count}
+            for slot, start, count in zip(
+                section.extend_slots.tolist(),
+                section.extend_starts.tolist(),
+                section.extend_counts.tolist(),
+                strict=True,
+            )
+        ]
+        decoding = [self._request_in(slot).label for slot in section.decode_slots[:MAX_NAMES].tolist()]
+        self._tracer.slice(
+            "plan",
+            began_s,
+            ended_s,
+            step=plan.step,
+            prompts=prompts,
+            num_decodes=len(section.decode_slots),
+            decoding=decoding,
+        )
+        self._tracer.arrow("s", STEP, plan.step, began_s)
+        self._trace_requests(section, began_s)
+
+    def _trace_requests(self, section: PlanSection, at_s: float) -> None:
+        admitted = {admission.slot: admission for admission in section.admissions}
+        for slot in section.extend_slots.tolist():
+            request = self._request_in(slot)
+            number = request_number(request.frontend, request.rid)
+            self._tracer.arrow("t", REQUEST, number, at_s)
+            if slot in admitted and request.choice == 0 and not request.num_preempted:
+                self._tracer.end(REQUEST, number, "waiting", at_s)
+                self._tracer.begin(REQUEST, number, "running", at_s, cached_tokens=admitted[slot].cached)

@@ -1,0 +1,131 @@
+"""Recording, and one file of all recordings, with processes and clocks of the test's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from srt.managers import tracer as tracer_module
+from srt.managers.control_words import ControlWords
+from srt.managers.trace_file import default_folder, merge, missing_parts, new_file, read_summary
+from srt.managers.tracer import DEVICE, REQUEST, STEP, Tracer, request_number
+from srt.server_args import ServerArgs
+from tests.support.trace_checks import check_trace
+
+ARGS = ServerArgs(model_path="m")
+
+
+class Server:
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.control = ControlWords.create(run_dir, ARGS)
+        self.frontend, self.worker = (
+            Tracer(name, run_dir, ControlWords.open(run_dir, ARGS), lambda: 7.0, pid)
+            for pid, name in ((11, "frontend 0"), (12, "worker 0"))
+        )
+
+    def finish(self) -> dict[str, Any]:
+        number = self.control.trace
+        self.control.stop_trace()
+        for tracer in (self.frontend, self.worker):
+            tracer.tend()
+        processes = ["worker 0", "frontend 0"]
+        assert missing_parts(self.run_dir, number, processes) == []
+        path = new_file(self.run_dir / "out")
+        told = merge(self.run_dir, number, processes, [], path)
+        assert read_summary(self.run_dir, number) == told
+        trace: dict[str, Any] = json.loads(path.read_text())
+        assert len(trace["traceEvents"]) == told["num_events"]
+        return trace
+
+
+def test_parts_of_all_processes_become_one_trace(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.control.start_trace(None)
+    assert server.frontend.is_on and server.worker.is_on
+    number = request_number(0, 5)
+    server.frontend.begin(REQUEST, number, "request", 1.0)
+    server.frontend.slice("submit", 1.0, 1.5, request="r")
+    server.frontend.arrow("s", REQUEST, number, 1.2)
+    server.frontend.mark(REQUEST, number, "first token", 3.0)
+    server.frontend.end(REQUEST, number, "request", 4.0)
+    server.worker.slice("launch", 2.0, 2.25, step=1)
+    server.worker.arrow("t", STEP, 1, 2.0)
+    server.worker.slice("forward", 2.0, 3.0, DEVICE)
+    trace = server.finish()
+    check_trace(trace)
+    assert [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"] == [
+        "frontend 0",
+        "worker 0",
+    ]
+    (launch,) = (e for e in trace["traceEvents"] if e["name"] == "launch")
+    assert (launch["ts"], launch["dur"], launch["args"]) == (2e6, 0.25e6, {"step": 1})
+    assert {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"} == {"main", "device"}
+
+
+def test_while_nothing_is_recorded_nothing_is_kept(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.frontend.tend()
+    assert not server.frontend.is_on
+    server.frontend.slice("late", 1.0)
+    server.control.start_trace(None)
+    server.frontend.tend()
+    names = [event["name"] for event in server.finish()["traceEvents"]]
+    assert "late" not in names
+    assert not Tracer().is_on
+
+
+def test_a_trace_does_not_hold_what_an_earlier_one_recorded(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.control.start_trace(None)
+    server.worker.slice("first", 1.0)
+    server.finish()
+    server.control.start_trace(None)
+    server.worker.slice("second", 1.0)
+    names = [event["name"] for event in server.finish()["traceEvents"]]
+    assert ("first" in names, "second" in names) == (False, True)
+
+
+def test_memory_is_bounded_and_what_was_dropped_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracer_module, "MAX_EVENTS", 3)
+    server = Server(tmp_path)
+    server.control.start_trace(None)
+    for _ in range(5):
+        server.worker.slice("step", 1.0)
+    trace = server.finish()
+    assert [event["name"] for event in trace["traceEvents"]].count("step") == 3
+    assert trace["otherData"] == {"num_dropped_events": 2}
+
+
+def test_a_process_that_has_not_written_is_missed(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    number = server.control.start_trace(None)
+    server.control.stop_trace()
+    server.worker.tend()
+    assert missing_parts(tmp_path, number, ["worker 0", "frontend 0"]) == ["frontend 0"]
+    told = merge(tmp_path, number, ["worker 0", "frontend 0"], ["frontend 0"], new_file(tmp_path))
+    assert told["missing_processes"] == ["frontend 0"]
+
+
+def test_a_recording_may_end_after_so_many_steps(tmp_path: Path) -> None:
+    control = ControlWords.create(tmp_path, ARGS)
+    control.count_traced_step()
+    assert control.start_trace(2) == 1
+    control.count_traced_step()
+    assert control.trace == 1
+    control.count_traced_step()
+    assert control.trace == -1
+    assert control.start_trace(None) == 2
+    control.count_traced_step()
+    assert control.trace == 2
+
+
+def test_traces_never_overwrite_one_another_and_their_folder_can_be_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert new_file(tmp_path / "a/b") != new_file(tmp_path / "a/b")
+    monkeypatch.setenv("SRT_PROFILE_DIR", str(tmp_path))
+    assert default_folder() == tmp_path
