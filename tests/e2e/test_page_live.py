@@ -57,7 +57,9 @@ def test_the_figures_move_with_the_load_and_come_to_rest(browser: Browser, tiny_
         page.wait(f"{shown('running', '0')} && {shown('decode', '0')}")
         page.wait("parseFloat(document.querySelector('#kv_cached').textContent) > 0")
         assert all(count > 0 for count in painted(page)), painted(page)
-        names = page.run("[...document.querySelectorAll('#processes li.well')].map((one) => one.firstChild.data.trim())")
+        names = page.run(
+            "[...document.querySelectorAll('#processes li.well')].map((one) => one.firstChild.data.trim())"
+        )
         assert names == ["frontend 0", "scheduler 0", "supervisor", "worker 0"]
 
 
@@ -83,16 +85,19 @@ def test_every_figure_is_the_one_that_the_engine_tells(browser: Browser, fake: P
         label = page.run("document.querySelector('#memory').ariaLabel")
         assert label == "KV memory: 30 % running, 20 % cached, 50 % free, of 1600 tokens"
         more = work(num_steps=10, num_rows=50, num_prompt_rows=20, step_us=25_000)
-        more |= work(num_generated_tokens=40, num_computed_prompt_tokens=500)
+        more |= work(
+            num_generated_tokens=40, num_computed_prompt_tokens=500, num_prompt_tokens=1000, num_cached_tokens=500
+        )
         fake.do(lambda: fake.world.engine.counters.update(more | {"num_running": 8, "num_waiting": 0}))
         page.wait(f"{shown('running', '8')} && {shown('waiting', '0')}")
         labels = "[...document.querySelectorAll('canvas')].map((one) => one.getAttribute('aria-label'))"
         page.wait(f"{labels}[3].includes('2.50 ms')")
-        tokens, requests, rows, step, memory = page.run(labels)
+        tokens, requests, rows, step, hits, memory = page.run(labels)
         assert "generated" in tokens and "prompt" in tokens
         assert requests == "Requests over the last 5 minutes: running 8 last, 8 at most; waiting 0 last, 2 at most"
         assert "that generate 3.0 last" in rows and "of prompts 2.0 last" in rows
         assert "mean 2.50 ms last, 2.50 ms at most" in step
+        assert "of prompt tokens 50 % last" in hits
         assert "running 30 % last" in memory
         assert all(count > 0 for count in painted(page))
 

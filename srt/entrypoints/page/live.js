@@ -31,6 +31,12 @@ const charts = [
     format: (value) => `${value.toFixed(value < 10 ? 2 : 0)} ms`,
   }),
   new Chart({
+    title: "Prefix hits",
+    series: [{ key: "hit_rate", words: "of prompt tokens" }],
+    most: 1,
+    format: percent,
+  }),
+  new Chart({
     title: "KV memory in use",
     series: [{ key: "kv_running", words: "running" }, { key: "kv_cached", words: "cached" }],
     stacked: true,
