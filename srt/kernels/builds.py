@@ -8,57 +8,26 @@ prints a line per build. A kernel that is missing here is one that nothing prove
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from srt.kernels.decode_attention import MAX_SPLITS, DecodeTiles, decode_attention_kernel
 from srt.kernels.extend_attention import ExtendTiles, extend_kernel
 from srt.kernels.gather_decode import gather_decode_kernel, store_draws_kernel
 from srt.kernels.gather_pages import gather_pages_kernel
 from srt.kernels.jit import block_dim
+from srt.kernels.kernel_build import TYPE_NAMES, KernelBuild
+from srt.kernels.layer_builds import layer_builds
 from srt.kernels.write_kv import write_kv_kernel
 
-HOPPER = GPUTarget("cuda", 90, 32)
-
-_TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
 _DOT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class KernelBuild:
-    """One kernel with the types of its arguments and the values of its constants."""
-
-    name: str
-    kernel: Any
-    types: dict[str, str]  # of every argument that is not a constant
-    constants: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def compile(self, target: GPUTarget = HOPPER) -> Any:
-        """Triton's CompiledKernel, down to the target's machine code; no GPU is touched."""
-        signature = {name: self.types.get(name, "constexpr") for name in self.kernel.arg_names}
-        missing = [name for name, kind in signature.items() if kind == "constexpr" and name not in self.constants]
-        assert not missing, f"{self.name}: neither a type nor a value for {missing}"
-        # What Triton finds at a real launch: aligned tensors, and strides of whole heads.
-        aligned = [
-            kind.startswith("*") or name.endswith(("token_stride", "location_stride", "row_stride"))
-            for name, kind in signature.items()
-        ]
-        attrs = {(index,): [["tt.divisibility", 16]] for index, is_aligned in enumerate(aligned) if is_aligned}
-        source = ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=attrs)
-        return triton.compile(source, target=target, options=self.options)
 
 
 def all_builds() -> list[KernelBuild]:
     """Each kernel for bfloat16 heads of 64 and 128, and once for float16 and float32."""
     cases = [(torch.bfloat16, 64, 4), (torch.bfloat16, 128, 5), (torch.float16, 128, 1), (torch.float32, 128, 4)]
-    builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws()]
+    builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), *layer_builds()]
     for dtype, head_dim, group in cases:
         builds.append(_write_kv(dtype, head_dim))
         builds.append(_decode_attention(dtype, head_dim, group))
@@ -71,11 +40,11 @@ def all_builds() -> list[KernelBuild]:
 
 
 def _label(kernel: str, dtype: torch.dtype, head_dim: int) -> str:
-    return f"{kernel}[{_TYPE_NAMES[dtype]}, head_dim {head_dim}]"
+    return f"{kernel}[{TYPE_NAMES[dtype]}, head_dim {head_dim}]"
 
 
 def _kv_label(kernel: str, dtype: torch.dtype, head_dim: int, kv: torch.dtype, more: str = "") -> str:
-    return _label(kernel, dtype, head_dim) + (f" over {_TYPE_NAMES[kv]}" if kv != dtype else "") + more
+    return _label(kernel, dtype, head_dim) + (f" over {TYPE_NAMES[kv]}" if kv != dtype else "") + more
 
 
 def _gather_pages() -> KernelBuild:
@@ -127,8 +96,8 @@ def _write_kv(dtype: torch.dtype, head_dim: int, kv: torch.dtype | None = None) 
         name=_kv_label("write_kv", dtype, head_dim, kv),
         kernel=write_kv_kernel,
         types={
-            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{_TYPE_NAMES[dtype]}"),
-            **dict.fromkeys(("k_buffer_ptr", "v_buffer_ptr"), f"*{_TYPE_NAMES[kv]}"),
+            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{TYPE_NAMES[dtype]}"),
+            **dict.fromkeys(("k_buffer_ptr", "v_buffer_ptr"), f"*{TYPE_NAMES[kv]}"),
             "locations_ptr": "*i64",
             **dict.fromkeys(("k_token_stride", "v_token_stride", "k_location_stride", "v_location_stride"), "i32"),
             **dict.fromkeys(("k_scale", "v_scale"), "fp32"),
@@ -144,8 +113,8 @@ def _decode_attention(dtype: torch.dtype, head_dim: int, group: int, kv: torch.d
         name=_kv_label("decode_attention", dtype, head_dim, kv),
         kernel=decode_attention_kernel,
         types={
-            **dict.fromkeys(("q_ptr", "out_ptr"), f"*{_TYPE_NAMES[dtype]}"),
-            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{_TYPE_NAMES[kv]}"),
+            **dict.fromkeys(("q_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
+            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{TYPE_NAMES[kv]}"),
             "page_table_ptr": "*i32",
             **dict.fromkeys(("req_pool_indices_ptr", "seq_lens_ptr"), "*i64"),
             **dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32"),
@@ -163,8 +132,9 @@ def _decode_attention(dtype: torch.dtype, head_dim: int, group: int, kv: torch.d
             "BLOCK_D": block_dim(head_dim),
             "BLOCK_N": tiles.block_n,
             "BLOCK_S": MAX_SPLITS,
+            "PDL": True,
         },
-        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True},
     )
 
 
@@ -178,8 +148,8 @@ def _extend(
         name=_kv_label("extend", dtype, head_dim, kv, " in a window" if has_window else ""),
         kernel=extend_kernel,
         types={
-            **dict.fromkeys(("q_ptr", "out_ptr"), f"*{_TYPE_NAMES[dtype]}"),
-            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{_TYPE_NAMES[kv]}"),
+            **dict.fromkeys(("q_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
+            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{TYPE_NAMES[kv]}"),
             "page_table_ptr": "*i32",
             **dict.fromkeys(rows, "*i64"),
             **dict.fromkeys(("scale_log2", "v_scale"), "fp32"),

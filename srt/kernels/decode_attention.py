@@ -16,6 +16,7 @@ import triton.language as tl
 
 from srt.kernels.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.paged_kv import PagedKV, check_heads
+from srt.kernels.pdl import let_next_start, pdl_options, prefetch, wait_for_inputs
 
 MAX_SPLITS: Final = 32  # a power of two
 MIN_SPLIT_TOKENS: Final = 128  # a shorter split costs more to merge than it saves
@@ -36,6 +37,9 @@ class DecodeTiles:
     def for_dtype(cls, dtype: torch.dtype, num_splits: int) -> DecodeTiles:
         """float32 is multiplied without tensor cores, where larger blocks spill and take seconds to compile."""
         return cls(num_splits, block_n=32) if dtype is torch.float32 else cls(num_splits)
+
+
+PREFETCHED = tl.constexpr(256)  # positions that a program sends for before it may read its query
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,10 @@ def decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,  # a power of two, at least the number of splits
+    PDL: tl.constexpr,
 ) -> None:
     """Program (row, KV head, split); zeros for a row of length 0."""
+    let_next_start(PDL)
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -108,9 +114,22 @@ def decode_attention_kernel(
     first = tl.maximum(seq_len - window, 0)
     split_tokens = _split_tokens(seq_len - first, num_splits, MIN_SPLIT, BLOCK_N)
     begin = first + split * split_tokens
+    end = tl.minimum(begin + split_tokens, seq_len)
+    slot = tl.load(req_pool_indices_ptr + row).to(tl.int64)
+    pages_ptr = page_table_ptr + slot * page_table_stride
+    if PDL:
+        # Lengths, tables and the memory of earlier steps are there: the embedding, which is launched after all that writes
+        # them and not dependently, has ended before any kernel of a layer starts.
+        for block in range(begin, tl.minimum(end, begin + PREFETCHED), BLOCK_N):
+            positions = tl.minimum(block + tl.arange(0, BLOCK_N), end - 1)
+            pages = tl.load(pages_ptr + positions // PAGE_SIZE).to(tl.int64)
+            locations = pages * PAGE_SIZE + positions % PAGE_SIZE
+            lines = kv_head * HEAD_DIM + tl.arange(0, 2) * (HEAD_DIM // 2)
+            prefetch(k_ptr + locations[:, None] * k_location_stride + lines[None, :])
+            prefetch(v_ptr + locations[:, None] * v_location_stride + lines[None, :])
+    wait_for_inputs(PDL)
     if begin >= seq_len and split > 0:
         return
-    end = tl.minimum(begin + split_tokens, seq_len)
 
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
@@ -118,8 +137,6 @@ def decode_attention_kernel(
     head_mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     head_offsets = (kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_ptr + row.to(tl.int64) * q_row_stride + head_offsets, mask=head_mask, other=0.0).to(DOT_DTYPE)
-    slot = tl.load(req_pool_indices_ptr + row).to(tl.int64)
-    pages_ptr = page_table_ptr + slot * page_table_stride
 
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -187,6 +204,7 @@ def decode_attention(
     tiles: DecodeTiles,
     scratch: DecodeScratch,
     window: int | None = None,
+    pdl: bool = False,
 ) -> None:
     """One query per row ([rows, heads, head_dim]) over that row's first `seq_lens` positions, or the last `window` of
     them, into `out`.
@@ -215,5 +233,5 @@ def decode_attention(
         GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
         MIN_SPLIT=tiles.min_split_tokens, DOT_DTYPE=dot_dtype(q.dtype),
         BLOCK_G=block_dim(group), BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n, BLOCK_S=MAX_SPLITS,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl_options(pdl),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton.language as tl
 
 from srt.kernels.jit import jit
@@ -25,6 +26,18 @@ def wait_for_inputs(PDL: tl.constexpr) -> None:
     """Returns when all kernels before this one have ended, and what they wrote can be read."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@jit
+def prefetch(pointers: tl.tensor) -> None:
+    """Sends for the lines of 128 bytes that these addresses lie in; the reads that follow find them nearer. Not interpreted."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+def has_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from srt.kernels.gemv import MAX_ROWS, GemvTiles, gemv
+from srt.kernels.pdl import has_pdl
 from srt.kernels.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.rotary import angles, prepare_qkv
 from srt.kernels.silu_and_mul import silu_and_mul
@@ -22,7 +23,7 @@ class KernelOps(LayerOps):
     """Up to MAX_ROWS tokens go through products that read their weights at the memory's speed; more, through cuBLAS."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._pdl = has_pdl(device)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x, norm.weight, norm.eps, self._pdl)

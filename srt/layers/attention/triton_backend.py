@@ -18,6 +18,7 @@ from srt.kernels.decode_attention import (
 )
 from srt.kernels.extend_attention import ExtendTiles, extend_attention
 from srt.kernels.paged_kv import PagedKV
+from srt.kernels.pdl import has_pdl
 from srt.kernels.triton_support import require_triton
 from srt.kernels.write_kv import write_kv
 from srt.layers.attention.base import AttentionBackend
@@ -44,6 +45,7 @@ class TritonAttentionBackend(AttentionBackend):
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         else:
             self._num_processors = INTERPRETER_PROCESSORS
+        self._pdl = has_pdl(device)
         self._max_extend_len = 0
         self._num_splits = 1
         self._scratch: DecodeScratch | None = None
@@ -91,6 +93,7 @@ class TritonAttentionBackend(AttentionBackend):
             DecodeTiles.for_dtype(q.dtype, self._num_splits),
             self._scratch or self._take_scratch(layer, q.device),
             layer.window,
+            self._pdl,
         )
 
     def _take_scratch(self, layer: RadixAttention, device: torch.device) -> DecodeScratch:

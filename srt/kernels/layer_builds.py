@@ -1,0 +1,132 @@
+"""The kernels of layers and of sampling, in the shapes that a GPU will be asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from srt.kernels.gemv import GemvTiles, gemv_kernel
+from srt.kernels.kernel_build import TYPE_NAMES, KernelBuild
+from srt.kernels.rms_norm import rms_norm_kernel
+from srt.kernels.rotary import angles_kernel, prepare_qkv_kernel
+from srt.kernels.sample import BLOCK, block_best_kernel, draw_kernel
+from srt.kernels.silu_and_mul import silu_and_mul_kernel
+
+_PDL = {"launch_pdl": True}
+
+
+def layer_builds() -> list[KernelBuild]:
+    """As layers launch them on Hopper, after the kernel before."""
+    builds = [_angles()]
+    for dtype in (torch.bfloat16, torch.float32):
+        builds += [_rms_norm(dtype), _silu_and_mul(dtype), _block_best(dtype), _draw(dtype)]
+        builds += [_gemv(dtype, is_gated=False), _gemv(dtype, is_gated=True)]
+    for head_dim, kv in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float8_e4m3fn)):
+        builds.append(_prepare_qkv(head_dim, kv))
+    return builds
+
+
+def _build(label: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> KernelBuild:
+    return KernelBuild(label, kernel, types, {**constants, "PDL": True}, {**_PDL, **options})
+
+
+def _angles() -> KernelBuild:
+    values = dict.fromkeys(("frequencies_ptr", "cos_ptr", "sin_ptr"), "*fp32")
+    return _build(
+        "angles[]",
+        angles_kernel,
+        {**values, "positions_ptr": "*i64", "factor": "fp32", "num_tokens": "i32"},
+        {"HALF": 64, "BLOCK_T": 8, "BLOCK_HALF": 64},
+    )
+
+
+def _rms_norm(dtype: torch.dtype) -> KernelBuild:
+    values = ("x_ptr", "delta_ptr", "weight_ptr", "out_ptr", "sum_ptr")
+    return _build(
+        f"rms_norm[{TYPE_NAMES[dtype]}]",
+        rms_norm_kernel,
+        {**dict.fromkeys(values, f"*{TYPE_NAMES[dtype]}"), "eps": "fp32", "row_stride": "i32"},
+        {"HAS_DELTA": True, "SIZE": 5120, "BLOCK": 8192},
+        num_warps=16,
+    )
+
+
+def _silu_and_mul(dtype: torch.dtype) -> KernelBuild:
+    return _build(
+        f"silu_and_mul[{TYPE_NAMES[dtype]}]",
+        silu_and_mul_kernel,
+        dict.fromkeys(("gate_up_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
+        {"SIZE": 3072, "BLOCK": 1024},
+    )
+
+
+def _gemv(dtype: torch.dtype, is_gated: bool) -> KernelBuild:
+    """Gate and up of a small model, or the output of its attention."""
+    tensors = ("x_ptr", "delta_ptr", "norm_weight_ptr", "w_ptr", "bias_ptr", "residual_ptr", "out_ptr", "sum_ptr")
+    n, k = (3072, 1024) if is_gated else (1024, 2048)
+    tiles = GemvTiles.choose(k, is_gated)
+    return _build(
+        f"gemv[{TYPE_NAMES[dtype]}, {'gated' if is_gated else 'plain'}]",
+        gemv_kernel,
+        {**dict.fromkeys(tensors, f"*{TYPE_NAMES[dtype]}"), "eps": "fp32"},
+        {
+            "N": n,
+            "K": k,
+            "ROWS": 1,
+            "GATED": is_gated,
+            "HAS_DELTA": False,
+            "HAS_NORM": is_gated,
+            "HAS_BIAS": False,
+            "HAS_RESIDUAL": not is_gated,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+        },
+        num_warps=tiles.num_warps,
+    )
+
+
+def _prepare_qkv(head_dim: int, kv: torch.dtype) -> KernelBuild:
+    return _build(
+        f"prepare_qkv[{TYPE_NAMES[kv]}, head_dim {head_dim}]",
+        prepare_qkv_kernel,
+        {
+            **dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16"),
+            **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
+            **dict.fromkeys(("k_buffer_ptr", "v_buffer_ptr"), f"*{TYPE_NAMES[kv]}"),
+            "locations_ptr": "*i64",
+            **dict.fromkeys(("eps", "k_scale_inverse", "v_scale_inverse"), "fp32"),
+            **dict.fromkeys(("k_location_stride", "v_location_stride"), "i32"),
+        },
+        {
+            "NUM_HEADS": 16,
+            "NUM_KV_HEADS": 8,
+            "HEAD_DIM": head_dim,
+            "HAS_NORM": True,
+            "LARGEST": 448 if kv == torch.float8_e4m3fn else 0,
+            "BLOCK_H": 8,
+            "BLOCK_HALF": head_dim // 2,
+        },
+    )
+
+
+_ROW_TYPES = {
+    **dict.fromkeys(("temperatures_ptr", "thresholds_ptr", "best_ptr", "values_ptr"), "*fp32"),
+    **dict.fromkeys(("seeds_ptr", "positions_ptr", "ids_ptr"), "*i64"),
+    **dict.fromkeys(("num_columns", "row_stride", "first_group", "num_blocks", "shard_start", "vocab_size"), "i32"),
+}
+
+
+def _block_best(dtype: torch.dtype) -> KernelBuild:
+    return _sampling("block_best", block_best_kernel, dtype, {})
+
+
+def _draw(dtype: torch.dtype) -> KernelBuild:
+    return _sampling("draw", draw_kernel, dtype, {"NUM_BLOCKS": 128}, num_warps=8)
+
+
+def _sampling(name: str, kernel: Any, dtype: torch.dtype, constants: dict[str, Any], **options: Any) -> KernelBuild:
+    types = {name: kind for name, kind in _ROW_TYPES.items() if name in kernel.arg_names}
+    types["logits_ptr"] = f"*{TYPE_NAMES[dtype]}"
+    constants = {**constants, "HAS_THRESHOLD": True, "SHIFT": 0, "BLOCK": BLOCK}
+    return _build(f"{name}[{TYPE_NAMES[dtype]}]", kernel, types, constants, **options)
