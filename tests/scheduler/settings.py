@@ -60,11 +60,13 @@ class Settings:
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
         page_size = rng.choice((1, 4, 16, 16))
-        num_slots = rng.choice((1, 4, 16, 24, 24, 32, 48, 96, 96, 112))
+        num_slots = rng.choice((1, 4, 16, 24, 32, 48, 96, 96, 112, 128))
         if num_slots <= 4:
             longest_prompt, longest_answer = rng.choice(((12, 8), (60, 20)))
         else:
-            longest_prompt, longest_answer = rng.choice(((12, 8), (60, 40), (60, 80), (100, 160), (300, 60), (20, 160)))
+            longest_prompt, longest_answer = rng.choice(
+                ((12, 8), (60, 80), (100, 160), (300, 60), (20, 160), (60, 320))
+            )
         least_pages = -(-(longest_prompt + longest_answer) // page_size) + 2
         used_pages = num_slots * (longest_prompt + longest_answer) * 0.5 / page_size
         memory = rng.choice((0.0, 0.4, 0.6, 0.6, 0.8, 1.0, 3.0) if num_slots < 32 else (0.6, 0.7, 0.8, 1.0, 3.0))
@@ -152,11 +154,11 @@ class Settings:
         """The decode guarantee: what the prompts may add to a step of so many decodes.
 
         As much as the step takes without them, the stall, and the least chunk, twice: a short prompt's and a long one's. Where
-        steps of the same kind differ in time, nobody can tell what is the prompts' share: twice the difference may be added.
+        steps of the same kind differ in time, nobody can tell what is the prompts' share: four times the difference may be added.
         """
         least, most = self.decode_us(0, min(self.jitter)), self.decode_us(self.num_slots, max(self.jitter))
         kept = 2 * self.prompt_us(self.max_request_tokens, LEAST_CHUNK)
-        return self.decode_us(num_rows, max(self.jitter)) + 1e6 * self.stall + kept + 2 * (most - least)
+        return self.decode_us(num_rows, max(self.jitter)) + 1e6 * self.stall + kept + 4 * (most - least)
 
     def can_fit(self, num_tokens: int) -> bool:
         """A request of so many tokens, prompt and answer, may not be refused for its size."""

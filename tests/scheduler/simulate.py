@@ -1,19 +1,24 @@
 """Run simulated worlds, one a seed, and say what happened in them.
 
 python -m tests.scheduler.simulate --seeds 1000 [--from 0]          so many worlds
-python -m tests.scheduler.simulate --steps 10000000 [--resume FILE] worlds until so many steps; FILE keeps what was done
+python -m tests.scheduler.simulate --steps 10000000 [--jobs 16] [--resume FILE]
+                                                                    worlds until so many steps; FILE keeps what was done
 python -m tests.scheduler.simulate --seed 7                         one world: this is how a failure is replayed
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import sys
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +28,8 @@ from tests.scheduler.world import World
 
 MOST_ROWS = 1024
 PER_MILLION = ("preemptions", "num_evicted_pages", "deaths", "crossing aborts", "prefix hits")
-SAVE_EVERY = 50  # worlds
+SAVE_EVERY = 5  # worlds
+TELL_EVERY_S = 30.0
 
 
 @dataclass(slots=True)
@@ -46,6 +52,14 @@ class Tally:
         self.statistics.update(world.statistics)
         counts = np.bincount(world.rows_per_step, minlength=MOST_ROWS)
         self.steps_by_rows = (counts + self.steps_by_rows).tolist()
+
+    def merge(self, other: Tally) -> None:
+        """What happened in the worlds that come next."""
+        assert other.first == self.next_seed, f"worlds {other.first} do not follow {self.next_seed}"
+        self.next_seed = other.next_seed
+        self.cpu_s += other.cpu_s
+        self.statistics.update(other.statistics)
+        self.steps_by_rows = [a + b for a, b in zip(self.steps_by_rows, other.steps_by_rows, strict=True)]
 
     def save(self, file: Path) -> None:
         draft = file.with_suffix(".tmp")
@@ -81,14 +95,10 @@ class Tally:
         return "\n".join(lines)
 
 
-def run_worlds(
-    seeds: Iterable[int], tally: Tally | None = None, *, steps: int | None = None, check_every: int = 16
-) -> Tally:
-    """What happened in all of them, or in the first that have so many steps. AssertionError names the seed that breaks a promise."""
+def run_worlds(seeds: Iterable[int], tally: Tally | None = None, *, check_every: int = 16) -> Tally:
+    """What happened in all of them. AssertionError names the seed that breaks a promise."""
     tally = tally or Tally()
     for seed in seeds:
-        if steps is not None and tally.num_steps >= steps:
-            break
         cpu, wall = time.process_time(), time.perf_counter()
         world = World(seed, check_every=check_every)
         try:
@@ -104,12 +114,45 @@ def run_worlds(
     return tally
 
 
-def soak(tally: Tally, steps: int, file: Path | None) -> None:
-    """Go on with these worlds until there were so many steps; the file keeps up."""
-    while tally.num_steps < steps:
-        run_worlds(range(tally.next_seed, tally.next_seed + SAVE_EVERY), tally, steps=steps)
-        if file is not None:
-            tally.save(file)
+def soak(tally: Tally, steps: int, file: Path | None = None, *, jobs: int = 1, tell: bool = False) -> None:
+    """Go on with these worlds until there were so many steps; the file keeps up.
+
+    Several processes take the next worlds in turn. Worlds are counted in order, so the file says which are done, and any number of
+    processes may go on from there. AssertionError names the seed that breaks a promise.
+    """
+    if tally.num_steps >= steps:
+        return
+    told, before = time.perf_counter(), tally.wall_s - time.perf_counter()
+    with closing(_tallies(tally.next_seed, jobs)) as tallies:
+        for some in tallies:
+            tally.merge(some)
+            tally.wall_s = before + time.perf_counter()
+            if file is not None:
+                tally.save(file)
+            if tally.num_steps >= steps:
+                return
+            if tell and time.perf_counter() - told > TELL_EVERY_S:
+                told = time.perf_counter()
+                print(f"{tally.num_steps:,} steps, {tally.num_steps / tally.wall_s:,.0f} a second", flush=True)
+
+
+def _tallies(first: int, jobs: int) -> Generator[Tally, None, None]:
+    """Of the worlds from this one on, some at a time, for ever."""
+    firsts = itertools.count(first, SAVE_EVERY)
+    if jobs == 1:
+        yield from map(_some_worlds, firsts)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        ahead = deque(pool.submit(_some_worlds, next(firsts)) for _ in range(2 * jobs))
+        try:
+            while True:
+                yield ahead.popleft().result()
+                ahead.append(pool.submit(_some_worlds, next(firsts)))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _some_worlds(first: int) -> Tally:
+    return run_worlds(range(first, first + SAVE_EVERY), Tally(first, first))
 
 
 def main() -> int:
@@ -122,6 +165,7 @@ def main() -> int:
     parser.add_argument(
         "--resume", type=Path, help="with --steps: go on behind the worlds that this file tells of, and keep it"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="with --steps: so many processes")
     options = parser.parse_args()
     tally = Tally(options.first, options.first)
     try:
@@ -129,7 +173,7 @@ def main() -> int:
             tally = run_worlds([options.seed], Tally(options.seed, options.seed))
         elif options.steps is not None:
             tally = Tally.load(options.resume) if options.resume and options.resume.exists() else tally
-            soak(tally, options.steps, options.resume)
+            soak(tally, options.steps, options.resume, jobs=options.jobs, tell=True)
         else:
             run_worlds(range(options.first, options.first + options.seeds), tally)
     except AssertionError:

@@ -29,7 +29,7 @@ def test_random_worlds_keep_every_promise() -> None:
 @pytest.mark.timeout(1500)
 def test_200_000_steps_of_busy_worlds_keep_every_promise() -> None:
     tally = Tally(first=10_000, next_seed=10_000)
-    soak(tally, 200_000, None)
+    soak(tally, 200_000)
     print(tally.report())
     assert tally.rows_quantile(0.5) >= 8
     assert tally.share_with_rows(64) >= 0.08
@@ -73,9 +73,9 @@ def test_a_world_can_be_replayed() -> None:
 
 def test_a_soak_goes_on_where_it_was(tmp_path: Path) -> None:
     whole, first = Tally(), Tally()
-    soak(whole, 900, None)
-    soak(first, 300, tmp_path / "soak.json")
+    soak(whole, 4000)
+    soak(first, 1000, tmp_path / "soak.json")
     second = Tally.load(tmp_path / "soak.json")
-    soak(second, 900, None)
+    soak(second, 4000, jobs=2)
     assert first.next_seed < second.next_seed == whole.next_seed
     assert second.statistics == whole.statistics
