@@ -147,6 +147,7 @@ def gemv(
     eps: float = 0.0,
     is_gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + delta) @ weight.T + bias + residual, x + delta): each of them only if it is given.
@@ -155,10 +156,12 @@ def gemv(
     """
     num_rows, k = x.shape
     n = weight.shape[0] // (2 if is_gated else 1)
-    for tensor in (x, weight, delta, residual):
+    for tensor in (x, weight, delta, residual, out):
         assert tensor is None or tensor.is_contiguous(), tensor.stride()
     assert weight.shape[1] == k and num_rows <= MAX_ROWS, (x.shape, weight.shape)
-    out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
+    assert out.shape == (num_rows, n), (out.shape, num_rows, n)
     total = x if delta is None else torch.empty_like(x)
     gemv_kernel[(triton.cdiv(n, tiles.block_n),)](
         x, x if delta is None else delta, x if norm_weight is None else norm_weight, weight,

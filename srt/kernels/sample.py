@@ -7,15 +7,17 @@ the best value of each block of the vocabulary; the second computes exactly, but
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
+from srt.kernels.draw_rows import DrawRows
 from srt.kernels.jit import IS_INTERPRETED, jit, kernel
-from srt.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+from srt.kernels.pdl import has_pdl, let_next_start, pdl_options, wait_for_inputs
 
 BLOCK: Final = 2048  # token ids per program; a multiple of 4
 _SLACK = tl.constexpr(1e-3)  # float32 noise is nearer than this to the exact one, with a wide margin
@@ -190,18 +192,13 @@ def draw_kernel(
     tl.store(values_ptr + row, best_value)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """How the rows of a step draw."""
-
-    temperatures: torch.Tensor  # [R] float32; 0 is greedy
-    seeds: torch.Tensor  # [R] int64
-    positions: torch.Tensor  # [R] int64
-    thresholds: torch.Tensor | None = None  # [R] float32: what is smaller, as logit / T, is not drawn
+def kernel_draw(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """`draw`, launched as the device can."""
+    return partial(draw, pdl=has_pdl(device))
 
 
 def draw(
-    logits: torch.Tensor, rows: Rows, shard_start: int, vocab_size: int, pdl: bool = False
+    logits: torch.Tensor, rows: DrawRows, shard_start: int, vocab_size: int, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [R] int64, the winning values [R] float32) of this shard's logits [R, columns].
 

@@ -88,15 +88,11 @@ class ParallelLMHead(WeightedModule):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden_size] → [rows, shard_size] f32."""
-        return self.narrow_logits(hidden).float()
-
-    def narrow_logits(self, hidden: Tensor) -> Tensor:
-        """As `logits`, in the type of the weights, in which they are computed."""
-        return self._ops.linear(hidden, Affine(self.weight, None))
+        return self._ops.linear(hidden, Affine(self.weight, None)).float()
 
     def logits_into(self, hidden: Tensor, out: Tensor) -> None:
         """The same into `out`, rounded to the model's dtype as they are before they become f32."""
-        torch.mm(hidden, self.weight.t(), out=out)
+        self._ops.linear_into(hidden, self.weight, out)
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         if not self._is_tied:

@@ -38,6 +38,12 @@ class KernelOps(LayerOps):
             return self._gemv(x, affine)
         return super().linear(x, affine)
 
+    def linear_into(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        if _is_few(x):
+            self._gemv(x, Affine(weight, None), out=out)
+        else:
+            super().linear_into(x, weight, out)
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up, self._pdl)
 
@@ -85,9 +91,11 @@ class KernelOps(LayerOps):
         q, k, v = qkv.split((layer.num_heads * layer.head_dim, kv_size, kv_size), dim=-1)
         return layer.attend(q, k, v, batch)
 
-    def _gemv(self, x: Tensor, affine: Affine, residual: Tensor | None = None) -> Tensor:
+    def _gemv(self, x: Tensor, affine: Affine, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         tiles = GemvTiles.choose(affine.weight.shape[1], is_gated=False)
-        return gemv(x.contiguous(), affine.weight, tiles, bias=affine.bias, residual=residual, pdl=self._pdl)[0]
+        return gemv(x.contiguous(), affine.weight, tiles, bias=affine.bias, residual=residual, out=out, pdl=self._pdl)[
+            0
+        ]
 
     def _gemv_of_norm(self, stream: Stream, norm: Norm, affine: Affine, is_gated: bool) -> tuple[Tensor, Tensor]:
         return gemv(

@@ -64,6 +64,9 @@ class LayerOps:
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
         return F.linear(x, affine.weight, affine.bias)
 
+    def linear_into(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        torch.mm(x, weight.t(), out=out)
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, for the two halves of the last dimension."""
         gate, up = gate_up.chunk(2, dim=-1)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.kernels.draw_rows import DrawRows
 from srt.layers.logits_processor import gather_vocabulary
 from srt.layers.philox import gumbel_noise
 from srt.mem_cache.memory_pool import ReqToTokenPool
@@ -38,6 +39,12 @@ class Sampler:
         self._vocab_size = vocab_size
         self._shard_start = shard_start
         self._tables = tables
+        self._draw_from_shard = draw_from_shard
+        if tables.seq_lens.is_cuda:
+            # Triton is not there on every host; with PyTorch for CUDA it is.
+            from srt.kernels.sample import kernel_draw
+
+            self._draw_from_shard = kernel_draw(tables.seq_lens.device)
 
     def draw(self, logits: torch.Tensor, info: SamplingBatchInfo, allowed: torch.Tensor | None = None) -> Draws:
         """One id for every row of `logits` [R, columns] float32, which is overwritten.
@@ -49,8 +56,7 @@ class Sampler:
         self._hold_back_stops(logits, info)
         if allowed is not None:
             logits.masked_fill_(~allowed, MINUS_INF)
-        self._add_noise(logits, info)
-        return self._best(logits)
+        return self._draw(logits, self._rows(logits, info))
 
     def draw_plain(
         self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
@@ -59,10 +65,7 @@ class Sampler:
 
         Nothing here waits for the device, so a graph can hold it.
         """
-        is_noisy = (temperatures > 0).unsqueeze(1)
-        scaled = logits.float() / torch.where(is_noisy, temperatures.unsqueeze(1), 1.0)
-        noise = gumbel_noise(seeds, positions, self._shard_start, logits.shape[1])
-        return self._best(scaled.add_(noise.masked_fill_(~is_noisy, 0.0)))
+        return self._draw(logits, DrawRows(temperatures, seeds, positions))
 
     def _penalise(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
         """Counts come from the token table each time: nothing has to be kept, reset or rebuilt when a request resumes."""
@@ -117,22 +120,19 @@ class Sampler:
         is_here = (columns >= 0) & (columns < num_columns)
         return is_here, columns.masked_fill(~is_here, 0)
 
-    def _add_noise(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
-        arrays = info.arrays
-        if not len(arrays.noisy_rows):
-            return
-        all_noisy = len(arrays.noisy_rows) == info.num_rows
-        scaled = (logits if all_noisy else logits[arrays.noisy_rows]) / arrays.temperatures.unsqueeze(1)
+    def _rows(self, logits: torch.Tensor, info: SamplingBatchInfo) -> DrawRows:
+        """Every row's own, from what the noisy ones have; a greedy row has a temperature of 0."""
+        arrays, device = info.arrays, logits.device
+        temperatures = torch.zeros(info.num_rows, dtype=torch.float32, device=device)
+        temperatures[arrays.noisy_rows] = arrays.temperatures
+        seeds = torch.zeros(info.num_rows, dtype=torch.int64, device=device)
+        seeds[arrays.noisy_rows] = arrays.seeds
+        thresholds = None
         if len(arrays.filter_rows):
-            kept = scaled[arrays.filter_noisy]
-            threshold = self._filter_threshold(kept, info)
-            scaled[arrays.filter_noisy] = kept.masked_fill_(kept < threshold, MINUS_INF)
-        positions = info.positions if all_noisy else info.positions[arrays.noisy_rows]
-        scaled += gumbel_noise(arrays.seeds, positions, self._shard_start, logits.shape[1])
-        if all_noisy:
-            logits.copy_(scaled)
-        else:
-            logits[arrays.noisy_rows] = scaled
+            scaled = logits[arrays.filter_rows] / temperatures[arrays.filter_rows].unsqueeze(1)
+            thresholds = torch.full((info.num_rows,), MINUS_INF, device=device)
+            thresholds[arrays.filter_rows] = self._filter_threshold(scaled, info).squeeze(1)
+        return DrawRows(temperatures, seeds, info.positions, thresholds)
 
     def _filter_threshold(self, scaled: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
         """[F, 1]: the smallest logit / T that passes all filters of its row. Needs the rows' whole vocabulary."""
@@ -140,10 +140,8 @@ class Sampler:
         whole = gather_vocabulary(self._tp, scaled, self._vocab_size)
         return filter_threshold(whole, arrays.top_ks, arrays.top_ps, arrays.min_ps)
 
-    def _best(self, logits: torch.Tensor) -> Draws:
-        ids = logits.argmax(dim=-1)
-        values = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
-        ids += self._shard_start
+    def _draw(self, logits: torch.Tensor, rows: DrawRows) -> Draws:
+        ids, values = self._draw_from_shard(logits, rows, self._shard_start, self._vocab_size)
         if self._tp.size > 1:
             packed = torch.stack((values.view(torch.int32), ids.to(torch.int32)))
             gathered = self._tp.all_gather(packed.unsqueeze(0), dim=0)
@@ -152,7 +150,27 @@ class Sampler:
             winner = values_by_rank.argmax(dim=0, keepdim=True)
             values = values_by_rank.gather(0, winner).squeeze(0)
             ids = gathered[:, 1].gather(0, winner).squeeze(0).long()
-        return Draws(ids.clamp_(max=self._vocab_size - 1), torch.isfinite(values))
+        return Draws(ids, torch.isfinite(values))
+
+
+def draw_from_shard(
+    logits: torch.Tensor, rows: DrawRows, shard_start: int, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids [R] int64, the winning values [R] float32) of logits [R, columns], which are the ids from `shard_start` on.
+
+    Logits of ids from `vocab_size` on are -inf. Where the winning value is not finite the id means nothing, but exists.
+    """
+    values = logits.to(torch.float32)
+    noisy = torch.nonzero(rows.temperatures > 0).squeeze(1)
+    if len(noisy):
+        scaled = values[noisy] / rows.temperatures[noisy].unsqueeze(1)
+        if rows.thresholds is not None:
+            scaled.masked_fill_(scaled < rows.thresholds[noisy].unsqueeze(1), MINUS_INF)
+        scaled += gumbel_noise(rows.seeds[noisy], rows.positions[noisy], shard_start, logits.shape[1])
+        values = scaled if len(noisy) == len(values) else values.index_copy(0, noisy, scaled)
+    ids = values.argmax(dim=-1)
+    best = values.gather(1, ids.unsqueeze(1)).squeeze(1)
+    return (ids + shard_start).clamp_(max=vocab_size - 1), best
 
 
 def filter_threshold(

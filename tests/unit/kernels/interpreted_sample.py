@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from srt.kernels.sample import BLOCK, Rows, draw
+from srt.kernels.draw_rows import DrawRows
+from srt.kernels.sample import BLOCK, draw
 from srt.layers.philox import gumbel_noise
 
 NUM_ROWS = 6
@@ -18,11 +19,11 @@ def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
 
 
-def some_rows(has_thresholds: bool = False) -> Rows:
+def some_rows(has_thresholds: bool = False) -> DrawRows:
     temperatures = torch.rand(NUM_ROWS) * 1.5
     temperatures[::3] = 0
     thresholds = torch.randn(NUM_ROWS).masked_fill(temperatures == 0, MINUS_INF)
-    return Rows(
+    return DrawRows(
         temperatures,
         seeds=torch.randint(-(1 << 62), 1 << 62, (NUM_ROWS,)),
         positions=torch.randint(0, 100_000, (NUM_ROWS,)),
@@ -30,7 +31,7 @@ def some_rows(has_thresholds: bool = False) -> Rows:
     )
 
 
-def expected(logits: Tensor, rows: Rows, shard_start: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+def expected(logits: Tensor, rows: DrawRows, shard_start: int, vocab_size: int) -> tuple[Tensor, Tensor]:
     values = logits.float().clone()
     values[:, max(0, vocab_size - shard_start) :] = MINUS_INF
     noisy = rows.temperatures > 0
@@ -64,7 +65,7 @@ def test_each_row_draws_as_the_sampler_says(
 def test_the_lowest_id_wins_a_tie_even_blocks_apart() -> None:
     logits = torch.zeros(2, 3 * BLOCK)
     logits[:, [BLOCK - 1, BLOCK, 2 * BLOCK + 5]] = 3.0
-    ids, _ = draw(logits, Rows(torch.zeros(2), torch.zeros(2).long(), torch.zeros(2).long()), 0, 3 * BLOCK)
+    ids, _ = draw(logits, DrawRows(torch.zeros(2), torch.zeros(2).long(), torch.zeros(2).long()), 0, 3 * BLOCK)
     assert ids.tolist() == [BLOCK - 1] * 2
 
 
@@ -74,7 +75,7 @@ def test_a_row_without_a_finite_best_draws_nothing_but_an_id_that_exists(tempera
     logits[0, 2999] = float("nan")
     logits[1, 5] = float("inf")
     logits[2] = MINUS_INF
-    rows = Rows(torch.full((4,), temperature), torch.arange(4), torch.arange(4))
+    rows = DrawRows(torch.full((4,), temperature), torch.arange(4), torch.arange(4))
     ids, values = draw(logits, rows, 0, 3000)
     assert torch.isfinite(values).tolist() == [False, False, False, True]
     assert ((ids >= 0) & (ids < 3000)).all()
