@@ -5,12 +5,21 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 Work = Callable[[], None]
-Capture = Callable[[Work], Work]  # runs the work, and returns what repeats it with the same tensors
 NUM_WARM_UPS = 2  # what is made at first use (kernels, workspaces) must not be made inside a graph
+
+
+class Capture(Protocol):
+    """Runs work, and gives what repeats it with the same tensors."""
+
+    def __call__(self, work: Work) -> Work: ...
+
+    def pieces(self, work: Callable[[Work], None]) -> list[Work]:
+        """What repeats each stretch of the work, which calls `cut` where one ends and the next begins."""
 
 
 class CudaGraphRunner:
@@ -82,7 +91,12 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        graph = torch.cuda.CUDAGraph()
+        (replay,) = self.pieces(lambda cut: work())
+        return replay
+
+    def pieces(self, work: Callable[[Work], None]) -> list[Work]:
+        """What repeats each stretch of the work, which calls `cut` where one ends and the next begins."""
+        graphs: list[torch.cuda.CUDAGraph] = []
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         was_collecting = gc.isenabled()
@@ -90,20 +104,27 @@ class GraphCapture:
         try:
             with torch.cuda.stream(self._stream):
                 for _ in range(NUM_WARM_UPS):
-                    work()
+                    work(lambda: None)
                 self._stream.synchronize()
-                # Other threads may use CUDA meanwhile: they are not part of the graph.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                self._begin(graphs)
                 try:
-                    work()
+                    work(lambda: self._cut(graphs))
                 finally:
-                    graph.capture_end()
+                    graphs[-1].capture_end()
         finally:
             if was_collecting:
                 gc.enable()
         current.wait_stream(self._stream)
-        replay: Work = graph.replay
-        return replay
+        return [graph.replay for graph in graphs]
+
+    def _cut(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        graphs[-1].capture_end()
+        self._begin(graphs)
+
+    def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        graphs.append(torch.cuda.CUDAGraph())
+        # Other threads may use CUDA meanwhile: they are not part of the graph.
+        graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
 
 def graph_sizes(most_rows: int) -> tuple[int, ...]:

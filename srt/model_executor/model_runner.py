@@ -19,6 +19,7 @@ from srt.model_executor.decode_runner import DecodeParts, DecodeRunner
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
 from srt.model_executor.logprob_plan import LogprobPlan, LogprobSegment
 from srt.model_executor.memory_profile import check_pages, check_tables, profile_max_num_token
+from srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner, piece_sizes
 from srt.model_executor.plan_arrays import PlanArrays, Staging
 from srt.model_executor.step_output import ResultBuffers, StepOutput
 from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
@@ -92,11 +93,12 @@ class ModelRunner:
         self._sampler = Sampler(tp, config.vocab_size, self._model.lm_head.shard_start, self._req_to_token_pool)
         self._planner = self._new_planner()
         if capture is None and device.type == "cuda" and not args.disable_cuda_graph:
-            capture = GraphCapture(device) if self._attn_backend.can_capture_decodes else None
+            capture = GraphCapture(device)
         # Noise for greedy rows too: nothing on a GPU, but not on a CPU.
         self._draws_by_row = device.type == "cuda" or capture is not None
         with torch.inference_mode():
             self._decode_runner = self._init_decode_runner(capture)
+            self._pieces = self._init_pieces(capture)
 
     def _load_model(self, folder: str, report_weights: Progress) -> CausalLM:
         loader = get_model_loader(LoadConfig(load_format=self._args.load_format))  # type: ignore[arg-type]  # a checked choice
@@ -150,7 +152,21 @@ class ModelRunner:
             self.device,
             sizes=tuple(size for size in args.cuda_graph_bs if size <= most) or graph_sizes(most),
             pads=not args.disable_cuda_graph_padding,
-            capture=capture,
+            capture=capture if self._attn_backend.can_capture_decodes else None,
+        )
+
+    def _init_pieces(self, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
+        most = self._args.piecewise_cuda_graph_max_tokens
+        if capture is None or not most:
+            return None
+        return PiecewiseCudaGraphRunner(
+            piece_sizes(most),
+            self._model,
+            self._attn_backend,
+            self._req_to_token_pool,
+            self._token_to_kv_pool,
+            self.device,
+            capture,
         )
 
     def _new_planner(self) -> StepPlanner:
@@ -183,6 +199,8 @@ class ModelRunner:
             case ForwardMode.IDLE:
                 return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self.device)
             case ForwardMode.EXTEND | ForwardMode.DECODE | ForwardMode.MIXED:
+                if self._pieces is not None and self._pieces.can_run(len(batch.input_ids)):
+                    return self._pieces.forward(batch)
                 self._attn_backend.init_forward_metadata(batch)
                 hidden: torch.Tensor = self._model(batch.input_ids, batch.positions, batch)
                 return hidden
@@ -267,14 +285,18 @@ class ModelRunner:
 
     @property
     def num_graphs_left(self) -> int:
-        """Sizes of decode steps that `capture_graph` would still capture."""
-        graphs = self._decode_runner.graphs
-        return 0 if graphs is None else graphs.num_left
+        """How often `capture_graph` has something to capture."""
+        graphs, pieces = self._decode_runner.graphs, self._pieces
+        return (graphs.num_left if graphs else 0) + (pieces.num_left if pieces else 0)
 
     @torch.inference_mode()
     def capture_graph(self) -> int:
-        """Capture decode steps of one more size; returns it. All that was launched is done."""
-        return self._decode_runner.capture_next()
+        """Capture steps of one more size, those of decodes first; returns how many rows or tokens. All that was launched is done."""
+        graphs = self._decode_runner.graphs
+        if graphs is not None and graphs.num_left:
+            return self._decode_runner.capture_next()
+        assert self._pieces is not None
+        return self._pieces.capture_next()
 
     def inspect(self) -> dict[str, Scalar]:
         """What the tables hold, as WorkDone describes it."""

@@ -77,7 +77,7 @@ class StepPlanner:
         row_tokens = np.concatenate((rows.extend_lens, np.ones(len(rows.slots) - num_extends, np.int64)))
         last_tokens = np.cumsum(row_tokens) - 1
         admitted = section.admissions
-        arrays = PlanArrays(
+        arrays: PlanArrays[HostArray] = PlanArrays(
             admitted_slots=np.array([a.slot for a in admitted], np.int64),
             admitted_lens=np.array([a.cached for a in admitted], np.int64),
             admitted_temperatures=np.array([a.sampling.temperature for a in admitted], np.float32),

@@ -89,12 +89,24 @@ class AttentionBackend(ABC):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
     ) -> torch.Tensor:
         """[tokens, heads * head_dim] for tokens whose k and v are in the memory; a mixed batch is extend rows, then decode rows."""
-        n = batch.num_extend_tokens
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend_into(q, k, v, layer, batch, out)
+        return out
+
+    def attend_into(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """The same into `out`."""
+        n = batch.num_extend_tokens
         queries, attended = q.view(-1, layer.num_heads, layer.head_dim), out.view(-1, layer.num_heads, layer.head_dim)
         if batch.num_extend_rows:
             keys, values = layer.split_kv_heads(k[:n]), layer.split_kv_heads(v[:n])
             self.forward_extend(queries[:n], keys, values, layer, batch, attended[:n])
         if batch.num_decode_rows:
             self.forward_decode(queries[n:], layer, batch, attended[n:])
-        return out

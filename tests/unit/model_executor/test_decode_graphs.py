@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from srt.layers.attention.torch_native import TorchNativeBackend
-from srt.model_executor.cuda_graph_runner import CudaGraphRunner, Work, graph_sizes
+from srt.model_executor.cuda_graph_runner import CudaGraphRunner, graph_sizes
 from srt.model_executor.input_buffers import GraphInputBuffers, Ints
 from srt.model_executor.model_runner import DecodeOutput, ModelRunner
 from srt.protocol.messages import (
@@ -26,32 +26,16 @@ from srt.protocol.messages import (
 )
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, run_section
+from tests.support.recorder import Recorder
 from tests.support.runners import make_runner
 
 EMPTY = int32_array()
 SIZES = (1, 2, 4, 8, 16)
 
 
-class Recorder:
-    """Stands in for graphs, and counts them."""
-
-    def __init__(self) -> None:
-        self.num_captures = 0
-        self.num_replays = 0
-
-    def __call__(self, work: Work) -> Work:
-        work()
-        self.num_captures += 1
-
-        def replay() -> None:
-            self.num_replays += 1
-            work()
-
-        return replay
-
-
 @pytest.fixture(autouse=True)
 def _attention_that_plans_before_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchNativeBackend, "can_capture_decodes", True)
     monkeypatch.setattr(TorchNativeBackend, "plans_decodes_on_host", True)
     monkeypatch.setattr(TorchNativeBackend, "init_forward_metadata_replay_cuda_graph", TorchNativeBackend.plan_decode)
 
@@ -83,6 +67,7 @@ def plain_jobs(count: int) -> list[Job]:
 
 
 def with_graphs(checkpoint: CheckpointFactory, page_size: int, recorder: Recorder, **options: Any) -> ModelRunner:
+    options = {"piecewise_cuda_graph_max_tokens": 0} | options
     return make_runner(checkpoint("qwen3"), page_size, capture=recorder, cuda_graph_bs=SIZES, **options)
 
 

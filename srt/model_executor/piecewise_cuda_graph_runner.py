@@ -1,0 +1,212 @@
+"""Steps with prompt tokens as CUDA graphs: one for each stretch between two attentions, which are launched anew each time.
+
+Such a step has about ten launches a layer. A small chunk of a prompt is done before the host has launched it; so for a few numbers
+of tokens all but attention, whose work depends on lengths, is captured. A step of fewer tokens than a number is padded to it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.radix_attention import RadixAttention
+from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.model_executor.cuda_graph_runner import Capture, Work
+from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+if TYPE_CHECKING:
+    from srt.models.decoder import CausalLM
+
+NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """Where graphs of all numbers of tokens read and write. Made at the first capture, which knows the shapes."""
+
+    q: torch.Tensor  # [tokens, heads * head_dim]
+    k: torch.Tensor
+    v: torch.Tensor
+    attended: torch.Tensor
+    hidden: torch.Tensor | None = None  # [tokens, hidden size]: what comes out
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Piece i ends where layer i's attention begins; the last ends with the model."""
+
+    replays: list[Work]
+    layers: list[RadixAttention]
+
+
+class _Breaks(AttentionBackend):
+    """Stands for attention while pieces are captured: hands over its inputs, cuts, and goes on with what will be its output."""
+
+    def __init__(self, runner: PiecewiseCudaGraphRunner, cut: Work) -> None:
+        self._runner = runner
+        self._cut = cut
+        self.layers: list[RadixAttention] = []
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> torch.Tensor:
+        out = self._runner.hand_over(q, k, v)
+        self.layers.append(layer)
+        self._cut()
+        return out
+
+    def plan_extend(self, batch: ForwardBatch) -> None:
+        raise AssertionError("nothing is planned while pieces are captured")
+
+    plan_decode = plan_extend
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        raise AssertionError("nothing is attended to while pieces are captured")
+
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        raise AssertionError("nothing is attended to while pieces are captured")
+
+
+class PiecewiseCudaGraphRunner:
+    """Sizes are captured one at a time, the largest first; every rank is asked for it at the same places of the stream of steps."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        model: CausalLM,
+        attn_backend: AttentionBackend,
+        tables: ReqToTokenPool,
+        kv_pool: MHATokenToKVPool,
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        """`sizes` are numbers of tokens, and not none."""
+        self._sizes = tuple(sorted(sizes))
+        self._model = model
+        self._attn_backend = attn_backend
+        self._tables = tables
+        self._kv_pool = kv_pool
+        self._capture = capture
+        most = self._sizes[-1]
+        self._dummy_location = tables.num_pages * tables.page_size
+        self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self._locations = torch.full((most,), self._dummy_location, dtype=torch.int64, device=device)
+        self._buffers: _Buffers | None = None
+        self._pieces: dict[int, _Pieces] = {}
+
+    @property
+    def num_left(self) -> int:
+        return len(self._sizes) - len(self._pieces)
+
+    def can_run(self, num_tokens: int) -> bool:
+        place = bisect_left(self._sizes, num_tokens)
+        return place < len(self._sizes) and self._sizes[place] in self._pieces
+
+    def capture_next(self) -> int:
+        """Capture the largest size that is left; returns it. Tables stay as they are: only padding runs."""
+        size = self._sizes[self.num_left - 1]
+        self._fill(size, None)
+        breaks: list[_Breaks] = []
+
+        def work(cut: Work) -> None:
+            breaks.append(_Breaks(self, cut))
+            batch = self._padding_batch(size, breaks[-1])
+            hidden = self._model(batch.input_ids, batch.positions, batch)
+            self._keep(hidden)
+
+        replays = self._capture.pieces(work)
+        self._pieces[size] = _Pieces(replays, breaks[-1].layers)
+        return size
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [tokens, hidden size] of a batch that `can_run`; the next step overwrites them."""
+        num_tokens = len(batch.input_ids)
+        size = self._sizes[bisect_left(self._sizes, num_tokens)]
+        self._fill(size, batch)
+        self._attn_backend.init_forward_metadata(batch)
+        pieces, buffers = self._pieces[size], self._buffers
+        assert buffers is not None
+        q, k, v, out = (t[:num_tokens] for t in (buffers.q, buffers.k, buffers.v, buffers.attended))
+        for replay, layer in zip(pieces.replays, pieces.layers, strict=False):
+            replay()
+            self._attn_backend.attend_into(q, k, v, layer, batch, out)
+        pieces.replays[-1]()
+        assert buffers.hidden is not None
+        return buffers.hidden[:num_tokens]
+
+    def hand_over(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """For pieces as they are captured: copy attention's inputs to where it reads them; returns where its output will be."""
+        if self._buffers is None:
+            most = self._sizes[-1]
+            self._buffers = _Buffers(
+                *(torch.zeros((most, t.shape[1]), dtype=t.dtype, device=t.device) for t in (q, k, v, q))
+            )
+        rows = slice(0, len(q))
+        for target, source in ((self._buffers.q, q), (self._buffers.k, k), (self._buffers.v, v)):
+            target[rows].copy_(source)
+        return self._buffers.attended[rows]
+
+    def _keep(self, hidden: torch.Tensor) -> None:
+        assert self._buffers is not None
+        if self._buffers.hidden is None:
+            shape = (self._sizes[-1], hidden.shape[1])
+            self._buffers.hidden = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
+        self._buffers.hidden[: len(hidden)].copy_(hidden)
+
+    def _fill(self, size: int, batch: ForwardBatch | None) -> None:
+        """The batch's tokens, and padding behind them, which is written to the dummy page."""
+        count = 0
+        if batch is not None:
+            count = len(batch.input_ids)
+            self._input_ids[:count].copy_(batch.input_ids)
+            self._positions[:count].copy_(batch.positions)
+            self._locations[:count].copy_(batch.out_cache_loc)
+        self._input_ids[count:size].zero_()
+        self._positions[count:size].zero_()
+        self._locations[count:size].fill_(self._dummy_location)
+
+    def _padding_batch(self, size: int, breaks: _Breaks) -> ForwardBatch:
+        none = self._input_ids[:0]
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=0,
+            num_extend_rows=0,
+            num_extend_tokens=size,
+            input_ids=self._input_ids[:size],
+            positions=self._positions[:size],
+            out_cache_loc=self._locations[:size],
+            req_pool_indices=none,
+            seq_lens=none,
+            extend_prefix_lens=none,
+            extend_seq_lens=none,
+            extend_start_loc=none,
+            req_pool_indices_cpu=NO_ROWS,
+            seq_lens_cpu=NO_ROWS,
+            extend_prefix_lens_cpu=NO_ROWS,
+            extend_seq_lens_cpu=NO_ROWS,
+            req_to_token_pool=self._tables,
+            token_to_kv_pool=self._kv_pool,
+            attn_backend=breaks,
+        )
+
+
+def piece_sizes(most_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens that are captured, each at most a third more than the one before from 64 on."""
+    sizes = [32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048]
+    sizes += range(2560, most_tokens, 512)
+    return tuple(sorted({size for size in sizes if size <= most_tokens} | ({most_tokens} if most_tokens else set())))

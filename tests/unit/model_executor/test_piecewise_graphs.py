@@ -1,0 +1,68 @@
+"""Steps with prompts in pieces between attentions: the same tokens, whatever is padded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from srt.model_executor.piecewise_cuda_graph_runner import piece_sizes
+from srt.protocol.messages import LogprobSpec, SamplingSpec
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.plan_driver import Job, PlanDriver, greedy
+from tests.support.recorder import Recorder
+from tests.support.runners import make_runner
+
+
+def jobs() -> list[Job]:
+    specs = [greedy(6), SamplingSpec(9, temperature=0.8), SamplingSpec(7, temperature=1.1, top_p=0.9)]
+    lengths = [70, 3, 40, 1, 33, 64]
+    made = [Job([(7 * i + j) % 90 for j in range(n)], specs[i % 3], seed=i) for i, n in enumerate(lengths)]
+    made[2].logprobs = LogprobSpec(output=True, prompt_start=0)
+    return made
+
+
+@pytest.mark.parametrize(("name", "page_size"), [("qwen3", 4), ("llama", 16)])
+def test_tokens_are_those_of_steps_that_are_launched_whole(
+    checkpoint: CheckpointFactory, name: str, page_size: int
+) -> None:
+    expected, found = jobs(), jobs()
+    PlanDriver(make_runner(checkpoint(name), page_size), page_size, chunk=48).run(expected)
+    recorder = Recorder()
+    runner = make_runner(checkpoint(name), page_size, capture=recorder, piecewise_cuda_graph_max_tokens=64)
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    driver = PlanDriver(runner, page_size, chunk=48, share=True)
+    driver.run(found)
+    assert [job.outputs for job in found] == [job.outputs for job in expected]
+    assert any(extends and decodes for extends, decodes in driver.steps), "no step was mixed"
+    num_layers = runner.config.num_layers
+    assert recorder.num_replays > 3 * (num_layers + 1)
+
+
+def test_a_capture_and_its_padding_change_nothing_but_the_dummy_page(checkpoint: CheckpointFactory) -> None:
+    runner = make_runner(checkpoint("qwen3"), 4, capture=Recorder(), piecewise_cuda_graph_max_tokens=32)
+    job = Job([5, 6, 7, 8, 9], greedy(2))
+    PlanDriver(runner, 4).run([job])
+    memory = runner._token_to_kv_pool.k_buffer[0]
+    before = memory.clone()
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    changed = (memory != before).flatten(1).any(dim=1).nonzero().flatten()
+    assert (changed >= runner.num_pages * 4).all()
+    PlanDriver(runner, 4).run([again := Job(job.prompt, greedy(2))])
+    assert again.outputs == job.outputs
+    assert torch.isfinite(memory).all()
+
+
+def test_larger_steps_than_the_largest_size_are_launched_whole(checkpoint: CheckpointFactory) -> None:
+    runner = make_runner(checkpoint("qwen3"), 4, capture=(recorder := Recorder()), piecewise_cuda_graph_max_tokens=32)
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    PlanDriver(runner, 4).run([Job(list(range(40)), greedy(1))])
+    assert recorder.num_replays == 0
+
+
+def test_sizes_end_at_the_most_tokens() -> None:
+    assert piece_sizes(0) == ()
+    assert piece_sizes(100) == (32, 64, 96, 100)
+    assert piece_sizes(3000)[-3:] == (2048, 2560, 3000)
