@@ -52,7 +52,7 @@ def worst_error(backend: AttentionBackend, spec: AttentionSpec) -> float:
         world.step(extends=[(3, 15), (0, 1), (5, 150)], decodes=[]),
         world.step(extends=[(3, 2), (6, 16)], decodes=[5, 0]),
         world.step(extends=[], decodes=[6, 3, 0, 5]),
-        world.step(extends=[(1, 40), (2, 17)], decodes=[3]),
+        world.step(extends=[(1, 110), (2, 170)], decodes=[3]),
         world.step(extends=[(0, 100), (5, 1)], decodes=[3]),
         world.step(extends=[], decodes=[5, 0]),
     ]
@@ -67,6 +67,17 @@ def test_bfloat16_through_every_kind_of_step(
 ) -> None:
     spec = spec_of(group, head_dim, page_size, torch.bfloat16)
     assert worst_error(make_backend(BackendChoice(prefill, decode), spec, CUDA), spec) <= TOLERANCE[spec.dtype]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("group", "page_size"), [(1, 1), (2, 16), (5, 16)])
+def test_hopper_kernels_through_chunks_that_others_are_quicker_with(group: int, page_size: int, head_dim: int) -> None:
+    # Here, because flashinfer is not there on every host that collects these tests.
+    from srt.layers.attention.flashinfer_backend import FlashInferBackend
+
+    spec = spec_of(group, head_dim, page_size, torch.bfloat16)
+    backend = FlashInferBackend(spec, CUDA, "fa3")
+    assert worst_error(backend, spec) <= TOLERANCE[spec.dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -90,7 +101,7 @@ def test_windows(name: str, window: int) -> None:
 @pytest.mark.parametrize(("prefill", "decode"), [*((name, name) for name in EVERYWHERE), ("fa3", "triton")])
 def test_a_memory_of_fp8_costs_no_more_than_its_rounding(prefill: str, decode: str) -> None:
     spec = spec_of(4, 128, 16, torch.bfloat16, fp8=True)
-    assert 1e-3 <= worst_error(make_backend(BackendChoice(prefill, decode), spec, CUDA), spec) <= 0.15
+    assert 1e-3 <= worst_error(make_backend(BackendChoice(prefill, decode), spec, CUDA), spec) <= 0.25
 
 
 def test_the_default_on_hopper_is_fa3_and_triton() -> None:

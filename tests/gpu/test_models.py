@@ -59,6 +59,7 @@ def test_graphs_give_the_tokens_of_eager_steps(checkpoint: CheckpointFactory) ->
     assert agree >= len(eager) - 1  # padding may change a rounding, and with it a tie
 
 
+@torch.inference_mode()
 def logits_of(runner: ModelRunner, prompt: list[int], chunk: int, page_size: int) -> torch.Tensor:
     """Of every position behind a chunk's end, and of one decode of token 7: [steps, vocabulary]."""
     empty, slot = int32_array(), int32_array([0])

@@ -72,8 +72,8 @@ def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBack
         return TritonAttentionBackend(device)
     from srt.layers.attention.flashinfer_backend import FlashInferBackend
 
-    pages = None if spec.kv_dtype == spec.dtype else _make("triton", spec, device)
-    return FlashInferBackend(spec, device, KERNELS[name], through_pages=pages)
+    needs_other = name == "fa3" or spec.kv_dtype != spec.dtype
+    return FlashInferBackend(spec, device, KERNELS[name], _make("triton", spec, device) if needs_other else None)
 
 
 def _best_prefill(spec: AttentionSpec, device: torch.device) -> tuple[str, str]:

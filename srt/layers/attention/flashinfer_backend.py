@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RING: Final = 4  # plans that may be under way; the window is at most 2 steps, and a mixed step has one of each kind
+FA3_TILE: Final = 128
+WELL_FILLED: Final = 0.6  # tiles less than that are left to other kernels, which pack the heads of a group
 PLAN_BYTES: Final = 8 << 20
 WORKSPACE_BYTES: Final = 256 << 20  # of partial results, shared by all: one kernel runs at a time
 
@@ -36,19 +38,22 @@ WORKSPACE_BYTES: Final = 256 << 20  # of partial results, shared by all: one ker
 class FlashInferBackend(AttentionBackend):
     """Rows without a prefix are attended to as they lie; all others, and decodes, through their pages.
 
-    `kernels` is "fa2", or "fa3" for Hopper's. Where the memory's type is not the model's, `through_pages` takes the steps
-    in which a row has a prefix.
+    `kernels` is "fa2", or "fa3" for Hopper's. `other` takes the prompts that these cannot take, or not well: over a memory
+    that is not of the model's type those with a prefix; with fa3 short chunks, since its tiles have 128 tokens of one row each
+    (64 rows of 32 tokens behind 4,096: 1,066 µs, Triton's kernel 450).
     """
 
     plans_decodes_on_host = True
     can_capture_decodes = True
 
     def __init__(
-        self, spec: AttentionSpec, device: torch.device, kernels: str, through_pages: AttentionBackend | None = None
+        self, spec: AttentionSpec, device: torch.device, kernels: str, other: AttentionBackend | None = None
     ) -> None:
         self._spec = spec
         self._device = device
-        self._through_pages = through_pages
+        self._other = other
+        self._is_others = False  # the step's prompts are
+        self._tile = FA3_TILE if kernels == "fa3" else 1
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._uploads = _Uploads(device)
         self._prefills = {
@@ -67,20 +72,26 @@ class FlashInferBackend(AttentionBackend):
     def plan_extend(self, batch: ForwardBatch) -> None:
         prefix_lens, counts = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
         self._is_ragged = not prefix_lens.any()
-        if self._is_ragged:
+        self._is_others = self._other is not None and not self._suits(counts)
+        if self._is_others:
+            assert self._other is not None
+            self._other.plan_extend(batch)
+        elif self._is_ragged:
             for window, ring in self._prefills.items():
                 ring.take().plan_ragged(self._spec, window, _indptr(counts))
                 ring.enqueued()
-        elif self._through_pages is not None:
-            self._through_pages.plan_extend(batch)
         else:
             rows = _page_rows(prefix_lens + counts, self._spec.page_size)
             pages = torch.empty(rows.total, dtype=torch.int32, device=self._device)
-            num_rows = batch.num_extend_rows
-            self._gather(batch, batch.req_pool_indices[:num_rows], rows, pages)
+            self._gather(batch, batch.req_pool_indices[: batch.num_extend_rows], rows, pages)
             for window, ring in self._prefills.items():
                 ring.take().plan_paged(self._spec, window, _indptr(counts), rows, pages)
                 ring.enqueued()
+
+    def _suits(self, counts: NDArray[np.int64]) -> bool:
+        if not self._is_ragged and self._spec.kv_dtype != self._spec.dtype:
+            return False
+        return int(counts.sum()) >= WELL_FILLED * self._tile * int((-(-counts // self._tile)).sum())
 
     def forward_extend(
         self,
@@ -91,13 +102,13 @@ class FlashInferBackend(AttentionBackend):
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
-        plans = self._prefills[layer.window].current
-        if self._is_ragged:
-            plans.ragged.run(q, k, v, out=out)
-        elif self._through_pages is not None:
-            self._through_pages.forward_extend(q, k, v, layer, batch, out)
+        if self._is_others:
+            assert self._other is not None
+            self._other.forward_extend(q, k, v, layer, batch, out)
+        elif self._is_ragged:
+            self._prefills[layer.window].current.ragged.run(q, k, v, out=out)
         else:
-            plans.paged.run(q, _paged(layer, batch), out=out)
+            self._prefills[layer.window].current.paged.run(q, _paged(layer, batch), out=out)
 
     # ---- Decode
 

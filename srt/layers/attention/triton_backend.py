@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from srt.layers.attention.radix_attention import RadixAttention
     from srt.model_executor.forward_batch_info import ForwardBatch
 
-PROGRAMS_PER_PROCESSOR: Final = 4  # so many programs hide each other's loads
+PROGRAMS_PER_PROCESSOR: Final = 4  # so many fit on one at a time: more would wait for a second turn
 INTERPRETER_PROCESSORS: Final = 2  # stands in for the device's count on a CPU, where splits gain nothing
 
 
@@ -97,8 +97,8 @@ class TritonAttentionBackend(AttentionBackend):
         )
 
     def _take_scratch(self, layer: RadixAttention, device: torch.device) -> DecodeScratch:
-        """Enough for every batch: rows are split only while they do not fill the device, and then into few more than fill it."""
-        programs = 2 * PROGRAMS_PER_PROCESSOR * self._num_processors
+        """Enough for every batch: rows are split only into as many programs as run at the same time."""
+        programs = PROGRAMS_PER_PROCESSOR * self._num_processors
         group = layer.num_heads // layer.num_kv_heads
         self._scratch = DecodeScratch.take(programs, group, 1, 1, layer.head_dim, device)
         return self._scratch
@@ -108,11 +108,11 @@ class TritonAttentionBackend(AttentionBackend):
 
 
 def choose_num_splits(num_programs: int, max_context: int, num_processors: int) -> int:
-    """Splits per (row, KV head): enough to fill the device, no more than the longest context can use.
+    """Splits per (row, KV head): as many as run at the same time, no more than the longest context can use.
 
     A function of the batch's size alone, so that a captured graph serves every step of that size.
     """
-    wanted = -(-PROGRAMS_PER_PROCESSOR * num_processors // num_programs)
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors // num_programs
     useful = -(-max_context // MIN_SPLIT_TOKENS)
     return max(1, min(wanted, useful, MAX_SPLITS))
 

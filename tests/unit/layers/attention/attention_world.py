@@ -77,7 +77,7 @@ class AttentionWorld:
 
     def _split(self, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
         heads, kv_heads, head_dim = self._layer.num_heads, self._layer.num_kv_heads, self._layer.head_dim
-        return fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
+        return tuple(fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1))
 
     def _error_of_row(self, slot: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> float:
         layer = self._layer
