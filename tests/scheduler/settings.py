@@ -60,7 +60,7 @@ class Settings:
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
         page_size = rng.choice((1, 4, 16, 16))
-        num_slots = rng.choice((1, 4, 16, 24, 32, 48, 96, 96, 112, 128))
+        num_slots = rng.choice((1, 4, 16, 24, 32, 96, 112, 128, 160, 160))
         if num_slots <= 4:
             longest_prompt, longest_answer = rng.choice(((12, 8), (60, 20)))
         else:
@@ -69,11 +69,11 @@ class Settings:
             )
         least_pages = -(-(longest_prompt + longest_answer) // page_size) + 2
         used_pages = num_slots * (longest_prompt + longest_answer) * 0.5 / page_size
-        memory = rng.choice((0.0, 0.4, 0.6, 0.6, 0.8, 1.0, 3.0) if num_slots < 32 else (0.6, 0.7, 0.8, 1.0, 3.0))
+        memory = rng.choice((0.0, 0.4, 0.6, 0.6, 0.8, 1.0, 3.0) if num_slots < 32 else (0.7, 0.9, 1.0, 1.5, 3.0))
         num_pages = max(least_pages, int(used_pages * memory))
         step_time = 0.01
-        num_requests = 10 + num_slots * (rng.choice((2, 4, 6)) if num_slots < 64 else rng.choice((4, 6)))
-        load = rng.choice((0.0, 0.2, 0.4, 0.6) if num_slots < 64 else (0.0, 0.1, 0.2, 0.3))
+        num_requests = 10 + num_slots * (rng.choice((2, 4, 6)) if num_slots < 64 else rng.choice((6, 8)))
+        load = rng.choice((0.0, 0.2, 0.4, 0.6) if num_slots < 64 else (0.0, 0.05, 0.1))
         chunks = (32, 64, 256, -1) if longest_prompt > 60 or num_slots > 16 else (7, 32, 64, -1)
         return cls(
             page_size=page_size,
@@ -82,7 +82,7 @@ class Settings:
             max_request_tokens=longest_prompt + longest_answer + rng.choice((0, 20)),
             chunk=rng.choice((1, 64) if longest_prompt < 20 and num_slots <= 16 else chunks),
             window=rng.choice((1, 2, 2, 2)),
-            num_stages=rng.choice((1,) * 7 + (2, 3, 4)),
+            num_stages=rng.choice((1,) * 9 + (2, 2, 3, 4)),
             row_tokens=rng.choice((1,) * 7 + (2, 4, 5)),
             tp_size=rng.choice((1,) * 9 + (2,)),
             caches=rng.random() < 0.9,
