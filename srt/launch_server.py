@@ -1,6 +1,7 @@
 """`python -m srt.launch_server`: check what can be checked, start the processes, and stay as their supervisor.
 
-Exit code 0 after an orderly end, 1 after a failure with one sentence that explains it. The order below is the start-up speed:
+Exit code 0 after an orderly end, 2 for options that cannot be right, 1 after any other failure; with one sentence that explains
+it. The order below is the start-up speed:
 the wire format is loaded while the children are already loading theirs.
 """
 
@@ -16,13 +17,18 @@ from typing import TYPE_CHECKING
 from srt.managers.child_process import LIFELINE_FD, MODULES, ChildProcess, children_of, environment_of, spawn
 from srt.managers.preflight import ServerPlan, check_and_listen, is_loopback
 from srt.managers.run_dir import RunDir
+from srt.managers.service_manager import ServiceManager
 from srt.managers.signal_pipe import SignalPipe
 from srt.server_args import ArgumentError, parse_args
 from srt.utils.errors import StartError
 from srt.utils.host import process_age_s, usable_cores
+from srt.utils.logs import json_line
 
 if TYPE_CHECKING:
     from srt.protocol.stream import MessageStream
+
+
+FAILED, WRONG_OPTIONS = 1, 2  # a service manager may try again after the first, and need not after the second
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,16 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"srt runs on Linux (and WSL2) only, not on {sys.platform}.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until there are processes to be ended in order
     lifeline_fd = os.environ.pop(LIFELINE_FD, None)
+    as_json = False
     try:
         if lifeline_fd is not None:
             return serve_runtime(int(lifeline_fd), started_s)
         args = parse_args(sys.argv[1:] if argv is None else argv)
+        as_json = args.log_format == "json"
         plan = check_and_listen(args, http=True)
         if not is_loopback(args.host) and args.api_key is None:
-            sys.stderr.write(f"Warning: {args.host} can be reached by others, and no --api-key is set.\n")
+            _say(f"Warning: {args.host} can be reached by others, and no --api-key is set.", "warning", as_json)
         return serve(plan, started_s, None)
-    except (ArgumentError, StartError) as error:
-        return _refuse(str(error))
+    except ArgumentError as error:
+        return _refuse(str(error), WRONG_OPTIONS, as_json)
+    except StartError as error:
+        return _refuse(str(error), FAILED, as_json)
     except KeyboardInterrupt:
         return 0
 
@@ -77,6 +87,7 @@ def serve(
     run_dir = RunDir()
     try:
         signals = SignalPipe()
+        service_manager = ServiceManager()
         children = start_children(plan, modules)
         from srt.managers.progress_display import ProgressDisplay  # here: see above
         from srt.managers.supervisor import Supervisor
@@ -88,7 +99,7 @@ def serve(
             as_json=args.log_format == "json",
             keep=log_file_handler("supervisor", os.getpid()),
         )
-        return Supervisor(plan, run_dir, children, signals, display, started_s, lifeline).run()
+        return Supervisor(plan, run_dir, children, signals, display, service_manager, started_s, lifeline).run()
     finally:
         run_dir.remove()
 
@@ -104,9 +115,13 @@ def start_children(plan: ServerPlan, modules: Mapping[str, str]) -> list[ChildPr
     return children
 
 
-def _refuse(sentence: str) -> int:
-    sys.stderr.write(sentence + "\n")
-    return 1
+def _refuse(sentence: str, exit_code: int = FAILED, as_json: bool = False) -> int:
+    _say(sentence, "error", as_json)
+    return exit_code
+
+
+def _say(sentence: str, level: str, as_json: bool) -> None:
+    sys.stderr.write((json_line(time.time(), level, "supervisor", sentence) if as_json else sentence) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from srt.server_args import ServerArgs
+
 MAX_HEADER_BYTES = 64 << 10
+MAX_BODY_PAUSE_S = 60.0  # between two parts of a body
 MAX_HEADER_S = 20.0  # from the connection, or from a request's first byte, to the end of its headers
 
 
@@ -17,24 +22,34 @@ class HttpProtocol(HttpToolsProtocol):
     """One connection.
 
     - A client that leaves is noticed by every request of the connection, not only by the last one that it pipelined.
-    - Greedy headers are refused, and slow ones are not waited for.
-    - What is no HTTP is answered in the shape of every other error.
+    - Greedy headers are refused, slow ones are not waited for, nor are bodies that stop coming.
+    - What is refused here, or is no HTTP, is answered in the shape of every other error.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._open_cycles: list[RequestResponseCycle] = []
-        self._header_bytes = 0
-        self._header_timer: asyncio.TimerHandle | None = None
+        self._header_bytes = 0  # of the headers that were read
+        self._unfinished_bytes = 0  # that came while headers were being read
+        self._is_in_header = False
+        self._timer: asyncio.TimerHandle | None = None  # of the headers or of the body that is being read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._header_timer = self.loop.call_later(MAX_HEADER_S, self._refuse_slow_header)
+        self._set_timer(MAX_HEADER_S, self.transport.close)  # nothing was asked, so there is nothing to answer
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_in_header and not self.transport.is_closing():
+            # The parser tells of a header when it is complete, and would wait for the end of an endless one.
+            self._unfinished_bytes += len(data)
+            if self._unfinished_bytes > MAX_HEADER_BYTES:
+                self._refuse_greedy_header()
 
     def on_message_begin(self) -> None:
-        self._header_bytes = 0
-        self._stop_header_timer()
-        self._header_timer = self.loop.call_later(MAX_HEADER_S, self._refuse_slow_header)
+        self._header_bytes = self._unfinished_bytes = 0
+        self._is_in_header = True
+        self._set_timer(MAX_HEADER_S, self._refuse_slow_header)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -46,13 +61,22 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._stop_header_timer()
+        self._is_in_header = False
+        self._set_timer(MAX_BODY_PAUSE_S, self._refuse_slow_body)
         super().on_headers_complete()
         self._open_cycles = [cycle for cycle in self._open_cycles if not cycle.response_complete]
         self._open_cycles.append(self.cycle)
 
+    def on_body(self, body: bytes) -> None:
+        self._set_timer(MAX_BODY_PAUSE_S, self._refuse_slow_body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        super().on_message_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_header_timer()
+        self._stop_timer()
         super().connection_lost(exc)
         for cycle in self._open_cycles:
             if not cycle.response_complete:
@@ -61,20 +85,44 @@ class HttpProtocol(HttpToolsProtocol):
         self._open_cycles = []
 
     def send_400_response(self, msg: str) -> None:
-        body = orjson.dumps({"error": {"message": msg}})
-        self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
-            % (len(body), body)
-        )
-        self.transport.close()
+        """What the parser could not take, too large a header included."""
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self._refuse_greedy_header()
+        else:
+            self._refuse(b"400 Bad Request", msg)
+
+    def _refuse_greedy_header(self) -> None:
+        sentence = f"The headers have more than {MAX_HEADER_BYTES >> 10} KiB."
+        self._refuse(b"431 Request Header Fields Too Large", sentence)
 
     def _refuse_slow_header(self) -> None:
+        self._refuse(b"408 Request Timeout", f"The headers did not come within {MAX_HEADER_S:g} s.")
+
+    def _refuse_slow_body(self) -> None:
+        if self.flow.read_paused:  # it is we who do not read
+            self._set_timer(MAX_BODY_PAUSE_S, self._refuse_slow_body)
+        else:
+            self._refuse(b"408 Request Timeout", f"Nothing of the body came for {MAX_BODY_PAUSE_S:g} s.")
+
+    def _refuse(self, status: bytes, sentence: str) -> None:
+        """Answer and close; only close where an answer is on its way, in the middle of which this one would stand."""
+        self._stop_timer()
+        if not any(cycle.response_started and not cycle.response_complete for cycle in self._open_cycles):
+            body = orjson.dumps({"error": {"message": sentence}})
+            head = b"content-type: application/json\r\nconnection: close\r\nx-request-id: %b\r\ncontent-length: %d"
+            self.transport.write(
+                b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (status, head % (uuid.uuid4().hex.encode(), len(body)), body)
+            )
         self.transport.close()
 
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+    def _set_timer(self, seconds: float, on_time: Callable[[], object]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, on_time)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _count_header(self, *parts: bytes) -> None:
         self._header_bytes += sum(map(len, parts))
@@ -82,7 +130,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise ValueError(f"headers of more than {MAX_HEADER_BYTES} bytes")  # the parser makes it an HttpParserError
 
 
-def http_config(app: Any) -> uvicorn.Config:
+def http_config(app: Any, args: ServerArgs) -> uvicorn.Config:
     """Quiet, without lifespan and signals: the process around it takes care of both."""
     return uvicorn.Config(
         app,
@@ -97,4 +145,7 @@ def http_config(app: Any) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=75,  # longer than clients keep idle connections, so that they are the ones who close
         backlog=2048,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_keyfile_password=args.ssl_keyfile_password,
     )

@@ -53,7 +53,7 @@ class Frontend:
         self._socket = http_socket
         start = child.start
         self._service = Service(start.args, start.index, Path(start.run_dir), child.tracer)
-        self._server = HttpServer(http_config(App(self._service)))
+        self._server = HttpServer(http_config(App(self._service), start.args))
         self._engine: TokenizerManager | None = None
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         self._ticked_at = time.monotonic()

@@ -37,12 +37,14 @@ class ServerPlan:
         if self.listener is None:
             return None
         host = "127.0.0.1" if self.args.host == "0.0.0.0" else "[::1]" if self.args.host == "::" else self.args.host
-        return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{self.args.port}"
+        scheme = "http" if self.args.ssl_certfile is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{self.args.port}"
 
 
 def check_and_listen(args: ServerArgs, *, http: bool) -> ServerPlan:
     """Take the port, find the model and see that it can run here. StartError or ArgumentError say in a sentence why not."""
     check_surroundings()
+    check_certificate(args)
     listener = listen(args.host, args.port) if http else None
     try:
         if listener:
@@ -64,6 +66,22 @@ def check_surroundings() -> None:
         os.getcwd()
     except OSError as error:
         raise StartError(f"The current folder cannot be used ({error.strerror}): change to another one.") from error
+
+
+def check_certificate(args: ServerArgs) -> None:
+    """StartError for files that cannot serve HTTPS."""
+    if args.ssl_certfile is None:
+        return
+    import ssl  # here: it takes 20 ms, and most servers have none of this
+
+    try:
+        # Without a password for a key that wants one, OpenSSL would ask for it on the terminal.
+        password = args.ssl_keyfile_password or ""
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password)
+    except OSError as error:  # an SSLError is one too
+        files = " with ".join(name for name in (args.ssl_certfile, args.ssl_keyfile) if name)
+        reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+        raise StartError(f"The certificate {files} cannot be used: {reason}.") from error
 
 
 def listen(host: str, port: int) -> socket.socket:

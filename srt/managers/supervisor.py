@@ -33,6 +33,7 @@ from srt.managers.replacer import (
     Tell,
 )
 from srt.managers.run_dir import RunDir
+from srt.managers.service_manager import ServiceManager
 from srt.managers.signal_pipe import STOP_SIGNALS, SignalPipe
 from srt.managers.startup_report import STARTUP_FILE, StartupReport
 from srt.managers.step_deadline import longest_step_s
@@ -57,6 +58,7 @@ class Supervisor:
         children: list[ChildProcess],
         signals: SignalPipe,
         display: ProgressDisplay,
+        service_manager: ServiceManager,
         started_s: float,
         lifeline: MessageStream | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._signals = signals
         self._display = display
+        self._service_manager = service_manager
         self._lifeline = lifeline
         self._children = {child.key: child for child in children}
         self._streams = {child.key: MessageStream(child.socket, GENERATION) for child in children}
@@ -110,7 +113,9 @@ class Supervisor:
         )
 
     def _wait_and_handle(self) -> None:
-        self._vitals.beat(time.monotonic())
+        now_s = time.monotonic()
+        self._vitals.beat(now_s)
+        self._service_manager.beat(now_s)
         # Messages before deaths: what a child said last explains why it ended.
         timeout_s, asleep_since_s = self._timeout_s(), time.monotonic()
         ready = self._selector.select(timeout_s)
@@ -225,6 +230,7 @@ class Supervisor:
                 case BecameReady():
                     self._announce_ready()
                 case Stopping(grace_s):
+                    self._service_manager.stopping()
                     if self._lifeline is None:  # a Runtime's program knows what it does
                         self._display.say(
                             f"Stopping; running requests have {grace_s:.0f} s to finish (Ctrl-C again: stop at once)."
@@ -253,11 +259,13 @@ class Supervisor:
             self._display.say(self._report.table())
         where = f" at {self._plan.url}" if self._plan.url else ""
         self._display.say(f"Ready{where} after {took_s:.1f} s.")
+        self._service_manager.ready(f"Ready{where}")
         self._tell_runtime(ServerReady(took_s))
 
     def _finish(self, exit_code: int, reason: str | None) -> None:
         if reason is not None:
             self._tell_runtime(Failed(reason))
+            self._service_manager.failed(reason)
             self._display.error(reason)
         self._exit_code = exit_code
 

@@ -170,6 +170,7 @@ def test_every_wrong_start_is_one_sentence(qwen3_checkpoint: Path, tmp_path: Pat
     cut = tmp_path / "cut"
     shutil.copytree(qwen3_checkpoint, cut)
     (cut / "model.safetensors").write_bytes((qwen3_checkpoint / "model.safetensors").read_bytes()[:-100])
+    certificate = ["--ssl-certfile", str(broken / "config.json")]
     cases: list[tuple[Path | str, list[str], str]] = [
         ("/no/such/folder", [], "--model-path /no/such/folder does not exist"),
         (broken, [], "config.json is not JSON"),
@@ -179,10 +180,12 @@ def test_every_wrong_start_is_one_sentence(qwen3_checkpoint: Path, tmp_path: Pat
         (qwen3_checkpoint, ["--colour", "blue"], "Unknown option --colour"),
         (qwen3_checkpoint, ["--pp-size", "2"], "--pp-size is not supported yet"),
         (qwen3_checkpoint, ["--host", "203.0.113.1"], "203.0.113.1"),
+        (qwen3_checkpoint, certificate, "config.json cannot be used"),
     ]
     for checkpoint, words, said in cases:
         with launch(checkpoint, tmp_path, *words) as server:
-            assert server.wait() == 1
+            is_option = any(word in said for word in ("must be", "Unknown", "not supported yet"))
+            assert server.wait() == (2 if is_option else 1)
         assert len(server.lines) == 1, server.lines
         assert said in server.lines[0]
         assert server.lines[0].endswith((".", ")."))

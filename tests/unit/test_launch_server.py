@@ -18,8 +18,8 @@ def test_the_launcher_loads_nothing_heavy_before_the_children_are_started() -> N
     assert done.stdout == "[]\n"
 
 
-def test_a_wrong_option_is_one_sentence_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch_server.main(["--model-path", "m", "--tp", "none"]) == 1
+def test_a_wrong_option_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch_server.main(["--model-path", "m", "--tp", "none"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1

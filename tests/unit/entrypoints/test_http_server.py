@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator
 from typing import Any, cast
@@ -240,17 +241,70 @@ def test_without_its_engine_it_waits_for_the_supervisor_and_then_ends(monkeypatc
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n"])
-def test_slow_headers_are_not_waited_for(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(http_protocol, "MAX_HEADER_S", 0.01)
+async def answer_to(process: Process, sent: bytes) -> tuple[int, dict[str, str], str]:
+    """All that comes back until the server closes: the status, the headers and the error's sentence; 0 if nothing comes."""
+    host, port = process.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    with contextlib.suppress(ConnectionError):
+        writer.write(sent)
+        await writer.drain()
+    answer = await reader.read()
+    writer.close()
+    if not answer:
+        return 0, {}, ""
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    status, *lines = head.split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return int(status.split()[1]), headers, json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "sentence"),
+    [
+        (b"", 0, ""),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n", 408, "The headers did not come within 0.01 s."),
+        (
+            b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{",
+            408,
+            "Nothing of the body came for 0.01 s.",
+        ),
+        (b"GET /" + b"x" * (70 << 10), 431, "The headers have more than 64 KiB."),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * (70 << 10), 431, "The headers have more than 64 KiB."),
+        (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * (40 << 10), 431, "The headers have more than 64 KiB."),
+        (b"\x16\x03\x01 this is no HTTP", 400, "Invalid HTTP request received."),
+    ],
+)
+def test_what_is_slow_greedy_or_no_http_is_refused_in_the_apis_shape(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes, status: int, sentence: str
+) -> None:
+    if status in (0, 408):
+        monkeypatch.setattr(http_protocol, "MAX_HEADER_S", 0.01)
+        monkeypatch.setattr(http_protocol, "MAX_BODY_PAUSE_S", 0.01)
 
     async def go() -> None:
         async with running(monkeypatch) as process:
-            await process.connecting.wait()
+            await process.begin()
+            found, headers, message = await answer_to(process, sent)
+            assert (found, message) == (status, sentence)
+            if status:
+                assert headers["x-request-id"]
+                assert headers["connection"] == "close"
+
+    asyncio.run(go())
+
+
+def test_a_pipelined_mess_does_not_write_into_an_answer_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            process.engine.script = lambda request: [[choice_update(request, "ab", 0)], None]
             host, port = process.url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(sent)
-            assert await reader.read() == b""
+            body = b'{"text": "hi", "stream": true}'
+            writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            await reader.readuntil(b"data: ")
+            writer.write(b"\x16\x03\x01\r\n\r\n")
+            assert b"HTTP/1.1" not in await reader.read()
             writer.close()
 
     asyncio.run(go())

@@ -1,0 +1,41 @@
+"""What systemd is told: that the server is ready, that it ends, that it is alive (sd_notify). Nothing where nobody asks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import MutableMapping
+
+
+class ServiceManager:
+    """The other end of `NOTIFY_SOCKET`. The variables are taken out of the environment: children have nothing to say there."""
+
+    def __init__(self, environment: MutableMapping[str, str] | None = None) -> None:
+        environment = os.environ if environment is None else environment
+        address = environment.pop("NOTIFY_SOCKET", "")
+        usec, pid = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        is_for_us = usec.isdigit() and pid in ("", str(os.getpid()))
+        self._beat_s = int(usec) / 2e6 if is_for_us else None
+        self._next_beat_s = float("-inf")
+
+    def ready(self, status: str) -> None:
+        self._tell(f"READY=1\nSTATUS={status}")
+
+    def stopping(self) -> None:
+        self._tell("STOPPING=1\nSTATUS=Stopping")
+
+    def failed(self, sentence: str) -> None:
+        self._tell(f"STATUS={sentence}")
+
+    def beat(self, now_s: float) -> None:
+        """To be called more often than half the time after which systemd takes silence for the end."""
+        if self._beat_s is not None and now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + self._beat_s / 2
+            self._tell("WATCHDOG=1")
+
+    def _tell(self, state: str) -> None:
+        if self._address:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                sock.sendto(state.encode(), self._address)
