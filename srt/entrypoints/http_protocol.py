@@ -15,6 +15,7 @@ from srt.server_args import ServerArgs
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_BODY_PAUSE_S = 60.0  # between two parts of a body
+LINGER_S = 2.0
 MAX_HEADER_S = 20.0  # from the connection, or from a request's first byte, to the end of its headers
 
 
@@ -32,6 +33,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0  # of the headers that were read
         self._unfinished_bytes = 0  # that came while headers were being read
         self._is_in_header = False
+        self._is_refused = False
         self._timer: asyncio.TimerHandle | None = None  # of the headers or of the body that is being read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -39,8 +41,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._set_timer(MAX_HEADER_S, self.transport.close)  # nothing was asked, so there is nothing to answer
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
-        if self._is_in_header and not self.transport.is_closing():
+        if self._is_in_header and not self._is_refused:
             # The parser tells of a header when it is complete, and would wait for the end of an endless one.
             self._unfinished_bytes += len(data)
             if self._unfinished_bytes > MAX_HEADER_BYTES:
@@ -106,14 +110,19 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: bytes, sentence: str) -> None:
         """Answer and close; only close where an answer is on its way, in the middle of which this one would stand."""
-        self._stop_timer()
-        if not any(cycle.response_started and not cycle.response_complete for cycle in self._open_cycles):
+        self._is_refused = True
+        if any(cycle.response_started and not cycle.response_complete for cycle in self._open_cycles):
+            self.transport.close()
+        else:
             body = orjson.dumps({"error": {"message": sentence}})
             head = b"content-type: application/json\r\nconnection: close\r\nx-request-id: %b\r\ncontent-length: %d"
             self.transport.write(
                 b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (status, head % (uuid.uuid4().hex.encode(), len(body)), body)
             )
-        self.transport.close()
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            # A client that is still sending would lose the answer if the connection were reset at once.
+            self._set_timer(LINGER_S, self.transport.close)
 
     def _set_timer(self, seconds: float, on_time: Callable[[], object]) -> None:
         self._stop_timer()
