@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -16,7 +18,6 @@ from srt.sampling.sampling_batch_info import SamplingArrays
 
 A = TypeVar("A")
 HostArray = NDArray[Any]
-ALIGNMENT = 16  # bytes
 _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
 
 
@@ -96,24 +97,39 @@ class _PinnedBuffer:
         self._copied = torch.cuda.Event()
 
     def copy(self, arrays: list[HostArray], device: torch.device) -> list[torch.Tensor]:
+        """Arrays of one type lie together, the widest first: all are aligned, and one operation for each type cuts them apart."""
         self._copied.synchronize()
-        offsets = []
-        size = 0
-        for array in arrays:
-            offsets.append(size)
-            size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        order = sorted(range(len(arrays)), key=lambda index: (-arrays[index].itemsize, arrays[index].dtype.char))
+        size = sum(array.nbytes for array in arrays)
         if size > len(self._memory):
             self._memory = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
         host = self._memory.numpy()
-        for array, offset in zip(arrays, offsets, strict=True):
-            host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        begin = 0
+        for index in order:
+            array = arrays[index]
+            if array.nbytes:
+                host[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                begin += array.nbytes
         # Fresh memory on the device: the allocator hands it out again in the order of the stream.
         packed = self._memory[:size].to(device, non_blocking=True)
         self._copied.record()
-        return [
-            packed[offset : offset + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
-            for array, offset in zip(arrays, offsets, strict=True)
-        ]
+        return _cut(packed, arrays, order)
+
+
+def _cut(packed: torch.Tensor, arrays: list[HostArray], order: list[int]) -> list[torch.Tensor]:
+    """The arrays as parts of what holds them end to end, in that order."""
+    tensors: dict[int, torch.Tensor] = {}
+    begin = 0
+    for dtype, run in itertools.groupby(order, key=lambda index: arrays[index].dtype):
+        members = list(run)
+        sizes = [arrays[index].size for index in members]
+        end = begin + sum(sizes) * dtype.itemsize
+        parts = packed[begin:end].view(_DTYPES[dtype]).split_with_sizes(sizes)
+        tensors |= zip(members, parts, strict=True)
+        begin = end
+    return [
+        tensors[index] if array.ndim == 1 else tensors[index].view(array.shape) for index, array in enumerate(arrays)
+    ]
 
 
 def _leaves(node: Any) -> Iterator[HostArray]:
@@ -131,5 +147,6 @@ def _rebuild(node: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return type(node)(*[next(tensors) if isinstance(v, np.ndarray) else _rebuild(v, tensors) for v in values])
 
 
+@functools.cache
 def _field_names(kind: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(kind)]

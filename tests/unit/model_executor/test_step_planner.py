@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from srt.model_executor.plan_arrays import Staging
+from srt.model_executor.plan_arrays import Staging, _cut
 from srt.model_executor.step_planner import StepPlanner
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from tests.support.plan_driver import idle_section
@@ -146,3 +146,23 @@ def test_staged_arrays_keep_values_types_and_shapes() -> None:
     assert staged.output_logprobs.of_ids.tolist() == [[4, 5]]
     assert staged.sampling.repetition.dtype == torch.float32
     assert np.array_equal(staged.token_positions.numpy(), host.arrays.token_positions)
+
+
+def test_packed_arrays_are_cut_apart_as_they_were() -> None:
+    rng = np.random.default_rng(0)
+    arrays: list[Any] = [
+        rng.integers(0, 99, 3),
+        rng.random(5).astype(np.float32),
+        np.zeros(0, np.float64),
+        rng.random((2, 3)),
+        rng.integers(0, 9, (0, 4)),
+        rng.random(1).astype(np.float32),
+        rng.integers(0, 99, (2, 2)),
+    ]
+    order = sorted(range(len(arrays)), key=lambda index: -arrays[index].itemsize)
+    packed = np.concatenate([arrays[index].reshape(-1).view(np.uint8) for index in order])
+    tensors = _cut(torch.from_numpy(packed), arrays, order)
+    for tensor, array in zip(tensors, arrays, strict=True):
+        assert tensor.shape == array.shape
+        assert np.array_equal(tensor.numpy(), array)
+        assert tensor.numpy().dtype == array.dtype
