@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
 from typing import Any
@@ -12,6 +13,7 @@ from urllib.parse import parse_qsl
 
 import orjson
 
+from srt.entrypoints.direct_write import EXTENSION, DirectWriter
 from srt.entrypoints.errors import error_body, error_event
 from srt.managers.io_struct import RequestError
 
@@ -49,6 +51,8 @@ class Exchange:
         self._send = send
         self._keep_alive_s = keep_alive_s
         self._wrote_at = 0.0
+        self._direct: DirectWriter | None = scope.get("extensions", {}).get(EXTENSION)
+        self._is_writing = False
         self.is_started = False
         self.is_stream = False  # the answer will be a stream, begun or not
         given = self.header(b"x-request-id")
@@ -131,8 +135,24 @@ class Exchange:
             self.is_started = True
             head = [*_STREAM_HEADERS, (b"x-request-id", self._request_id)]
             await self._send({"type": "http.response.start", "status": 200, "headers": head})
-        self._wrote_at = asyncio.get_running_loop().time()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._wrote_at = time.monotonic()
+        self._is_writing = True
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            self._is_writing = False
+
+    @property
+    def can_write_now(self) -> bool:
+        """Nothing that was written before still waits for the socket, and it takes more."""
+        return self._direct is not None and self.is_started and not self._is_writing and self._direct.is_open
+
+    def write_now(self, data: bytes) -> None:
+        """The same as `write` without waiting, only where `can_write_now`."""
+        assert self._direct is not None, "asked for where it cannot be"
+        if data:
+            self._wrote_at = time.monotonic()
+            self._direct.write(data)
 
     async def end(self) -> None:
         self.is_stream = False
@@ -155,18 +175,17 @@ class Exchange:
 
     async def _watch(self) -> None:
         """Return when the client has gone; until then keep an idle stream alive."""
-        loop = asyncio.get_running_loop()
-        self._wrote_at = loop.time()
+        self._wrote_at = time.monotonic()
         while True:
             try:
-                async with asyncio.timeout_at(self._wrote_at + self._keep_alive_s):
+                async with asyncio.timeout(self._wrote_at + self._keep_alive_s - time.monotonic()):
                     message = await self._receive()
             except TimeoutError:
-                if loop.time() < self._wrote_at + self._keep_alive_s:
+                if time.monotonic() < self._wrote_at + self._keep_alive_s:
                     continue
                 if self.is_stream:
                     await self.write(b": keep-alive\n\n")
-                self._wrote_at = loop.time()
+                self._wrote_at = time.monotonic()
                 continue
             if message["type"] == "http.disconnect":
                 return

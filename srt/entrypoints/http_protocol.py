@@ -11,6 +11,7 @@ import orjson
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from srt.entrypoints.direct_write import EXTENSION, DirectWriter
 from srt.server_args import ServerArgs
 
 MAX_HEADER_BYTES = 64 << 10
@@ -68,6 +69,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_header = False
         self._set_timer(MAX_BODY_PAUSE_S, self._refuse_slow_body)
         super().on_headers_complete()
+        extensions: Any = {EXTENSION: DirectWriter(self.cycle)}
+        self.scope["extensions"] = extensions
         self._open_cycles = [cycle for cycle in self._open_cycles if not cycle.response_complete]
         self._open_cycles.append(self.cycle)
 

@@ -83,9 +83,18 @@ async def _stream(
     pacer = Pacer(interval)
 
     async def follow(prompt: int, handle: RequestHandle) -> None:
+        def events(updates: list[ChoiceUpdate]) -> bytes:
+            return b"".join([answer.events(prompt, update) for update in pacer.due(prompt, updates)])
+
+        def write_now(take: Callable[[], list[ChoiceUpdate]]) -> bool:
+            if not exchange.can_write_now:
+                return False
+            exchange.write_now(events(take()))
+            return True
+
+        handle.push_to(write_now)
         async for updates in handle:
-            data = b"".join([answer.events(prompt, update) for update in pacer.due(prompt, updates)])
-            if data:
+            if data := events(updates):
                 await exchange.write(data)
 
     await run_all(engine, inputs, follow)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from srt.managers.stop_matcher import StopMatcher
 from srt.sampling.sampling_params import SamplingParams
 from srt.utils.text_stream import TextStream
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What some tokens brought: text that may be shown, how many of the tokens count, and the stop that ended the text, if one did.
 
     After a stop the tokens behind the one that completed it do not count, and no more may be pushed.

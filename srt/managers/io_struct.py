@@ -66,10 +66,11 @@ class Finish:
     message: str = ""  # of kind abort
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChoiceUpdate:
     """News of one choice: what came since its last update. With `finish` it is the last one. A request with n choices ends with the
-    last finish of all. Concatenated text and ids of all updates are the answer."""
+    last finish of all. Concatenated text and ids of all updates are the answer. Never changed; frozen it would cost four times as much
+    to make, and one is made for every chunk."""
 
     index: int
     text: str

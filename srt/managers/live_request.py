@@ -15,6 +15,7 @@ from srt.managers.request_ledger import NewTokens
 from srt.protocol.messages import GenerateRequest, RequestDone
 from srt.sampling.sampling_params import choice_seed
 
+Push = Callable[[Callable[[], list[ChoiceUpdate]]], bool]
 ABORTED = "The request was aborted."
 
 
@@ -64,7 +65,8 @@ class LiveRequest:
         self._began_s = now()
         self._wants_all = False  # the reader waits for the end
         self._error: RequestError | None = None
-        self._wake = asyncio.Event()
+        self._wake: asyncio.Future[None] | None = None  # of the reader that waits
+        self._push: Push | None = None
 
     # ---- The manager's side
 
@@ -88,7 +90,7 @@ class LiveRequest:
         if delta.stop is not None:
             self._finish(choice, Finish("stop", matched=delta.stop))
             return True
-        self._announce(choice)
+        choice.is_news = True
         return False
 
     def end_choice(self, index: int, done: RequestDone) -> None:
@@ -109,7 +111,7 @@ class LiveRequest:
         """The reader gets what came so far, then the error. Nothing if all choices have ended."""
         if self._error is None and not self.has_ended:
             self._error = error
-            self._wake.set()
+            self._wake_reader()
 
     @property
     def has_begun(self) -> bool:
@@ -126,12 +128,19 @@ class LiveRequest:
 
     def _finish(self, choice: _Choice, finish: Finish) -> None:
         choice.finish = finish
-        self._announce(choice)
-
-    def _announce(self, choice: _Choice) -> None:
         choice.is_news = True
-        if not self._wants_all or self.has_ended:
-            self._wake.set()
+
+    def tell(self) -> None:
+        """A batch is done: hand on what it brought."""
+        if self._push is None:
+            if not self._wants_all or self.has_ended:
+                self._wake_reader()
+        elif self._error is not None or not self._push(self._take_news) or self.is_closed:
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
     # ---- The reader's side
 
@@ -139,26 +148,37 @@ class LiveRequest:
         """No more is read: whoever waits is told that it is over."""
         for choice in self._choices.values():
             choice.is_over = True
-        self._wake.set()
+        self._wake_reader()
+
+    def push_to(self, push: Push) -> None:
+        """From now on `tell` calls `push`, which takes the news at once with the function that it is given, or returns False: then the
+        reader is woken for it."""
+        self._push = push
 
     async def next_updates(self) -> list[ChoiceUpdate]:
         """What came since the last call; waits for the first news. Empty when everything was taken. Raises the error last."""
         while True:
-            updates = [self._take(choice) for choice in self._choices.values() if choice.is_news and not choice.is_over]
+            updates = self._take_news()
             if updates or self.is_closed:
                 return updates
             if self._error is not None:
                 self.close()
                 raise self._error
-            self._wake.clear()
-            await self._wake.wait()
+            await self._wait()
+
+    def _take_news(self) -> list[ChoiceUpdate]:
+        return [self._take(choice) for choice in self._choices.values() if choice.is_news and not choice.is_over]
+
+    async def _wait(self) -> None:
+        """Until `tell`, `fail` or `close`. There is one reader."""
+        self._wake = asyncio.get_running_loop().create_future()
+        await self._wake
 
     async def all_updates(self) -> list[ChoiceUpdate]:
         """Waits for the end: one update for each choice."""
         self._wants_all = True
         while not self.has_ended and self._error is None and not self.is_closed:
-            self._wake.clear()
-            await self._wake.wait()
+            await self._wait()
         if self._error is not None:
             self.close()
             raise self._error
@@ -244,6 +264,11 @@ class RequestHandle:
         if not updates:
             raise StopAsyncIteration
         return updates
+
+    def push_to(self, push: Push) -> None:
+        """Take news in the turn of the loop in which they come: `push(take)` calls `take()` for them and returns True, or returns False
+        where it cannot take any now. What it leaves, and the end, come by iterating."""
+        self._live.push_to(push)
 
     async def collect(self) -> list[ChoiceUpdate]:
         """Wait for the end: one whole update per choice, in order. Cheaper than iterating; instead of it.

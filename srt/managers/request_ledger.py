@@ -7,6 +7,7 @@ to a new scheduler goes on behind it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -36,8 +37,7 @@ class Send:
     message: FromFrontend
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """The next tokens of a choice, with a row of logprobs each if they were asked for; with the first ones, the prompt's rows.
 
     `cached` of the choice's prompt tokens came from the prefix cache.

@@ -80,6 +80,7 @@ class TokenizerManager:
         self._new_seed = new_seed
         self._ledger = RequestLedger()
         self._live: dict[int, LiveRequest] = {}
+        self._have_news: dict[int, LiveRequest] = {}  # of the batch at hand
         self._labels_on_the_way: dict[
             str, bool
         ] = {}  # of requests that are being tokenized; True: and were aborted meanwhile
@@ -290,6 +291,7 @@ class TokenizerManager:
             case TokenBatch() | Refused():
                 taken_s = self._watch.now()
                 self._apply(self._ledger.handle(message))
+                self._tell_readers()
                 self._watch.took(message, taken_s)
             case ControlReply():
                 call = self._calls.get(message.call)
@@ -324,10 +326,10 @@ class TokenizerManager:
     def _apply(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Send():
-                    self._link.send(effect.message)
                 case NewTokens():
                     self._deliver(effect)
+                case Send():
+                    self._link.send(effect.message)
                 case ChoiceEnded():
                     self._end_choice(effect)
                 case RequestRefused():
@@ -338,6 +340,7 @@ class TokenizerManager:
         if live is None:
             return
         self._num_tokens += len(news.ids)
+        self._have_news[news.rid] = live
         try:
             has_stopped = live.take_tokens(news)
         except Exception:
@@ -354,6 +357,7 @@ class TokenizerManager:
         if live is None:
             return
         self._watch.cached(end.rid, end.done.cached_tokens)
+        self._have_news[end.rid] = live
         try:
             live.end_choice(end.choice, end.done)
         except Exception:
@@ -363,6 +367,15 @@ class TokenizerManager:
             self._watch.ended(end.rid, "error")
             self._abort(end.rid)  # its other choices
         self._forget_if_ended(live, end.done.reason)
+
+    def _tell_readers(self) -> None:
+        """Once for each request, however many ranges the batch had for it."""
+        have_news, self._have_news = self._have_news, {}
+        for live in have_news.values():
+            try:
+                live.tell()
+            except Exception:
+                self._text_failed(live)
 
     def _text_failed(self, live: LiveRequest) -> None:
         """A defect, but one of this answer's text alone: the link and all other requests are sound."""

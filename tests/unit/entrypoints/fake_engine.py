@@ -65,6 +65,9 @@ class FakeHandle:
         assert step is not None
         return step
 
+    def push_to(self, push: object) -> None:
+        """All comes by iterating."""
+
     async def collect(self) -> list[ChoiceUpdate]:
         whole: dict[int, ChoiceUpdate] = {}
         async for updates in self:
