@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -260,6 +261,16 @@ class ServerArgs:
 
     def model_names(self) -> tuple[str, ...]:
         return self.served_model_name or (self.model_path,)
+
+    def command(self) -> str:
+        """A command line that gives these options; of secrets only that they are set."""
+        words = ["python", "-m", "srt.launch_server"]
+        for f in dataclasses.fields(self):
+            value = self.public_values()[f.name]
+            if value != f.default:
+                given = [] if value is True else value if isinstance(value, tuple) else [value]
+                words += [f"--{f.name.replace('_', '-')}", *map(str, given)]
+        return shlex.join(words)
 
     def public_values(self) -> dict[str, Any]:
         """By name, without the secrets: of these, only that they are set."""

@@ -126,24 +126,46 @@ async def server_info(exchange: Exchange, service: Service) -> None:
 async def server_facts(service: Service, deep: bool = False) -> dict[str, Any]:
     """All of /server_info: options, limits, the scheduler's counters and those of the frontend that answers."""
     engine = service.engine()
-    args = dataclasses.asdict(service.args)
-    if args["api_key"] is not None:
-        args["api_key"] = "(set)"
+    args = service.args.public_values()
     limits = msgspec.structs.asdict(engine.limits)
     is_consistent, message, counters = await engine.get_state(deep)
     if not is_consistent:
         raise RequestError(500, message)
+    startup = service.startup_report()
+    state = {
+        **args,
+        **limits,
+        "world_size": service.args.tp_size,
+        "effective_max_running_requests_per_dp": counters.get("num_slots"),
+        "last_gen_throughput": service.engine_numbers().get("last_gen_throughput", 0.0),
+        "memory_usage": _memory_usage(startup),
+        "avg_spec_accept_length": None,
+        **counters,
+    }
     return {
         **args,
         **limits,
+        "launch_command": service.args.command(),
         "max_req_input_len": limits["max_request_tokens"] - 1,
         "status": service.status,
         "startup_time": service.startup_s,
-        "startup": service.startup_report(),
+        "startup": startup,
         "kv_events": None,
-        "internal_states": [{**args, **limits, "world_size": service.args.tp_size, **counters}],
+        "internal_states": [state],
         "frontend": {"index": service.index, **engine.stats()},
         "version": srt.__version__,
+    }
+
+
+def _memory_usage(startup: Any) -> dict[str, Any] | None:
+    """In GB, of the first rank: the others have the same share."""
+    facts = {} if startup is None else startup["children"].get("worker 0", {}).get("values", {})
+    if "weight_bytes" not in facts:
+        return None
+    return {
+        "weight": round(facts["weight_bytes"] / 1e9, 3),
+        "kvcache": round(facts["kv_bytes"] / 1e9, 3),
+        "token_capacity": facts["max_total_num_tokens"],
     }
 
 

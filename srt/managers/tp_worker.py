@@ -260,6 +260,8 @@ def facts_of(runner: ModelRunner) -> dict[str, Scalar]:
         "max_total_num_tokens": runner.max_total_num_tokens,
         "max_request_tokens": runner.max_request_tokens,
         "num_pages": runner.num_pages,
+        "weight_bytes": runner.weight_bytes,
+        "kv_bytes": runner.kv_bytes,
     }
 
 

@@ -104,6 +104,10 @@ class ModelRunner:
         loader = get_model_loader(LoadConfig(load_format=self._args.load_format))  # type: ignore[arg-type]  # a checked choice
         return loader.load_model(self.config, folder, self._tp, self.dtype, self.device, report_weights)
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self._model.parameters())
+
     def _init_memory_pool(self) -> None:
         config, page_size = self.config, self.page_size
         heads = config.num_kv_heads_per_rank(self._tp.size)
@@ -112,6 +116,7 @@ class ModelRunner:
         self.num_pages = self._tp.min_int(most_tokens // page_size)
         check_pages(self.num_pages, page_size)
         self.num_slots = self._args.max_running_requests
+        self.kv_bytes = self.num_pages * page_size * token_bytes
         self.max_total_num_tokens = self.num_pages * page_size
         self.max_request_tokens = min(config.context_length, self.max_total_num_tokens)
         check_tables(self.num_slots, self.max_request_tokens, page_size, self.device)
