@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -133,7 +132,7 @@ def _cut(packed: torch.Tensor, arrays: list[HostArray], order: list[int]) -> lis
 
 
 def _leaves(node: Any) -> Iterator[HostArray]:
-    for name in _field_names(type(node)):
+    for name in type(node).__match_args__:
         value = getattr(node, name)
         if isinstance(value, np.ndarray):
             yield value
@@ -143,10 +142,5 @@ def _leaves(node: Any) -> Iterator[HostArray]:
 
 def _rebuild(node: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """The same tree with tensors for arrays."""
-    values = (getattr(node, name) for name in _field_names(type(node)))
+    values = (getattr(node, name) for name in type(node).__match_args__)
     return type(node)(*[next(tensors) if isinstance(v, np.ndarray) else _rebuild(v, tensors) for v in values])
-
-
-@functools.cache
-def _field_names(kind: Any) -> list[str]:
-    return [f.name for f in dataclasses.fields(kind)]
