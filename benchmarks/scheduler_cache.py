@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from srt.mem_cache.radix_cache import RadixCache
+from srt.mem_cache.radix_cache import ITEM, RadixCache
 
 VOCAB = 32_000
 
@@ -16,12 +16,12 @@ def prompt_micros(tokens: int, page_size: int, repeats: int = 20) -> tuple[float
     """Median microseconds to match a whole prompt, and to insert one, in a cache with other prompts that begin alike."""
     rng = np.random.default_rng(0)
     num_pages = tokens // page_size
-    pages = np.arange(num_pages, dtype=np.int32)
+    pages = np.arange(num_pages, dtype=np.int32).tobytes()
     begin = rng.integers(0, VOCAB, tokens // 4, np.int32)
     matching, inserting = [], []
     cache = RadixCache(page_size)
     for _ in range(repeats):
-        ids = np.concatenate((begin, rng.integers(0, VOCAB, tokens - len(begin), np.int32)))
+        ids = np.concatenate((begin, rng.integers(0, VOCAB, tokens - len(begin), np.int32))).tobytes()
         node, found = cache.pin_prefix(ids, "", num_pages)
         rest = ids[len(found) * page_size :], pages[len(found) :]
         start = time.thread_time_ns()
@@ -31,7 +31,7 @@ def prompt_micros(tokens: int, page_size: int, repeats: int = 20) -> tuple[float
         start = time.thread_time_ns()
         node, found = cache.pin_prefix(ids, "", num_pages)
         matching.append(time.thread_time_ns() - start)
-        assert len(found) == num_pages
+        assert found == pages
         cache.unpin(node)
     return float(np.median(matching)) / 1000, float(np.median(inserting)) / 1000
 
@@ -42,9 +42,9 @@ def eviction_micros(num_prompts: int) -> float:
     cache = RadixCache(16)
     for _ in range(num_prompts):
         count = int(rng.integers(1, 5))
-        node, _ = cache.pin_prefix(np.zeros(0, np.int32), "", 0)
-        ids = rng.integers(0, VOCAB, 16 * count, np.int32)
-        cache.unpin(cache.extend(node, "", ids, np.zeros(count, np.int32)).end)
+        node, _ = cache.pin_prefix(b"", "", 0)
+        ids = rng.integers(0, VOCAB, 16 * count, np.int32).tobytes()
+        cache.unpin(cache.extend(node, "", ids, bytes(ITEM * count)).end)
     start = time.thread_time_ns()
     while cache.num_pages:
         cache.evict(min(3, cache.num_pages))

@@ -7,8 +7,8 @@ import numpy as np
 from srt.managers.request import Request
 from srt.managers.slots import SlotTable
 from srt.mem_cache.allocator import TokenToKVPoolAllocator
-from srt.mem_cache.radix_cache import NO_PAGES, NoPrefixCache, RadixCache, RadixNode
-from srt.protocol.messages import Int32Array, Int64Array
+from srt.mem_cache.radix_cache import ITEM, NO_PAGES, NoPrefixCache, RadixCache, RadixNode
+from srt.protocol.messages import Int64Array
 
 EVICTED_SHARE = 256  # of all pages so small a part, at least, is evicted at a time
 
@@ -31,6 +31,8 @@ class KvMemory:
         self.tree = RadixCache(page_size, by_frequency=by_frequency) if prefix_cache else NoPrefixCache(page_size)
         self._expected: Int64Array = np.zeros(slots.num_slots, np.int64)  # pages of the slot's request, by the forecast
         self._most: Int64Array = np.zeros(slots.num_slots, np.int64)  # and at the very most; 0: no request has the slot
+        self._expected_of: memoryview[int] = self._expected.data
+        self._most_of: memoryview[int] = self._most.data
         self.num_promised = 0
 
     @property
@@ -48,18 +50,18 @@ class KvMemory:
 
     def capacity(self, slot: int) -> int:
         """Positions that the slot could have if it got all that is available."""
-        return (int(self._slots.num_pages[slot]) + self.num_available) * self.page_size
+        return (self._slots.num_pages_at[slot] + self.num_available) * self.page_size
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def pin_prefix(self, request: Request) -> tuple[RadixNode, Int32Array]:
+    def pin_prefix(self, request: Request) -> tuple[RadixNode, bytes]:
         """What the cache has of this request, pinned: to be admitted with, or given back with `unpin`."""
-        return self.tree.pin_prefix(request.known_ids, request.salt, request.cacheable_pages(self.page_size))
+        return self.tree.pin_prefix(request.id_bytes, request.salt, request.cacheable_pages(self.page_size))
 
     def num_cached(self, request: Request) -> int:
         """Tokens of it that the cache has."""
-        found = self.tree.match(request.known_ids, request.salt, request.cacheable_pages(self.page_size))
+        found = self.tree.match(request.id_bytes, request.salt, request.cacheable_pages(self.page_size))
         return found * self.page_size
 
     def unpin(self, node: RadixNode) -> None:
@@ -71,23 +73,23 @@ class KvMemory:
 
     def held_by(self, slot: int) -> int:
         """Pages that its end would set free, shared ones and promises included."""
-        return int(self._slots.num_pages[slot]) + self._promised_to(slot)
+        return self._slots.num_pages_at[slot] + self._promised_to(slot)
 
-    def admit(self, request: Request, node: RadixNode, cached: Int32Array, expected_tokens: int) -> None:
+    def admit(self, request: Request, node: RadixNode, cached: bytes, expected_tokens: int) -> None:
         """Promise the request its pages. It has a slot, and its pinned prefix is its first pages."""
         slot = request.slot
         request.node = node
-        request.num_in_tree = len(cached)
-        self._expected[slot] = self.pages_for(expected_tokens)
-        self._most[slot] = self.pages_for(request.max_tokens)
+        request.num_in_tree = len(cached) // ITEM
+        self._expected_of[slot] = self.pages_for(expected_tokens)
+        self._most_of[slot] = self.pages_for(request.max_tokens)
         if len(cached):
             self._slots.append_pages(slot, cached)
             self.tree.note_hit(node)
         self.num_promised += self._promised_to(slot)
 
-    def grow(self, slot: int, tokens: int) -> Int32Array:
+    def grow(self, slot: int, tokens: int) -> bytes:
         """Give the slot the pages that it lacks for `tokens` positions, and say which."""
-        missing = self.pages_for(tokens) - int(self._slots.num_pages[slot])
+        missing = self.pages_for(tokens) - self._slots.num_pages_at[slot]
         if missing <= 0:
             return NO_PAGES
         pages = self._take(missing)
@@ -96,41 +98,37 @@ class KvMemory:
         self.num_promised += self._promised_to(slot)
         return pages
 
-    def grow_by_one_each(self, slots: Int64Array) -> Int32Array:
+    def grow_by_one_each(self, slots: Int64Array) -> bytes:
         """Give each of these slots one more page, and say which."""
         pages = self._take(len(slots))
         self.num_promised -= int(self._promised_to_each(slots).sum())
-        self._slots.append_page_each(slots, pages)
+        self._slots.append_page_each(slots, np.frombuffer(pages, np.int32))
         self.num_promised += int(self._promised_to_each(slots).sum())
         return pages
 
-    def insert_computed(self, request: Request, ids: Int32Array, computed: int) -> None:
+    def insert_computed(self, request: Request, ids: bytes, computed: int) -> None:
         """Let the cache have the full pages of the first `computed` positions, which hold the KV of `ids` from now on."""
-        first, end = request.num_in_tree, min(computed, len(ids)) // self.page_size
+        first, end = request.num_in_tree, min(computed, len(ids) // ITEM) // self.page_size
         if not self.caches or end <= first:
             return
         assert request.node is not None
-        pages = self._slots.pages[request.slot, first:end]
-        ids = ids[first * self.page_size : end * self.page_size]
-        extension = self.tree.extend(request.node, request.salt, ids, pages)
-        request.node = extension.end
+        pages = self._slots.pages_of(request.slot, first, end)
+        ids = ids[first * self.page_size * ITEM : end * self.page_size * ITEM]
+        request.node, given_up, not_taken = self.tree.extend(request.node, request.salt, ids, pages)
         request.num_in_tree = end
-        self._allocator.free(extension.given_up)
-        if len(extension.not_taken):
-            request.own_copies.append(extension.not_taken)
+        self._allocator.free(given_up)
+        request.own_copies += not_taken
 
     def release(self, request: Request) -> None:
         """Everything that the request holds. What the cache has taken over stays there, without its pin."""
         assert request.node is not None
-        pages = self._slots.pages_of(request.slot)
-        self.num_promised -= self._promised_to(request.slot)
-        self._expected[request.slot] = self._most[request.slot] = 0
-        for copies in request.own_copies:
-            self._allocator.free(copies)
-        self._allocator.free(pages[request.num_in_tree :])
+        slot = request.slot
+        self.num_promised -= self._promised_to(slot)
+        self._expected_of[slot] = self._most_of[slot] = 0
+        self._allocator.free(request.own_copies + self._slots.pages_of(slot, request.num_in_tree))
         self.tree.unpin(request.node)
         request.node = None
-        request.own_copies.clear()
+        request.own_copies = NO_PAGES
 
     def flush(self) -> None:
         """Forget the prefix cache. No request may be running."""
@@ -139,24 +137,25 @@ class KvMemory:
     def check(self, running: list[Request]) -> None:
         """AssertionError unless every page is free, cached or one request's, exactly once, and the promises are counted right."""
         self._allocator.check()
-        owned = [self._allocator.free_pages(), self.tree.check([r.node for r in running if r.node is not None])]
+        owned = [self.tree.check([r.node for r in running if r.node is not None])]
         for request in running:
-            owned += [self._slots.pages_of(request.slot)[request.num_in_tree :], *request.own_copies]
+            owned += [self._slots.pages_of(request.slot, request.num_in_tree), request.own_copies]
         promised = sum(self._promised_to(request.slot) for request in running)
-        everything = np.sort(np.concatenate(owned))
+        in_use = np.frombuffer(b"".join(owned), np.int32)
+        everything = np.sort(np.concatenate((self._allocator.free_pages(), in_use)))
         assert np.array_equal(everything, np.arange(self.num_pages)), "a page is lost, or has two owners"
         assert promised == self.num_promised, f"{self.num_promised} pages are promised, by the requests {promised} are"
 
     def _promised_to(self, slot: int) -> int:
-        has, expected = int(self._slots.num_pages[slot]), int(self._expected[slot])
-        return expected - has if has < expected else (int(self._most[slot]) - has + 1) // 2
+        has, expected = self._slots.num_pages_at[slot], self._expected_of[slot]
+        return expected - has if has < expected else (self._most_of[slot] - has + 1) // 2
 
     def _promised_to_each(self, slots: Int64Array) -> Int64Array:
         has, expected = self._slots.num_pages[slots], self._expected[slots]
         promised: Int64Array = np.where(has < expected, expected - has, (self._most[slots] - has + 1) // 2)
         return promised
 
-    def _take(self, count: int) -> Int32Array:
+    def _take(self, count: int) -> bytes:
         missing = count - self._allocator.num_free
         if missing > 0:
             some = max(

@@ -77,13 +77,14 @@ class Outbox:
         return known
 
     def make_batch(self, slots: SlotTable, rows: Int64Array) -> TokenBatch:
-        """All that is not sent yet: the tokens of this frontend's running requests in `rows`, and the ends. In order of arrival."""
+        """All that is not sent yet: the tokens of this frontend's running requests in `rows`, then those of requests without a slot,
+        and the ends, in order of arrival."""
         ended = sorted(self._ended.values(), key=_serial)
         number = self._next_number
         self._next_number += 1
         logs, logged = self._take_logs()
         without_slot = [*ended, *self._take_waiting()]
-        columns, ids = _sorted_ranges(*_ranges(slots, rows, [r for r in without_slot if r.sent < len(r.outputs)]))
+        rids, columns, ids = _ranges(slots, rows, [r for r in without_slot if r.sent < len(r.outputs)])
         slots.sent[rows] = slots.num_output[rows]
         for request in without_slot:
             request.sent = len(request.outputs)
@@ -93,11 +94,11 @@ class Outbox:
         self._ended.clear()
         return TokenBatch(
             number=number,
-            rids=columns[1],
-            choices=columns[2].astype(np.int32),
-            first=columns[3].astype(np.int32),
-            counts=columns[4].astype(np.int32),
-            cached=columns[5].astype(np.int32),
+            rids=rids,
+            choices=columns[0],
+            first=columns[1],
+            counts=columns[2],
+            cached=columns[3],
             ids=ids,
             logprobs=logs,
             done=[_done(request) for request in ended],
@@ -128,17 +129,18 @@ def _done(request: Request) -> RequestDone:
     return request.done
 
 
-def _ranges(slots: SlotTable, rows: Int64Array, ended: list[Request]) -> tuple[Int64Array, Int32Array]:
-    """Columns (serial, rid, choice, first, count, cached) of all ranges, and their ids end to end."""
+def _ranges(slots: SlotTable, rows: Int64Array, others: list[Request]) -> tuple[Int64Array, Int32Array, Int32Array]:
+    """Of all ranges the rids, the columns (choice, first, count, cached), and the ids end to end."""
     first = slots.sent[rows]
     counts = slots.num_output[rows] - first
-    columns = np.stack((slots.serial[rows], slots.rid[rows], slots.choice[rows], first, counts, slots.cached[rows]))
+    rids, columns = slots.rid[rows], np.array((slots.choice[rows], first, counts, slots.cached[rows]), np.int32)
     ids = _outputs(slots, rows, first, counts)
-    if not ended:
-        return columns, ids
-    more = [(r.serial, r.rid, r.choice, r.sent, len(r.outputs) - r.sent, r.cached_tokens) for r in ended]
-    columns = np.concatenate((columns, np.array(more, np.int64).T), axis=1)
-    return columns, np.concatenate((ids, *[r.outputs[r.sent :] for r in ended]))
+    if not others:
+        return rids, columns, ids
+    more = [(r.choice, r.sent, len(r.outputs) - r.sent, r.cached_tokens) for r in others]
+    rids = np.concatenate((rids, np.array([r.rid for r in others], np.int64)))
+    columns = np.concatenate((columns, np.array(more, np.int32).T), axis=1)
+    return rids, columns, np.concatenate((ids, *[r.outputs[r.sent :] for r in others]))
 
 
 def _outputs(slots: SlotTable, rows: Int64Array, first: Int64Array, counts: Int64Array) -> Int32Array:
@@ -146,14 +148,3 @@ def _outputs(slots: SlotTable, rows: Int64Array, first: Int64Array, counts: Int6
         return slots.outputs[rows, first]
     ranges = zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True)
     return np.concatenate([slots.outputs[slot, start : start + count] for slot, start, count in ranges])
-
-
-def _sorted_ranges(columns: Int64Array, ids: Int32Array) -> tuple[Int64Array, Int32Array]:
-    serials, counts = columns[0], columns[4]
-    if len(serials) < 2 or bool((serials[1:] > serials[:-1]).all()):
-        return columns, ids
-    order = np.argsort(serials)
-    if counts.max() == 1:
-        return columns[:, order], ids[order]
-    starts = np.cumsum(counts) - counts
-    return columns[:, order], np.concatenate([ids[starts[i] : starts[i] + counts[i]] for i in order])

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from srt.managers.request import Request
-from srt.protocol.messages import Admission, Int32Array, Int64Array, PageDelta, StepPlan, int32_array
+from srt.mem_cache.radix_cache import ITEM
+from srt.protocol.messages import Admission, Int64Array, PageDelta, StepPlan, int32_array
 
 NextPage = tuple[int, str, bytes]  # where the tree would go on: serial of the node, salt, ids of the page behind it
 
@@ -36,7 +37,7 @@ class Draft:
     samples: list[int] = field(default_factory=list)
     page_slots: list[int] = field(default_factory=list)
     page_counts: list[int] = field(default_factory=list)
-    pages: list[Int32Array] = field(default_factory=list)
+    pages: list[bytes] = field(default_factory=list)
     coming: set[NextPage] = field(default_factory=set)  # what its rows compute next, behind the tree
     aside: list[Request] = field(default_factory=list)  # wait for one of them, in the queue, until the next plan
 
@@ -44,13 +45,15 @@ class Draft:
     def has_budget(self) -> bool:
         return self.budget > 0 and self.budget_us > 0
 
-    def add_pages(self, slot: int, pages: Int32Array) -> None:
-        if len(pages):
+    def add_pages(self, slot: int, pages: bytes) -> None:
+        if pages:
             self.page_slots.append(slot)
-            self.page_counts.append(len(pages))
+            self.page_counts.append(len(pages) // ITEM)
             self.pages.append(pages)
 
     def page_delta(self) -> PageDelta:
         if not self.pages:
             return PageDelta(int32_array(), int32_array(), int32_array())
-        return PageDelta(int32_array(self.page_slots), int32_array(self.page_counts), np.concatenate(self.pages))
+        return PageDelta(
+            int32_array(self.page_slots), int32_array(self.page_counts), np.frombuffer(b"".join(self.pages), np.int32)
+        )

@@ -26,8 +26,8 @@ from srt.managers.request import Request, Status
 from srt.managers.slots import SlotTable
 from srt.managers.step_times import StepTimes
 from srt.managers.waiting import WaitingQueue
-from srt.mem_cache.radix_cache import RadixNode
-from srt.protocol.messages import Admission, Int32Array, Int64Array, PlanSection, StepPlan, int32_array
+from srt.mem_cache.radix_cache import ITEM, RadixNode
+from srt.protocol.messages import Admission, Int64Array, PlanSection, StepPlan, int32_array
 
 UNLIMITED = 1 << 40
 NO_SLOTS: Int64Array = np.zeros(0, np.int64)
@@ -198,11 +198,12 @@ class Planner:
         return not first.prompt_done and self._lacks_page(first.slot)
 
     def _lacks_page(self, slot: int) -> bool:
-        return bool(self._slots.computed[slot] >= self._slots.num_pages[slot] * self._memory.page_size)
+        computed: int = self._slots.computed_at[slot]
+        return computed >= self._slots.num_pages_at[slot] * self._memory.page_size
 
     def _preempt(self, request: Request) -> None:
         """Take its slot and pages. It may come back when all its rows in flight are answered, which are entered as if it still ran."""
-        computed = int(self._slots.computed[request.slot])
+        computed = self._slots.computed_at[request.slot]
         self._vacate(request, keep_prefix=True)
         request.lose_slot(request.outputs, request.sent, computed)
         self._counters.num_preempted += 1
@@ -301,16 +302,17 @@ class Planner:
         return list(itertools.compress(self._prefilling, is_back))
 
     def _missing(self, request: Request) -> int:
-        return request.num_known - int(self._slots.computed[request.slot])
+        computed: int = self._slots.computed_at[request.slot]
+        return request.num_known - computed
 
     def _count_within(self, draft: Draft, request: Request) -> int:
-        start = int(self._slots.computed[request.slot])
+        start = self._slots.computed_at[request.slot]
         return min(draft.budget, self._step_times.tokens_within(draft.budget_us, start))
 
     def _plan_chunk(self, draft: Draft, request: Request) -> None:
         """The next known ids of this request, as far as budget and memory go."""
         slots, slot = self._slots, request.slot
-        start = int(slots.computed[slot])
+        start = slots.computed_at[slot]
         count = min(self._count_within(draft, request), self._missing(request), self._memory.capacity(slot) - start)
         if count <= 0:
             return
@@ -318,11 +320,11 @@ class Planner:
         draft.budget_us -= self._step_times.cost_us(start, count)
         end = start + count
         pages = self._memory.grow(slot, end)
-        draft.add_pages(slot, slots.pages_of(slot).copy() if request.num_chunks == 0 else pages)
-        slots.computed[slot] = end
+        draft.add_pages(slot, slots.pages_of(slot) if request.num_chunks == 0 else pages)
+        slots.computed_at[slot] = end
         samples = end == request.num_known
         if samples:
-            slots.submitted[slot] += 1
+            slots.submitted_at[slot] += 1
         request.num_chunks += 1
         assert request.node is not None
         if self._memory.caches:
@@ -339,13 +341,14 @@ class Planner:
             if request is None or request is self._no_room_for:
                 return
             node, cached = self._memory.pin_prefix(request)
-            if self._is_coming(draft, request, node, len(cached)):
+            num_cached = len(cached) // ITEM
+            if self._is_coming(draft, request, node, num_cached):
                 self._memory.unpin(node)
                 self._queue.pop()
                 draft.aside.append(request)
                 if len(draft.aside) == self._slots.num_free:
                     return  # more than these cannot be admitted next time
-            elif self._memory.has_room(expected := self._expected_tokens(request), len(cached)):
+            elif self._memory.has_room(expected := self._expected_tokens(request), num_cached):
                 self._queue.pop()
                 self._start(request, node, cached, expected)
                 draft.admissions.append(self._admission(request))
@@ -373,32 +376,19 @@ class Planner:
 
     def _next_page(self, request: Request, node: RadixNode, num_pages: int) -> NextPage:
         """The page behind the request's first `num_pages`, which end at `node`."""
-        size = self._memory.page_size
-        return node.serial, request.salt, request.known_ids[num_pages * size : (num_pages + 1) * size].tobytes()
+        size = self._memory.page_size * ITEM
+        return node.serial, request.salt, request.id_bytes[num_pages * size : (num_pages + 1) * size]
 
-    def _start(self, request: Request, node: RadixNode, cached: Int32Array, expected_tokens: int) -> None:
+    def _start(self, request: Request, node: RadixNode, cached: bytes, expected_tokens: int) -> None:
         self.num_waiting -= 1
         self._num_admitted += 1
         request.status = Status.RUNNING
         request.incarnation = self._num_admitted
         request.slot = self._slots.take()
-        num_cached = len(cached) * self._memory.page_size
+        num_cached = len(cached) // ITEM * self._memory.page_size
         if not request.num_preempted:
             request.cached_tokens = num_cached
-        self._slots.fill(
-            request.slot,
-            incarnation=request.incarnation,
-            serial=request.serial,
-            frontend=request.frontend,
-            rid=request.rid,
-            choice=request.choice,
-            max_new=request.sampling.max_new_tokens,
-            outputs=request.outputs,
-            cached=request.cached_tokens,
-            sent=request.sent,
-            stop_ids=request.sampling.stop_ids,
-        )
-        self._slots.computed[request.slot] = num_cached
+        self._slots.fill(request, num_cached)
         self._memory.admit(request, node, cached, expected_tokens)
         self._running[request.slot] = request
         self._prefilling.append(request)
@@ -417,7 +407,7 @@ class Planner:
             slot=request.slot,
             ids=request.known_ids,
             prompt_len=request.prompt_len,
-            cached=int(self._slots.computed[request.slot]),
+            cached=self._slots.computed_at[request.slot],
             seed=request.seed,
             sampling=request.sampling,
             logprobs=request.logprobs,
@@ -426,8 +416,8 @@ class Planner:
     def _publish(self, draft: Draft) -> None:
         """The plan stands: what it writes is in the prefix cache for later plans, and prompts that end in it decode from then on."""
         for request in draft.extends:
-            computed = int(self._slots.computed[request.slot])
-            self._memory.insert_computed(request, request.known_ids, computed)
+            computed = self._slots.computed_at[request.slot]
+            self._memory.insert_computed(request, request.id_bytes, computed)
             request.prompt_done = computed == request.num_known
         if any(draft.samples):
             finished = [request for request in draft.extends if request.prompt_done]
@@ -463,19 +453,19 @@ class Planner:
     def _vacate(self, request: Request, *, keep_prefix: bool) -> None:
         slots, slot = self._slots, request.slot
         request.outputs = slots.outputs_of(slot).copy()
-        request.sent = int(slots.sent[slot])
+        request.sent = slots.sent_at[slot]
         if keep_prefix:
-            ids = np.concatenate((request.known_ids[: request.prompt_len], request.outputs))
-            self._memory.insert_computed(request, ids, self._num_written(request))
+            self._memory.insert_computed(request, request.bytes_with_outputs(), self._num_written(request))
         self._memory.release(request)
         slots.release(slot)
         self._running[slot] = None
-        self._prefilling = [other for other in self._prefilling if other is not request]
+        if not request.prompt_done:
+            self._prefilling.remove(request)
         self._something_ended = True
 
     def _num_written(self, request: Request) -> int:
         """Positions whose KV is, or will be, what the known ids say. What comes behind the last one is only guessed at."""
-        computed = int(self._slots.computed[request.slot])
+        computed: int = self._slots.computed_at[request.slot]
         if self._max_row_tokens == 1:
             return computed
         return min(computed, max(request.num_known, request.prompt_len + len(request.outputs) - 1))

@@ -7,7 +7,7 @@ from enum import Enum
 import numpy as np
 from msgspec.structs import replace
 
-from srt.mem_cache.radix_cache import RadixNode
+from srt.mem_cache.radix_cache import ITEM, NO_PAGES, RadixNode
 from srt.protocol.messages import (
     GenerateRequest,
     Int32Array,
@@ -35,6 +35,7 @@ class Request:
         "done",
         "done_batch",
         "frontend",
+        "id_bytes",
         "incarnation",
         "known_ids",
         "label",
@@ -81,6 +82,7 @@ class Request:
         self.prompt_len = len(message.prompt_ids)
         self.outputs: Int32Array = message.output_ids[index]  # while waiting: what it comes with; when ended: all
         self.known_ids = np.concatenate((message.prompt_ids, self.outputs)) if len(self.outputs) else message.prompt_ids
+        self.id_bytes = self.known_ids.tobytes()
         self.status = Status.WAITING
         self.sent = len(self.outputs)  # while it runs, the SlotTable counts
         self.done: RequestDone | None = None
@@ -97,7 +99,7 @@ class Request:
         self.num_in_tree = 0
         self.num_preempted = 0
         self.order: tuple[float, int] = (0.0, serial)  # by the Ranking
-        self.own_copies: list[Int32Array] = []  # of its first `num_in_tree` pages, those that the tree has twice
+        self.own_copies = NO_PAGES  # of its first `num_in_tree` pages, those that the tree has twice
 
     @property
     def key(self) -> tuple[int, int]:
@@ -141,6 +143,11 @@ class Request:
     def know_all(self) -> None:
         """Nothing of it is in flight: it may be admitted again, with all its tokens."""
         self.known_ids = np.concatenate((self.known_ids[: self.prompt_len], self.outputs))
+        self.id_bytes = self.known_ids.tobytes()
+
+    def bytes_with_outputs(self) -> bytes:
+        """The prompt and all outputs so far, which it has again when it runs no more."""
+        return self.id_bytes[: self.prompt_len * ITEM] + self.outputs.tobytes()
 
     def log(self, chunk: TokenLogprobs) -> None:
         self.logs.append(chunk)

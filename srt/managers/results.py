@@ -18,7 +18,7 @@ from srt.protocol.messages import Int32Array, Int64Array, RowLogprobs, StepResul
 NOT_FINITE = "The model produced no finite logits for this request."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class End:
     """A request that this result ends."""
 
@@ -128,10 +128,12 @@ class ResultReader:
         slots.num_output[rows] = lengths
         self._counters.num_generated_tokens += len(rows)
         stopped = (slots.stops[rows] == ids[:, None]).any(1)
-        for i in np.flatnonzero(slots.many_stops[rows]):
-            stopped[i] = ids[i] in self._planner.request_in(int(rows[i])).sampling.stop_ids
-        ended = stopped | (lengths >= slots.max_new[rows])
-        return [self._end(int(rows[i]), bool(stopped[i]), int(ids[i])) for i in np.flatnonzero(ended)]
+        if slots.has_many_stops:
+            for i in np.flatnonzero(slots.many_stops[rows]):
+                stopped[i] = ids[i] in self._planner.request_in(int(rows[i])).sampling.stop_ids
+        ended = np.flatnonzero(stopped | (lengths >= slots.max_new[rows]))
+        columns = zip(rows[ended].tolist(), stopped[ended].tolist(), ids[ended].tolist(), strict=True)
+        return [self._end(slot, is_stop, token) for slot, is_stop, token in columns]
 
     def _end(self, slot: int, stopped: bool, token: int) -> End:
         request = self._planner.request_in(slot)

@@ -33,14 +33,14 @@ MUTATIONS = (
     Mutation(
         "page visible one plan early",
         "managers/planner.py",
-        "slots.computed[slot] = end\n",
-        "slots.computed[slot] = end; self._memory.insert_computed(request, request.known_ids, end)\n",
+        "slots.computed_at[slot] = end\n",
+        "slots.computed_at[slot] = end; self._memory.insert_computed(request, request.id_bytes, end)\n",
     ),
     Mutation(
         "slot reset after reuse",
         "managers/slots.py",
-        "self.sent[slot] = self.num_output[slot] = 0",
-        "late, self._late = getattr(self, '_late', slot), slot; self.sent[late] = self.num_output[late] = 0",
+        "self.sent_at[slot] = self.num_output_at[slot] = 0",
+        "late, self._late = getattr(self, '_late', slot), slot; self.sent_at[late] = self.num_output_at[late] = 0",
     ),
     Mutation(
         "forgotten pin",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -11,8 +12,17 @@ from srt.protocol.messages import int32_array
 FAR = 1 << 20  # more pages than any prefix has
 
 
-def ids(text: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return int32_array([ord(c) for c in text])
+def ids(text: str) -> bytes:
+    return packed([ord(c) for c in text])
+
+
+def packed(values: Iterable[int]) -> bytes:
+    return int32_array(list(values)).tobytes()
+
+
+def numbers(pages: bytes) -> list[int]:
+    values: list[int] = np.frombuffer(pages, np.int32).tolist()
+    return values
 
 
 class Tree:
@@ -26,16 +36,16 @@ class Tree:
     def put(self, text: str, salt: str = "") -> list[int]:
         """Compute and let go of a text from its first letter on, as a request does. Returns the pages that it brought."""
         node, _ = self.cache.pin_prefix(ids(text), salt, 0)
-        pages = int32_array(range(self._next_page, self._next_page + len(text) // 2))
+        pages = range(self._next_page, self._next_page + len(text) // 2)
         self._next_page += len(pages)
-        self.cache.unpin(self.cache.extend(node, salt, ids(text), pages).end)
-        return [int(page) for page in pages]
+        self.cache.unpin(self.cache.extend(node, salt, ids(text), packed(pages)).end)
+        return list(pages)
 
     def pin(self, text: str, salt: str = "", max_pages: int = FAR) -> list[int]:
         node, pages = self.cache.pin_prefix(ids(text), salt, min(max_pages, len(text) // 2))
         self.held.append(node)
         self.cache.check(self.held)
-        return [int(page) for page in pages]
+        return numbers(pages)
 
     def find(self, text: str, salt: str = "", max_pages: int = FAR) -> list[int]:
         pages = self.pin(text, salt, max_pages)
@@ -81,9 +91,9 @@ def test_what_others_use_is_kept_and_the_double_stays_with_the_caller() -> None:
     pages = tree.put("abcd")
     tree.pin("abcd")
     node, _ = tree.cache.pin_prefix(ids("abcdef"), "", 0)
-    extension = tree.cache.extend(node, "", ids("abcdef"), int32_array([10, 11, 12]))
-    assert extension.not_taken.tolist() == [10, 11]
-    assert extension.given_up.tolist() == []
+    extension = tree.cache.extend(node, "", ids("abcdef"), packed([10, 11, 12]))
+    assert numbers(extension.not_taken) == [10, 11]
+    assert numbers(extension.given_up) == []
     tree.held.append(extension.end)
     assert tree.find("abcdef") == [*pages, 12]
 
@@ -94,10 +104,10 @@ def test_what_nobody_uses_is_exchanged_for_the_callers_pages() -> None:
     pages = tree.put("abcdef")
     free_or_evictable = tree.cache.num_evictable
     node, _ = tree.cache.pin_prefix(ids("abcd"), "", 0)
-    extension = tree.cache.extend(node, "", ids("abcd"), int32_array([10, 11]))
-    assert extension.given_up.tolist() == pages[:2]
-    assert extension.not_taken.tolist() == []
-    assert tree.cache.num_evictable + len(extension.given_up) == free_or_evictable
+    extension = tree.cache.extend(node, "", ids("abcd"), packed([10, 11]))
+    assert numbers(extension.given_up) == pages[:2]
+    assert numbers(extension.not_taken) == []
+    assert tree.cache.num_evictable + len(numbers(extension.given_up)) == free_or_evictable
     tree.held.append(extension.end)
     assert tree.find("abcdef") == [10, 11, pages[2]]
 
@@ -106,7 +116,7 @@ def test_a_prefix_that_grows_under_one_pin_stays_one_edge() -> None:
     tree = Tree()
     node, _ = tree.cache.pin_prefix(ids(""), "", 0)
     for page, text in enumerate(("ab", "cd", "ef")):
-        node = tree.cache.extend(node, "", ids(text), int32_array([page])).end
+        node = tree.cache.extend(node, "", ids(text), packed([page])).end
     assert len(tree.cache.nodes()) == 2
     tree.held.append(node)
     assert tree.find("abcdef") == [0, 1, 2]
@@ -117,7 +127,7 @@ def test_an_edge_that_two_hold_does_not_grow_but_gets_a_child() -> None:
     tree.put("ab")
     tree.pin("ab")
     node, _ = tree.cache.pin_prefix(ids("ab"), "", 1)
-    end = tree.cache.extend(node, "", ids("cd"), int32_array([7])).end
+    end = tree.cache.extend(node, "", ids("cd"), packed([7])).end
     assert end is not node
     tree.cache.check([*tree.held, end])
 
@@ -125,9 +135,9 @@ def test_an_edge_that_two_hold_does_not_grow_but_gets_a_child() -> None:
 def test_pages_used_longest_ago_are_evicted_first_and_from_the_end() -> None:
     tree = Tree()
     old, new = tree.put("abcdef"), tree.put("xyzw")
-    assert tree.cache.evict(2).tolist() == old[1:]
+    assert numbers(tree.cache.evict(2)) == old[1:]
     tree.find("ab")
-    assert tree.cache.evict(1).tolist() == new[1:]
+    assert numbers(tree.cache.evict(1)) == new[1:]
     assert tree.find("abcdef") == old[:1]
     tree.cache.check([])
 
@@ -137,7 +147,7 @@ def test_a_pinned_prefix_is_never_evicted() -> None:
     pages = tree.put("abcdef")
     assert tree.pin("abcd") == pages[:2]
     assert tree.cache.num_evictable == 1
-    assert tree.cache.evict(1).tolist() == pages[2:]
+    assert numbers(tree.cache.evict(1)) == pages[2:]
     with pytest.raises(AssertionError, match="1 pages to evict, 0 are evictable"):
         tree.cache.evict(1)
 
@@ -146,7 +156,7 @@ def test_a_parent_becomes_evictable_when_its_last_child_is_gone() -> None:
     tree = Tree()
     tree.put("abcd")
     tree.put("abxy")
-    assert len(tree.cache.evict(3)) == 3
+    assert len(numbers(tree.cache.evict(3))) == 3
     assert tree.cache.num_pages == 0
     assert len(tree.cache.nodes()) == 1
 
@@ -156,7 +166,7 @@ def test_a_pin_survives_that_its_edge_is_cut() -> None:
     pages = tree.put("abcdef")
     tree.pin("abcdef")
     tree.put("abXX")
-    assert tree.cache.evict(tree.cache.num_evictable).tolist() == [4]
+    assert numbers(tree.cache.evict(tree.cache.num_evictable)) == [4]
     assert tree.find("abcdef") == pages
     tree.cache.unpin(tree.held.pop())
     tree.cache.check([])
@@ -170,7 +180,7 @@ def test_clearing_gives_back_everything_unless_something_is_pinned() -> None:
     with pytest.raises(AssertionError, match="cleared while"):
         tree.cache.clear()
     tree.cache.unpin(tree.held.pop())
-    assert len(tree.cache.clear()) == 4
+    assert len(numbers(tree.cache.clear())) == 4
     assert tree.cache.num_pages == tree.cache.num_evictable == 0
 
 
@@ -201,11 +211,11 @@ def test_any_history_finds_what_a_plain_list_of_texts_says(page_size: int) -> No
     for _ in range(300):
         text = [rng.randrange(3) for _ in range(rng.randint(0, 8) * page_size)]
         expected = max(n for n in range(len(text) // page_size + 1) if n == 0 or tuple(text[: n * page_size]) in known)
-        node, pages = cache.pin_prefix(int32_array(text), "", len(text) // page_size)
-        assert len(pages) == expected
-        new = int32_array(range(next_page, next_page + len(text) // page_size - expected))
+        node, pages = cache.pin_prefix(packed(text), "", len(text) // page_size)
+        assert len(numbers(pages)) == expected
+        new = range(next_page, next_page + len(text) // page_size - expected)
         next_page += len(new)
-        cache.unpin(cache.extend(node, "", int32_array(text[expected * page_size :]), new).end)
+        cache.unpin(cache.extend(node, "", packed(text[expected * page_size :]), packed(new)).end)
         known |= {tuple(text[: n * page_size]): None for n in range(1, len(text) // page_size + 1)}
         cache.check([])
     assert cache.num_pages == len(known) == next_page
@@ -214,7 +224,7 @@ def test_any_history_finds_what_a_plain_list_of_texts_says(page_size: int) -> No
 def test_very_many_prefixes_are_evicted_in_the_order_of_their_use() -> None:
     cache = RadixCache(page_size=1)
     for i in range(10_000):
-        node, _ = cache.pin_prefix(int32_array([i]), "", 0)
-        cache.unpin(cache.extend(node, "", int32_array([i]), int32_array([i])).end)
-    visits = [int(cache.evict(1)[0]) for _ in range(10_000)]
+        node, _ = cache.pin_prefix(packed([i]), "", 0)
+        cache.unpin(cache.extend(node, "", packed([i]), packed([i])).end)
+    visits = [numbers(cache.evict(1))[0] for _ in range(10_000)]
     assert visits == list(range(10_000))
