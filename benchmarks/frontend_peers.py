@@ -161,7 +161,7 @@ async def serve_ours(run_dir: str, folder: str) -> None:
     service = Service(args)
     service.begin(manager, 0.0)
     listener = listening()
-    server = HttpServer(http_config(App(service)))
+    server = HttpServer(http_config(App(service), args))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     await _answer_orders()
@@ -230,7 +230,7 @@ class BareApp:
 async def serve_bare(chunks: list[bytes], rate: float) -> None:
     app = BareApp(chunks, rate)
     listener = listening()
-    server = HttpServer(http_config(app))
+    server = HttpServer(http_config(app, ServerArgs(model_path="none")))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     ticking = asyncio.create_task(app.tick())
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
