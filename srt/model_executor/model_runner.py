@@ -108,6 +108,11 @@ class ModelRunner:
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in self._model.parameters())
 
+    @property
+    def kv_bytes(self) -> int:
+        pool = self._token_to_kv_pool
+        return sum(memory.nbytes for memory in (*pool.k_buffer, *pool.v_buffer))
+
     def _init_memory_pool(self) -> None:
         config, page_size = self.config, self.page_size
         heads = config.num_kv_heads_per_rank(self._tp.size)
@@ -116,7 +121,6 @@ class ModelRunner:
         self.num_pages = self._tp.min_int(most_tokens // page_size)
         check_pages(self.num_pages, page_size)
         self.num_slots = self._args.max_running_requests
-        self.kv_bytes = self.num_pages * page_size * token_bytes
         self.max_total_num_tokens = self.num_pages * page_size
         self.max_request_tokens = min(config.context_length, self.max_total_num_tokens)
         check_tables(self.num_slots, self.max_request_tokens, page_size, self.device)
