@@ -136,13 +136,14 @@ class TpWorker:
         begun_s = max(done.launched_s, self._done_s)
         step_us = int((now_s - begun_s) * 1e6)
         self._busy_since_s = self._done_s = now_s
+        if self._trace.is_on:
+            self._trace.slice("forward", begun_s, now_s, DEVICE, step=done.step, num_tokens=len(rows.ids))
         ids_hash = rows.ids_hash()
         answer: FromWorker = StepAck(done.step, self._rank, ids_hash, step_us)
         if self._rank == 0:
             answer = StepResult(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us)
         self._link.send(answer)
         if self._trace.is_on:
-            self._trace.slice("forward", begun_s, now_s, DEVICE, step=done.step, num_tokens=len(rows.ids))
             self._trace.slice("answer", now_s, step=done.step)
         self._times.answered(done.step, now_s, time.monotonic())
 
