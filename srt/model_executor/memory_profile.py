@@ -10,18 +10,26 @@ from srt.utils.host import available_memory_bytes
 
 CPU_SHARE = 10  # one part in so many of the available memory, for each rank
 CPU_MOST_BYTES = 4 << 30
-CUDA_SHARE = 0.88  # of the device, for weights and KV; the rest is for activations, graphs and libraries
+CUDA_SLACK = 0.02  # of the device: what libraries load later, and what fragments
+CUDA_GRAPHS_BYTES = 1 << 30  # of graphs that are captured later, the driver's part included
+ADMITTED_TOKENS = 1 << 24  # of all requests that one plan admits; each passes through the device as three int64
 
 
-def profile_max_num_token(args: ServerArgs, device: torch.device, bytes_per_token: int) -> int:
-    """The tokens that fit on this rank, weights already loaded: as many as --max-total-tokens says, or as memory allows."""
+def profile_max_num_token(
+    args: ServerArgs, device: torch.device, bytes_per_token: int, step_bytes: int = 0, table_bytes: int = 0
+) -> int:
+    """The tokens that fit on this rank, weights already loaded: as many as --max-total-tokens says, or as memory allows.
+
+    On a GPU `step_bytes` is what the largest step takes beside the tables' `table_bytes`.
+    """
     if device.type == "cpu":
         available = available_memory_bytes()
         unasked = min(available // CPU_SHARE, CPU_MOST_BYTES)
         # Pages are taken as they are used, so the ranks do not see each other's yet.
         fits = (unasked if args.max_total_tokens is None else available // args.tp_size) // bytes_per_token
     else:
-        fits = _free_cuda_bytes(args, device) // bytes_per_token
+        free, total = torch.cuda.mem_get_info(device)
+        fits = kv_bytes(args, free, total, step_bytes, table_bytes) // bytes_per_token
     if args.max_total_tokens is None:
         return max(0, fits)
     if args.max_total_tokens > fits:
@@ -32,16 +40,44 @@ def profile_max_num_token(args: ServerArgs, device: torch.device, bytes_per_toke
     return args.max_total_tokens
 
 
-def _free_cuda_bytes(args: ServerArgs, device: torch.device) -> int:
-    """What is left of this server's share of the device; memory of other processes counts as used."""
+def kv_bytes(args: ServerArgs, free: int, total: int, step_bytes: int, table_bytes: int) -> int:
+    """What of a GPU's `free` bytes the KV memory may have, so that no step runs out: no more than --mem-fraction-static says."""
+    admitted = 24 * min(ADMITTED_TOKENS, table_bytes // 4)
+    graphs = 0 if args.disable_cuda_graph else CUDA_GRAPHS_BYTES
+    left = free - step_bytes - table_bytes - admitted - graphs - int(total * CUDA_SLACK)
+    if args.mem_fraction_static is None:
+        return left
+    return min(left, int(total * args.mem_fraction_static) - (total - free))
+
+
+def check_weights(num_bytes: int, device: torch.device) -> None:
+    """StartError, before a weight is read, where this rank's do not fit on its GPU."""
+    if device.type != "cuda":
+        return
     free, total = torch.cuda.mem_get_info(device)
-    share = CUDA_SHARE if args.mem_fraction_static is None else args.mem_fraction_static
-    return int(total * share) - (total - free)
+    if num_bytes > free - int(total * CUDA_SLACK):
+        raise StartError(
+            f"This rank's weights take {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} of {total / 1e9:.1f} GB are free on"
+            f" {device}: choose a smaller model, a larger --tp, or --dtype bfloat16 if it is not that already."
+        )
+
+
+def out_of_step_memory(num_tokens: int, num_slots: int, device: torch.device) -> StartError:
+    free, _ = torch.cuda.mem_get_info(device)
+    return StartError(
+        f"A step of {num_tokens} prompt tokens and {num_slots} requests needs more than the {free / 1e9:.1f} GB that the"
+        " weights leave: choose a smaller --chunked-prefill-size or --max-running-requests, or a larger --tp."
+    )
+
+
+def table_bytes(num_slots: int, max_request_tokens: int, page_size: int) -> int:
+    """Of the tables of so many slots, an entry for each token and page."""
+    return 4 * num_slots * (max_request_tokens + max_request_tokens // page_size)
 
 
 def check_tables(num_slots: int, max_request_tokens: int, page_size: int, device: torch.device) -> None:
-    """StartError where the tables of so many slots, an entry for each token and page, do not fit."""
-    needed = 4 * num_slots * (max_request_tokens + max_request_tokens // page_size)
+    """StartError where the tables of so many slots do not fit."""
+    needed = table_bytes(num_slots, max_request_tokens, page_size)
     available = available_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > available:
         raise StartError(

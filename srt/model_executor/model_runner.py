@@ -16,13 +16,22 @@ from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.mem_cache.tables_hash import tables_hash
 from srt.model_executor.cuda_graph_runner import Capture, GraphCapture, graph_sizes
 from srt.model_executor.decode_runner import DecodeParts, DecodeRunner
+from srt.model_executor.device_memory import DeviceMemory
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
 from srt.model_executor.logprob_plan import LogprobPlan, LogprobSegment
-from srt.model_executor.memory_profile import check_pages, check_tables, profile_max_num_token
+from srt.model_executor.memory_profile import (
+    check_pages,
+    check_tables,
+    check_weights,
+    out_of_step_memory,
+    profile_max_num_token,
+    table_bytes,
+)
 from srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner, piece_sizes
 from srt.model_executor.plan_arrays import PlanArrays, Staging
 from srt.model_executor.step_output import ResultBuffers, StepOutput
 from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
+from srt.model_executor.worst_step import worst_section
 from srt.model_loader.loader import LoadConfig, get_model_loader
 from srt.models.decoder import CausalLM
 from srt.protocol.messages import PlanSection, Scalar
@@ -83,15 +92,20 @@ class ModelRunner:
         spec = self._attention_spec()
         self.attention = choose_backends(args, spec, device)
         self._attn_backend = make_backend(self.attention, spec, device)
-        with torch.inference_mode():
-            self._model = self._load_model(folder, report_weights)
-            report_memory()
-            self._init_memory_pool()
+        self.num_slots = args.max_running_requests
+        self.memory = DeviceMemory(device)
         self._staging = Staging(device, args.window)
         self._results = ResultBuffers(device, self.num_slots)
         self._logits_processor = LogitsProcessor(tp, config.vocab_size)
-        self._sampler = Sampler(tp, config.vocab_size, self._model.lm_head.shard_start, self._req_to_token_pool)
-        self._planner = self._new_planner()
+        self._pieces: PiecewiseCudaGraphRunner | None = None
+        with torch.inference_mode():
+            with self.memory.region("weights"):
+                self._model = self._load_model(folder, report_weights)
+            report_memory()
+            num_pages = self._profile_num_pages()
+            with self.memory.region("kv_cache"):
+                self._init_memory(num_pages, min(config.context_length, num_pages * self.page_size))
+        self.max_total_num_tokens = self.num_pages * self.page_size
         if capture is None and device.type == "cuda" and not args.disable_cuda_graph:
             capture = GraphCapture(device)
         # Noise for greedy rows too: nothing on a GPU, but not on a CPU.
@@ -102,7 +116,15 @@ class ModelRunner:
 
     def _load_model(self, folder: str, report_weights: Progress) -> CausalLM:
         loader = get_model_loader(LoadConfig(load_format=self._args.load_format))  # type: ignore[arg-type]  # a checked choice
-        return loader.load_model(self.config, folder, self._tp, self.dtype, self.device, report_weights)
+        return loader.load_model(
+            self.config,
+            folder,
+            self._tp,
+            self.dtype,
+            self.device,
+            report_weights,
+            check_size=lambda num_bytes: check_weights(num_bytes, self.device),
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -113,23 +135,53 @@ class ModelRunner:
         pool = self._token_to_kv_pool
         return sum(memory.nbytes for memory in (*pool.k_buffer, *pool.v_buffer))
 
-    def _init_memory_pool(self) -> None:
+    def _profile_num_pages(self) -> int:
+        """The pages that all ranks can keep beside the largest step; StartError where there is no room for it or for a page."""
         config, page_size = self.config, self.page_size
         heads = config.num_kv_heads_per_rank(self._tp.size)
         token_bytes = MHATokenToKVPool.bytes_per_token(config.num_layers, heads, config.head_dim, self._kv_dtype)
-        most_tokens = profile_max_num_token(self._args, self.device, token_bytes)
-        self.num_pages = self._tp.min_int(most_tokens // page_size)
-        check_pages(self.num_pages, page_size)
-        self.num_slots = self._args.max_running_requests
-        self.max_total_num_tokens = self.num_pages * page_size
-        self.max_request_tokens = min(config.context_length, self.max_total_num_tokens)
-        check_tables(self.num_slots, self.max_request_tokens, page_size, self.device)
-        self._req_to_token_pool = ReqToTokenPool(
-            self.num_slots, self.max_request_tokens, self.num_pages, page_size, self.device
-        )
+        step_bytes = self._measure_largest_step() if self.device.type == "cuda" else 0
+        tables = table_bytes(self.num_slots, config.context_length, page_size)
+        most_tokens = profile_max_num_token(self._args, self.device, token_bytes, step_bytes, tables)
+        num_pages = self._tp.min_int(most_tokens // page_size)
+        check_pages(num_pages, page_size)
+        check_tables(self.num_slots, min(config.context_length, num_pages * page_size), page_size, self.device)
+        return num_pages
+
+    def _measure_largest_step(self) -> int:
+        """Bytes that it takes, found by running it on tables of full size and a memory of one page."""
+        longest = self.config.context_length - 1
+        prompt_tokens = longest if self._args.prefill_chunk == -1 else min(self._args.prefill_chunk, longest)
+        section = worst_section(self.num_slots, prompt_tokens, longest, self.page_size, self.config.vocab_size)
+        try:
+            self._init_memory(1, self.config.context_length)
+            peak = self.memory.peak_of(lambda: self._run_to_the_end(section))
+            self.memory.num_bytes["activations"] = peak
+            return peak
+        except torch.OutOfMemoryError as error:
+            raise out_of_step_memory(prompt_tokens, self.num_slots, self.device) from error
+        finally:
+            self._drop_memory()
+
+    def _run_to_the_end(self, section: PlanSection) -> None:
+        self.sample(self.execute(section)).result()
+
+    def _init_memory(self, num_pages: int, max_request_tokens: int) -> None:
+        """The tables and the KV memory, and who works on them."""
+        config, device = self.config, self.device
+        self.num_pages, self.max_request_tokens = num_pages, max_request_tokens
+        self._req_to_token_pool = ReqToTokenPool(self.num_slots, max_request_tokens, num_pages, self.page_size, device)
+        heads = config.num_kv_heads_per_rank(self._tp.size)
         self._token_to_kv_pool = MHATokenToKVPool(
-            self.num_pages, page_size, config.num_layers, heads, config.head_dim, self._kv_dtype, self.device
+            num_pages, self.page_size, config.num_layers, heads, config.head_dim, self._kv_dtype, device
         )
+        shard_start = self._model.lm_head.shard_start
+        self._sampler = Sampler(self._tp, config.vocab_size, shard_start, self._req_to_token_pool)
+        self._planner = self._new_planner()
+
+    def _drop_memory(self) -> None:
+        del self._req_to_token_pool, self._token_to_kv_pool, self._sampler, self._planner
+        torch.cuda.empty_cache()
 
     def _attention_spec(self) -> AttentionSpec:
         config, size = self.config, self._tp.size
@@ -302,10 +354,11 @@ class ModelRunner:
     def capture_graph(self) -> int:
         """Capture steps of one more size, those of decodes first; returns how many rows or tokens. All that was launched is done."""
         graphs = self._decode_runner.graphs
-        if graphs is not None and graphs.num_left:
-            return self._decode_runner.capture_next()
-        assert self._pieces is not None
-        return self._pieces.capture_next()
+        with self.memory.region("cuda_graph"):
+            if graphs is not None and graphs.num_left:
+                return self._decode_runner.capture_next()
+            assert self._pieces is not None
+            return self._pieces.capture_next()
 
     def inspect(self) -> dict[str, Scalar]:
         """What the tables hold, as WorkDone describes it."""

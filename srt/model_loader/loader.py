@@ -49,12 +49,17 @@ class ModelLoader(ABC):
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress,
+        check_size: Callable[[int], None] = lambda num_bytes: None,
     ) -> CausalLM:
-        """The model of this rank on `device`, ready to run; ModelError names what the checkpoint lacks."""
+        """The model of this rank on `device`, ready to run; ModelError names what the checkpoint lacks.
+
+        `check_size` is told the bytes that the parameters will take, before anything is read or taken.
+        """
         config.check_tp(tp.size)
         with torch.device("meta"):
             model = build_model(config, tp, layer_ops(device))
         pieces = model_weight_pieces(model)
+        check_size(sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize)
         fill = self.prepare(config, Path(folder), pieces)
         materialize(model, dtype, device)
         _clear_padding(pieces)

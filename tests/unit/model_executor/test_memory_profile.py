@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from srt.model_executor import memory_profile
-from srt.model_executor.memory_profile import check_pages, check_tables, profile_max_num_token
+from srt.model_executor.memory_profile import (
+    check_pages,
+    check_tables,
+    check_weights,
+    kv_bytes,
+    profile_max_num_token,
+    table_bytes,
+)
+from srt.model_executor.worst_step import worst_section
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from tests.support.runners import make_runner
 
 CPU = torch.device("cpu")
 
@@ -56,3 +67,49 @@ def test_no_room_for_a_page_is_refused() -> None:
     check_pages(1, 16)
     with pytest.raises(StartError, match="even one KV page of 16 tokens"):
         check_pages(0, 16)
+
+
+GB = 10**9
+
+
+def test_a_gpus_kv_memory_leaves_room_for_the_largest_step_tables_graphs_and_slack() -> None:
+    args = ServerArgs(model_path="x", disable_cuda_graph=True)
+    tables = table_bytes(256, 40_960, 16)
+    admitted = 24 * min(1 << 24, tables // 4)
+    left = kv_bytes(args, 100 * GB, 140 * GB, step_bytes=5 * GB, table_bytes=tables)
+    assert left == 100 * GB - 5 * GB - tables - admitted - int(140 * GB * 0.02)
+    with_graphs = kv_bytes(ServerArgs(model_path="x"), 100 * GB, 140 * GB, 5 * GB, tables)
+    assert left - with_graphs == 1 << 30
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.5, 30 * GB), (0.1, -26 * GB)])
+def test_a_fraction_of_a_gpu_bounds_weights_and_kv_together(fraction: float, expected: int) -> None:
+    args = ServerArgs(model_path="x", mem_fraction_static=fraction)
+    assert kv_bytes(args, 100 * GB, 140 * GB, GB, GB) == expected
+
+
+def test_weights_that_do_not_fit_a_gpu_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GB, 24 * GB))
+    check_weights(16 * GB, torch.device("cuda", 0))
+    check_weights(60 * GB, CPU)
+    with pytest.raises(StartError, match=r"weights take 28\.0 GB, and 20\.0 of 24\.0 GB are free .*larger --tp"):
+        check_weights(28 * GB, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("num_slots", "prompt_tokens"), [(1, 20), (2, 7), (6, 60)])
+def test_the_worst_step_is_a_step_that_a_runner_can_run(
+    qwen3_checkpoint: Path, num_slots: int, prompt_tokens: int
+) -> None:
+    """A chunk and a token from everybody else, every row sampling, on a memory of one page."""
+    runner = make_runner(qwen3_checkpoint, 16, max_running_requests=num_slots, context_length=60)
+    section = worst_section(num_slots, prompt_tokens, 59, 16, runner.config.vocab_size)
+    assert len(section.extend_slots) == num_slots
+    assert int(section.extend_counts.sum()) == min(prompt_tokens, 59) + num_slots - 1
+    assert int((section.extend_starts + section.extend_counts).max()) == (
+        59 if num_slots > 1 else min(prompt_tokens, 59)
+    )
+    with torch.inference_mode():
+        runner._init_memory(1, 60)
+        rows = runner.sample(runner.execute(section)).result()
+    assert len(rows.counts) == num_slots
+    assert {(row.slot, row.is_prompt) for row in rows.logprobs} >= {(slot, False) for slot in range(num_slots)}

@@ -1,0 +1,57 @@
+"""The step that needs most memory: what is left beside it is what the KV memory may have."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
+from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
+
+REPORTED_TOKENS = 64  # of the prompt: logprobs are computed in blocks, and two blocks need as much as all
+
+
+def worst_section(num_slots: int, prompt_tokens: int, longest: int, page_size: int, vocab_size: int) -> PlanSection:
+    """A chunk of `prompt_tokens` from one request, and one token each from all others, one of them `longest` tokens long.
+
+    Every row samples, and asks for whatever can be asked for. All pages are page 0, so what is computed means nothing.
+    """
+    lengths = [min(prompt_tokens, longest), longest, *([2] * num_slots)][:num_slots]
+    cached = [0, *(length - 1 for length in lengths[1:])]
+    counts = [length - done for length, done in zip(lengths, cached, strict=True)]
+    num_pages = int32_array([-(-(length + 1) // page_size) for length in lengths])
+    slots = int32_array(range(len(lengths)))
+    admissions = [
+        Admission(slot, int32_array([1] * length), length, done, slot, _all_wishes(vocab_size), _all_logprobs(length))
+        for slot, (length, done) in enumerate(zip(lengths, cached, strict=True))
+    ]
+    return PlanSection(
+        admissions=admissions,
+        pages=[PageDelta(slots, num_pages, np.zeros(num_pages.sum(), np.int32))],
+        extend_slots=slots,
+        extend_starts=int32_array(cached),
+        extend_counts=int32_array(counts),
+        extend_samples=int32_array([1] * len(lengths)),
+        decode_slots=int32_array(),
+    )
+
+
+def _all_wishes(vocab_size: int) -> SamplingSpec:
+    one_id = int32_array([min(1, vocab_size - 1)])
+    return SamplingSpec(
+        max_new_tokens=8,
+        temperature=1.0,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        frequency_penalty=0.1,
+        presence_penalty=0.1,
+        repetition_penalty=1.1,
+        min_new_tokens=4,
+        stop_ids=one_id,
+        bias_ids=one_id,
+        bias_values=np.ones(1, np.float32),
+    )
+
+
+def _all_logprobs(length: int) -> LogprobSpec:
+    return LogprobSpec(output=True, prompt_start=max(0, length - REPORTED_TOKENS), top=MAX_TOP_LOGPROBS)

@@ -1,0 +1,92 @@
+"""A GPU's memory: no mix of requests takes more than was measured at the start, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from srt.model_executor.worst_step import worst_section
+from srt.protocol.messages import LogprobSpec, SamplingSpec
+from srt.utils.errors import StartError
+from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
+from tests.support.runners import make_runner
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+REAL_CONFIG = Path(__file__).parents[2] / "benchmarks" / "configs" / "qwen3-0.6b.json"
+CHUNK, SLOTS = 2048, 48
+OPTIONS: dict[str, Any] = {
+    "device": CUDA,
+    "dtype": "bfloat16",
+    "load_format": "dummy",
+    "chunked_prefill_size": CHUNK,
+    "max_running_requests": SLOTS,
+    "max_total_tokens": None,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four layers of a real shape, with its vocabulary: logits are the largest of what a step takes."""
+    config = {**json.loads(REAL_CONFIG.read_text()), "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gc.collect()
+    torch.cuda.empty_cache()
+    return tmp_path
+
+
+def random_mix(seed: int, vocab_size: int) -> list[Job]:
+    """Prompts short and long, and of each wish some: nothing at all, one of them, or all."""
+    rng = np.random.default_rng(seed)
+    worst = worst_section(2, 8, 8, 16, vocab_size).admissions[0].sampling
+    choices = [greedy(6), SamplingSpec(6), SamplingSpec(6, top_p=0.9), SamplingSpec(6, presence_penalty=1.0), worst]
+    wishes = [None, LogprobSpec(output=True, top=20), LogprobSpec(output=True, prompt_start=0, top=128)]
+    jobs = []
+    for index in range(int(rng.integers(20, 2 * SLOTS))):
+        length = int(rng.choice([1, 5, 100, 700, CHUNK, 6000]))
+        is_worst = seed % 2 == 0
+        sampling = worst if is_worst else choices[int(rng.integers(len(choices)))]
+        logprobs = wishes[2 if is_worst and index % 8 == 0 else int(rng.integers(len(wishes)))]
+        jobs.append(Job(token_ids(rng, length, vocab_size), sampling, index, logprobs))
+    return jobs
+
+
+def test_no_mix_of_requests_takes_more_than_was_measured(folder: Path) -> None:
+    runner = make_runner(folder, 16, **OPTIONS)
+    assert runner.max_total_num_tokens > 1_000_000
+    measured, peaks = runner.memory.num_bytes["activations"], []
+    for seed in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        PlanDriver(runner, 16, chunk=CHUNK, share=seed > 1).run(random_mix(seed, runner.config.vocab_size))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert max(peaks) <= measured, (peaks, measured)
+    assert max(peaks) >= 0.5 * measured, (peaks, measured)  # else the measure is of something else
+
+
+def test_graphs_take_no_more_than_was_set_aside(folder: Path) -> None:
+    runner = make_runner(folder, 16, **OPTIONS)
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    assert 0 < runner.memory.num_bytes["cuda_graph"] <= 1 << 30
+
+
+def test_a_step_that_does_not_fit_is_refused_with_the_options_to_change(folder: Path) -> None:
+    hog = torch.empty(torch.cuda.mem_get_info(CUDA)[0] - (3 << 30), dtype=torch.uint8, device=CUDA)
+    with pytest.raises(StartError, match="--chunked-prefill-size or --max-running-requests"):
+        make_runner(folder, 16, **{**OPTIONS, "chunked_prefill_size": 32768, "max_running_requests": 1024})
+    del hog
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_made(folder: Path) -> None:
+    config = {**json.loads(REAL_CONFIG.read_text()), "hidden_size": 16384, "intermediate_size": 65536}
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 80}))
+    with pytest.raises(StartError, match=r"weights take .* GB are free"):
+        make_runner(folder, 16, **OPTIONS)
