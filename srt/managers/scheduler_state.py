@@ -295,7 +295,9 @@ class Scheduler:
             replica.slots.sent[request.slot] = min(first, int(replica.slots.sent[request.slot]))
         else:
             request.sent = min(first, request.sent)
-        if request.status is Status.ENDED:
+        if request.status is Status.WAITING:
+            client.outbox.add_waiting(request)
+        elif request.status is Status.ENDED:
             client.outbox.send_end_again(request)
         return []
 

@@ -1,7 +1,8 @@
-"""Who is admitted before whom, who loses its slot to whom, and whether what is known is sent: looked at after each tick."""
+"""Who is admitted before whom, who loses its slot to whom, whose time is up, what is sent and what is evicted: looked at after ticks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -13,6 +14,18 @@ from tests.scheduler.settings import Settings
 
 MAX_PASSED = 64  # by `lpm`
 Running = list[tuple[Request, int]]  # with the number of the admission
+Leaves = dict[int, tuple[int, int]]  # prefixes that may be evicted next: hits and last use, by serial
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A replica before a tick."""
+
+    running: Running
+    num_preempted: int
+    num_held_back: int
+    num_steps: int
+    leaves: Leaves  # not always looked at
 
 
 class Fairness:
@@ -24,13 +37,17 @@ class Fairness:
     - Two kinds of request may be passed: those that lost their slot and have rows in flight, and those that wait for another one
       to compute their prefix.
     - Whoever loses its slot is the last in rank of all that run, or less important than one that comes.
+    - Nobody is displaced but by one that is more important by the threshold.
+    - Nobody waits or runs beyond its time.
     - A frontend that has acknowledged enough is sent all that is known.
+    - Of the prefixes that nobody uses, the one used longest ago (or least often) is evicted first.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._earliest: Request | None = None
         self._num_passed = 0
+        self._started: dict[int, float] = {}  # by serial: first admission
 
     def rank(self, request: Request) -> tuple[float, int]:
         s = self._settings
@@ -40,31 +57,94 @@ class Fairness:
             return -float(request.priority), request.serial
         return request.arrived_s - request.priority * s.aging, request.serial
 
-    def before(self, replica: Replica) -> tuple[Running, int, int]:
-        incarnations = replica.slots.incarnation.tolist()
-        running = [(request, incarnations[request.slot]) for request in replica.planner.running()]
-        return running, replica.counters.num_preempted, replica.counters.num_held_back
+    def before(self, replica: Replica, *, with_tree: bool) -> Before:
+        counters = replica.counters
+        return Before(
+            [(request, request.incarnation) for request in replica.planner.running()],
+            counters.num_preempted,
+            counters.num_held_back,
+            counters.num_steps,
+            self._leaves(replica) if with_tree else {},
+        )
 
-    def after(self, scheduler: Scheduler, replica: Replica, before: tuple[Running, int, int]) -> None:
-        running, num_preempted, num_held_back = before
-        if replica.counters.num_preempted != num_preempted:
-            self._check_victims(running)
-        known = {number for _, number in running}
+    def after(self, scheduler: Scheduler, replica: Replica, before: Before, now: float) -> None:
+        known = {number for _, number in before.running}
         admitted = [request for request in replica.planner.running() if request.incarnation not in known]
-        if admitted and replica.counters.num_held_back == num_held_back:
+        for request in admitted:
+            self._started.setdefault(request.serial, now)
+        if replica.counters.num_preempted != before.num_preempted:
+            victims = self._check_victims(before.running)
+            if admitted and replica.counters.num_steps == before.num_steps + 1:
+                self._check_displaced(victims, admitted)
+        if before.leaves:
+            self._check_evicted(replica, before.leaves)
+        if admitted and replica.counters.num_held_back == before.num_held_back:
             self._check_admitted(scheduler, replica, admitted)
         elif admitted:
             self._earliest = None
 
-    def _check_victims(self, before: Running) -> None:
+    def _check_victims(self, before: Running) -> list[Request]:
+        victims = []
         stayed = [r for r, number in before if r.status is Status.RUNNING and r.incarnation == number]
         for victim, number in before:
             if victim.status is Status.ENDED or (victim.status is Status.RUNNING and victim.incarnation == number):
                 continue
+            victims.append(victim)
             for other in stayed:
                 assert self.rank(other) < self.rank(victim) or other.priority > victim.priority, (
                     f"request {victim.key} was preempted instead of {other.key}, which is behind it"
                 )
+
+        return victims
+
+    def _check_displaced(self, victims: list[Request], admitted: list[Request]) -> None:
+        highest = max(request.priority for request in admitted)
+        for victim in victims:
+            assert highest - victim.priority >= self._settings.threshold, (
+                f"request {victim.key} of priority {victim.priority} was displaced, at most by one of priority {highest}"
+            )
+
+    def check_all(self, scheduler: Scheduler, replica: Replica, may_be_sent: list[int], now: float) -> None:
+        """What needs a look at every request."""
+        s = self._settings
+        for client in scheduler._clients.values():
+            for request in client.all_requests():
+                if request.status is Status.ENDED:
+                    continue
+                started = self._started.get(request.serial)
+                if started is None:
+                    late = s.waiting_timeout is not None and now > request.arrived_s + s.waiting_timeout
+                else:
+                    late = s.running_timeout is not None and now > started + s.running_timeout
+                assert not late, f"the time of request {request.key} was up before {now:.3f} s"
+                if request.status is Status.WAITING and client.number in may_be_sent:
+                    assert request.sent >= len(request.outputs), (
+                        f"frontend {client.number} is not told what is known of request {request.key}, which waits"
+                    )
+        for request in replica.planner.running():
+            held = int(replica.slots.num_pages[request.slot])
+            assert (held - 1) * s.page_size < request.max_tokens, f"request {request.key} has {held} pages"
+        for node in replica.memory.tree.nodes():
+            assert all(node.parent is None or child.num_hits <= node.num_hits for child in node.children.values()), (
+                "a prefix was used more often than what comes before it"
+            )
+
+    def _leaves(self, replica: Replica) -> Leaves:
+        is_lfu = self._settings.eviction == "lfu"
+        return {
+            node.serial: (node.num_hits if is_lfu else 0, node.last_used)
+            for node in replica.memory.tree.nodes()
+            if not node.pins and not node.children and node.parent is not None
+        }
+
+    def _check_evicted(self, replica: Replica, before: Leaves) -> None:
+        """Of those that could be evicted before, whoever is untouched was worth as much as anyone who is gone, or more."""
+        there, after = {node.serial for node in replica.memory.tree.nodes()}, self._leaves(replica)
+        gone = [worth for serial, worth in before.items() if serial not in there]
+        untouched = [worth for serial, worth in before.items() if after.get(serial) == worth]
+        assert not gone or not untouched or max(gone) <= min(untouched), (
+            f"a prefix worth {max(gone)} was evicted (hits, last use), one worth {min(untouched)} was kept"
+        )
 
     def _check_admitted(self, scheduler: Scheduler, replica: Replica, admitted: list[Request]) -> None:
         waiting = [

@@ -214,14 +214,16 @@ class Server:
         replica = self._scheduler._replica
         if replica is None:
             return
-        before = self._fairness.before(replica)
+        is_checked = world.rng.random() * world.check_every < 1.0
+        before = self._fairness.before(replica, with_tree=is_checked)
         may_be_sent = [n for n in self._connected if self._next_batch[n] - self._last_ack[n] <= MAX_UNACKNOWLEDGED]
         self._apply(self._scheduler.tick(world.now))
-        self._fairness.after(self._scheduler, replica, before)
+        self._fairness.after(self._scheduler, replica, before, world.now)
         for number in may_be_sent:
             self._fairness.check_sent(replica, number)
-        if world.rng.random() * world.check_every < 1.0:
+        if is_checked:
             self._scheduler.check()
+            self._fairness.check_all(self._scheduler, replica, may_be_sent, world.now)
 
     # ---- Effects out
 
