@@ -172,7 +172,7 @@ class ServerArgs:
         False, "use graphs only for steps of exactly as many rows, never padded", group=DEVICE
     )
     piecewise_cuda_graph_max_tokens: int = option(
-        2048,
+        4096,
         "most tokens of steps with prompts that are captured as CUDA graphs but for attention; 0: none",
         group=DEVICE,
     )
