@@ -57,6 +57,11 @@ class WorkerStream:
         self._items.append(_Item(inspection=inspection))
 
     @property
+    def num_graphs_left(self) -> int:
+        """Graphs that are still to be captured."""
+        return self._num_graphs
+
+    @property
     def wants_capture(self) -> bool:
         """Whether there are graphs to capture and none is being captured: they come one by one, steps go between."""
         return self._num_graphs > 0 and not self._is_capturing

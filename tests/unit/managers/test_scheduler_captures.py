@@ -62,6 +62,7 @@ def test_an_idle_server_captures_after_a_moment() -> None:
         host.tick()
         assert kinds(host) == ["capture"]
         capture(host, num_left)
+        assert host.value("num_graphs_left") == num_left
     host.tick()
     assert kinds(host) == []
     assert host.scheduler.next_tick_s != CAPTURE_AFTER_S
