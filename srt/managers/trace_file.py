@@ -90,9 +90,11 @@ def _named(part: dict[str, Any], place: int) -> list[dict[str, Any]]:
     named += [{"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": _ROWS[row]}} for row in rows]
     for event in part["events"]:
         event["pid"] = pid
-        event["ts"] *= 1e6
-        if "dur" in event:
-            event["dur"] *= 1e6
+        began_ns = round(event["ts"] * 1e9)
+        event["ts"] = began_ns / 1000
+        if event["ph"] == "X":
+            # Both ends rounded, not the length: so a slice never reaches into the one that begins where it ends.
+            event["dur"] = (round(event.pop("end") * 1e9) - began_ns) / 1000
             event["cat"] = "work"
     return [*named, *part["events"]]
 

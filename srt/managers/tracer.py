@@ -54,7 +54,7 @@ class Tracer:
     def slice(self, name: str, began_s: float, ended_s: float | None = None, row: int = MAIN, **args: object) -> None:
         """Something that a row was busy with. Slices of a row lie in one another or apart."""
         ended_s = self._now_s() if ended_s is None else ended_s
-        self._add({"ph": "X", "name": name, "ts": began_s, "dur": ended_s - began_s, "tid": row, "args": args})
+        self._add({"ph": "X", "name": name, "ts": began_s, "end": ended_s, "tid": row, "args": args})
 
     def begin(self, kind: str, number: int, name: str, at_s: float | None = None, **args: object) -> None:
         """Something that goes on beside others of its kind, until `end` with the same kind, number and name."""

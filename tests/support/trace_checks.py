@@ -48,16 +48,19 @@ def _check_names(events: list[Event]) -> None:
 
 def _check_slices(events: list[Event]) -> None:
     """Slices of a row lie in one another or apart: anything else is drawn wrongly."""
-    rows: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    rows: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+            began_ns = round(event["ts"] * 1000)
+            rows[event["pid"], event["tid"]].append((began_ns, began_ns + round(event["dur"] * 1000)))
     for slices in rows.values():
-        open_until: list[float] = []
+        open_until: list[int] = []
         for began, ended in sorted(slices, key=lambda one: (one[0], -one[1])):
             while open_until and open_until[-1] <= began:
                 open_until.pop()
-            assert not open_until or ended <= open_until[-1], "two slices overlap"
+            assert not open_until or ended <= open_until[-1], (
+                f"a slice from {began} ns to {ended} ns reaches over the end of another"
+            )
             open_until.append(ended)
 
 
