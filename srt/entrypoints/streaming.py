@@ -84,7 +84,10 @@ async def _stream(
 
     async def follow(prompt: int, handle: RequestHandle) -> None:
         def events(updates: list[ChoiceUpdate]) -> bytes:
-            return b"".join([answer.events(prompt, update) for update in pacer.due(prompt, updates)])
+            due = pacer.due(prompt, updates)
+            if len(due) == 1:
+                return answer.events(prompt, due[0])
+            return b"".join([answer.events(prompt, update) for update in due])
 
         def write_now(take: Callable[[], list[ChoiceUpdate]]) -> bool:
             if not exchange.can_write_now:

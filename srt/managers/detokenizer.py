@@ -30,9 +30,12 @@ class OutputText:
         self._matcher = StopMatcher(params.stop, params.stop_regex, params.no_stop_trim)
         self._silent_ids = frozenset() if params.no_stop_trim else stop_ids
         self._tokens_before_stops = params.min_new_tokens
+        self._is_plain = not params.stop and not params.stop_regex  # nothing is to be looked for
 
     def push(self, ids: Sequence[int]) -> TextDelta:
         """Take the next tokens."""
+        if self._is_plain and self._silent_ids.isdisjoint(ids):
+            return TextDelta(self._stream.push_all(ids), len(ids))
         parts: list[str] = []
         for position, token_id in enumerate(ids):
             piece = "" if token_id in self._silent_ids else self._stream.push(token_id)

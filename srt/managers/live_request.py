@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -35,7 +34,7 @@ class _Choice:
     is_news: bool = False
     is_first: bool = True
     is_over: bool = False  # the reader has taken the finish
-    text: list[str] = field(default_factory=list)
+    text: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -50,19 +49,20 @@ class LiveRequest:
         new_output: Callable[[], OutputText],
         *,
         wants_tokens: bool = True,
-        now: Callable[[], float] = time.monotonic,
+        began_s: float = 0.0,
     ) -> None:
         """Without `wants_tokens` the one token that the engine draws at the least is not shown: only the prompt was to be computed."""
         self.rid = request.rid
         self.label = request.label
         self.seed = request.seed
         self.prompt_ids: tuple[int, ...] = tuple(request.prompt_ids.tolist())
+        self._num_prompt = len(self.prompt_ids)
+        self._num_over = 0  # choices
         self._choices = {
             index: _Choice(index, new_output(), choice_seed(request.seed, index)) for index in request.choices.tolist()
         }
         self._wants_tokens = wants_tokens
-        self._now = now
-        self._began_s = now()
+        self._began_s = began_s
         self._wants_all = False  # the reader waits for the end
         self._error: RequestError | None = None
         self._wake: asyncio.Future[None] | None = None  # of the reader that waits
@@ -70,8 +70,9 @@ class LiveRequest:
 
     # ---- The manager's side
 
-    def take_tokens(self, news: NewTokens) -> bool:
-        """Add tokens of a choice. True if a stop was found in their text: the choice has ended, and later tokens are not for it."""
+    def take_tokens(self, news: NewTokens, now_s: float) -> bool:
+        """Add tokens of a choice, which came at `now_s`. True if a stop was found in their text: the choice has ended, and later tokens
+        are not for it."""
         choice = self._choices[news.choice]
         if choice.finish is not None:
             return False
@@ -80,11 +81,12 @@ class LiveRequest:
         if not self._wants_tokens:
             return False
         delta = choice.output.push(news.ids)
-        choice.text.append(delta.text)
+        choice.text += delta.text
         choice.ids += news.ids[: delta.num_tokens]
-        choice.logprobs += news.logprobs[: delta.num_tokens]
+        if news.logprobs:
+            choice.logprobs += news.logprobs[: delta.num_tokens]
         choice.num_tokens += delta.num_tokens
-        choice.last_token_s = self._now() - self._began_s
+        choice.last_token_s = now_s - self._began_s
         if choice.first_token_s is None:
             choice.first_token_s = choice.last_token_s
         if delta.stop is not None:
@@ -104,7 +106,7 @@ class LiveRequest:
             self.fail(RequestError(done.status or 500, message, retry_after_s=done.retry_after_s or None))
             return
         delta = choice.output.finish()
-        choice.text.append(delta.text)
+        choice.text += delta.text
         self._finish(choice, _finish_of(done, choice.num_tokens, delta.stop))
 
     def fail(self, error: RequestError) -> None:
@@ -148,6 +150,7 @@ class LiveRequest:
         """No more is read: whoever waits is told that it is over."""
         for choice in self._choices.values():
             choice.is_over = True
+        self._num_over = len(self._choices)
         self._wake_reader()
 
     def push_to(self, push: Push) -> None:
@@ -189,14 +192,14 @@ class LiveRequest:
     @property
     def is_closed(self) -> bool:
         """The reader wants no more, or has taken all there is."""
-        return all(choice.is_over for choice in self._choices.values())
+        return self._num_over == len(self._choices)
 
     def _take(self, choice: _Choice) -> ChoiceUpdate:
         update = ChoiceUpdate(
             index=choice.index,
-            text="".join(choice.text),
+            text=choice.text,
             ids=tuple(choice.ids),
-            prompt_tokens=len(self.prompt_ids),
+            prompt_tokens=self._num_prompt,
             completion_tokens=choice.num_tokens,
             cached_tokens=choice.cached_tokens,
             seed=choice.seed,
@@ -209,11 +212,13 @@ class LiveRequest:
             first_token_s=choice.first_token_s,
             last_token_s=choice.last_token_s,
         )
-        choice.text.clear()
-        choice.ids.clear()
-        choice.logprobs.clear()
+        choice.text, choice.ids = "", []
+        if choice.logprobs:
+            choice.logprobs = []
         choice.is_first = choice.is_news = False
-        choice.is_over = choice.finish is not None
+        if choice.finish is not None and not choice.is_over:
+            choice.is_over = True
+            self._num_over += 1
         return update
 
 

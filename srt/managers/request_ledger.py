@@ -97,6 +97,7 @@ class _Choice:
 class _Entry:
     request: GenerateRequest
     choices: dict[int, _Choice]
+    has_logprobs: bool  # some were asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
@@ -157,7 +158,11 @@ class RequestLedger:
         """Enter a new request. Its rid and its label must not be live."""
         assert request.rid not in self._entries, f"request {request.rid} is live"
         assert request.label not in self._labels, f"the label {request.label} is live"
-        self._entries[request.rid] = _Entry(request, {choice: _Choice() for choice in request.choices.tolist()})
+        self._entries[request.rid] = _Entry(
+            request,
+            {choice: _Choice() for choice in request.choices.tolist()},
+            has_logprobs=request.logprobs.output or request.logprobs.prompt_start >= 0,
+        )
         self._labels.add(request.label)
         return [Send(request)]
 
@@ -256,6 +261,10 @@ class RequestLedger:
         """After a batch: release what is complete, then end what has ended or ask for what is missing."""
         entry = self._entries[rid]
         choice = entry.choices[index]
+        if choice.done is None and not choice.is_gap and not entry.has_logprobs:  # as a rule
+            ids = choice.ids[choice.num_released :]
+            choice.num_released += len(ids)
+            return [NewTokens(rid, index, ids, (), (), choice.cached)] if ids else []
         effects = self._release(entry, index, choice)
         if choice.has_ended:
             assert choice.done is not None

@@ -57,6 +57,7 @@ class RequestWatch:
         self._control = control
         self._decode = decode
         self._watched: dict[int, _Watched] = {}
+        self._num_new_tokens = 0
 
     @property
     def num_watched(self) -> int:
@@ -87,15 +88,18 @@ class RequestWatch:
 
     def took(self, message: TokenBatch | Refused, taken_s: float) -> None:
         """The message was handled, which began at `taken_s`: its tokens are text."""
+        if self._num_new_tokens:
+            self._metrics.add("generation_tokens", self._num_new_tokens)
+            self._num_new_tokens = 0
         if self._tracer.is_on and isinstance(message, TokenBatch):
             self._tracer.slice("detokenize", taken_s, batch=message.number, num_tokens=len(message.ids))
             self._tracer.arrow("f", BATCH, batch_number(self._frontend, message.number), taken_s)
 
-    def tokens(self, rid: int, choice: int, ids: list[int]) -> None:
+    def tokens(self, rid: int, choice: int, ids: list[int], now: float) -> None:
+        """They came at `now`, in the message that `took` will be told of."""
         one = self._watched.get(rid)
         if one is None or not ids:
             return
-        now = self.now()
         if one.first_s is None:
             one.first_s = now
             self._metrics.first_token_s.take(now - one.began_s)
@@ -105,7 +109,7 @@ class RequestWatch:
             self._metrics.between_tokens_s.take((now - one.last_s) / len(ids), len(ids))
         one.last_s = now
         one.num_tokens += len(ids)
-        self._metrics.add("generation_tokens", len(ids))
+        self._num_new_tokens += len(ids)
         if one.log_level >= SHORT:
             one.outputs.setdefault(choice, []).extend(ids)
 

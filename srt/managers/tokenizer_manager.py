@@ -81,6 +81,7 @@ class TokenizerManager:
         self._ledger = RequestLedger()
         self._live: dict[int, LiveRequest] = {}
         self._have_news: dict[int, LiveRequest] = {}  # of the batch at hand
+        self._taken_s = 0.0  # when it came
         self._labels_on_the_way: dict[
             str, bool
         ] = {}  # of requests that are being tokenized; True: and were aborted meanwhile
@@ -236,7 +237,7 @@ class TokenizerManager:
             limits=self.limits,
         )
         self._num_requests += 1
-        live = self._live_request(message, request.params)
+        live = self._live_request(message, request.params, arrived_s)
         if is_aborted:
             for choice in message.choices.tolist():
                 live.end_choice(choice, RequestDone(message.rid, choice, "abort", -1, 0, 0))
@@ -268,7 +269,7 @@ class TokenizerManager:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._tokenizer.encode, text, add_special_tokens)
 
-    def _live_request(self, message: GenerateRequest, params: SamplingParams) -> LiveRequest:
+    def _live_request(self, message: GenerateRequest, params: SamplingParams, began_s: float) -> LiveRequest:
         stop_ids = frozenset(message.sampling.stop_ids.tolist())
         tail = message.prompt_ids[-16:].tolist()
 
@@ -276,7 +277,7 @@ class TokenizerManager:
             stream = self._tokenizer.text_stream(tail, params.skip_special_tokens, params.spaces_between_special_tokens)
             return OutputText(stream, params, stop_ids)
 
-        return LiveRequest(message, new_output, wants_tokens=params.max_new_tokens != 0)
+        return LiveRequest(message, new_output, wants_tokens=params.max_new_tokens != 0, began_s=began_s)
 
     def _abort(self, rid: int) -> None:
         """End a request from this side; nothing if it has ended."""
@@ -289,7 +290,7 @@ class TokenizerManager:
     def _take(self, message: Message) -> None:
         match message:
             case TokenBatch() | Refused():
-                taken_s = self._watch.now()
+                self._taken_s = taken_s = self._watch.now()
                 self._apply(self._ledger.handle(message))
                 self._tell_readers()
                 self._watch.took(message, taken_s)
@@ -342,11 +343,11 @@ class TokenizerManager:
         self._num_tokens += len(news.ids)
         self._have_news[news.rid] = live
         try:
-            has_stopped = live.take_tokens(news)
+            has_stopped = live.take_tokens(news, self._taken_s)
         except Exception:
             self._text_failed(live)
             return
-        self._watch.tokens(news.rid, news.choice, news.ids)
+        self._watch.tokens(news.rid, news.choice, news.ids, self._taken_s)
         if has_stopped:
             self._apply(self._ledger.end(news.rid, news.choice))
             self._watch.cached(news.rid, news.cached)

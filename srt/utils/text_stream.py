@@ -18,6 +18,10 @@ class TextStream(Protocol):
         """What is certain now and was not before; may be empty."""
         ...
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The same for one after the other."""
+        ...
+
     def finish(self) -> str:
         """The rest, with U+FFFD for characters that were not completed. Nothing may be pushed afterwards."""
         ...
@@ -54,6 +58,9 @@ class ByteLevelStream:
     def push(self, token_id: int) -> str:
         return self._decode(self._table[token_id])
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return self._decode(b"".join([self._table[token_id] for token_id in token_ids]))
+
     def finish(self) -> str:
         return self._decode(b"", True)
 
@@ -84,6 +91,9 @@ class WindowStream:
             return ""
         piece = self._release(text)
         return piece.removeprefix(" ") if between else piece
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join([self.push(token_id) for token_id in token_ids])
 
     def finish(self) -> str:
         return self._release(self._decode(self._context + self._held)) if self._held else ""

@@ -25,6 +25,9 @@ class Characters:
     def push(self, token_id: int) -> str:
         return chr(token_id) if token_id >= 0 else ""
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.push, token_ids))
+
     def finish(self) -> str:
         return ""
 

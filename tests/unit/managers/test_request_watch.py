@@ -12,6 +12,7 @@ from srt.managers.control_words import ControlWords
 from srt.managers.frontend_metrics import FrontendMetrics
 from srt.managers.io_struct import GenerateInput
 from srt.managers.request_watch import SHORT_TEXT, RequestWatch
+from srt.protocol.messages import Refused
 from srt.sampling.sampling_params import SamplingParams
 from srt.server_args import ServerArgs
 from srt.utils.logs import JsonFormatter
@@ -35,7 +36,7 @@ class World:
         self.watch.began(INPUT, request(rid, [104, 105]), self.now)
         for letter in tokens:
             self.now += 0.5
-            self.watch.tokens(rid, 0, [ord(letter)])
+            self.watch.tokens(rid, 0, [ord(letter)], self.now)
         self.watch.ended(rid, how)
 
 
@@ -43,9 +44,10 @@ def test_times_and_tokens_of_a_request_are_counted() -> None:
     world = World()
     world.watch.began(INPUT, request(1, [1] * 7), 100.0)
     world.now = 100.3
-    world.watch.tokens(1, 0, [5])
+    world.watch.tokens(1, 0, [5], world.now)
     world.now = 100.48
-    world.watch.tokens(1, 0, [6, 7])
+    world.watch.tokens(1, 0, [6, 7], world.now)
+    world.watch.took(Refused(7, 429, "full"), world.now)
     world.watch.cached(1, 4)
     world.now = 101.0
     world.watch.ended(1, "stop")
@@ -76,7 +78,7 @@ def test_what_did_not_end_well_is_counted_apart_and_has_no_whole_time(how: str, 
 def test_questions_about_the_engines_health_are_not_counted() -> None:
     world = World()
     world.watch.began(replace(INPUT, urgent=True), request(1, [1], urgent=True), 100.0)
-    world.watch.tokens(1, 0, [1])
+    world.watch.tokens(1, 0, [1], world.now)
     world.watch.ended(1, "length")
     assert set(world.metrics.numbers.values().values()) == {0.0}
 
