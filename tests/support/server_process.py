@@ -73,6 +73,10 @@ class ServerProcess:
         children: list[psutil.Process] = psutil.Process(self.pid).children(recursive=True)
         return children
 
+    def left_behind(self) -> list[Path]:
+        """In the temporary folder; but for the last log lines, which are kept on purpose."""
+        return [path for path in self.tmp.glob("*srt-*") if not path.name.startswith("srt-logs-")]
+
     def send(self, number: signal.Signals) -> None:
         self.popen.send_signal(number)
 

@@ -41,7 +41,7 @@ def processes_of(server: ServerProcess) -> dict[str, psutil.Process]:
 
 
 def run_dirs(server: ServerProcess) -> list[Path]:
-    return list(server.tmp.glob("*srt-*"))
+    return server.left_behind()
 
 
 def stops(server: ServerProcess) -> list[str]:
