@@ -16,8 +16,13 @@ import triton.language as tl
 from srt.kernels.jit import jit, kernel
 from srt.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
-MAX_ROWS: Final = 4
-"""With more rows of x its own reads, and the multiplications, cost more than matrix instructions would."""
+_SMALL: Final = 1 << 24  # elements of a weight
+_SHORT: Final = 3072  # elements of a row of it
+
+
+def max_rows(weight: torch.Tensor) -> int:
+    """Rows of x up to which this is faster than cuBLAS, on an H200: with more, reading and multiplying them shows."""
+    return 3 if weight.numel() <= _SMALL and weight.shape[1] <= _SHORT else 1
 
 
 @jit
@@ -158,7 +163,7 @@ def gemv(
     n = weight.shape[0] // (2 if is_gated else 1)
     for tensor in (x, weight, delta, residual, out):
         assert tensor is None or tensor.is_contiguous(), tensor.stride()
-    assert weight.shape[1] == k and num_rows <= MAX_ROWS, (x.shape, weight.shape)
+    assert weight.shape[1] == k, (x.shape, weight.shape)
     if out is None:
         out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     assert out.shape == (num_rows, n), (out.shape, num_rows, n)

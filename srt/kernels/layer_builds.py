@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from srt.kernels.gemv import GemvTiles, gemv_kernel
+from srt.kernels.jit import dot_dtype
 from srt.kernels.kernel_build import TYPE_NAMES, KernelBuild
 from srt.kernels.rms_norm import rms_norm_kernel
 from srt.kernels.rotary import angles_kernel, prepare_qkv_kernel
 from srt.kernels.sample import BLOCK, block_best_kernel, draw_kernel
 from srt.kernels.silu_and_mul import silu_and_mul_kernel
+from srt.kernels.skinny_gemm import SkinnyTiles, skinny_gemm_kernel
 
 _PDL = {"launch_pdl": True}
 
@@ -21,6 +23,7 @@ def layer_builds() -> list[KernelBuild]:
     builds = [_angles()]
     for dtype in (torch.bfloat16, torch.float32):
         builds += [_rms_norm(dtype), _silu_and_mul(dtype), _block_best(dtype), _draw(dtype)]
+        builds.append(_skinny_gemm(dtype))
         builds += [_gemv(dtype, is_gated=False), _gemv(dtype, is_gated=True)]
     for head_dim, kv in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float8_e4m3fn)):
         builds.append(_prepare_qkv(head_dim, kv))
@@ -83,6 +86,34 @@ def _gemv(dtype: torch.dtype, is_gated: bool) -> KernelBuild:
             "BLOCK_K": tiles.block_k,
         },
         num_warps=tiles.num_warps,
+    )
+
+
+def _skinny_gemm(dtype: torch.dtype) -> KernelBuild:
+    tensors = ("x_ptr", "w_ptr", "bias_ptr", "residual_ptr", "out_ptr")
+    tiles = SkinnyTiles(32, 64, 4, 3) if dtype is torch.float32 else SkinnyTiles.choose(64, 1024, 3072)
+    assert tiles is not None
+    return _build(
+        f"skinny_gemm[{TYPE_NAMES[dtype]}]",
+        skinny_gemm_kernel,
+        {
+            **dict.fromkeys(tensors, f"*{TYPE_NAMES[dtype]}"),
+            "partial_ptr": "*fp32",
+            "arrived_ptr": "*i32",
+            "num_rows": "i32",
+        },
+        {
+            "N": 1024,
+            "K": 3072,
+            "HAS_BIAS": False,
+            "DOT_DTYPE": dot_dtype(dtype),
+            "SPLITS": tiles.splits,
+            "BLOCK_M": 64,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+            "LINE": 128 // dtype.itemsize,
+        },
+        num_stages=tiles.num_stages,
     )
 
 

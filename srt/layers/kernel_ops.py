@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from srt.kernels.gemv import MAX_ROWS, GemvTiles, gemv
+from srt.kernels.gemv import GemvTiles, gemv, max_rows
 from srt.kernels.pdl import has_pdl
 from srt.kernels.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.rotary import angles, prepare_qkv
 from srt.kernels.silu_and_mul import silu_and_mul
+from srt.kernels.skinny_gemm import SkinnyTiles, skinny_gemm, take_counters
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Stream
 
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class KernelOps(LayerOps):
-    """Up to MAX_ROWS tokens go through products that read their weights at the memory's speed; more, through cuBLAS."""
+    """One token, or a few, go through products that read their weights at the memory's speed; more, mostly through cuBLAS."""
 
     def __init__(self, device: torch.device) -> None:
         self._pdl = has_pdl(device)
+        self._counters = take_counters(device)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x, norm.weight, norm.eps, self._pdl)
@@ -34,12 +36,12 @@ class KernelOps(LayerOps):
         return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, self._pdl)
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
-        if _is_few(x):
+        if _is_few(x, affine.weight):
             return self._gemv(x, affine)
         return super().linear(x, affine)
 
     def linear_into(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        if _is_few(x):
+        if _is_few(x, weight):
             self._gemv(x, Affine(weight, None), out=out)
         else:
             super().linear_into(x, weight, out)
@@ -48,18 +50,21 @@ class KernelOps(LayerOps):
         return silu_and_mul(gate_up, self._pdl)
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
-        if _is_few(stream.hidden):
+        if _is_few(stream.hidden, affine.weight):
             return self._gemv_of_norm(stream, norm, affine, is_gated=False)
         return super().linear_of_norm(stream, norm, affine)
 
     def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
-        if _is_few(stream.hidden):
+        if _is_few(stream.hidden, affine.weight):
             return self._gemv_of_norm(stream, norm, affine, is_gated=True)
         return super().gated_linear_of_norm(stream, norm, affine)
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine) -> Stream:
-        if _is_few(x):
+        if _is_few(x, affine.weight):
             return Stream(self._gemv(x, affine, residual=hidden))
+        tiles = SkinnyTiles.choose(len(x), *affine.weight.shape) if x.element_size() == 2 else None
+        if tiles is not None and len(x):
+            return Stream(skinny_gemm(hidden, x, affine.weight, affine.bias, tiles, self._counters, self._pdl))
         return super().linear_onto(hidden, x, affine)
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
@@ -111,5 +116,5 @@ class KernelOps(LayerOps):
         )
 
 
-def _is_few(x: Tensor) -> bool:
-    return 0 < x.shape[0] <= MAX_ROWS
+def _is_few(x: Tensor, weight: Tensor) -> bool:
+    return 0 < len(x) <= max_rows(weight)
