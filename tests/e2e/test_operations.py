@@ -63,7 +63,8 @@ def operated(qwen3_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
         notified.bind(str(tmp / "notify"))
         notified.settimeout(END_S)
-        with ServerProcess("srt.launch_server", words, tmp, {"NOTIFY_SOCKET": str(tmp / "notify")}) as process:
+        environment = {"NOTIFY_SOCKET": str(tmp / "notify"), "HOME": "/proc/nowhere"}  # that cannot be written to
+        with ServerProcess("srt.launch_server", words, tmp, environment) as process:
             url = json.loads(process.wait_for("Ready at "))["message"].split("Ready at ")[1].split()[0]
             # Every request its own connection, so that the kernel gives it to either frontend.
             limits = httpx.Limits(max_keepalive_connections=0)

@@ -1,0 +1,66 @@
+"""Where libraries keep what they have downloaded or compiled: where they always do, unless that cannot be written or was moved.
+
+    SRT_CACHE_DIR/huggingface   checkpoints (HF_HOME)
+    SRT_CACHE_DIR/triton        compiled kernels (TRITON_CACHE_DIR)
+    SRT_CACHE_DIR/inductor      compiled graphs (TORCHINDUCTOR_CACHE_DIR)
+    SRT_CACHE_DIR/cuda          kernels that the driver compiled (CUDA_CACHE_PATH)
+    SRT_CACHE_DIR               flashinfer makes a folder of its own in it (FLASHINFER_WORKSPACE_BASE)
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from srt.utils.errors import StartError
+
+VARIABLE = "SRT_CACHE_DIR"
+FOLDERS = {
+    "HF_HOME": "huggingface",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "CUDA_CACHE_PATH": "cuda",
+    "FLASHINFER_WORKSPACE_BASE": ".",
+}
+
+
+def cache_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that lead them elsewhere; none if they may stay. What the user has set stays too. StartError if there is no place."""
+    chosen = environment.get(VARIABLE)
+    if not chosen and _can_write(Path(environment.get("HOME") or "~").expanduser()):
+        return {}
+    base = _made(Path(chosen)) if chosen else _temporary()
+    return {name: str(base / folder) for name, folder in FOLDERS.items() if name not in environment}
+
+
+def _can_write(home: Path) -> bool:
+    """Also where its cache folder is a mount of its own."""
+    cache = home / ".cache"
+    return os.access(cache if cache.exists() else home, os.W_OK | os.X_OK)
+
+
+def _made(base: Path) -> Path:
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"The folder {base} (see {VARIABLE}) cannot be made: {error.strerror}.") from error
+    if not os.access(base, os.W_OK | os.X_OK):
+        raise StartError(f"The folder {base} (see {VARIABLE}) cannot be written to.")
+    return base.resolve()
+
+
+def _temporary() -> Path:
+    """The same one for all servers of this user; one of its own if somebody else has taken that name."""
+    base = Path(tempfile.gettempdir()) / f"srt-cache-{os.getuid()}"
+    try:
+        base.mkdir(mode=0o700, exist_ok=True)
+        status = base.lstat()
+        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+        return base if is_ours else Path(tempfile.mkdtemp(prefix=f"{base.name}-"))
+    except OSError as error:
+        raise StartError(
+            f"Neither the home nor {tempfile.gettempdir()} can be written to: name a folder with {VARIABLE}."
+        ) from error
