@@ -370,7 +370,7 @@ class Planner:
 
         Nobody waits for long: as long as budget is left, those in the plan compute all that they know.
         """
-        if num_cached >= request.cacheable_pages(self._memory.page_size):
+        if not self._memory.caches or num_cached >= request.cacheable_pages(self._memory.page_size):
             return False
         return self._next_page(request, node, num_cached) in draft.coming
 

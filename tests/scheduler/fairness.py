@@ -23,7 +23,6 @@ class Before:
 
     running: Running
     num_preempted: int
-    num_held_back: int
     num_steps: int
     leaves: Leaves  # not always looked at
 
@@ -62,7 +61,6 @@ class Fairness:
         return Before(
             [(request, request.incarnation) for request in replica.planner.running()],
             counters.num_preempted,
-            counters.num_held_back,
             counters.num_steps,
             self._leaves(replica) if with_tree else {},
         )
@@ -78,10 +76,8 @@ class Fairness:
                 self._check_displaced(victims, admitted)
         if before.leaves:
             self._check_evicted(replica, before.leaves)
-        if admitted and replica.counters.num_held_back == before.num_held_back:
+        if admitted:
             self._check_admitted(scheduler, replica, admitted)
-        elif admitted:
-            self._earliest = None
 
     def _check_victims(self, before: Running) -> list[Request]:
         victims = []
@@ -103,6 +99,14 @@ class Fairness:
             assert highest - victim.priority >= self._settings.threshold, (
                 f"request {victim.key} of priority {victim.priority} was displaced, at most by one of priority {highest}"
             )
+
+    def _may_follow(self, replica: Replica, request: Request) -> bool:
+        """May it be that another request computes what this one needs first?"""
+        page = request.known_ids[: self._settings.page_size].tobytes()
+        return self._settings.caches and any(
+            other.salt == request.salt and other.known_ids[: self._settings.page_size].tobytes() == page
+            for other in replica.planner.running()
+        )
 
     def check_all(self, scheduler: Scheduler, replica: Replica, may_be_sent: list[int], now: float) -> None:
         """What needs a look at every request."""
@@ -153,9 +157,9 @@ class Fairness:
             for request in client.all_requests()
             if request.status is Status.WAITING and replica.planner.preempted.find(request.incarnation) is not request
         ]
-        if not waiting:
+        first = min(waiting, key=self.rank, default=None)
+        if first is None or self._may_follow(replica, first):
             return
-        first = min(waiting, key=self.rank)
         passing = [request for request in admitted if self.rank(first) < self.rank(request)]
         if self._settings.policy != "lpm":
             assert not passing, f"request {passing[0].key} was admitted before {first.key}, which is before it"

@@ -66,6 +66,10 @@ class LedgerFrontend:
             self.live.pop(rid, None)
         return self._take_all(self._ledger.end(rid, choice))
 
+    def acknowledge(self) -> list[FromFrontend]:
+        """All that has come, at once."""
+        return self._take_all(self._ledger.acknowledge())
+
     def resume(self) -> list[FromFrontend]:
         """A new scheduler is there: what the ledger wants to tell it, behind the hello."""
         self._next_batch, self._is_greeted = 0, False
@@ -87,7 +91,7 @@ class LedgerFrontend:
                 while self._leaving:
                     choice = self._leaving.pop()
                     replies += self.abort(choice.request.rid, choice.choice)
-                return [*replies, *self._take_all(self._ledger.acknowledge())]
+                return replies if self._world.waits_to_acknowledge(self) else [*replies, *self.acknowledge()]
             case Refused():
                 return self._take_all(self._ledger.handle(message))
             case SchedulerHello():

@@ -151,6 +151,17 @@ class World:
         if self._frontends[frontend.number] is frontend:
             self._say(frontend, frontend.receive(message))
 
+    def waits_to_acknowledge(self, frontend: LedgerFrontend) -> bool:
+        """It may first see what else comes."""
+        if self.rng.random() < 0.7:
+            return False
+        self.at(self.now + 2 * self.settings.ack_delay * self.rng.random(), partial(self._acknowledge, frontend))
+        return True
+
+    def _acknowledge(self, frontend: LedgerFrontend) -> None:
+        if self._frontends[frontend.number] is frontend:
+            self._say(frontend, frontend.acknowledge())
+
     def _arrive(self) -> None:
         frontend = self.rng.choice(self._frontends)
         choices = self._traffic.next_request(self._next_rid)
@@ -231,6 +242,8 @@ class World:
         self.statistics["frontend deaths"] += 1
         number = self.rng.randrange(len(self._frontends))
         old = self._frontends[number]
+        if self.rng.random() < 0.3:
+            self._say(old, [PauseGeneration(self._call(), "in_place")], delay=0.0)  # and it will not end it
         new = self._frontends[number] = LedgerFrontend(number, self)
         if self.rng.random() < 0.5:  # the scheduler's process finds that it is gone before it comes again
             self._links[number].cut_at = self.now

@@ -710,3 +710,11 @@ def test_an_end_says_how_often_the_request_was_preempted() -> None:
     host.say(ContinueGeneration(2))
     host.run()
     assert host.ends()[1, 0].num_preempted == 1
+
+
+def test_without_a_prefix_cache_nobody_waits_for_a_prompt_that_begins_alike() -> None:
+    host = Host(disable_radix_cache=True, chunked_prefill_size=8)
+    for rid in (1, 2):
+        host.say(request(rid, [7] * 60))
+    host.run()
+    assert host.value("num_held_back") == 0
