@@ -107,7 +107,7 @@ def _write_kv(dtype: torch.dtype, head_dim: int, kv: torch.dtype | None = None) 
 
 
 def _decode_attention(dtype: torch.dtype, head_dim: int, group: int, kv: torch.dtype | None = None) -> KernelBuild:
-    kv, tiles = kv or dtype, DecodeTiles.for_dtype(dtype, num_splits=MAX_SPLITS)
+    kv, tiles = kv or dtype, DecodeTiles.choose(dtype, head_dim, MAX_SPLITS, turns=2.0 if kv is not None else 0.1)
     strides = ("q_row_stride", "k_location_stride", "v_location_stride", "page_table_stride", "out_row_stride")
     return KernelBuild(
         name=_kv_label("decode_attention", dtype, head_dim, kv),

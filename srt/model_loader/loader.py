@@ -18,7 +18,8 @@ from srt.distributed.parallel_state import TensorParallel
 from srt.layers.ops import layer_ops
 from srt.layers.weights import WeightPiece, model_weight_pieces
 from srt.model_loader.dummy_weights import DummyWeights
-from srt.model_loader.safetensors_weights import check_checkpoint, copy_weights
+from srt.model_loader.safetensors_weights import check_checkpoint
+from srt.model_loader.weight_copy import copy_weights
 from srt.models.decoder import CausalLM
 from srt.models.registry import build_model
 from srt.utils.checkpoint import read_headers
@@ -77,7 +78,7 @@ class SafetensorsLoader(ModelLoader):
     def prepare(self, config: ModelConfig, folder: Path, pieces: list[WeightPiece]) -> Callable[[Progress], None]:
         headers = read_headers(folder)
         check_checkpoint(folder, config, headers, pieces)
-        return lambda progress: copy_weights(headers, pieces, progress)
+        return lambda progress: copy_weights(headers, pieces, pieces[0].parameter.device, progress)
 
 
 class DummyLoader(ModelLoader):

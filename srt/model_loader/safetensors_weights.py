@@ -1,14 +1,10 @@
-"""Checking and reading the tensors of safetensors files."""
+"""Checking that safetensors files hold what a model needs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError, safe_open
 
 from srt.layers.weights import WeightPiece
 from srt.utils.checkpoint import ITEM_BYTES, TensorHeader, some
@@ -54,40 +50,3 @@ def is_benign(name: str, config: ModelConfig) -> bool:
         return True  # multi-token prediction
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_mtp_layers
-
-
-def copy_weights(
-    headers: Mapping[str, TensorHeader], pieces: Sequence[WeightPiece], progress: Callable[[int, int], None]
-) -> None:
-    """Fill the pieces in the order in which they lie in the files."""
-
-    def place(piece: WeightPiece) -> tuple[str, int]:
-        header = headers[piece.name]
-        return str(header.file), header.start
-
-    total = sum(_read_bytes(piece, headers) for piece in pieces)
-    done = 0
-    progress(0, total)
-    for file, in_file in groupby(sorted(pieces, key=place), key=lambda piece: place(piece)[0]):
-        try:
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                for piece in in_file:
-                    _copy(opened.get_slice(piece.name), piece)
-                    done += _read_bytes(piece, headers)
-                    progress(done, total)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read: {error}.") from error
-
-
-def _copy(stored: object, piece: WeightPiece) -> None:
-    if not piece.size:
-        return
-    end = piece.start + piece.size
-    index = (slice(None),) * piece.dim + (slice(piece.start, end),)
-    values = stored[index]  # type: ignore[index]  # safetensors has no types
-    assert isinstance(values, torch.Tensor)
-    piece.target().copy_(values)
-
-
-def _read_bytes(piece: WeightPiece, headers: Mapping[str, TensorHeader]) -> int:
-    return piece.num_elements * ITEM_BYTES[headers[piece.name].dtype]

@@ -83,6 +83,8 @@ class TritonAttentionBackend(AttentionBackend):
         )
 
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        capacity = PROGRAMS_PER_PROCESSOR * self._num_processors
+        tiles = DecodeTiles.choose(q.dtype, layer.head_dim, self._num_splits, len(q) * layer.num_kv_heads / capacity)
         decode_attention(
             q,
             _paged_kv(layer, batch),
@@ -90,7 +92,7 @@ class TritonAttentionBackend(AttentionBackend):
             batch.seq_lens[batch.num_extend_rows :],
             layer.scale,
             out,
-            DecodeTiles.for_dtype(q.dtype, self._num_splits),
+            tiles,
             self._scratch or self._take_scratch(layer, q.device),
             layer.window,
             self._pdl,

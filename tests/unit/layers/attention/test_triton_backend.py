@@ -27,7 +27,7 @@ def test_a_cpu_without_the_interpreter_is_refused_by_name(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("num_programs", "max_context", "expected"),
-    [(8, 32768, MAX_SPLITS), (64, 32768, 8), (512, 32768, 1), (4096, 32768, 1), (8, 1024, 8), (8, 100, 1)],
+    [(8, 32768, MAX_SPLITS), (64, 32768, 8), (512, 32768, 1), (4096, 32768, 1), (8, 1024, 16), (8, 100, 2)],
 )
 def test_splits_fill_the_device_and_no_more_than_the_context_can_use(
     num_programs: int, max_context: int, expected: int

@@ -1,0 +1,171 @@
+"""From safetensors files to parameters, wherever those are: blocks are read by several threads, and uploaded as they come.
+
+file ── read ──> a thread's buffer (page-locked for a GPU) ── its stream ──> device ── cut, converted ──> parameter
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from srt.layers.weights import WeightPiece
+from srt.utils.checkpoint import ITEM_BYTES, TensorHeader
+from srt.utils.host import usable_cores
+from srt.utils.model_error import ModelError
+
+BLOCK_BYTES = 16 << 20
+MOST_THREADS = 8
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some whole rows of a stored tensor, contiguous in its file, and what they fill."""
+
+    file: Path
+    offset: int  # in the file
+    num_bytes: int
+    dtype: torch.dtype
+    width: int  # elements of a row
+    columns: slice  # of the rows, that this rank has
+    target: torch.Tensor  # [rows, columns]
+
+
+def copy_weights(
+    headers: Mapping[str, TensorHeader],
+    pieces: Sequence[WeightPiece],
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Fill the pieces, which lie on `device`. Returns when all is there; ModelError for a file that cannot be read."""
+    total = sum(piece.num_elements * ITEM_BYTES[headers[piece.name].dtype] for piece in pieces)
+    progress(0, total)
+    blocks: queue.SimpleQueue[_Block] = queue.SimpleQueue()
+    for block in _in_file_order(headers, pieces):
+        blocks.put(block)
+    done, lock = 0, Lock()
+
+    def report(num_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += num_bytes
+            progress(done, total)
+
+    num_threads = min(MOST_THREADS, usable_cores(), max(1, blocks.qsize()))
+    with ThreadPoolExecutor(num_threads) as pool:
+        for finished in [pool.submit(_Copier(device).run, blocks, report) for _ in range(num_threads)]:
+            finished.result()
+    progress(total, total)
+
+
+def _in_file_order(headers: Mapping[str, TensorHeader], pieces: Sequence[WeightPiece]) -> Iterator[_Block]:
+    data_starts: dict[Path, int] = {}
+    for piece in sorted(pieces, key=lambda p: (str(headers[p.name].file), headers[p.name].start)):
+        header = headers[piece.name]
+        if header.file not in data_starts:
+            data_starts[header.file] = _data_start(header.file)
+        if piece.size:
+            yield from _blocks_of(piece, header, data_starts[header.file])
+
+
+def _blocks_of(piece: WeightPiece, header: TensorHeader, data_start: int) -> Iterator[_Block]:
+    """A vector is a matrix of one column."""
+    assert piece.dim < 2 >= len(piece.shape), (piece.name, piece.shape, piece.dim)
+    width = piece.shape[1] if len(piece.shape) == 2 else 1
+    first_row, num_rows, columns = piece.start, piece.size, slice(0, width)
+    if piece.dim == 1:
+        first_row, num_rows, columns = 0, piece.shape[0], slice(piece.start, piece.start + piece.size)
+    target = piece.target().view(num_rows, -1) if len(piece.shape) == 1 else piece.target()
+    row_bytes = width * ITEM_BYTES[header.dtype]
+    rows_at_once = max(1, BLOCK_BYTES // row_bytes)
+    for begin in range(0, num_rows, rows_at_once):
+        count = min(rows_at_once, num_rows - begin)
+        yield _Block(
+            header.file,
+            data_start + header.start + (first_row + begin) * row_bytes,
+            count * row_bytes,
+            DTYPES[header.dtype],
+            width,
+            columns,
+            target[begin : begin + count],
+        )
+
+
+class _Copier:
+    """One thread's work: two buffers, so that one is read into while the other is uploaded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._buffers = [self._new_buffer(BLOCK_BYTES) for _ in range(2 if self._is_cuda else 1)]
+        self._uploaded = [torch.cuda.Event() if self._is_cuda else None for _ in self._buffers]
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+
+    def run(self, blocks: queue.SimpleQueue[_Block], report: Callable[[int], None]) -> None:
+        """Until there are no more blocks."""
+        turn = 0
+        # Modes and streams belong to threads.
+        with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            while (block := _next(blocks)) is not None:
+                self._copy(block, turn)
+                report(block.num_bytes * block.target.shape[1] // block.width)
+                turn = (turn + 1) % len(self._buffers)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy(self, block: _Block, turn: int) -> None:
+        uploaded = self._uploaded[turn]
+        if uploaded is not None:
+            uploaded.synchronize()
+        if block.num_bytes > len(self._buffers[turn]):
+            self._buffers[turn] = self._new_buffer(block.num_bytes)
+        stored = self._buffers[turn][: block.num_bytes]
+        _read(block, stored)
+        rows = stored.view(block.dtype).view(-1, block.width).to(self._device, non_blocking=True)
+        block.target.copy_(rows[:, block.columns])
+        if uploaded is not None:
+            uploaded.record()
+
+    def _new_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
+
+
+def _next(blocks: queue.SimpleQueue[_Block]) -> _Block | None:
+    try:
+        return blocks.get_nowait()
+    except queue.Empty:
+        return None
+
+
+def _read(block: _Block, into: torch.Tensor) -> None:
+    left, offset = into.numpy().data, block.offset
+    try:
+        descriptor = os.open(block.file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while left:
+                count = os.preadv(descriptor, [left], offset)
+                if count == 0:
+                    raise ModelError(f"{block.file} was cut short while it was read.")
+                left, offset = left[count:], offset + count
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ModelError(f"{block.file} cannot be read: {error.strerror}.") from error
+
+
+def _data_start(file: Path) -> int:
+    """Where the data of a safetensors file begins: behind its header and the header's length."""
+    try:
+        with file.open("rb") as stream:
+            return 8 + int(struct.unpack("<Q", stream.read(8))[0])
+    except (OSError, struct.error) as error:
+        raise ModelError(f"{file} cannot be read: {error}.") from error
