@@ -51,6 +51,7 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/page/stats": {"GET": web_page.stats},
     "/metrics": {"GET": metrics.metrics},
     "/configure_logging": {"POST": operations.configure_logging},
+    "/freeze_gc": {"GET": operations.freeze_gc, "POST": operations.freeze_gc},
     "/start_profile": {"POST": profiling.start_profile},
     "/stop_profile": {"POST": profiling.stop_profile},
     "/openapi.json": {"GET": _describe},

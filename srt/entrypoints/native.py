@@ -26,10 +26,7 @@ UNSUPPORTED = {
     **dict.fromkeys(("/encode", "/classify", "/v1/embeddings", "/v1/rerank", "/v1/score"), "generates text only"),
     **dict.fromkeys(("/parse_function_call", "/separate_reasoning"), "has no output parsers"),
     **dict.fromkeys(("/open_session", "/close_session"), "keeps no sessions"),
-    **dict.fromkeys(
-        ("/set_internal_state", "/freeze_gc"),
-        "does not change its mode while running",
-    ),
+    "/set_internal_state": "does not change its mode while running",
     "/slow_down": "cannot be slowed down",
     **dict.fromkeys(("/load_lora_adapter", "/unload_lora_adapter"), "has no LoRA adapters"),
     **dict.fromkeys(

@@ -13,7 +13,7 @@ from srt.managers.request_schema import RequestBody
 ADMIN = frozenset(
     (
         *("/flush_cache", "/pause_generation", "/continue_generation", "/abort_request"),
-        *("/configure_logging", "/start_profile", "/stop_profile"),
+        *("/configure_logging", "/freeze_gc", "/start_profile", "/stop_profile"),
     )
 )
 
@@ -35,3 +35,10 @@ async def configure_logging(exchange: Exchange, service: Service) -> None:
     level = service.args.log_requests_level if given.log_requests_level is None else given.log_requests_level
     control.request_log_level = level if is_on else NO_REQUEST_LOG
     await exchange.send(200, b"")
+
+
+async def freeze_gc(exchange: Exchange, service: Service) -> None:
+    """Have every process collect its garbage and leave what is left out of later collections, as they did when they became ready."""
+    await exchange.read_body()
+    service.control.freeze_gc()
+    await exchange.send_text("All processes take what they hold out of garbage collection.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -125,6 +126,7 @@ class Child:
 
     def _beat(self, progress_age_s: Callable[[], float], is_overdue: Callable[[], bool]) -> None:
         vitals = VitalsWriter(self.start.run_dir, self.name)
+        gc_freezes = self.control.gc_freezes
         awake = AwakeTime(time.monotonic())
         while True:
             now_s = time.monotonic()
@@ -138,6 +140,10 @@ class Child:
                 return  # the main thread sees it too, and ends
             for _ in range(TENDINGS):
                 self.tracer.tend()
+                if self.control.gc_freezes != gc_freezes:
+                    gc_freezes = self.control.gc_freezes
+                    gc.collect()
+                    gc.freeze()
                 time.sleep(HEARTBEAT_S / TENDINGS)
 
 

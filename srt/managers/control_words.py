@@ -8,14 +8,16 @@ from srt.server_args import ServerArgs
 from srt.utils.shared_numbers import SharedNumbers
 
 _FILE = "control"
-_NAMES = ("trace", "traced_steps", "request_log_level")
+_NAMES = ("trace", "traced_steps", "request_log_level", "gc_freezes")
 NO_REQUEST_LOG = -1
 
 
 class ControlWords:
     def __init__(self, numbers: SharedNumbers) -> None:
         self._cells = numbers.cells
-        self._trace, self._traced_steps, self._request_log_level = (numbers.place(name) for name in _NAMES)
+        self._trace, self._traced_steps, self._request_log_level, self._gc_freezes = (
+            numbers.place(name) for name in _NAMES
+        )
 
     @classmethod
     def create(cls, run_dir: Path, args: ServerArgs) -> ControlWords:
@@ -55,6 +57,14 @@ class ControlWords:
             self._cells[self._traced_steps] -= 1
             if self._cells[self._traced_steps] == 0:
                 self.stop_trace()
+
+    @property
+    def gc_freezes(self) -> int:
+        """How often all processes were asked to take what they hold out of garbage collection."""
+        return int(self._cells[self._gc_freezes])
+
+    def freeze_gc(self) -> None:
+        self._cells[self._gc_freezes] += 1
 
     @property
     def request_log_level(self) -> int:

@@ -89,3 +89,10 @@ def test_how_requests_are_logged_can_be_changed() -> None:
     assert world.service.control.request_log_level == -1
     assert world.post("/configure_logging", {"log_requests_level": 4}).status_code == 400
     assert world.post("/configure_logging", {"dump_requests_folder": "/x"}).status_code == 400
+
+
+def test_garbage_collections_can_be_relieved() -> None:
+    world = World()
+    for method in ("GET", "POST"):
+        assert world.call(method, "/freeze_gc").status_code == 200
+    assert world.service.control.gc_freezes == 2
