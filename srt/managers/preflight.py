@@ -13,10 +13,17 @@ from pathlib import Path
 from srt.server_args import ServerArgs
 from srt.utils.checkpoint import estimate_weight_bytes, resolve_model_path
 from srt.utils.errors import StartError
+from srt.utils.gpus import gpu_memory
 from srt.utils.host import available_memory_bytes, raise_descriptor_limit
 from srt.utils.model_config import ModelConfig
 
 BACKLOG = 4096  # connections that wait while frontends start or are replaced; the kernel may cap it
+GPU_CHUNKS = (
+    (20e9, 2048),
+    (60e9, 4096),
+    (160e9, 8192),
+    (float("inf"), 16384),
+)  # prompt tokens of a step below so many bytes
 LEAST_DESCRIPTORS = 256  # some dozens for links and libraries, the rest for clients
 
 
@@ -49,7 +56,7 @@ def check_and_listen(args: ServerArgs, *, http: bool) -> ServerPlan:
     try:
         if listener:
             args = replace(args, port=listener.getsockname()[1])
-        return ServerPlan(args, check_model(args), listener)
+        return ServerPlan(with_device_defaults(args), check_model(args), listener)
     except BaseException:
         if listener:
             listener.close()
@@ -121,10 +128,27 @@ def check_model(args: ServerArgs) -> Path:
     return folder
 
 
+def with_device_defaults(args: ServerArgs) -> ServerArgs:
+    """A larger GPU takes more prompt tokens in one step."""
+    if args.chunked_prefill_size is not None or runs_on_cpu(args):
+        return args
+    memory = gpu_memory(args.base_gpu_id)
+    if memory is None:
+        return args
+    return replace(args, chunked_prefill_size=next(chunk for limit, chunk in GPU_CHUNKS if memory.total < limit))
+
+
 def check_memory(folder: Path, dtype: str, args: ServerArgs) -> None:
-    """On a CPU the weights of all ranks lie in this machine's memory."""
+    """On a CPU the weights of all ranks lie in this machine's memory, else each rank's part on its GPU."""
     needed = estimate_weight_bytes(folder, dtype)  # reads the headers, so a broken file is found here on any device
     if not runs_on_cpu(args):
+        memory = gpu_memory(args.base_gpu_id)
+        if memory is not None and needed / args.tp_size > memory.total:
+            raise StartError(
+                f"The weights take {needed / args.tp_size / 1e9:.1f} GB on each of {args.tp_size} GPUs as {dtype}, and one has"
+                f" {memory.total / 1e9:.1f} GB: choose a smaller model, a larger --tp, or --dtype bfloat16 if it is not that"
+                " already."
+            )
         return
     available = available_memory_bytes()
     if needed > available:

@@ -13,6 +13,7 @@ from srt.managers import preflight
 from srt.managers.preflight import ServerPlan, check_and_listen, check_surroundings, is_loopback, listen
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from srt.utils.gpus import GpuMemory
 
 
 def args_for(folder: Path) -> ServerArgs:
@@ -109,3 +110,31 @@ def test_a_deleted_current_folder_is_refused(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_share_of_the_gpu_is_refused_on_a_cpu(qwen3_checkpoint: Path) -> None:
     with pytest.raises(StartError, match=r"--mem-fraction-static .* --max-total-tokens"):
         check_and_listen(replace(args_for(qwen3_checkpoint), mem_fraction_static=0.5), http=False)
+
+
+@pytest.mark.parametrize(("gigabytes", "chunk"), [(16, 2048), (24, 4096), (80, 8192), (141, 8192), (192, 16384)])
+def test_a_larger_gpu_takes_more_prompt_tokens_in_a_step(
+    gigabytes: int, chunk: int, qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "gpu_memory", lambda index: GpuMemory(gigabytes * 10**9, 10**9))
+    args = replace(args_for(qwen3_checkpoint), device="cuda")
+    assert check_and_listen(args, http=False).args.prefill_chunk == chunk
+    told = replace(args, chunked_prefill_size=100)
+    assert check_and_listen(told, http=False).args.prefill_chunk == 100
+
+
+def test_a_cpu_and_a_silent_driver_keep_the_small_chunk(
+    qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "gpu_memory", lambda index: None)
+    for device in ("cpu", "cuda"):
+        args = replace(args_for(qwen3_checkpoint), device=device)
+        assert check_and_listen(args, http=False).args.prefill_chunk == 2048
+
+
+def test_weights_larger_than_a_gpu_are_refused_before_anything_starts(
+    qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "gpu_memory", lambda index: GpuMemory(100_000, 100_000))
+    with pytest.raises(StartError, match=r"^The weights take .* GB on each of 1 GPUs as float32, and one has 0\.0 GB"):
+        check_and_listen(replace(args_for(qwen3_checkpoint), device="cuda"), http=False)
