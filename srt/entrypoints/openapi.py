@@ -134,7 +134,7 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             text="All options as they were resolved, limits and counters.",
         ),
         metrics.metrics: Operation("Operation", content=metrics.CONTENT_TYPE.decode(), errors=()),
-        operations.configure_logging: Operation("Operation", content="", body=operations.LoggingBody, errors=_BODY),
+        operations.configure_logging: Operation("Operation", _OBJECT, body=operations.LoggingBody, errors=_BODY),
         operations.freeze_gc: Operation("Operation", content=PLAIN, errors=()),
         profiling.start_profile: Operation("Operation", _OBJECT, body=profiling.StartBody, errors=_BODY),
         profiling.stop_profile: Operation("Operation", _OBJECT, errors=(400, 503)),

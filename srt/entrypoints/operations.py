@@ -34,7 +34,7 @@ async def configure_logging(exchange: Exchange, service: Service) -> None:
     is_on = control.request_log_level != NO_REQUEST_LOG if given.log_requests is None else given.log_requests
     level = service.args.log_requests_level if given.log_requests_level is None else given.log_requests_level
     control.request_log_level = level if is_on else NO_REQUEST_LOG
-    await exchange.send(200, b"")
+    await exchange.send_json({"log_requests": is_on, "log_requests_level": level})
 
 
 async def freeze_gc(exchange: Exchange, service: Service) -> None:
