@@ -4,6 +4,7 @@
 #   make test       everything but the GPU tests and the full product (ARGS="tests/unit -k radix")
 #   make test-all   everything but the GPU tests
 #   make lint       ruff, mypy, import-linter, and whether docs/options.md and docs/api.md are current
+#   make compile    compile the scheduler anew, after a change of its sources (an installation does it too)
 #   make docs       write docs/options.md and docs/api.md
 #   make bench      the benchmarks that a CPU can run
 #   make venv       only create the environment, so that a chosen PyTorch can be installed into it first
@@ -12,7 +13,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: serve test test-all lint format docs bench venv clean
+.PHONY: serve test test-all lint format compile docs bench venv clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -53,6 +54,9 @@ lint: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
+
+compile: $(VENV)/.installed-dev
+	$(RUN) scripts.compile_scheduler
 
 docs: $(VENV)/.installed
 	$(RUN) scripts.document_options

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 
@@ -16,6 +19,26 @@ def read_version() -> str:
     if found is None:
         raise RuntimeError("srt/__init__.py does not define __version__")
     return found.group(1)
+
+
+class BuildPy(build_py):  # type: ignore[misc]
+    """Compiles the scheduler too, where that can be done. Where it cannot, the same sources run as they are, and slower."""
+
+    def run(self) -> None:
+        super().run()
+        sys.path.insert(0, str(HERE))
+        try:
+            from scripts.compile_scheduler import compile_into
+            from srt.utils.compiled import built_folder
+
+            folder = built_folder()
+            if self.editable_mode and not folder.is_dir():
+                shutil.rmtree(folder.parent, ignore_errors=True)
+                compile_into(folder)
+            elif not self.editable_mode:
+                compile_into(Path(self.build_lib).resolve() / folder.relative_to(HERE.resolve()))
+        except (Exception, SystemExit) as error:
+            self.warn(f"The scheduler is not compiled and will run as plain Python: {str(error)[:200]}")
 
 
 # torch is capped where an open range would replace a host's build by one with gigabytes of CUDA libraries.
@@ -78,6 +101,7 @@ setup(
     package_data={"srt": ["py.typed", "assets/**/*", "entrypoints/page/*"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
+    cmdclass={"build_py": BuildPy},
     entry_points={"console_scripts": ["srt = srt.cli:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

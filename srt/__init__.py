@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from srt.utils.compiled import install_finder
+
 if TYPE_CHECKING:
     from srt.managers.io_struct import EngineDied, RequestError
     from srt.runtime import Runtime
@@ -29,6 +31,8 @@ _HOME: Mapping[str, str] = MappingProxyType(
         "StartError": "srt.utils.errors",
     }
 )
+
+install_finder()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from srt.protocol.messages import Scalar
 
@@ -82,7 +82,7 @@ class Counters:
     def values(self) -> dict[str, Scalar]:
         """By name; a histogram has one for each of its ranges."""
         values: dict[str, Scalar] = {}
-        for name in self.__slots__:
-            value = getattr(self, name)
+        for one in fields(self):
+            name, value = one.name, getattr(self, one.name)
             values |= value.values(name) if isinstance(value, Histogram) else {name: value}
         return values

@@ -6,12 +6,14 @@ python -m srt.managers.scheduler        (started by the supervisor)
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
 from typing import assert_never
 
 import zmq
 
+from srt.managers import scheduler_state
 from srt.managers.child import Child, run_child
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
 from srt.managers.engine_status import EngineStatus
@@ -34,11 +36,14 @@ from srt.protocol.messages import (
     WorkDone,
     WorkerHello,
 )
+from srt.utils.compiled import is_compiled
 from srt.utils.errors import StartError
 
 MAX_MESSAGES_AT_ONCE = 512  # from frontends, before the next plan is made
 LINGER_MS = 500  # for last messages to leave
 OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulerProcess:
@@ -266,6 +271,8 @@ class SchedulerProcess:
 
 
 def main(child: Child) -> None:
+    if not is_compiled(scheduler_state):
+        logger.info("The scheduler is not compiled, so it takes nearly twice the time: `make compile` compiles it.")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     process = SchedulerProcess(child, context)
     try:

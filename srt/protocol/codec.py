@@ -1,6 +1,6 @@
 """MessagePack of the typed messages: `[generation, sequence, [code, field, …]]`, every field checked on decoding; never pickle.
 
-Arrays of int32 are the raw bytes, little-endian; of other types, an extension value whose code says which.
+Encoding and decoding are msgspec's; `arrays.py` says how arrays travel.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import typing
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from srt.protocol.messages import MESSAGE_TYPES, Int32Array, Int64Array, Message, Wire
-
-INT32, INT64, FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
-NO_INT32 = np.frombuffer(b"", INT32)  # read-only, so all messages can share it: most arrays of a request are empty
+from srt.protocol.arrays import pack_array, unpack_array, unpack_extension
+from srt.protocol.messages import MESSAGE_TYPES, Message, Wire
 
 
 class DecodeError(Exception):
@@ -53,24 +50,5 @@ def _describe(kind: Any) -> str:
     return f"[{_describe(typing.get_args(kind)[0])}]" if typing.get_origin(kind) is list else str(kind)
 
 
-def _pack_array(array: Any) -> bytes | msgspec.msgpack.Ext:
-    data: bytes = array.tobytes()
-    return data if array.dtype == INT32 else msgspec.msgpack.Ext(_CODES[array.dtype], data)
-
-
-def _unpack_array(kind: Any, value: Any) -> Any:
-    """In the type that the field has, whichever the sender's array had; but no fractions where integers belong."""
-    if type(value) is bytes:
-        value = np.frombuffer(value, INT32) if value else NO_INT32
-    dtype = INT32 if kind == Int32Array else INT64 if kind == Int64Array else FLOAT32
-    return value if value.dtype == dtype else value.astype(dtype, casting="same_kind")
-
-
-def _unpack_other(code: int, data: memoryview) -> Any:
-    return np.frombuffer(data, _DTYPES[code])
-
-
-_CODES: dict[np.dtype[Any], int] = {INT64: 1, FLOAT32: 2, np.dtype("<f8"): 3, np.dtype("?"): 4}
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_pack_array)
-_DECODER = msgspec.msgpack.Decoder(Envelope, dec_hook=_unpack_array, ext_hook=_unpack_other)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=pack_array)
+_DECODER = msgspec.msgpack.Decoder(Envelope, dec_hook=unpack_array, ext_hook=unpack_extension)

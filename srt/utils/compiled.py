@@ -1,0 +1,99 @@
+"""The compiled form of what the scheduler does for every request and step: the same sources, through mypyc, where they were built.
+
+    python -m scripts.compile_scheduler        builds it; so does an installation, where there is a C compiler
+
+What was built lies in `srt/compiled/`, in a folder named after a hash of the sources and of the interpreter. It is used only if that
+hash is still right, so it can never be out of date: whoever edits one of the sources runs them as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+SWITCH = "SRT_COMPILED"  # 0: never; a folder: what was built there, whatever the sources say
+GROUP = "srt_scheduler__mypyc"  # the library that holds all of them; a module's own file only refers to it
+SUFFIX = EXTENSION_SUFFIXES[0]  # names the interpreter's version and the machine
+PACKAGE = Path(__file__).parents[1]
+MODULES = (
+    "srt.managers.clients",
+    "srt.managers.counters",
+    "srt.managers.deadlines",
+    "srt.managers.effects",
+    "srt.managers.forecast",
+    "srt.managers.kv_memory",
+    "srt.managers.outbox",
+    "srt.managers.plan_draft",
+    "srt.managers.planner",
+    "srt.managers.policy",
+    "srt.managers.preempted",
+    "srt.managers.replica",
+    "srt.managers.request",
+    "srt.managers.results",
+    "srt.managers.scheduler_state",
+    "srt.managers.slots",
+    "srt.managers.step_times",
+    "srt.managers.waiting",
+    "srt.managers.worker_stream",
+    "srt.mem_cache.allocator",
+    "srt.mem_cache.radix_cache",
+    "srt.protocol.arrays",
+)
+
+
+def source(name: str) -> Path:
+    return PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py")
+
+
+def built_folder() -> Path:
+    """Where the compiled form of these very sources lies, for this interpreter, if it was built."""
+    import hashlib  # everybody imports this module, few ask
+
+    digest = hashlib.blake2b(SUFFIX.encode(), digest_size=8)
+    for name in (*MODULES, "srt.protocol.messages"):  # whose types are compiled in
+        digest.update(source(name).read_bytes())
+    return PACKAGE / "compiled" / digest.hexdigest()
+
+
+class CompiledFinder(MetaPathFinder):
+    """Finds the compiled form of a module, if there is one. The sources are looked at when the first of them is imported."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._has_looked = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in MODULES and fullname != GROUP:
+            return None
+        if not self._has_looked:
+            self._has_looked = True
+            self._folder = _usable_folder()
+        if self._folder is None:
+            return None
+        file = self._folder / (fullname + SUFFIX)
+        return spec_from_file_location(fullname, file, loader=ExtensionFileLoader(fullname, str(file)))
+
+
+def install_finder() -> None:
+    """From now on these modules are imported in their compiled form, where it fits."""
+    sys.meta_path.insert(0, CompiledFinder())
+
+
+def _usable_folder() -> Path | None:
+    switch = os.environ.get(SWITCH, "")
+    if switch == "0":
+        return None
+    folder = Path(switch) if switch else built_folder()
+    return folder if folder.is_dir() else None
+
+
+def is_compiled(module: ModuleType) -> bool:
+    return str(module.__file__).endswith(SUFFIX)
