@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ from srt.model_executor.plan_arrays import PlanArrays, Staging
 from srt.model_executor.step_output import ResultBuffers, StepOutput
 from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
 from srt.model_executor.worst_step import worst_section
+from srt.model_loader.kv_scales import read_kv_scales
 from srt.model_loader.loader import LoadConfig, get_model_loader
 from srt.models.decoder import CausalLM
 from srt.protocol.messages import PlanSection, Scalar
@@ -40,6 +42,7 @@ from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 MOST_GRAPH_ROWS = 256  # that are worth a graph, unless asked for: steps of more take longer than their launch
 
@@ -92,6 +95,9 @@ class ModelRunner:
         spec = self._attention_spec()
         self.attention = choose_backends(args, spec, device)
         self._attn_backend = make_backend(self.attention, spec, device)
+        if self.attention.reason:
+            logger.warning("%s", self.attention.reason)
+        self._kv_scales = self._read_kv_scales(folder)
         self.num_slots = args.max_running_requests
         self.memory = DeviceMemory(device)
         self._staging = Staging(device, args.window)
@@ -135,6 +141,19 @@ class ModelRunner:
         pool = self._token_to_kv_pool
         return sum(memory.nbytes for memory in (*pool.k_buffer, *pool.v_buffer))
 
+    def _read_kv_scales(self, folder: str) -> tuple[list[float], list[float]] | None:
+        if self._kv_dtype == self.dtype:
+            return None
+        scales = None
+        if self._args.load_format != "dummy":
+            scales = read_kv_scales(folder, self.config.num_layers)
+        if scales is None:
+            logger.warning(
+                "The checkpoint has no scales for --kv-cache-dtype fp8_e4m3: keys and values are stored as they are."
+            )
+            return None
+        return scales.k, scales.v
+
     def _profile_num_pages(self) -> int:
         """The pages that all ranks can keep beside the largest step; StartError where there is no room for it or for a page."""
         config, page_size = self.config, self.page_size
@@ -173,7 +192,14 @@ class ModelRunner:
         self._req_to_token_pool = ReqToTokenPool(self.num_slots, max_request_tokens, num_pages, self.page_size, device)
         heads = config.num_kv_heads_per_rank(self._tp.size)
         self._token_to_kv_pool = MHATokenToKVPool(
-            num_pages, self.page_size, config.num_layers, heads, config.head_dim, self._kv_dtype, device
+            num_pages,
+            self.page_size,
+            config.num_layers,
+            heads,
+            config.head_dim,
+            self._kv_dtype,
+            device,
+            self._kv_scales,
         )
         shard_start = self._model.lm_head.shard_start
         self._sampler = Sampler(self._tp, config.vocab_size, shard_start, self._req_to_token_pool)

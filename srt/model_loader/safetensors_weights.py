@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from srt.layers.weights import WeightPiece
+from srt.model_loader.kv_scales import is_kv_scale
 from srt.utils.checkpoint import ITEM_BYTES, TensorHeader, some
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
@@ -44,6 +45,8 @@ def is_benign(name: str, config: ModelConfig) -> bool:
     """True for tensors that checkpoints are known to hold though the model does not need them."""
     if name.endswith("rotary_emb.inv_freq"):
         return True  # computed from the configuration
+    if is_kv_scale(name):
+        return True  # for an fp8 KV memory, which reads them itself
     if name == "lm_head.weight":
         return config.tie_word_embeddings  # a copy of the embedding
     if re.match(r"(model\.)?mtp(_layers)?\.", name):

@@ -17,6 +17,8 @@ from torch import Tensor
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.weights import model_weight_pieces
 from srt.model_loader import loader as loader_module
+from srt.model_loader import weight_copy
+from srt.model_loader.kv_scales import KvScales, read_kv_scales
 from srt.model_loader.loader import LoadConfig, Progress, get_model_loader
 from srt.models.decoder import CausalLM
 from srt.models.registry import MODELS, build_model
@@ -236,3 +238,48 @@ def test_dummy_weights_of_the_ranks_are_parts_of_the_same_model(
         for piece in model_weight_pieces(load(folder, idle_rank(rank, 4), dummy, dtype)):
             part = whole[piece.name].narrow(piece.dim, piece.start, piece.size)
             assert torch.equal(piece.target(), part), piece.name
+
+
+def with_kv_scales(tensors: Tensors, *, layers: int = 2, value: float = 0.25) -> None:
+    for layer in range(layers):
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(value * (layer + 1))
+        tensors[f"model.layers.{layer}.self_attn.v_proj.v_scale"] = torch.tensor([2.0])
+
+
+def test_scales_of_an_fp8_kv_memory_are_read_and_are_no_surplus(qwen3_checkpoint: Path, tmp_path: Path) -> None:
+    assert read_kv_scales(qwen3_checkpoint, 2) is None
+    folder = altered(qwen3_checkpoint, tmp_path, with_kv_scales)
+    assert read_kv_scales(folder, 2) == KvScales([0.25, 0.5], [2.0, 2.0])
+    load(folder)
+
+
+@pytest.mark.parametrize(("options", "words"), [({"layers": 1}, "no k_scale of layer 1"), ({"value": 0.0}, "positive")])
+def test_scales_that_cannot_be_meant_are_refused(
+    options: dict[str, Any], words: str, qwen3_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = altered(qwen3_checkpoint, tmp_path, lambda tensors: with_kv_scales(tensors, **options))
+    with pytest.raises(ModelError, match=words):
+        read_kv_scales(folder, 2)
+
+
+def test_tensors_of_many_blocks_are_read_whole(checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and columns, by every rank, in blocks of a few rows and of one that is too long for a block."""
+    folder = checkpoint("llama", num_shards=3)
+    whole = [load(folder, idle_rank(rank, 2)).state_dict() for rank in range(2)]
+    monkeypatch.setattr(weight_copy, "BLOCK_BYTES", 300)
+    for rank in range(2):
+        for name, tensor in load(folder, idle_rank(rank, 2)).state_dict().items():
+            assert torch.equal(tensor, whole[rank][name]), name
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(qwen3_checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(qwen3_checkpoint, tmp_path / "shrinking"))
+    file = folder / "model.safetensors"
+
+    def shrink(done: int, total: int) -> None:
+        if done == 0:
+            with file.open("r+b") as stream:
+                stream.truncate(file.stat().st_size // 2)
+
+    with pytest.raises(ModelError, match=r"model\.safetensors was cut short while it was read"):
+        load(folder, progress=shrink)
