@@ -41,6 +41,11 @@ class ControlWords:
         """The number of the trace that is being recorded; negative, that of the last one; 0 if there was none."""
         return int(self._cells[self._trace])
 
+    @property
+    def trace_switch(self) -> memoryview:
+        """One number, above 0 while a trace is being recorded: for those who look all the time."""
+        return self._cells[self._trace : self._trace + 1]
+
     def start_trace(self, num_steps: int | None) -> int:
         """Returns its number. It ends by itself after `num_steps` steps of the model, if that is given."""
         assert self.trace <= 0, f"trace {self.trace} is being recorded"

@@ -23,6 +23,7 @@ MAIN, DEVICE = 1, 2  # rows of a process
 REQUEST, STEP, BATCH, HTTP = "request", "step", "batch", "http"
 
 Event = dict[str, Any]
+NO_SWITCH = memoryview(bytes(8)).cast("d")
 
 
 class Tracer:
@@ -40,6 +41,7 @@ class Tracer:
         self._process = process
         self._run_dir = Path(run_dir)
         self._control = control
+        self._switch = NO_SWITCH if control is None else control.trace_switch
         self._now_s = now_s
         self._pid = pid or os.getpid()
         self._recording = 0
@@ -49,7 +51,7 @@ class Tracer:
 
     @property
     def is_on(self) -> bool:
-        return self._control is not None and self._control.trace > 0
+        return self._switch[0] > 0.0
 
     def slice(self, name: str, began_s: float, ended_s: float | None = None, row: int = MAIN, **args: object) -> None:
         """Something that a row was busy with. Slices of a row lie in one another or apart."""
