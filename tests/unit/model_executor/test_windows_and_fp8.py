@@ -1,0 +1,79 @@
+"""Sliding windows against transformers, and an fp8 KV memory beside one in the model's own type."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
+from tests.support.runners import make_runner
+
+WINDOWS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "layer_types": None}),
+    (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 33, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+]
+
+
+def changed(folder: Path, target: Path, entries: dict[str, Any]) -> Path:
+    shutil.copytree(folder, target)
+    config = {**json.loads((target / "config.json").read_text()), **entries}
+    (target / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+    return target
+
+
+def greedy_tokens_of_transformers(folder: Path, prompt: list[int], count: int) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = list(prompt)
+    for _ in range(count):
+        with torch.inference_mode():
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(("family", "entries"), WINDOWS)
+def test_greedy_tokens_in_a_window_are_those_of_transformers(
+    family: str, entries: dict[str, Any], checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    folder = changed(checkpoint(family), tmp_path / "windowed", entries)
+    rng = np.random.default_rng(7)
+    prompts = [token_ids(rng, length, 512) for length in (3, 19, 50, 90)]
+    expected = [greedy_tokens_of_transformers(folder, prompt, 12) for prompt in prompts]
+    unlimited = [greedy_tokens_of_transformers(checkpoint(family), prompt, 12) for prompt in prompts]
+    assert expected != unlimited, "the window hides nothing that matters"
+    for page_size, chunk in ((16, 1 << 30), (1, 13)):
+        jobs = [Job(prompt, greedy(12)) for prompt in prompts]
+        PlanDriver(make_runner(folder, page_size), page_size, chunk=chunk).run(jobs)
+        assert [job.outputs for job in jobs] == expected
+
+
+def test_an_fp8_memory_is_half_as_large_and_its_logits_stay_near(
+    checkpoint: CheckpointFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoint("qwen3")
+    prompt = token_ids(np.random.default_rng(1), 80, 512)
+    own = make_runner(folder, 16, dtype="bfloat16")
+    with caplog.at_level(logging.WARNING):
+        small = make_runner(folder, 16, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+    assert "no scales" in caplog.text
+    assert small.kv_bytes * 2 == own.kv_bytes
+    jobs = [Job(prompt, greedy(10)), Job(prompt, greedy(10))]
+    PlanDriver(own, 16).run(jobs[:1])
+    PlanDriver(small, 16, chunk=17).run(jobs[1:])
+    assert len(jobs[1].outputs) == 10
+    assert jobs[0].outputs[0] == jobs[1].outputs[0]
