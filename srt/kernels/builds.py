@@ -61,13 +61,18 @@ def _gather_pages() -> KernelBuild:
 
 
 def _gather_decode() -> KernelBuild:
-    integers = ("row_slots", "new_pages", "seq_lens", "seeds", "input_ids", "positions", "locations", "row_lens")
+    integers = (
+        "row_slots", "new_pages", "seq_lens", "seeds", "top_ks", "input_ids", "positions", "locations", "row_lens",
+        "row_seeds", "row_top_ks",
+    )  # fmt: skip
+    doubles = ("top_ps", "min_ps", "row_top_ps", "row_min_ps")
     counts = ("num_rows", "dummy_slot", "page_table_stride", "token_table_stride")
     return KernelBuild(
         name="gather_decode[]",
         kernel=gather_decode_kernel,
         types={
-            **dict.fromkeys((f"{name}_ptr" for name in (*integers, "row_seeds")), "*i64"),
+            **dict.fromkeys((f"{name}_ptr" for name in integers), "*i64"),
+            **dict.fromkeys((f"{name}_ptr" for name in doubles), "*fp64"),
             **dict.fromkeys(("page_table_ptr", "token_table_ptr"), "*i32"),
             **dict.fromkeys(("temperatures_ptr", "row_temperatures_ptr"), "*fp32"),
             **dict.fromkeys(counts, "i32"),

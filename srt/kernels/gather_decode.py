@@ -23,6 +23,9 @@ _BLOCK: Final = 32
         "row_lens_ptr",
         "row_temperatures_ptr",
         "row_seeds_ptr",
+        "row_top_ks_ptr",
+        "row_top_ps_ptr",
+        "row_min_ps_ptr",
         "num_rows",
         "dummy_slot",
         "page_table_stride",
@@ -37,12 +40,18 @@ def gather_decode_kernel(
     seq_lens_ptr: tl.tensor,
     temperatures_ptr: tl.tensor,
     seeds_ptr: tl.tensor,
+    top_ks_ptr: tl.tensor,
+    top_ps_ptr: tl.tensor,
+    min_ps_ptr: tl.tensor,
     input_ids_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     locations_ptr: tl.tensor,
     row_lens_ptr: tl.tensor,
     row_temperatures_ptr: tl.tensor,
     row_seeds_ptr: tl.tensor,
+    row_top_ks_ptr: tl.tensor,
+    row_top_ps_ptr: tl.tensor,
+    row_min_ps_ptr: tl.tensor,
     num_rows: tl.tensor,
     dummy_slot: tl.tensor,
     page_table_stride: tl.tensor,
@@ -70,6 +79,9 @@ def gather_decode_kernel(
     tl.store(row_lens_ptr + rows, positions + 1, mask=inside)
     tl.store(row_temperatures_ptr + rows, tl.load(temperatures_ptr + slots, mask=inside, other=0.0), mask=inside)
     tl.store(row_seeds_ptr + rows, tl.load(seeds_ptr + slots, mask=inside, other=0), mask=inside)
+    tl.store(row_top_ks_ptr + rows, tl.load(top_ks_ptr + slots, mask=inside, other=0), mask=inside)
+    tl.store(row_top_ps_ptr + rows, tl.load(top_ps_ptr + slots, mask=inside, other=0.0), mask=inside)
+    tl.store(row_min_ps_ptr + rows, tl.load(min_ps_ptr + slots, mask=inside, other=0.0), mask=inside)
 
 
 @kernel(
@@ -111,21 +123,19 @@ def gather_decode(
     page_table: torch.Tensor,
     token_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
+    draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     dummy_slot: int,
     page_size: int,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    row_draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """`out`: input ids, positions, locations, lengths after the step, temperatures and seeds of the rows.
+    """`out`: input ids, positions, locations and lengths after the step; `row_draws`: how the rows draw.
 
     Slots are distinct but for the dummy. A new page begins at its row's next position.
     """
     num_rows = len(row_slots)
-    input_ids, positions, locations, row_lens, row_temperatures, row_seeds = out
     gather_decode_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-        row_slots, new_pages, page_table, token_table, seq_lens, temperatures, seeds,
-        input_ids, positions, locations, row_lens, row_temperatures, row_seeds,
+        row_slots, new_pages, page_table, token_table, seq_lens, *draws, *out, *row_draws,
         num_rows, dummy_slot, page_table.stride(0), token_table.stride(0),
         PAGE_SIZE=page_size, BLOCK=_BLOCK,
     )  # fmt: skip

@@ -7,12 +7,35 @@ Pages 0 … num_pages - 1 belong to requests; page `num_pages` is the dummy page
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
+from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
+
 FP8_MAX: Final = 448.0  # of float8_e4m3fn
+
+
+DRAW_DTYPES: Final = (torch.float32, torch.int64, torch.int64, torch.float64, torch.float64)
+
+
+class DrawTables(NamedTuple):
+    """How slots, or the rows of a step, draw: one entry each."""
+
+    temperatures: torch.Tensor  # float32; 0 is greedy
+    seeds: torch.Tensor  # int64: the 64 bits
+    top_ks: torch.Tensor  # int64; NO_TOP_K: no filter
+    top_ps: torch.Tensor  # float64; NO_TOP_P: no filter
+    min_ps: torch.Tensor  # float64; 0: no filter
+
+    def clear(self) -> None:
+        """Greedy, without filters."""
+        for table, value in zip(self, (0.0, 0, NO_TOP_K, NO_TOP_P, 0.0), strict=True):
+            table.fill_(value)
+
+    def first(self, count: int) -> DrawTables:
+        return DrawTables(*(table[:count] for table in self))
 
 
 class ReqToTokenPool:
@@ -21,7 +44,7 @@ class ReqToTokenPool:
     `page_table` [slots + 1, max_pages] int32: the slot's pages in order; entries past its last page mean nothing.
     `token_table` [slots + 1, max_request_tokens + 1] int32: the slot's tokens by position, prompt and sampled alike.
     `seq_lens` [slots + 1] int64: positions whose keys and values were computed, or are by the steps enqueued so far.
-    `temperatures` [slots + 1] float32 and `seeds` [slots + 1] int64: how the slot's tokens are drawn; 0 is greedy.
+    `draws`: how each slot's tokens are drawn.
 
     All writes are enqueued on the compute stream, so that steps in flight never see a row change under them.
     """
@@ -37,8 +60,8 @@ class ReqToTokenPool:
         self.page_table = torch.full((rows, self.max_pages), num_pages, dtype=torch.int32, device=device)
         self.token_table = torch.zeros((rows, max_request_tokens + 1), dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.temperatures = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.draws = DrawTables(*(torch.empty(rows, dtype=kind, device=device) for kind in DRAW_DTYPES))
+        self.draws.clear()
 
     @property
     def dummy_slot(self) -> int:
@@ -53,11 +76,11 @@ class ReqToTokenPool:
         """The token ids (int64) at these positions of these slots."""
         return self.token_table[slots, positions].long()
 
-    def admit(self, slots: torch.Tensor, cached: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor) -> None:
+    def admit(self, slots: torch.Tensor, cached: torch.Tensor, draws: DrawTables) -> None:
         """The slots begin anew, with so many positions computed. Tokens and pages are written apart."""
         self.seq_lens[slots] = cached
-        self.temperatures[slots] = temperatures
-        self.seeds[slots] = seeds
+        for table, values in zip(self.draws, draws, strict=True):
+            table[slots] = values
 
     def write_pages(self, slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
         """Entry i: page `pages[i]` is number `columns[i]` of slot `slots[i]`. All int64."""
@@ -71,8 +94,7 @@ class ReqToTokenPool:
         self.page_table.fill_(self.num_pages)
         self.token_table.zero_()
         self.seq_lens.zero_()
-        self.temperatures.zero_()
-        self.seeds.zero_()
+        self.draws.clear()
 
 
 class MHATokenToKVPool:

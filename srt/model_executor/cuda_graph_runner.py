@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one for the forward pass and one for sampling, for each of a few numbers of rows."""
+"""Decode steps as CUDA graphs: one for the forward pass and others for sampling, for each of a few numbers of rows."""
 
 from __future__ import annotations
 
@@ -32,17 +32,15 @@ class CudaGraphRunner:
         self,
         sizes: Sequence[int],
         pads: bool,
-        forward: Callable[[int], None],
-        sample: Callable[[int], None],
+        works: Callable[[int], Sequence[Work]],
         capture: Capture,
     ) -> None:
-        """`forward(size)` and `sample(size)` are what a step of so many rows does, from fixed buffers to fixed buffers."""
+        """`works(size)` is what steps of so many rows are made of, from fixed buffers to fixed buffers: a graph each."""
         self.sizes = tuple(sorted(sizes))
         self._pads = pads
-        self._forward_work, self._sample_work = forward, sample
+        self._works = works
         self._capture = capture
-        self._forward: dict[int, Work] = {}
-        self._sample: dict[int, Work] = {}
+        self._replays: dict[int, list[Work]] = {}
         self._captured: list[int] = []  # ascending
         self._wanted = 0  # what the last step would have used and did not find
 
@@ -58,7 +56,7 @@ class CudaGraphRunner:
         ideal = self.sizes[place]
         if not self._pads and ideal != num_rows:
             return None
-        if ideal in self._forward:
+        if ideal in self._replays:
             return ideal
         self._wanted = ideal
         place = bisect_left(self._captured, num_rows)
@@ -68,19 +66,15 @@ class CudaGraphRunner:
     def next_size(self) -> int:
         """What to capture next: the size that was missed last, or else the largest that is left."""
         assert self.num_left, "all sizes are captured"
-        is_missing = self._wanted and self._wanted not in self._forward
-        return self._wanted if is_missing else max(size for size in self.sizes if size not in self._forward)
+        is_missing = self._wanted and self._wanted not in self._replays
+        return self._wanted if is_missing else max(size for size in self.sizes if size not in self._replays)
 
     def capture(self, size: int) -> None:
-        self._forward[size] = self._capture(lambda: self._forward_work(size))
-        self._sample[size] = self._capture(lambda: self._sample_work(size))
-        self._captured = sorted(self._forward)
+        self._replays[size] = [self._capture(work) for work in self._works(size)]
+        self._captured = sorted(self._replays)
 
-    def replay_forward(self, size: int) -> None:
-        self._forward[size]()
-
-    def replay_sample(self, size: int) -> None:
-        self._sample[size]()
+    def replay(self, size: int, index: int) -> None:
+        self._replays[size][index]()
 
 
 class GraphCapture:

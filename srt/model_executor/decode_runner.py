@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,17 +13,19 @@ from srt.layers.attention.base import AttentionBackend
 from srt.layers.logits_processor import LogitsProcessor
 from srt.layers.sampler import Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from srt.model_executor.cuda_graph_runner import Capture, CudaGraphRunner
+from srt.model_executor.cuda_graph_runner import Capture, CudaGraphRunner, Work
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from srt.model_executor.input_buffers import GraphInputBuffers
 from srt.model_executor.slot_mirror import Ints
 from srt.model_executor.step_planner import DecodeStep
-from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo
+from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo, SamplingKind
 
 if TYPE_CHECKING:
     from srt.models.decoder import CausalLM
 
 NO_ROWS = np.zeros(0, np.int64)
+FORWARD = 0  # of the works that are captured
+SAMPLE = {SamplingKind.PLAIN: 1, SamplingKind.FILTERED: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class DecodeRunner:
         self.graphs: CudaGraphRunner | None = None
         if capture is not None and sizes:
             parts.attn_backend.init_cuda_graph_state(max(sizes))
-            self.graphs = CudaGraphRunner(sizes, pads, self._run_forward, self._run_sample, capture)
+            self.graphs = CudaGraphRunner(sizes, pads, self._works, capture)
 
     def forward(self, step: DecodeStep) -> torch.Tensor:
         """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
@@ -84,16 +87,18 @@ class DecodeRunner:
                 batch = self._batch(size)
                 self._pad_host_rows(batch, step.slots, step.seq_lens)
                 self._parts.attn_backend.init_forward_metadata_replay_cuda_graph(batch)
-            self.graphs.replay_forward(size)
+            self.graphs.replay(size, FORWARD)
         return self._logits[:num_rows]
 
-    def sample_plain(self, num_rows: int) -> torch.Tensor:
+    def sample(self, step: DecodeStep) -> torch.Tensor:
         """Draw the rows' next ids from the logits and enter them. [rows] int32, -1 where the logits were not finite."""
         if self.graphs is not None and self._is_replayed:
-            self.graphs.replay_sample(self._size)
+            self.graphs.replay(self._size, SAMPLE[step.kind])
+        elif step.kind is SamplingKind.FILTERED:
+            self._run_filtered_sample(self._size)
         else:
-            self._run_sample(num_rows)
-        return self.buffers.sampled[:num_rows]
+            self._run_sample(self._size)
+        return self.buffers.sampled[: len(step.slots)]
 
     def store(self, ids: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
         """The same for ids that were drawn elsewhere."""
@@ -123,6 +128,10 @@ class DecodeRunner:
 
     # ---- The work, as it is captured
 
+    def _works(self, size: int) -> list[Work]:
+        works = (self._run_forward, self._run_sample, self._run_filtered_sample)
+        return [partial(work, size) for work in works]
+
     def _run_forward(self, size: int) -> None:
         parts, batch = self._parts, self._batch(size)
         self.buffers.gather(size)
@@ -130,11 +139,14 @@ class DecodeRunner:
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self._logits[:size])
 
     def _run_sample(self, size: int) -> None:
-        buffers = self.buffers
-        draws = self._parts.sampler.draw_plain(
-            self._logits[:size], buffers.temperatures[:size], buffers.seeds[:size], buffers.seq_lens[:size]
-        )
-        buffers.store(draws.ids, draws.is_valid)
+        rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
+        draws = self._parts.sampler.draw_plain(self._logits[:size], rows.temperatures, rows.seeds, positions)
+        self.buffers.store(draws.ids, draws.is_valid)
+
+    def _run_filtered_sample(self, size: int) -> None:
+        rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
+        draws = self._parts.sampler.draw_filtered(self._logits[:size], rows, positions)
+        self.buffers.store(draws.ids, draws.is_valid)
 
     def _pad_host_rows(self, batch: ForwardBatch, slots: Ints, seq_lens: Ints) -> None:
         """What attention that plans on the host sees of padding: one position of the dummy slot each."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from srt.mem_cache.memory_pool import ReqToTokenPool
+from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 
 Ints = NDArray[np.int64]
 NO_PAGE = -1
@@ -28,10 +28,11 @@ class GraphInputBuffers:
         self._told = torch.full((2, max_rows), NO_PAGE, dtype=torch.int64, device=device)
         self._told[0] = tables.dummy_slot
         self.row_slots, self._new_pages = self._told[0], self._told[1]
-        self.input_ids, self.positions, self.out_cache_loc, self.seq_lens, self.seeds = (
-            torch.zeros(max_rows, dtype=torch.int64, device=device) for _ in range(5)
+        self.input_ids, self.positions, self.out_cache_loc, self.seq_lens = (
+            torch.zeros(max_rows, dtype=torch.int64, device=device) for _ in range(4)
         )
-        self.temperatures = torch.zeros(max_rows, dtype=torch.float32, device=device)
+        self.draws = DrawTables(*(torch.empty(max_rows, dtype=table.dtype, device=device) for table in tables.draws))
+        self.draws.clear()
         self.sampled = torch.zeros(max_rows, dtype=torch.int32, device=device)
         """The ids that were drawn; -1 where the logits were not finite."""
         self._staging = [_Staging(max_rows, device) for _ in range(1 if device.type == "cpu" else window + 1)]
@@ -58,14 +59,7 @@ class GraphInputBuffers:
     def gather(self, num_rows: int) -> None:
         """Enter new pages, look up the first `num_rows` rows, and let their slots grow by one."""
         rows = slice(0, num_rows)
-        out = (
-            self.input_ids[rows],
-            self.positions[rows],
-            self.out_cache_loc[rows],
-            self.seq_lens[rows],
-            self.temperatures[rows],
-            self.seeds[rows],
-        )
+        out = (self.input_ids[rows], self.positions[rows], self.out_cache_loc[rows], self.seq_lens[rows])
         tables = self._tables
         self._gather(
             self.row_slots[rows],
@@ -73,11 +67,11 @@ class GraphInputBuffers:
             tables.page_table,
             tables.token_table,
             tables.seq_lens,
-            tables.temperatures,
-            tables.seeds,
+            tables.draws,
             tables.dummy_slot,
             tables.page_size,
             out,
+            self.draws.first(num_rows),
         )
 
     def store(self, ids: torch.Tensor, is_valid: torch.Tensor) -> None:
@@ -127,11 +121,11 @@ def gather_decode_reference(
     page_table: torch.Tensor,
     token_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
+    draws: DrawTables,
     dummy_slot: int,
     page_size: int,
     out: tuple[torch.Tensor, ...],
+    row_draws: DrawTables,
 ) -> None:
     """What the kernel `gather_decode` does, in plain PyTorch."""
     is_real = row_slots != dummy_slot
@@ -146,10 +140,9 @@ def gather_decode_reference(
         positions,
         pages * page_size + positions % page_size,
         positions + 1,
-        temperatures[row_slots],
-        seeds[row_slots],
+        *(table[row_slots] for table in draws),
     )
-    for target, values in zip(out, gathered, strict=True):
+    for target, values in zip((*out, *row_draws), gathered, strict=True):
         target.copy_(values)
 
 

@@ -13,7 +13,7 @@ from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.backend_choice import choose_backends, make_backend
 from srt.layers.logits_processor import LogitsProcessor, LogprobArrays, Logprobs, pick_logprobs
 from srt.layers.sampler import Draws, Sampler
-from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.mem_cache.memory_pool import DrawTables, MHATokenToKVPool, ReqToTokenPool
 from srt.mem_cache.tables_hash import tables_hash
 from srt.model_executor.cuda_graph_runner import Capture, GraphCapture, graph_sizes
 from srt.model_executor.decode_runner import DecodeParts, DecodeRunner
@@ -37,7 +37,7 @@ from srt.model_loader.kv_scales import read_kv_scales
 from srt.model_loader.loader import LoadConfig, get_model_loader
 from srt.models.decoder import CausalLM
 from srt.protocol.messages import PlanSection, Scalar
-from srt.sampling.sampling_batch_info import SamplingBatchInfo
+from srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingKind
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
@@ -317,8 +317,8 @@ class ModelRunner:
 
     def _sample_decodes(self, output: DecodeOutput, masks: torch.Tensor | None) -> StepOutput:
         runner, step = self._decode_runner, output.step
-        if step.is_plain and masks is None and self._draws_by_row:
-            return StepOutput(self._results, runner.sample_plain(len(step.slots)), [], self.device)
+        if masks is None and self._draws_by_row and step.kind is not SamplingKind.OTHER:
+            return StepOutput(self._results, runner.sample(step), [], self.device)
         arrays = self._staging.copy_sampling(self._planner.sampling_of(step))
         info = runner.sampling_info(step, arrays.sampling)
         logits = output.logits.to(torch.float32)
@@ -346,7 +346,9 @@ class ModelRunner:
         tables = self._req_to_token_pool
         if len(plan.admitted_slots):
             tables.write_tokens(plan.id_slots, plan.id_positions, plan.ids)
-            tables.admit(plan.admitted_slots, plan.admitted_lens, plan.admitted_temperatures, plan.admitted_seeds)
+            draws = plan.admitted_draws
+            values = (draws.temperatures, draws.seeds, draws.top_ks, draws.top_ps, draws.min_ps)
+            tables.admit(plan.admitted_slots, plan.admitted_lens, DrawTables(*values))
         if len(plan.pages):
             tables.write_pages(plan.page_slots, plan.page_columns, plan.pages)
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from srt.layers.logits_processor import LogprobArrays
-from srt.sampling.sampling_batch_info import SamplingArrays
+from srt.sampling.sampling_batch_info import DrawArrays, SamplingArrays
 
 A = TypeVar("A")
 HostArray = NDArray[Any]
@@ -21,12 +21,11 @@ _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32,
 
 @dataclass(frozen=True, slots=True)
 class PlanArrays(Generic[A]):
-    """A plan's delta and rows, as numpy arrays or as tensors. All int64 but for the temperatures."""
+    """A plan's delta and rows, as numpy arrays or as tensors. All int64."""
 
     admitted_slots: A
     admitted_lens: A  # positions that are cached
-    admitted_temperatures: A  # float32
-    admitted_seeds: A
+    admitted_draws: DrawArrays[A]
     id_slots: A  # known ids of the admitted, one entry each
     id_positions: A
     ids: A

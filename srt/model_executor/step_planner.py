@@ -13,7 +13,7 @@ from srt.model_executor.logprob_plan import LogprobPlan, plan_output_logprobs, p
 from srt.model_executor.plan_arrays import PlanArrays, SamplingStep
 from srt.model_executor.slot_mirror import Ints, SlotMirror
 from srt.protocol.messages import Admission, PageDelta, PlanSection
-from srt.sampling.sampling_batch_info import SamplingTable
+from srt.sampling.sampling_batch_info import SamplingKind, SamplingTable
 
 HostArray = NDArray[Any]
 
@@ -35,7 +35,7 @@ class DecodeStep:
     slots: Ints
     seq_lens: Ints  # once the step is done
     new_pages: Ints | None  # the page that each row begins, or -1; None: no row begins one
-    is_plain: bool  # all rows ask for a temperature at most
+    kind: SamplingKind
     output_logprobs: LogprobPlan
 
 
@@ -57,8 +57,8 @@ class StepPlanner:
             return None
         wishes = self.slots.logprob_wishes
         logprobs = plan_output_logprobs(wishes, slots, advance.lengths)
-        is_plain = not logprobs.segments and self._sampling.are_plain(slots)
-        return DecodeStep(slots, advance.lengths, advance.new_pages, is_plain, logprobs)
+        kind = SamplingKind.OTHER if logprobs.segments else self._sampling.kind_of(slots)
+        return DecodeStep(slots, advance.lengths, advance.new_pages, kind, logprobs)
 
     def sampling_of(self, step: DecodeStep) -> SamplingStep[HostArray]:
         """What the eager sampler must know of the step's rows."""
@@ -77,11 +77,11 @@ class StepPlanner:
         row_tokens = np.concatenate((rows.extend_lens, np.ones(len(rows.slots) - num_extends, np.int64)))
         last_tokens = np.cumsum(row_tokens) - 1
         admitted = section.admissions
+        admitted_slots = np.array([a.slot for a in admitted], np.int64)
         arrays: PlanArrays[HostArray] = PlanArrays(
-            admitted_slots=np.array([a.slot for a in admitted], np.int64),
+            admitted_slots=admitted_slots,
             admitted_lens=np.array([a.cached for a in admitted], np.int64),
-            admitted_temperatures=np.array([a.sampling.temperature for a in admitted], np.float32),
-            admitted_seeds=np.array([a.seed for a in admitted], np.uint64).view(np.int64),
+            admitted_draws=self._sampling.draws_of(admitted_slots),
             **_ids_of(admitted),
             page_slots=page_slots,
             page_columns=page_columns,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -14,11 +15,29 @@ import torch
 from numpy.typing import NDArray
 
 from srt.protocol.messages import Admission
+from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
 
 A = TypeVar("A")
 HostArray = NDArray[Any]
-NO_TOP_P = 2.0  # above every sum of probabilities, rounding included: the filter leaves everything
-NO_TOP_K = 1 << 62
+
+
+class SamplingKind(IntEnum):
+    """What the rows of a step ask for, at most."""
+
+    PLAIN = 0  # a temperature
+    FILTERED = 1  # and top_k, top_p, min_p
+    OTHER = 2  # and whatever only the eager sampler does
+
+
+@dataclass(frozen=True, slots=True)
+class DrawArrays(Generic[A]):
+    """How slots draw, as DrawTables has it."""
+
+    temperatures: A
+    seeds: A
+    top_ks: A
+    top_ps: A
+    min_ps: A
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +92,7 @@ class SamplingTable:
         self._min_new = np.zeros(num_slots, np.int64)
         self._is_filtered = np.zeros(num_slots, np.bool_)
         self._is_penalised = np.zeros(num_slots, np.bool_)
-        self._is_plain = np.ones(num_slots, np.bool_)
+        self._kind = np.zeros(num_slots, np.int8)
         self._bias: dict[int, tuple[HostArray, HostArray]] = {}
         self._stop_ids: dict[int, HostArray] = {}
 
@@ -101,13 +120,24 @@ class SamplingTable:
         self._stop_ids.pop(slot, None)
         if spec.min_new_tokens > 0 and len(spec.stop_ids):
             self._stop_ids[slot] = spec.stop_ids.astype(np.int64)
-        self._is_plain[slot] = not (
-            self._is_filtered[slot] or self._is_penalised[slot] or slot in self._bias or slot in self._stop_ids
-        )
+        kind = SamplingKind.FILTERED if self._is_filtered[slot] else SamplingKind.PLAIN
+        if self._is_penalised[slot] or slot in self._bias or slot in self._stop_ids:
+            kind = SamplingKind.OTHER
+        self._kind[slot] = kind
 
-    def are_plain(self, slots: NDArray[np.int64]) -> bool:
-        """Whether temperature and seed are all that these slots' rows ask for."""
-        return bool(self._is_plain[slots].all())
+    def kind_of(self, slots: NDArray[np.int64]) -> SamplingKind:
+        """What rows of these slots ask for, at most."""
+        return SamplingKind(int(self._kind[slots].max()))
+
+    def draws_of(self, slots: NDArray[np.int64]) -> DrawArrays[HostArray]:
+        is_filtered = self._is_filtered[slots]
+        return DrawArrays(
+            temperatures=self._temperature[slots],
+            seeds=self._seed[slots],
+            top_ks=np.where(is_filtered, self._top_k[slots], NO_TOP_K),
+            top_ps=np.where(is_filtered, self._top_p[slots], NO_TOP_P),
+            min_ps=np.where(is_filtered, self._min_p[slots], 0.0),
+        )
 
     def arrays(self, slots: NDArray[np.int64]) -> SamplingArrays[HostArray]:
         """The parameters of the rows that sample, in their order; `slots` are theirs."""

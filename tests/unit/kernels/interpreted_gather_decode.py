@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from srt.kernels.gather_decode import gather_decode, store_draws
+from srt.mem_cache.memory_pool import DrawTables
 from srt.model_executor.input_buffers import gather_decode_reference, store_draws_reference
+from srt.sampling.no_filter import NO_TOP_K
 
 NUM_SLOTS, MAX_PAGES = 9, 5  # the dummy slot is the last
 
@@ -24,17 +26,24 @@ class Tables:
         self.tokens = torch.randint(0, 1000, (NUM_SLOTS, length), generator=random, dtype=torch.int32)
         self.lens = torch.randint(0, length, (NUM_SLOTS,), generator=random)
         self.lens[-1] = 0
-        self.temperatures = torch.rand(NUM_SLOTS, generator=random)
-        self.seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (NUM_SLOTS,), generator=random)
+        self.draws = DrawTables(
+            torch.rand(NUM_SLOTS, generator=random),
+            torch.randint(-(1 << 63), (1 << 63) - 1, (NUM_SLOTS,), generator=random),
+            torch.randint(0, NO_TOP_K, (NUM_SLOTS,), generator=random),
+            torch.rand(NUM_SLOTS, generator=random, dtype=torch.float64),
+            torch.rand(NUM_SLOTS, generator=random, dtype=torch.float64),
+        )
 
     def gather(self, function: Any, row_slots: torch.Tensor, new_pages: torch.Tensor) -> list[torch.Tensor]:
         """What the rows gather, and what the tables hold then."""
         rows = len(row_slots)
         out = [torch.full((rows,), -7) for _ in range(4)]
-        out += [torch.full((rows,), -7.0), torch.full((rows,), -7)]
-        tables = (self.pages, self.tokens, self.lens, self.temperatures, self.seeds)
-        function(row_slots, new_pages, *tables, NUM_SLOTS - 1, self.page_size, tuple(out))
-        return [*out, *tables]
+        row_draws = DrawTables(*(torch.full((rows,), -7, dtype=table.dtype) for table in self.draws))
+        tables = (self.pages, self.tokens, self.lens)
+        function(
+            row_slots, new_pages, *tables, self.draws, NUM_SLOTS - 1, self.page_size, tuple(out), row_draws
+        )  # fmt: skip
+        return [*tables, *out, *row_draws]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -47,9 +56,10 @@ def test_rows_are_gathered_pages_entered_and_lengths_grown_but_for_the_dummy(pag
     found = Tables(page_size).gather(gather_decode, row_slots, new_pages)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     before = Tables(page_size)
-    assert int(found[8][-1]) == 0, "the dummy slot has grown"
-    assert torch.equal(found[6][-1], before.pages[-1]), "the dummy slot was given a page"
-    assert not torch.equal(found[8], before.lens) or set(rows) == {8}
+    pages, _, lens = found[:3]
+    assert int(lens[-1]) == 0, "the dummy slot has grown"
+    assert torch.equal(pages[-1], before.pages[-1]), "the dummy slot was given a page"
+    assert not torch.equal(lens, before.lens) or set(rows) == {8}
 
 
 @pytest.mark.parametrize("count", [1, 5, 40])

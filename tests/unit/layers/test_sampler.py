@@ -13,7 +13,8 @@ from srt.distributed.parallel_state import TensorParallel
 from srt.layers.sampler import Draws, Sampler, filter_threshold
 from srt.mem_cache.memory_pool import ReqToTokenPool
 from srt.protocol.messages import Admission, LogprobSpec, SamplingSpec, int32_array
-from srt.sampling.sampling_batch_info import NO_TOP_P, SamplingArrays, SamplingBatchInfo, SamplingTable
+from srt.sampling.no_filter import NO_TOP_P
+from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo, SamplingTable
 from tests.support import oracle
 from tests.support.ranks import CPU, run_ranks, single_rank
 

@@ -24,6 +24,7 @@ from srt.protocol.messages import (
     SamplingSpec,
     int32_array,
 )
+from srt.sampling.sampling_batch_info import SamplingKind
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, run_section
 from tests.support.recorder import Recorder
@@ -79,7 +80,7 @@ def test_tokens_are_those_of_steps_without_graphs(checkpoint: CheckpointFactory,
     runner = with_graphs(checkpoint, page_size, recorder)
     while runner.num_graphs_left:
         runner.capture_graph()
-    assert recorder.num_captures == 2 * len(SIZES)
+    assert recorder.num_captures == 3 * len(SIZES)
     PlanDriver(runner, page_size, chunk=25).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
     assert recorder.num_replays > 20
@@ -184,16 +185,37 @@ def test_what_graphs_cannot_serve_is_launched_from_the_same_tables(checkpoint: C
     runner = with_graphs(checkpoint, 4, recorder)
     while runner.num_graphs_left:
         runner.capture_graph()
-    run_section(runner, admit([0, 1], [5, 6, 7], 3, SamplingSpec(9, temperature=1.0, top_k=5)))
+    run_section(runner, admit([0, 1], [5, 6, 7], 3, SamplingSpec(9, temperature=1.0, frequency_penalty=0.5)))
     output = runner.execute(section_of([1, 0]))
     assert isinstance(output, DecodeOutput)
-    assert (output.step.is_plain, recorder.num_replays) == (False, 1)
+    assert (output.step.kind, recorder.num_replays) == (SamplingKind.OTHER, 1)
     assert runner.sample(output).result().counts.tolist() == [1, 1]
     assert recorder.num_replays == 1
 
 
+def test_filters_are_a_graph_of_their_own_and_greedy_rows_beside_them_are_as_alone(
+    checkpoint: CheckpointFactory,
+) -> None:
+    specs = [
+        SamplingSpec(12, temperature=0.7, top_k=3),
+        SamplingSpec(12, temperature=0.0),
+        SamplingSpec(12, temperature=1.2, top_p=0.6, min_p=0.05),
+        SamplingSpec(12, temperature=1.1),
+    ]
+    expected = [Job([5 + i, 6, 7], spec, seed=i) for i, spec in enumerate(specs)]
+    found = [Job(list(job.prompt), job.sampling, job.seed) for job in expected]
+    for job in expected:
+        PlanDriver(make_runner(checkpoint("qwen3"), 4), 4).run([job])
+    runner = with_graphs(checkpoint, 4, recorder := Recorder())
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    PlanDriver(runner, 4).run(found)
+    assert [job.outputs for job in found] == [job.outputs for job in expected]
+    assert recorder.num_replays == 2 * 11
+
+
 def make_graphs(sizes: tuple[int, ...], pads: bool = True) -> CudaGraphRunner:
-    return CudaGraphRunner(sizes, pads, lambda size: None, lambda size: None, Recorder())
+    return CudaGraphRunner(sizes, pads, lambda size: [lambda: None], Recorder())
 
 
 def capture_next(graphs: CudaGraphRunner) -> int:
