@@ -112,6 +112,11 @@ def test_nothing_scrolls_sideways_at_any_width(browser: Browser, server: PageSer
             f" && node.getBoundingClientRect().right > {width}).map((node) => node.outerHTML.slice(0, 80))"
         )
         assert outside == []
+        inside = page.run(
+            "[...document.querySelectorAll('body *')].filter((node) => node.checkVisibility() && node.scrollWidth > node.clientWidth"
+            " && ['auto', 'scroll'].includes(getComputedStyle(node).overflowX)).map((node) => node.outerHTML.slice(0, 80))"
+        )
+        assert inside == []
 
 
 def test_on_a_phone_the_chat_comes_first_and_is_usable(browser: Browser, server: PageServer) -> None:

@@ -10,14 +10,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from srt import chat, generate
 from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError
 from tests.e2e.conftest import Server
 from tests.support.page_server import PageServer, page_server
-from tests.support.server_process import ROOT
-from tests.support.terminal import CTRL_C, CTRL_D, UP, Terminal
+from tests.support.server_process import ROOT, all_gone
+from tests.support.terminal import CTRL_D, UP, Terminal
 from tests.unit.entrypoints.fake_engine import choice_update
 
 pytestmark = pytest.mark.e2e
@@ -92,7 +93,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(hanging: PageServer) -> Non
         terminal.until("> ")
         terminal.type("Tell me everything\r")
         terminal.until("Once")
-        terminal.type(CTRL_C)
+        terminal.interrupt()
         terminal.until("(stopped)")
         hanging.wait(lambda: hanging.world.engine.handles[0].was_aborted)
         terminal.until("> ")
@@ -101,10 +102,12 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(hanging: PageServer) -> Non
         assert hanging.world.engine.handles[1].request.text == (
             "<user>Tell me everything<assistant>Once<user>Go on<assistant>"
         )
-        terminal.type(CTRL_C)
+        terminal.interrupt()
         terminal.until("(stopped)")
         terminal.until("> ")
-        terminal.type("half a line" + CTRL_C)
+        terminal.type("half a line")
+        terminal.until("half a line")
+        terminal.interrupt()
         terminal.until("> ")
         terminal.type(CTRL_D)
         assert terminal.end() == 0
@@ -123,6 +126,31 @@ def test_a_refused_question_is_told_and_forgotten(fake: PageServer) -> None:
         terminal.until("> ")
         terminal.type("/exit\r")
         assert terminal.end() == 0
+
+
+def test_a_chat_with_an_engine_of_its_own_leaves_nothing_behind() -> None:
+    with Terminal(["srt.chat", "--device", "cpu", "--temperature", "0"]) as terminal:
+        terminal.until("Starting tiny")
+        terminal.until("> ")
+        engine = psutil.Process(terminal.process.pid).children(recursive=True)
+        assert len(engine) >= 4
+        terminal.type("What is 12 + 30?\r")
+        terminal.until("12 + 30 = 42")
+        terminal.until("> ")
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+        assert all_gone(engine)
+
+
+def test_ctrl_c_while_the_engine_starts_ends_both() -> None:
+    with Terminal(["srt.chat", "--device", "cpu"]) as terminal:
+        terminal.until("Starting tiny")
+        chat_process = psutil.Process(terminal.process.pid)
+        while not (engine := chat_process.children(recursive=True)):
+            pass
+        terminal.interrupt()
+        assert terminal.end() == 130
+        assert all_gone(engine)
 
 
 # ---- srt.chat with a pipe
@@ -182,6 +210,8 @@ def test_ctrl_c_in_a_script_ends_the_program_and_its_request(hanging: PageServer
         program.stdin.write(b"Tell me everything\n")
         program.stdin.close()
         assert program.stdout.read(4) == b"Once"
+        while psutil.Process(program.pid).status() != psutil.STATUS_SLEEPING:
+            pass
         program.send_signal(signal.SIGINT)
         assert program.wait(60) == 130
         assert program.stderr.read() == b""

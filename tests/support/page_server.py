@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -60,15 +61,11 @@ class PageServer:
         return asyncio.run_coroutine_threadsafe(go(), self._loop).result(DEADLINE_S)
 
     def wait(self, claim: Callable[[], Result]) -> Result:
-        """The result of `claim` once it is true; the loop looks whenever it has run."""
-
-        async def go() -> Result:
-            async with asyncio.timeout(DEADLINE_S):
-                while not (result := claim()):
-                    await asyncio.sleep(0.005)
-                return result
-
-        return asyncio.run_coroutine_threadsafe(go(), self._loop).result(DEADLINE_S)
+        """The result of `claim` once it is true; asked whenever the loop has a turn for it."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not (result := self.do(claim)):
+            assert time.monotonic() < deadline_s, "never true"
+        return result
 
     @property
     def num_open(self) -> int:
@@ -87,13 +84,17 @@ class PageServer:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())
+        except Exception as error:
+            if self._is_up.done():
+                raise
+            self._is_up.set_exception(error)
         finally:
             self._loop.close()
 
     async def _serve(self) -> None:
         self.world = World(**self._options)
         self.world.engine.counters |= COUNTERS
-        self._server = HttpServer(http_config(self.world.app))
+        self._server = HttpServer(http_config(self.world.app, self.world.service.args))
         self._is_up.set_result(None)
         await self._server.serve(sockets=[self._socket])
         rest = asyncio.all_tasks() - {asyncio.current_task()}

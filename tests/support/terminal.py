@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+import psutil
+
 from tests.support.server_process import ROOT
 
 DEADLINE_S = 60.0
-CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
+CTRL_D, UP = "\x04", "\x1b[A"
 _TAKE_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 )
@@ -40,6 +42,13 @@ class Terminal:
 
     def type(self, keys: str) -> None:
         os.write(self._leader, keys.encode())
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C when the program waits for something: a moment before, the interpreter takes note of it and still waits."""
+        process = psutil.Process(self.process.pid)
+        while process.status() != psutil.STATUS_SLEEPING:
+            pass
+        self.type("\x03")
 
     def until(self, text: str) -> str:
         """What appears from here up to and with `text`."""
