@@ -6,6 +6,14 @@ from typing import Any
 
 import torch
 
+from srt.kernels.filter import BLOCK as FILTER_BLOCK
+from srt.kernels.filter import (
+    ROOM,
+    filter_best_kernel,
+    filter_gather_kernel,
+    filter_levels_kernel,
+    filter_threshold_kernel,
+)
 from srt.kernels.gemv import GemvTiles, gemv_kernel
 from srt.kernels.jit import dot_dtype
 from srt.kernels.kernel_build import TYPE_NAMES, KernelBuild
@@ -23,7 +31,7 @@ def layer_builds() -> list[KernelBuild]:
     builds = [_angles()]
     for dtype in (torch.bfloat16, torch.float32):
         builds += [_rms_norm(dtype), _silu_and_mul(dtype), _block_best(dtype), _draw(dtype)]
-        builds.append(_skinny_gemm(dtype))
+        builds += [_skinny_gemm(dtype), *_filters(dtype)]
         builds += [_gemv(dtype, is_gated=False), _gemv(dtype, is_gated=True)]
     for head_dim, kv in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float8_e4m3fn)):
         builds.append(_prepare_qkv(head_dim, kv))
@@ -146,6 +154,32 @@ _ROW_TYPES = {
     **dict.fromkeys(("seeds_ptr", "positions_ptr", "ids_ptr"), "*i64"),
     **dict.fromkeys(("num_columns", "row_stride", "first_group", "num_blocks", "shard_start", "vocab_size"), "i32"),
 }
+
+
+_FILTER_TYPES = {
+    **dict.fromkeys(("temperatures_ptr", "best_ptr", "near_ptr", "thresholds_ptr"), "*fp32"),
+    **dict.fromkeys(("rows_ptr", "top_ks_ptr"), "*i64"),
+    **dict.fromkeys(("top_ps_ptr", "min_ps_ptr", "masses_ptr"), "*fp64"),
+    **dict.fromkeys(("counts_ptr", "gathered_ptr"), "*i32"),
+    **dict.fromkeys(("row_stride", "num_columns", "num_blocks"), "i32"),
+}
+
+
+def _filters(dtype: torch.dtype) -> list[KernelBuild]:
+    kernels = {
+        "filter_best": filter_best_kernel,
+        "filter_levels": filter_levels_kernel,
+        "filter_gather": filter_gather_kernel,
+        "filter_threshold": filter_threshold_kernel,
+    }
+    values = {"BLOCK": FILTER_BLOCK, "NUM_BLOCKS": 128, "ROOM": ROOM, "HAS_ROWS": True}
+    builds = []
+    for name, kernel in kernels.items():
+        types = {argument: kind for argument, kind in _FILTER_TYPES.items() if argument in kernel.arg_names}
+        types["logits_ptr"] = f"*{TYPE_NAMES[dtype]}"
+        constants = {constant: value for constant, value in values.items() if constant in kernel.arg_names}
+        builds.append(_build(f"{name}[{TYPE_NAMES[dtype]}]", kernel, types, constants))
+    return builds
 
 
 def _block_best(dtype: torch.dtype) -> KernelBuild:

@@ -7,8 +7,6 @@ the best value of each block of the vocabulary; the second computes exactly, but
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 import torch
@@ -17,7 +15,7 @@ import triton.language as tl
 
 from srt.kernels.draw_rows import DrawRows
 from srt.kernels.jit import IS_INTERPRETED, jit, kernel
-from srt.kernels.pdl import has_pdl, let_next_start, pdl_options, wait_for_inputs
+from srt.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 BLOCK: Final = 2048  # token ids per program; a multiple of 4
 _SLACK = tl.constexpr(1e-3)  # float32 noise is nearer than this to the exact one, with a wide margin
@@ -190,11 +188,6 @@ def draw_kernel(
         block = tl.min(tl.where(candidates & (blocks > block), blocks, NUM_BLOCKS), 0)
     tl.store(ids_ptr + row, tl.minimum(best_column + shard_start, vocab_size - 1).to(tl.int64))
     tl.store(values_ptr + row, best_value)
-
-
-def kernel_draw(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """`draw`, launched as the device can."""
-    return partial(draw, pdl=has_pdl(device))
 
 
 def draw(

@@ -7,7 +7,9 @@ rows that asked for it, and every rank of a tensor-parallel group arrives at the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,8 +18,8 @@ from srt.distributed.parallel_state import TensorParallel
 from srt.kernels.draw_rows import DrawRows
 from srt.layers.logits_processor import gather_vocabulary
 from srt.layers.philox import gumbel_noise
-from srt.mem_cache.memory_pool import ReqToTokenPool
-from srt.sampling.sampling_batch_info import SamplingBatchInfo
+from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
+from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo
 
 MINUS_INF = float("-inf")
 
@@ -39,12 +41,17 @@ class Sampler:
         self._vocab_size = vocab_size
         self._shard_start = shard_start
         self._tables = tables
-        self._draw_from_shard = draw_from_shard
+        self._draw_from_shard: Callable[..., tuple[torch.Tensor, torch.Tensor]] = draw_from_shard
+        self._thresholds: Callable[..., torch.Tensor] = filter_thresholds
         if tables.seq_lens.is_cuda:
             # Triton is not there on every host; with PyTorch for CUDA it is.
-            from srt.kernels.sample import kernel_draw
+            from srt.kernels.filter import filter_thresholds as kernel_thresholds
+            from srt.kernels.pdl import has_pdl
+            from srt.kernels.sample import draw
 
-            self._draw_from_shard = kernel_draw(tables.seq_lens.device)
+            pdl = has_pdl(tables.seq_lens.device)
+            self._draw_from_shard = partial(draw, pdl=pdl)
+            self._thresholds = partial(kernel_thresholds, pdl=pdl)
 
     def draw(self, logits: torch.Tensor, info: SamplingBatchInfo, allowed: torch.Tensor | None = None) -> Draws:
         """One id for every row of `logits` [R, columns] float32, which is overwritten.
@@ -66,6 +73,12 @@ class Sampler:
         Nothing here waits for the device, so a graph can hold it.
         """
         return self._draw(logits, DrawRows(temperatures, seeds, positions))
+
+    def draw_filtered(self, logits: torch.Tensor, rows: DrawTables, positions: torch.Tensor) -> Draws:
+        """The same for rows of which some ask for filters too."""
+        whole = gather_vocabulary(self._tp, logits, self._vocab_size)
+        thresholds = self._thresholds(whole, None, rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
+        return self._draw(logits, DrawRows(rows.temperatures, rows.seeds, positions, thresholds))
 
     def _penalise(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
         """Counts come from the token table each time: nothing has to be kept, reset or rebuilt when a request resumes."""
@@ -129,16 +142,21 @@ class Sampler:
         seeds[arrays.noisy_rows] = arrays.seeds
         thresholds = None
         if len(arrays.filter_rows):
-            scaled = logits[arrays.filter_rows] / temperatures[arrays.filter_rows].unsqueeze(1)
-            thresholds = torch.full((info.num_rows,), MINUS_INF, device=device)
-            thresholds[arrays.filter_rows] = self._filter_threshold(scaled, info).squeeze(1)
+            thresholds = self._filter_thresholds(logits, temperatures[arrays.filter_rows], arrays)
         return DrawRows(temperatures, seeds, info.positions, thresholds)
 
-    def _filter_threshold(self, scaled: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
-        """[F, 1]: the smallest logit / T that passes all filters of its row. Needs the rows' whole vocabulary."""
-        arrays = info.arrays
-        whole = gather_vocabulary(self._tp, scaled, self._vocab_size)
-        return filter_threshold(whole, arrays.top_ks, arrays.top_ps, arrays.min_ps)
+    def _filter_thresholds(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, arrays: SamplingArrays[torch.Tensor]
+    ) -> torch.Tensor:
+        """[R]: the smallest logit / T that passes all filters of its row, -inf where it has none."""
+        rows, filters = arrays.filter_rows, (arrays.top_ks, arrays.top_ps, arrays.min_ps)
+        if self._tp.size == 1:
+            return self._thresholds(logits[:, : self._vocab_size], rows, temperatures, *filters)
+        # Filters need their rows' whole vocabulary.
+        whole = gather_vocabulary(self._tp, logits[rows], self._vocab_size)
+        thresholds = torch.full((len(logits),), MINUS_INF, device=logits.device)
+        thresholds[rows] = self._thresholds(whole, None, temperatures, *filters)
+        return thresholds
 
     def _draw(self, logits: torch.Tensor, rows: DrawRows) -> Draws:
         ids, values = self._draw_from_shard(logits, rows, self._shard_start, self._vocab_size)
@@ -171,6 +189,27 @@ def draw_from_shard(
     ids = values.argmax(dim=-1)
     best = values.gather(1, ids.unsqueeze(1)).squeeze(1)
     return (ids + shard_start).clamp_(max=vocab_size - 1), best
+
+
+def filter_thresholds(
+    logits: torch.Tensor,
+    rows: torch.Tensor | None,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+) -> torch.Tensor:
+    """[R]: for each of the F `rows` of logits [R, vocabulary] the smallest logit / T that passes its filters; else -inf.
+
+    No `rows` means all. A row of temperature 0 is greedy: nothing is filtered.
+    """
+    is_noisy = temperatures > 0
+    scaled = logits if rows is None else logits[rows]
+    scaled = scaled.to(torch.float32) / torch.where(is_noisy, temperatures, 1.0).unsqueeze(1)
+    found = filter_threshold(scaled, top_ks, top_ps, min_ps).squeeze(1).masked_fill_(~is_noisy, MINUS_INF)
+    if rows is None:
+        return found
+    return torch.full((len(logits),), MINUS_INF, device=logits.device).index_copy_(0, rows, found)
 
 
 def filter_threshold(
