@@ -42,7 +42,7 @@ class ControlWords:
         return int(self._cells[self._trace])
 
     @property
-    def trace_switch(self) -> memoryview:
+    def trace_switch(self) -> memoryview[float]:
         """One number, above 0 while a trace is being recorded: for those who look all the time."""
         return self._cells[self._trace : self._trace + 1]
 
