@@ -155,8 +155,11 @@ class TpWorker:
             case "inspect":
                 return self._runner.inspect() | self._times.values()
             case "capture":
-                num_rows = self._runner.capture_graph()
-                return {"num_rows": num_rows, "num_left": self._runner.num_graphs_left}
+                size = self._runner.capture_graph()
+                if not self._runner.num_graphs_left:
+                    gc.collect()
+                    gc.freeze()
+                return {"size": size, "num_left": self._runner.num_graphs_left}
             case _:
                 raise ValueError(f"unknown work {kind!r}")
 
@@ -224,7 +227,8 @@ def warm_up(runner: ModelRunner) -> None:
     """One request through the whole model, prompt and next token, so that what is made at first use is made now."""
     empty, one, slot = int32_array(), int32_array([1]), int32_array([0])
     spec = SamplingSpec(max_new_tokens=2, temperature=1.0, top_p=0.9)
-    count = min(8, runner.max_request_tokens - 1)
+    # On a GPU more than the few rows that kernels of their own serve: what a prompt needs is compiled now.
+    count = min(8 if runner.device.type == "cpu" else 64, runner.max_request_tokens - 1)
     if count < 1:
         return
     admission = Admission(0, int32_array([0] * count), count, 0, 0, spec, LogprobSpec())
