@@ -32,6 +32,9 @@ class Stream:
         assert events.pop() == b"", "the last event is cut"
         return events
 
+    def num_events_before(self, time_s: float) -> int:
+        return sum(part.count(b"data: ") for part, at_s in zip(self.parts, self.times_s, strict=True) if at_s <= time_s)
+
     def gaps_s(self) -> list[float]:
         return [later - earlier for earlier, later in zip(self.times_s, self.times_s[1:], strict=False)]
 
@@ -43,10 +46,10 @@ def text_of(events: list[bytes]) -> str:
 
 
 def read_all(
-    url: str, path: str, bodies: list[bytes], patience_s: float, when_begun: Callable[[], None]
+    url: str, path: str, bodies: list[bytes], patience_s: float, span_s: float, mark: Callable[[], None]
 ) -> list[Stream]:
-    """POST all bodies at once, each on a connection of its own, and read their answers until the server closes. `when_begun` is
-    called at the first byte of all."""
+    """POST all bodies at once, each on a connection of its own, and read their answers until the server closes. `mark` is called
+    at the first byte of all, and `span_s` seconds later."""
     parts = urlsplit(url)
     assert parts.hostname is not None and parts.port is not None
     poll = select.epoll()
@@ -63,20 +66,21 @@ def read_all(
         answers.append(stream)
         streams[connection.fileno()] = connection, stream
         poll.register(connection.fileno(), select.EPOLLIN)
-    has_begun = False
+    marks_s: list[float] = []
     deadline_s = time.monotonic() + patience_s
     while streams:
         ready = poll.poll(max(0.0, deadline_s - time.monotonic()))
         assert ready or time.monotonic() < deadline_s, f"{len(streams)} streams hang"
-        if ready and not has_begun:
-            has_begun = True
-            when_begun()
+        now_s = time.monotonic()
+        if (ready and len(marks_s) == 0) or (len(marks_s) == 1 and now_s >= marks_s[0] + span_s):
+            marks_s.append(now_s)
+            mark()
         for number, _ in ready:
             connection, stream = streams[number]
             part = connection.recv(1 << 16)
             if part:
                 stream.parts.append(part)
-                stream.times_s.append(time.monotonic())
+                stream.times_s.append(now_s)
             else:
                 poll.unregister(number)
                 connection.close()

@@ -23,7 +23,7 @@ import zmq
 
 from srt.entrypoints.app import App
 from srt.entrypoints.http_protocol import http_config
-from srt.entrypoints.http_server import HttpServer
+from srt.entrypoints.http_server import HttpServer, settle_garbage
 from srt.entrypoints.service import Service
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.links import Received, RouterLink, frontend_path
@@ -160,6 +160,7 @@ async def serve_ours(run_dir: str, folder: str) -> None:
     await manager.wait_ready()
     service = Service(args)
     service.begin(manager, 0.0)
+    settle_garbage()
     listener = listening()
     server = HttpServer(http_config(App(service), args))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -229,6 +230,7 @@ class BareApp:
 
 async def serve_bare(chunks: list[bytes], rate: float) -> None:
     app = BareApp(chunks, rate)
+    settle_garbage()
     listener = listening()
     server = HttpServer(http_config(app, ServerArgs(model_path="none")))
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -47,6 +47,7 @@ class GenerateInput:
     cache_salt: str = ""
     priority: int = 0  # higher goes first, where the server has priorities
     urgent: bool = False  # goes before all others: for questions about the engine's health
+    wants_prompt_ids: bool = False
     add_special_tokens: bool = True  # False when a chat template already wrote them
 
 
@@ -83,7 +84,7 @@ class ChoiceUpdate:
     finish: Finish | None = None
     output_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # whole, with the first update of the choice, if asked for
-    prompt_ids: tuple[int, ...] = ()  # with the first update of the choice
+    prompt_ids: tuple[int, ...] = ()  # with the first update of the choice, if asked for
     num_preempted: int = 0  # known with the finish
     first_token_s: float | None = None  # from the submission to the first token; None before it
     last_token_s: float | None = None  # the same for the latest token

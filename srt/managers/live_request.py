@@ -49,14 +49,16 @@ class LiveRequest:
         new_output: Callable[[], OutputText],
         *,
         wants_tokens: bool = True,
+        wants_prompt_ids: bool = False,
         began_s: float = 0.0,
     ) -> None:
         """Without `wants_tokens` the one token that the engine draws at the least is not shown: only the prompt was to be computed."""
         self.rid = request.rid
         self.label = request.label
         self.seed = request.seed
-        self.prompt_ids: tuple[int, ...] = tuple(request.prompt_ids.tolist())
-        self._num_prompt = len(self.prompt_ids)
+        self._prompt_ids = request.prompt_ids
+        self._num_prompt = len(request.prompt_ids)
+        self._wants_prompt_ids = wants_prompt_ids
         self._num_over = 0  # choices
         self._choices = {
             index: _Choice(index, new_output(), choice_seed(request.seed, index)) for index in request.choices.tolist()
@@ -114,6 +116,10 @@ class LiveRequest:
         if self._error is None and not self.has_ended:
             self._error = error
             self._wake_reader()
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return tuple(self._prompt_ids.tolist())
 
     @property
     def has_begun(self) -> bool:
@@ -207,7 +213,7 @@ class LiveRequest:
             finish=choice.finish,
             output_logprobs=tuple(choice.logprobs),
             prompt_logprobs=choice.prompt_logprobs if choice.is_first else (),
-            prompt_ids=self.prompt_ids if choice.is_first else (),
+            prompt_ids=self.prompt_ids if choice.is_first and self._wants_prompt_ids else (),
             num_preempted=choice.num_preempted,
             first_token_s=choice.first_token_s,
             last_token_s=choice.last_token_s,

@@ -6,7 +6,7 @@ import numpy as np
 
 from srt.managers.io_struct import GenerateInput, LogprobRequest, RequestError
 from srt.managers.model_facts import ModelFacts
-from srt.protocol.messages import GenerateRequest, LogprobSpec, SchedulerHello, int32_array
+from srt.protocol.messages import GenerateRequest, Int32Array, LogprobSpec, SchedulerHello, int32_array
 from srt.sampling.parameter_checks import ParameterError, is_unicode
 from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
 
@@ -70,9 +70,19 @@ def check_ids(parameter: str, ids: object, vocab_size: int) -> None:
         raise bad(parameter, f"has the token id {shown}, outside the vocabulary of {vocab_size}")
 
 
+def _checked_ids(parameter: str, ids: list[int] | Int32Array, vocab_size: int) -> Int32Array:
+    """A list comes from a client, an array from the tokenizer, whose vocabulary may be larger than the model's."""
+    if not isinstance(ids, np.ndarray):
+        check_ids(parameter, ids, vocab_size)
+        return int32_array(ids)
+    if int(ids.max()) >= vocab_size:
+        check_ids(parameter, ids.tolist(), vocab_size)
+    return ids
+
+
 def build_request(
     request: GenerateInput,
-    prompt_ids: list[int],
+    prompt_ids: list[int] | Int32Array,
     *,
     rid: int,
     label: str,
@@ -82,18 +92,18 @@ def build_request(
 ) -> GenerateRequest:
     """The message for the scheduler; RequestError if the request cannot be served."""
     source = "input_ids" if request.text is None else "text"
-    check_ids(source, prompt_ids, model.vocab_size)
-    if not prompt_ids:
+    if len(prompt_ids) == 0:
         raise bad(source, "has no tokens: a prompt needs at least one")
     try:
         request.params.check_vocabulary(model.vocab_size)
     except ParameterError as error:
         raise RequestError(400, f"{error}.", error.name) from error
     max_new_tokens = _output_limit(request, source, len(prompt_ids), model, limits)
+    checked = _checked_ids(source, prompt_ids, model.vocab_size)
     return GenerateRequest(
         rid=rid,
         label=label,
-        prompt_ids=int32_array(prompt_ids),
+        prompt_ids=checked,
         choices=np.arange(request.params.n, dtype=np.int32),
         output_ids=[int32_array() for _ in range(request.params.n)],
         sampling=request.params.spec(max_new_tokens, model.eos_ids),

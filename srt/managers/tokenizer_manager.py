@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from srt.managers.control_words import ControlWords
 from srt.managers.detokenizer import OutputText
 from srt.managers.frontend_metrics import FrontendMetrics
@@ -34,6 +36,7 @@ from srt.protocol.messages import (
     FromFrontend,
     GenerateRequest,
     GetState,
+    Int32Array,
     Load,
     Message,
     PauseGeneration,
@@ -43,6 +46,7 @@ from srt.protocol.messages import (
     Scalar,
     SchedulerHello,
     TokenBatch,
+    int32_array,
 )
 from srt.sampling.sampling_params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from srt.server_args import ServerArgs
@@ -54,6 +58,7 @@ HEAD_CHARS_PER_TOKEN = (
     16  # of a text with more, the beginning is tokenized first: as a rule it is too long, and that shows it
 )
 _TOKENIZING_THREADS = 2
+_IDS_AT_ONCE = 1 << 15
 _RETRY_AFTER_S = 1
 
 logger = logging.getLogger(__name__)
@@ -237,7 +242,7 @@ class TokenizerManager:
             limits=self.limits,
         )
         self._num_requests += 1
-        live = self._live_request(message, request.params, arrived_s)
+        live = self._live_request(message, request, arrived_s)
         if is_aborted:
             for choice in message.choices.tolist():
                 live.end_choice(choice, RequestDone(message.rid, choice, "abort", -1, 0, 0))
@@ -254,7 +259,7 @@ class TokenizerManager:
         if self._limits is None:
             raise RequestError(503, "The server is starting.", retry_after_s=_RETRY_AFTER_S)
 
-    async def _prompt_ids(self, request: GenerateInput) -> list[int]:
+    async def _prompt_ids(self, request: GenerateInput) -> list[int] | Int32Array:
         if request.text is None:
             return request.input_ids or []
         most = self.model.context_length
@@ -263,13 +268,20 @@ class TokenizerManager:
             raise bad("text", f"has more than {2 * most} tokens, but the model's context holds {most}")
         return await self._encode(request.text, request.add_special_tokens)
 
-    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def _encode(self, text: str, add_special_tokens: bool) -> Int32Array:
         if len(text) <= LONG_TEXT_CHARS:
-            return self._tokenizer.encode(text, add_special_tokens)
+            return int32_array(self._tokenizer.encode(text, add_special_tokens))
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._tokenizer.encode, text, add_special_tokens)
+        return await loop.run_in_executor(self._threads, self._encode_long, text, add_special_tokens)
 
-    def _live_request(self, message: GenerateRequest, params: SamplingParams, began_s: float) -> LiveRequest:
+    def _encode_long(self, text: str, add_special_tokens: bool) -> Int32Array:
+        """In pieces, between which the loop may run: all at once half a million ids would take it 14 ms."""
+        ids = self._tokenizer.encode(text, add_special_tokens)
+        pieces = [int32_array(ids[at : at + _IDS_AT_ONCE]) for at in range(0, len(ids), _IDS_AT_ONCE)]
+        return np.concatenate(pieces) if pieces else int32_array()
+
+    def _live_request(self, message: GenerateRequest, request: GenerateInput, began_s: float) -> LiveRequest:
+        params = request.params
         stop_ids = frozenset(message.sampling.stop_ids.tolist())
         tail = message.prompt_ids[-16:].tolist()
 
@@ -277,7 +289,13 @@ class TokenizerManager:
             stream = self._tokenizer.text_stream(tail, params.skip_special_tokens, params.spaces_between_special_tokens)
             return OutputText(stream, params, stop_ids)
 
-        return LiveRequest(message, new_output, wants_tokens=params.max_new_tokens != 0, began_s=began_s)
+        return LiveRequest(
+            message,
+            new_output,
+            wants_tokens=params.max_new_tokens != 0,
+            wants_prompt_ids=request.wants_prompt_ids,
+            began_s=began_s,
+        )
 
     def _abort(self, rid: int) -> None:
         """End a request from this side; nothing if it has ended."""
@@ -401,7 +419,8 @@ class TokenizerManager:
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_text("text", text)
-        return await self._encode(text, add_special_tokens)
+        ids: list[int] = (await self._encode(text, add_special_tokens)).tolist()
+        return ids
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(ids) > self.model.context_length:  # decoding millions would take the loop seconds

@@ -122,7 +122,8 @@ def test_an_answer_streams_and_equals_the_whole_one(play: Callable[..., None], r
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
         ids = await manager.tokenize("there was a fox who could not sleep, né 你好")
         for stream in (True, False):
-            handle, request = await begin(manager, scheduler, ask(manager, max_new_tokens=len(ids), sampling_seed=5))
+            asked = replace(ask(manager, max_new_tokens=len(ids), sampling_seed=5), wants_prompt_ids=stream)
+            handle, request = await begin(manager, scheduler, asked)
             assert (request.seed, request.sampling.max_new_tokens) == (5, len(ids))
             assert request.prompt_ids.tolist() == await manager.tokenize("Once upon a time")
             for first, token in enumerate(ids[:-1]):
@@ -131,7 +132,8 @@ def test_an_answer_streams_and_equals_the_whole_one(play: Callable[..., None], r
             scheduler.send_tokens(request.rid, ids[-1:], first=len(ids) - 1, done=end)
             updates = await read_all(handle) if stream else await handle.collect()
             assert whole(updates) == (manager.detokenize(ids), tuple(ids))
-            assert updates[0].prompt_ids == handle.prompt_ids == tuple(request.prompt_ids.tolist())
+            assert handle.prompt_ids == tuple(request.prompt_ids.tolist())
+            assert updates[0].prompt_ids == (handle.prompt_ids if stream else ())
             last = updates[-1]
             assert (last.completion_tokens, last.prompt_tokens) == (len(ids), len(request.prompt_ids))
             assert (last.cached_tokens, last.seed, last.rid) == (2, 5, handle.rid)
