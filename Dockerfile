@@ -7,7 +7,7 @@
 # For a host without a GPU, let pip find PyTorch's CPU build: --build-arg PIP_OPTIONS="--extra-index-url …" (see the README).
 FROM python:3.12-slim-bookworm
 
-# Triton compiles a small launcher for its kernels with it.
+# The scheduler is compiled with it, and Triton's launchers of kernels.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
@@ -16,11 +16,12 @@ RUN apt-get update \
 
 ARG PIP_OPTIONS=""
 COPY setup.py pyproject.toml README.md /source/
+COPY scripts /source/scripts
 COPY srt /source/srt
 RUN pip install --no-cache-dir ${PIP_OPTIONS} /source && rm -rf /source
 
 # Downloaded models and compiled kernels: mount a volume, and the next container finds them.
-ENV HF_HOME=/models TRITON_CACHE_DIR=/models/triton PYTHONUNBUFFERED=1
+ENV SRT_CACHE_DIR=/models PYTHONUNBUFFERED=1
 VOLUME /models
 USER srt
 WORKDIR /home/srt

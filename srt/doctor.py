@@ -26,6 +26,8 @@ from srt.managers.preflight import check_model, check_surroundings, listen, runs
 from srt.managers.run_dir import PREFIX, RunDir, is_in_use
 from srt.managers.vitals import VitalsReader
 from srt.server_args import ArgumentError, ServerArgs, make_parser, parse_args
+from srt.utils.cache_folders import VARIABLE as CACHE_VARIABLE
+from srt.utils.cache_folders import cache_environment
 from srt.utils.checkpoint import DEFAULT_MODEL
 from srt.utils.errors import StartError
 from srt.utils.host import available_memory_bytes, usable_cores
@@ -76,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ("PyTorch", lambda: _check_torch(torch)),
             ("open files and current folder", _check_surroundings),
             ("temporary folder", _check_temporary_folder),
+            ("caches", _check_caches),
             ("shared memory", lambda: _check_shared_memory(args)),
             ("address", lambda: _check_address(args)),
             ("model", lambda: _check_model(args)),
@@ -171,18 +174,20 @@ def _changed_options(args: ServerArgs) -> Iterator[Line]:
 
 
 def _folders(args: ServerArgs) -> Iterator[Line]:
-    home = Path(
-        os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    ).expanduser()
-    hub = Path(args.download_dir or os.environ.get("HF_HUB_CACHE") or home / "hub")
-    triton = Path(os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache").expanduser()
-    for name, path, variable in (
+    environment = dict(os.environ)
+    with contextlib.suppress(StartError):  # a check below says so
+        environment |= cache_environment(os.environ)
+    cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    home = Path(environment.get("HF_HOME") or cache / "huggingface")
+    hub = Path(args.download_dir or environment.get("HF_HUB_CACHE") or home / "hub")
+    triton = Path(environment.get("TRITON_CACHE_DIR") or "~/.triton/cache").expanduser()
+    for name, path, variables in (
         ("temporary files", Path(tempfile.gettempdir()), "TMPDIR"),
         ("log lines", log_folder(), "TMPDIR"),
-        ("downloaded models", hub, "HF_HOME or --download-dir"),
-        ("compiled kernels", triton, "TRITON_CACHE_DIR"),
+        ("downloaded models", hub, f"HF_HOME, {CACHE_VARIABLE} or --download-dir"),
+        ("compiled kernels", triton, f"TRITON_CACHE_DIR or {CACHE_VARIABLE}"),
     ):
-        yield name, f"{path} ({_state_of(path)}; moved by {variable})"
+        yield name, f"{path} ({_state_of(path)}; moved by {variables})"
 
 
 def _state_of(folder: Path) -> str:
@@ -294,6 +299,11 @@ def _check_temporary_folder() -> str:
     path = run_dir.path
     run_dir.remove()
     return f"{path.parent} takes sockets and locks"
+
+
+def _check_caches() -> str:
+    moved = cache_environment(os.environ)
+    return f"moved to {', '.join(sorted(set(moved.values())))}" if moved else "where the libraries have them"
 
 
 def _check_shared_memory(args: ServerArgs) -> str:

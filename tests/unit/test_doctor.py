@@ -100,6 +100,22 @@ def test_a_temporary_folder_that_cannot_be_used_is_named(
     assert "TMPDIR" in failed(page)["temporary folder"]
 
 
+def test_caches_that_were_moved_are_shown_and_checked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("HF_HOME", "HF_HUB_CACHE", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path / "cache"))
+    _, page = examine(capsys)
+    assert re.search(rf"^  downloaded models +{tmp_path}/cache/huggingface/hub \(", page, re.MULTILINE)
+    assert re.search(rf"^  compiled kernels +{tmp_path}/cache/triton \(", page, re.MULTILINE)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    code, page = examine(capsys)
+    assert code == 1
+    assert "SRT_CACHE_DIR" in failed(page)["caches"]
+
+
 def test_a_pytorch_that_does_not_load_is_quoted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
