@@ -42,7 +42,7 @@ class DecodeTiles:
         """
         if dtype is torch.float32:
             return cls(num_splits, block_n=32, num_warps=4)
-        return cls(num_splits, block_n=128, num_warps=4) if turns > 1.5 and head_dim <= 128 else cls(num_splits)
+        return cls(num_splits, num_stages=5) if turns > 1.5 and head_dim <= 128 else cls(num_splits)
 
 
 PREFETCHED = tl.constexpr(256)  # positions that a program sends for before it may read its query
@@ -72,15 +72,19 @@ class DecodeScratch:
 
 
 @jit
-def _split_tokens(
+def tokens_per_split(
     seq_len: tl.tensor, num_splits: tl.tensor, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> tl.tensor:
-    """Positions per split: a multiple of BLOCK_N, a function of the row's own length alone."""
-    return tl.cdiv(tl.maximum(tl.cdiv(seq_len, num_splits), MIN_SPLIT), BLOCK_N) * BLOCK_N
+    """Positions per split: a multiple of BLOCK_N, a function of the row's own length alone.
+
+    More than 16 splits pay only where they are long: each takes its time to be merged.
+    """
+    worth_splitting = tl.maximum(tl.minimum(tl.cdiv(seq_len, 16), 4 * MIN_SPLIT), MIN_SPLIT)
+    return tl.cdiv(tl.maximum(tl.cdiv(seq_len, num_splits), worth_splitting), BLOCK_N) * BLOCK_N
 
 
 @jit
-def _merge_splits(
+def merge_splits(
     partial_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -165,7 +169,7 @@ def decode_attention_kernel(
     num_splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + row).to(tl.int32)
     first = tl.maximum(seq_len - window, 0)
-    split_tokens = _split_tokens(seq_len - first, num_splits, MIN_SPLIT, BLOCK_N)
+    split_tokens = tokens_per_split(seq_len - first, num_splits, MIN_SPLIT, BLOCK_N)
     begin = first + split * split_tokens
     end = tl.minimum(begin + split_tokens, seq_len)
     slot = tl.load(req_pool_indices_ptr + row).to(tl.int64)
@@ -229,7 +233,7 @@ def decode_attention_kernel(
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") != num_live - 1:
         return
     tl.store(counter_ptr, 0)
-    _merge_splits(
+    merge_splits(
         partial_ptr, lse_ptr, out_ptr + row.to(tl.int64) * out_row_stride + kv_head * GROUP * HEAD_DIM,
         first_head, num_splits, num_live, v_scale, GROUP, HEAD_DIM, BLOCK_D, BLOCK_S,
     )  # fmt: skip

@@ -7,20 +7,20 @@ import torch
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.host import available_memory_bytes
+from srt.utils.model_config import ModelConfig
 
 CPU_SHARE = 10  # one part in so many of the available memory, for each rank
 CPU_MOST_BYTES = 4 << 30
 CUDA_SLACK = 0.02  # of the device: what libraries load later, and what fragments
-CUDA_GRAPHS_BYTES = 1 << 30  # of graphs that are captured later, the driver's part included
+GRAPHS_BYTES = 1 << 29  # of graphs that are captured later, the driver's part included: so much, and for each layer
+GRAPHS_BYTES_PER_CHANNEL = 10_000  # this times the hidden size. An H200 took 0.5 GB for Qwen3-0.6B, 1.5 GB for Qwen3-8B
 ADMITTED_TOKENS = 1 << 24  # of all requests that one plan admits; each passes through the device as three int64
 
 
-def profile_max_num_token(
-    args: ServerArgs, device: torch.device, bytes_per_token: int, step_bytes: int = 0, table_bytes: int = 0
-) -> int:
+def profile_max_num_token(args: ServerArgs, device: torch.device, bytes_per_token: int, other_bytes: int = 0) -> int:
     """The tokens that fit on this rank, weights already loaded: as many as --max-total-tokens says, or as memory allows.
 
-    On a GPU `step_bytes` is what the largest step takes beside the tables' `table_bytes`.
+    On a GPU `other_bytes` are needed beside: for tables, graphs and the largest step.
     """
     if device.type == "cpu":
         available = available_memory_bytes()
@@ -29,7 +29,7 @@ def profile_max_num_token(
         fits = (unasked if args.max_total_tokens is None else available // args.tp_size) // bytes_per_token
     else:
         free, total = torch.cuda.mem_get_info(device)
-        fits = kv_bytes(args, free, total, step_bytes, table_bytes) // bytes_per_token
+        fits = kv_bytes(args, free, total, other_bytes) // bytes_per_token
     if args.max_total_tokens is None:
         return max(0, fits)
     if args.max_total_tokens > fits:
@@ -40,14 +40,24 @@ def profile_max_num_token(
     return args.max_total_tokens
 
 
-def kv_bytes(args: ServerArgs, free: int, total: int, step_bytes: int, table_bytes: int) -> int:
+def kv_bytes(args: ServerArgs, free: int, total: int, other_bytes: int) -> int:
     """What of a GPU's `free` bytes the KV memory may have, so that no step runs out: no more than --mem-fraction-static says."""
-    admitted = 24 * min(ADMITTED_TOKENS, table_bytes // 4)
-    graphs = 0 if args.disable_cuda_graph else CUDA_GRAPHS_BYTES
-    left = free - step_bytes - table_bytes - admitted - graphs - int(total * CUDA_SLACK)
+    left = free - other_bytes - int(total * CUDA_SLACK)
     if args.mem_fraction_static is None:
         return left
     return min(left, int(total * args.mem_fraction_static) - (total - free))
+
+
+def graph_bytes(args: ServerArgs, config: ModelConfig) -> int:
+    """To be kept free for graphs."""
+    if args.disable_cuda_graph:
+        return 0
+    return GRAPHS_BYTES + GRAPHS_BYTES_PER_CHANNEL * config.num_layers * config.hidden_size
+
+
+def admission_bytes(num_slots: int, max_request_tokens: int) -> int:
+    """Of the ids of all requests that one plan admits."""
+    return 24 * min(ADMITTED_TOKENS, num_slots * max_request_tokens)
 
 
 def check_weights(num_bytes: int, device: torch.device) -> None:

@@ -21,9 +21,11 @@ from srt.model_executor.device_memory import DeviceMemory
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
 from srt.model_executor.logprob_plan import LogprobPlan, LogprobSegment
 from srt.model_executor.memory_profile import (
+    admission_bytes,
     check_pages,
     check_tables,
     check_weights,
+    graph_bytes,
     out_of_step_memory,
     profile_max_num_token,
     table_bytes,
@@ -159,13 +161,22 @@ class ModelRunner:
         config, page_size = self.config, self.page_size
         heads = config.num_kv_heads_per_rank(self._tp.size)
         token_bytes = MHATokenToKVPool.bytes_per_token(config.num_layers, heads, config.head_dim, self._kv_dtype)
-        step_bytes = self._measure_largest_step() if self.device.type == "cuda" else 0
-        tables = table_bytes(self.num_slots, config.context_length, page_size)
-        most_tokens = profile_max_num_token(self._args, self.device, token_bytes, step_bytes, tables)
+        other_bytes = self._measure_other_bytes() if self.device.type == "cuda" else 0
+        most_tokens = profile_max_num_token(self._args, self.device, token_bytes, other_bytes)
         num_pages = self._tp.min_int(most_tokens // page_size)
         check_pages(num_pages, page_size)
         check_tables(self.num_slots, min(config.context_length, num_pages * page_size), page_size, self.device)
         return num_pages
+
+    def _measure_other_bytes(self) -> int:
+        """What has to be kept free beside the KV memory."""
+        longest = self.config.context_length
+        return (
+            self._measure_largest_step()
+            + table_bytes(self.num_slots, longest, self.page_size)
+            + admission_bytes(self.num_slots, longest)
+            + graph_bytes(self._args, self.config)
+        )
 
     def _measure_largest_step(self) -> int:
         """Bytes that it takes, found by running it on tables of full size and a memory of one page."""

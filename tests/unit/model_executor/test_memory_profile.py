@@ -9,16 +9,19 @@ import torch
 
 from srt.model_executor import memory_profile
 from srt.model_executor.memory_profile import (
+    admission_bytes,
     check_pages,
     check_tables,
     check_weights,
+    graph_bytes,
     kv_bytes,
     profile_max_num_token,
-    table_bytes,
 )
 from srt.model_executor.worst_step import worst_section
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from srt.utils.model_config import ModelConfig
+from tests.support.checkpoints import CheckpointFactory
 from tests.support.runners import make_runner
 
 CPU = torch.device("cpu")
@@ -72,20 +75,26 @@ def test_no_room_for_a_page_is_refused() -> None:
 GB = 10**9
 
 
-def test_a_gpus_kv_memory_leaves_room_for_the_largest_step_tables_graphs_and_slack() -> None:
-    args = ServerArgs(model_path="x", disable_cuda_graph=True)
-    tables = table_bytes(256, 40_960, 16)
-    admitted = 24 * min(1 << 24, tables // 4)
-    left = kv_bytes(args, 100 * GB, 140 * GB, step_bytes=5 * GB, table_bytes=tables)
-    assert left == 100 * GB - 5 * GB - tables - admitted - int(140 * GB * 0.02)
-    with_graphs = kv_bytes(ServerArgs(model_path="x"), 100 * GB, 140 * GB, 5 * GB, tables)
-    assert left - with_graphs == 1 << 30
+def test_a_gpus_kv_memory_leaves_room_for_everything_else_and_some_slack() -> None:
+    assert kv_bytes(ServerArgs(model_path="x"), 100 * GB, 140 * GB, 5 * GB) == 95 * GB - int(140 * GB * 0.02)
+
+
+def test_larger_models_keep_more_free_for_graphs(checkpoint: CheckpointFactory) -> None:
+    small, large = (ModelConfig.from_folder(checkpoint(num_layers=layers)) for layers in (2, 4))
+    args = ServerArgs(model_path="x")
+    assert graph_bytes(args, large) - graph_bytes(args, small) == 2 * 64 * 10_000
+    assert graph_bytes(ServerArgs(model_path="x", disable_cuda_graph=True), large) == 0
+
+
+def test_admissions_count_as_far_as_one_plan_can_have_them() -> None:
+    assert admission_bytes(10, 1000) == 240_000
+    assert admission_bytes(10_000, 1_000_000) == 24 << 24
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(0.5, 30 * GB), (0.1, -26 * GB)])
 def test_a_fraction_of_a_gpu_bounds_weights_and_kv_together(fraction: float, expected: int) -> None:
     args = ServerArgs(model_path="x", mem_fraction_static=fraction)
-    assert kv_bytes(args, 100 * GB, 140 * GB, GB, GB) == expected
+    assert kv_bytes(args, 100 * GB, 140 * GB, 2 * GB) == expected
 
 
 def test_weights_that_do_not_fit_a_gpu_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
