@@ -3,13 +3,16 @@
 Times are CPU time of this thread (`time.thread_time_ns`), so other load on the machine is not in them, though its use of shared
 caches is. A step is everything that the scheduler's process does for it apart from the sockets: all messages are decoded from bytes
 and encoded to bytes. Requests that end are replaced by new ones, so arrivals are part of what is measured. Ratios compare two
-schedulers that take turns in one run.
+schedulers that take turns in one run; the scheduler's two forms, compiled and plain, take turns as processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -17,7 +20,9 @@ import numpy as np
 from benchmarks.scheduler_cache import measure_cache
 from benchmarks.scheduler_load import PHASES, Load, LoadedScheduler
 from benchmarks.scheduler_reuse import measure_reuse
+from srt.managers import scheduler_state
 from srt.server_args import ServerArgs
+from srt.utils.compiled import SWITCH, is_compiled
 
 GOAL_P50_US, GOAL_P99_US, GOAL_RATIO = 300, 1000, 1.2
 POLICIES = next(f.metadata["choices"] for f in fields(ServerArgs) if f.name == "schedule_policy")
@@ -36,6 +41,7 @@ class Sizes:
     num_chats: int
 
 
+A_TENTH = Load("a tenth ends in each step", prompt_len=32, answer_len=10, waiting=10)
 FULL = Sizes(256, 1000, 10_000, 1_000_000, 32_768, (1_000, 10_000, 100_000), 300)
 QUICK = Sizes(16, 30, 100, 5_000, 2_048, (100, 1_000), 20)
 
@@ -53,7 +59,8 @@ def measure_steps(sizes: Sizes, policy: str, load: Load) -> None:
         print(f"{phase:56} {np.percentile(column, 50):8.0f} {np.percentile(column, 99):8.0f}")
     print(f"{'goal':56} {GOAL_P50_US:8} {GOAL_P99_US:8}")
     p50, p99 = np.percentile(total, (50, 99)).round(1).tolist()
-    report("scheduler step", load=load.name, policy=policy, rows=sizes.rows, p50_us=p50, p99_us=p99)
+    form = "compiled" if is_compiled(scheduler_state) else "plain"
+    report("scheduler step", load=load.name, policy=policy, rows=sizes.rows, form=form, p50_us=p50, p99_us=p99)
 
 
 def measure_ratio(sizes: Sizes, name: str, small: LoadedScheduler, large: LoadedScheduler) -> None:
@@ -69,24 +76,43 @@ def measure_ratio(sizes: Sizes, name: str, small: LoadedScheduler, large: Loaded
 
 def measure_policy(sizes: Sizes, policy: str) -> None:
     measure_steps(sizes, policy, Load("long answers", prompt_len=128, answer_len=2000, waiting=0))
-    a_tenth = Load("a tenth ends in each step", prompt_len=32, answer_len=10, waiting=10)
-    measure_steps(sizes, policy, a_tenth)
-    few = LoadedScheduler(sizes.rows, a_tenth, policy)
-    many = LoadedScheduler(sizes.rows, replace(a_tenth, waiting=sizes.waiting), policy)
+    measure_steps(sizes, policy, A_TENTH)
+    few = LoadedScheduler(sizes.rows, A_TENTH, policy)
+    many = LoadedScheduler(sizes.rows, replace(A_TENTH, waiting=sizes.waiting), policy)
     measure_ratio(sizes, f"10 and {sizes.waiting} waiting, {policy}", few, many)
-    little, much = (LoadedScheduler(sizes.rows, a_tenth, policy, tokens) for tokens in (1_000, sizes.cached_tokens))
+    little, much = (LoadedScheduler(sizes.rows, A_TENTH, policy, tokens) for tokens in (1_000, sizes.cached_tokens))
     measure_ratio(sizes, f"1000 and {sizes.cached_tokens} cached tokens, {policy}", little, much)
+
+
+def measure_forms(quick: bool) -> None:
+    """The same load in two processes: the compiled scheduler, if it was compiled, and its sources as they are."""
+    command = [sys.executable, "-m", "benchmarks.scheduler", "--only", "step", *(["--quick"] if quick else [])]
+    seen: dict[str, list[float]] = {}
+    for switch in ("", "0") * 3:
+        run = subprocess.run(command, env=os.environ | {SWITCH: switch}, capture_output=True, text=True, check=True)
+        said = json.loads(run.stdout.splitlines()[-1])
+        seen.setdefault(said["form"], []).append(said["p50_us"])
+    plain = round(float(np.median(seen["plain"])), 1)
+    compiled = round(float(np.median(seen["compiled"])), 1) if "compiled" in seen else None
+    ratio = round(compiled / plain, 3) if compiled else None
+    ask = "" if compiled else " (`make compile` compiles the scheduler)"
+    print(f"\n{A_TENTH.name}: p50 {compiled} us a step compiled, {plain} plain, ratio {ratio}{ask}")
+    report("scheduler forms", load=A_TENTH.name, compiled_us=compiled, plain_us=plain, ratio=ratio)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, not what it costs")
-    parser.add_argument("--only", choices=("steps", "cache", "reuse"), help="one part of it")
+    parser.add_argument("--only", choices=("steps", "step", "forms", "cache", "reuse"), help="one part of it")
     options = parser.parse_args()
     sizes = QUICK if options.quick else FULL
     if options.only in (None, "steps"):
         for policy in POLICIES:
             measure_policy(sizes, policy)
+    if options.only == "step":
+        measure_steps(sizes, POLICIES[0], A_TENTH)
+    if options.only in (None, "forms"):
+        measure_forms(options.quick)
     if options.only in (None, "cache"):
         measure_cache(sizes.prompt_len, sizes.nodes, report)
     if options.only in (None, "reuse"):

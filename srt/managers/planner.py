@@ -440,8 +440,9 @@ class Planner:
         )
         sampling = [slot for slot, samples in zip(extend_slots, draft.samples, strict=True) if samples]
         rows = np.concatenate((np.array(sampling, np.int64), decodes)) if sampling else decodes
-        self._slots.planned_at[decodes] = step
-        self._slots.planned_at[extend_slots] = step
+        if self._num_stages > 1:
+            self._slots.planned_at[decodes] = step
+            self._slots.planned_at[extend_slots] = step
         return Planned(
             plan=StepPlan(step, [section]),
             sampling_slots=rows,

@@ -137,8 +137,8 @@ def _what_is_broken(message: GenerateRequest, vocab_size: int) -> str | None:
     if message.sampling.max_new_tokens < 1:
         return f"max_new_tokens must be at least 1, not {message.sampling.max_new_tokens}."
     for ids in (message.prompt_ids, *message.output_ids):
-        if (
-            len(ids) and int(np.maximum.reduce(ids.view(np.uint32))) >= vocab_size
-        ):  # unsigned: one look finds negatives too
-            return f"A token id lies outside the vocabulary of {vocab_size}."
+        if len(ids):
+            unsigned = ids.view(np.uint32)  # so one look finds negative ones too
+            if int(unsigned[unsigned.argmax()]) >= vocab_size:
+                return f"A token id lies outside the vocabulary of {vocab_size}."
     return None

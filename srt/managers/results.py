@@ -15,6 +15,7 @@ from srt.managers.slots import SlotTable
 from srt.managers.worker_stream import BrokenReplica
 from srt.protocol.messages import Int32Array, Int64Array, RowLogprobs, StepResult, TokenLogprobs
 
+ONE = np.ones(1, np.int32).tobytes()
 NOT_FINITE = "The model produced no finite logits for this request."
 
 
@@ -47,20 +48,25 @@ class ResultReader:
 
     def take(self, planned: Planned, result: StepResult) -> Outcome:
         """Append the tokens and say which requests end by them. BrokenReplica if the result does not fit the plan."""
-        self._check(planned, result)
-        rows, counts = planned.sampling_slots, result.counts
+        rows, ids = planned.sampling_slots, result.ids
+        has_one_each = len(ids) == len(rows) and result.counts.tobytes() == ONE * len(rows)
+        if not has_one_each:
+            self._check(planned, result)
         self._counters.step_us += result.step_us
         logged = [self._log(planned, row) for row in result.logprobs]
         alive = self._slots.incarnation[rows] == planned.sampling_incarnations
-        failed = rows[alive & (counts < 0)]
-        self._counters.num_dropped_rows += len(alive) - int(np.count_nonzero(alive))
-        if self._max_row_tokens == 1 and not len(failed) and len(result.ids) == len(rows):
-            ends = self._append(rows[alive], result.ids[alive])
+        num_dropped = len(rows) - int(np.count_nonzero(alive))
+        self._counters.num_dropped_rows += num_dropped
+        if has_one_each and self._max_row_tokens == 1:
+            ends = self._append(rows[alive], ids[alive]) if num_dropped else self._append(rows, ids)
         else:
-            ends = self._append_any(planned, result, alive)
-        ends += [End(self._planner.request_in(int(slot)), "error", status=500, message=NOT_FINITE) for slot in failed]
+            ends = self._append_any(planned, result, alive) + self._failed(rows[alive & (result.counts < 0)])
         late, late_ends = self._append_late(planned, result)
         return Outcome(ends + late_ends, [request for request in logged if request is not None], late)
+
+    def _failed(self, slots: Int64Array) -> list[End]:
+        requests = [self._planner.request_in(slot) for slot in slots.tolist()]
+        return [End(request, "error", status=500, message=NOT_FINITE) for request in requests]
 
     def _check(self, planned: Planned, result: StepResult) -> None:
         counts, num_rows = result.counts, len(planned.sampling_slots)
@@ -127,7 +133,9 @@ class ResultReader:
         slots.outputs[rows, places] = ids
         slots.num_output[rows] = lengths
         self._counters.num_generated_tokens += len(rows)
-        stopped = (slots.stops[rows] == ids[:, None]).any(1)
+        stopped = slots.stops[rows, 0] == ids
+        for column in range(1, slots.most_stops):
+            stopped |= slots.stops[rows, column] == ids
         if slots.has_many_stops:
             for i in np.flatnonzero(slots.many_stops[rows]):
                 stopped[i] = ids[i] in self._planner.request_in(int(rows[i])).sampling.stop_ids

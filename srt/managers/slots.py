@@ -57,6 +57,7 @@ class SlotTable:
         self._stops_bytes = self.stops.data.cast("B")
         self.many_stops: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.has_many_stops = False  # any slot, ever
+        self.most_stops = 1  # of those, so many columns of `stops` were ever used
         self.pages: Int32Array = np.zeros((num_slots, 16), np.int32)
         self._pages_bytes = self.pages.data.cast("B")
         self.outputs: Int32Array = np.zeros((num_slots, 64), np.int32)
@@ -99,12 +100,15 @@ class SlotTable:
         if count:
             self.make_room_for_outputs(count)
             self.outputs[slot, :count] = outputs
-        stops = sampling.stop_ids[:NUM_STOPS].tobytes()
-        start = slot * len(NO_STOPS)
-        self._stops_bytes[start : start + len(NO_STOPS)] = stops + NO_STOPS[len(stops) :]
-        if len(sampling.stop_ids) > NUM_STOPS or self.has_many_stops:
+        self._fill_stops(slot, sampling.stop_ids.tobytes())
+
+    def _fill_stops(self, slot: int, stops: bytes) -> None:
+        num_stops, start = len(stops) // ITEM, slot * len(NO_STOPS)
+        self._stops_bytes[start : start + len(NO_STOPS)] = (stops + NO_STOPS)[: len(NO_STOPS)]
+        self.most_stops = max(self.most_stops, min(num_stops, NUM_STOPS))
+        if num_stops > NUM_STOPS or self.has_many_stops:
             self.has_many_stops = True
-            self.many_stops[slot] = len(sampling.stop_ids) > NUM_STOPS
+            self.many_stops[slot] = num_stops > NUM_STOPS
 
     def release(self, slot: int) -> None:
         assert self.incarnation_at[slot] != 0, f"slot {slot} is released twice"

@@ -15,6 +15,6 @@ def test_every_part_of_the_scheduler_benchmark_runs_and_reports() -> None:
     assert run.returncode == 0, run.stderr
     reports = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     kinds = {report["benchmark"] for report in reports}
-    assert kinds == {"scheduler step", "scheduler ratio", "prefix cache", "eviction", "prefix reuse"}
+    assert kinds == {"scheduler step", "scheduler ratio", "scheduler forms", "prefix cache", "eviction", "prefix reuse"}
     reuses = [report for report in reports if report["benchmark"] == "prefix reuse"]
     assert len(reuses) == 4 and all(0 < reuse["hits"] <= reuse["optimum"] for reuse in reuses)  # the optimum is one
