@@ -30,7 +30,7 @@ from srt.model_executor.memory_profile import (
     profile_max_num_token,
     table_bytes,
 )
-from srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner, piece_sizes
+from srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner, piece_sizes, worthwhile_tokens
 from srt.model_executor.plan_arrays import PlanArrays, Staging
 from srt.model_executor.step_output import ResultBuffers, StepOutput
 from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
@@ -46,6 +46,7 @@ from srt.utils.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
+MOST_PIECE_TOKENS = 8192
 MOST_GRAPH_ROWS = 256  # that are worth a graph, unless asked for: steps of more take longer than their launch
 
 
@@ -64,7 +65,7 @@ class ModelRunnerOutput:
     sampling_info: SamplingBatchInfo
     host: HostStep
     plan: PlanArrays[torch.Tensor]
-    logits: torch.Tensor | None  # [R, this rank's columns] float32; None where no row samples
+    logits: torch.Tensor | None  # [R, this rank's columns], overwritten by the next step; None where no row samples
     prompt_logprobs: Logprobs | None
 
 
@@ -180,7 +181,7 @@ class ModelRunner:
 
     def _measure_largest_step(self) -> int:
         """Bytes that it takes, found by running it on tables of full size and a memory of one page."""
-        longest = self.config.context_length - 1
+        longest = max(1, self.config.context_length - 1)
         prompt_tokens = longest if self._args.prefill_chunk == -1 else min(self._args.prefill_chunk, longest)
         section = worst_section(self.num_slots, prompt_tokens, longest, self.page_size, self.config.vocab_size)
         try:
@@ -255,6 +256,9 @@ class ModelRunner:
 
     def _init_pieces(self, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
         most = self._args.piecewise_cuda_graph_max_tokens
+        if most is None:
+            layer_weights = sum(weight.numel() for weight in self._model.model.layers.parameters())
+            most = min(worthwhile_tokens(self.config.num_layers, layer_weights), MOST_PIECE_TOKENS)
         if capture is None or not most:
             return None
         return PiecewiseCudaGraphRunner(
@@ -288,7 +292,7 @@ class ModelRunner:
         hidden = self.forward(batch)
         logits = None
         if info.num_rows:
-            logits = self._logits_processor.logits(hidden, plan.sample_tokens, self._model.lm_head)
+            logits = self._logits_of(hidden, plan.sample_tokens)
         return ModelRunnerOutput(info, host, plan, logits, self._prompt_logprobs(hidden, batch, host, plan))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -320,11 +324,22 @@ class ModelRunner:
         sampled = None
         if step.logits is not None:
             info, wanted = step.sampling_info, step.host.output_logprobs
-            draws, logprobs = self._draw(step.logits, info, masks, wanted, step.plan.output_logprobs)
+            if masks is None and self._draws_by_row and step.host.kind is not SamplingKind.OTHER:
+                draws, logprobs = self._draw_by_row(step.logits, info, step.host.kind), []
+            else:
+                logits = step.logits.to(torch.float32)
+                draws, logprobs = self._draw(logits, info, masks, wanted, step.plan.output_logprobs)
             self._req_to_token_pool.write_tokens(info.slots, info.positions, draws.ids)
             sampled = draws.ids.masked_fill(~draws.is_valid, -1).to(torch.int32)
             parts += logprobs
         return StepOutput(self._results, sampled, parts, self.device)
+
+    def _draw_by_row(self, logits: torch.Tensor, info: SamplingBatchInfo, kind: SamplingKind) -> Draws:
+        """By what the device's tables say of the rows."""
+        rows = self._req_to_token_pool.draws.of(info.slots)
+        if kind is SamplingKind.FILTERED:
+            return self._sampler.draw_filtered(logits, rows, info.positions)
+        return self._sampler.draw_plain(logits, rows.temperatures, rows.seeds, info.positions)
 
     def _sample_decodes(self, output: DecodeOutput, masks: torch.Tensor | None) -> StepOutput:
         runner, step = self._decode_runner, output.step
@@ -352,6 +367,14 @@ class ModelRunner:
         draws = self._sampler.draw(logits, info, masks)
         logprobs = pick_logprobs(log_probs, draws.ids[arrays.rows], arrays.of_ids, wanted.top)
         return draws, [(logprobs, wanted.segments)]
+
+    def _logits_of(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Of these rows of the hidden states. On a GPU in memory of their own: to allocate as many as rows sample may wait for the device."""
+        if not self._draws_by_row:
+            return self._logits_processor.logits(hidden, rows, self._model.lm_head)
+        logits = self._decode_runner.logits[: len(rows)]
+        self._logits_processor.logits_into(hidden[rows], self._model.lm_head, logits)
+        return logits
 
     def _write_tables(self, plan: PlanArrays[torch.Tensor]) -> None:
         tables = self._req_to_token_pool

@@ -15,7 +15,7 @@ def worst_section(num_slots: int, prompt_tokens: int, longest: int, page_size: i
 
     Every row samples, and asks for whatever can be asked for. All pages are page 0, so what is computed means nothing.
     """
-    lengths = [min(prompt_tokens, longest), longest, *([2] * num_slots)][:num_slots]
+    lengths = [min(prompt_tokens, longest), longest, *([min(2, longest)] * num_slots)][:num_slots]
     cached = [0, *(length - 1 for length in lengths[1:])]
     counts = [length - done for length, done in zip(lengths, cached, strict=True)]
     num_pages = int32_array([-(-(length + 1) // page_size) for length in lengths])

@@ -105,20 +105,19 @@ def test_weights_that_do_not_fit_a_gpu_are_refused_with_the_figures(monkeypatch:
         check_weights(28 * GB, torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize(("num_slots", "prompt_tokens"), [(1, 20), (2, 7), (6, 60)])
+@pytest.mark.parametrize(("num_slots", "prompt_tokens", "longest"), [(1, 20, 59), (2, 7, 59), (6, 60, 59), (3, 9, 1)])
 def test_the_worst_step_is_a_step_that_a_runner_can_run(
-    qwen3_checkpoint: Path, num_slots: int, prompt_tokens: int
+    qwen3_checkpoint: Path, num_slots: int, prompt_tokens: int, longest: int
 ) -> None:
     """A chunk and a token from everybody else, every row sampling, on a memory of one page."""
-    runner = make_runner(qwen3_checkpoint, 16, max_running_requests=num_slots, context_length=60)
-    section = worst_section(num_slots, prompt_tokens, 59, 16, runner.config.vocab_size)
+    runner = make_runner(qwen3_checkpoint, 16, max_running_requests=num_slots)
+    section = worst_section(num_slots, prompt_tokens, longest, 16, runner.config.vocab_size)
+    chunk = min(prompt_tokens, longest)
     assert len(section.extend_slots) == num_slots
-    assert int(section.extend_counts.sum()) == min(prompt_tokens, 59) + num_slots - 1
-    assert int((section.extend_starts + section.extend_counts).max()) == (
-        59 if num_slots > 1 else min(prompt_tokens, 59)
-    )
+    assert int(section.extend_counts.sum()) == chunk + num_slots - 1
+    assert int((section.extend_starts + section.extend_counts).max()) == (longest if num_slots > 1 else chunk)
     with torch.inference_mode():
-        runner._init_memory(1, 60)
+        runner._init_memory(1, longest + 1)
         rows = runner.sample(runner.execute(section)).result()
     assert len(rows.counts) == num_slots
     assert {(row.slot, row.is_prompt) for row in rows.logprobs} >= {(slot, False) for slot in range(num_slots)}
