@@ -1,10 +1,10 @@
 """Where libraries keep what they have downloaded or compiled: where they always do, unless that cannot be written or was moved.
 
-    SRT_CACHE_DIR/huggingface   checkpoints (HF_HOME)
-    SRT_CACHE_DIR/triton        compiled kernels (TRITON_CACHE_DIR)
-    SRT_CACHE_DIR/inductor      compiled graphs (TORCHINDUCTOR_CACHE_DIR)
-    SRT_CACHE_DIR/cuda          kernels that the driver compiled (CUDA_CACHE_PATH)
-    SRT_CACHE_DIR               flashinfer makes a folder of its own in it (FLASHINFER_WORKSPACE_BASE)
+SRT_CACHE_DIR/huggingface   checkpoints (HF_HOME)
+SRT_CACHE_DIR/triton        compiled kernels (TRITON_CACHE_DIR)
+SRT_CACHE_DIR/inductor      compiled graphs (TORCHINDUCTOR_CACHE_DIR)
+SRT_CACHE_DIR/cuda          kernels that the driver compiled (CUDA_CACHE_PATH)
+SRT_CACHE_DIR               flashinfer makes a folder of its own in it (FLASHINFER_WORKSPACE_BASE)
 """
 
 from __future__ import annotations

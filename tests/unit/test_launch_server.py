@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -52,3 +53,11 @@ sys.stderr.write("somewhere")
 
     done = subprocess.run([sys.executable, "-c", script], preexec_fn=close_them)
     assert done.returncode == 0
+
+
+def test_a_start_that_fails_is_one_json_line_where_lines_are_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch_server.main(["--model-path", "/no/such/folder", "--port", "0", "--log-format", "json"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert (told["level"], told["process"]) == ("error", "supervisor")
+    assert "/no/such/folder does not exist" in told["message"]
