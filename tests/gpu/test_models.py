@@ -136,3 +136,13 @@ def test_logits_of_a_real_shape_are_near_those_of_float32(tmp_path: Path) -> Non
     for choice in BACKENDS:
         runner = make_runner(tmp_path, 16, dtype="bfloat16", **options, **choice)
         assert_near(logits_of(runner, prompt, 300, 16), reference, str(choice))
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_weights_are_the_same_wherever_they_are_loaded(checkpoint: CheckpointFactory, load_format: str) -> None:
+    folder = checkpoint("llama", num_shards=3, tied=False)
+    options: dict[str, Any] = {"load_format": load_format, "dtype": "bfloat16"}
+    here, there = (make_runner(folder, 16, device=device, **options)._model.state_dict() for device in (CPU, CUDA))
+    assert here.keys() == there.keys()
+    for name, tensor in here.items():
+        assert torch.equal(tensor, there[name].cpu()), name

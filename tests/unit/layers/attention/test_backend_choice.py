@@ -1,0 +1,116 @@
+"""Which attention kernels serve: what was asked for, the quickest that can, or a sentence that names what cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from srt.layers.attention import backend_choice
+from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.backend_choice import BackendChoice, choose_backends, make_backend
+from srt.layers.attention.torch_native import TorchNativeBackend
+from srt.server_args import ServerArgs
+from srt.utils.errors import StartError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+QWEN3 = AttentionSpec(32, 8, 128, torch.bfloat16, torch.bfloat16, 16, 40_960, (None,))
+FP8 = replace(QWEN3, kv_dtype=torch.float8_e4m3fn)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`host(capability, installed, compiled)`: a host with such a GPU and such a flashinfer."""
+
+    def build(
+        capability: tuple[int, int] = (9, 0), installed: bool = True, compiled: tuple[str, ...] = ("fa2", "fa3")
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(backend_choice, "find_spec", lambda name: object() if installed else None)
+        monkeypatch.setattr(backend_choice, "are_kernels_compiled", lambda kernels, spec: kernels in compiled)
+
+    return build
+
+
+def choose(spec: AttentionSpec = QWEN3, device: torch.device = CUDA, **options: Any) -> tuple[str, str]:
+    choice = choose_backends(ServerArgs(model_path="x", **options), spec, device)
+    return choice.prefill, choice.decode
+
+
+def test_a_cpu_serves_with_plain_pytorch() -> None:
+    assert choose(device=CPU) == ("torch_native", "torch_native")
+    assert isinstance(make_backend(BackendChoice("torch_native", "torch_native"), QWEN3, CPU), TorchNativeBackend)
+
+
+@pytest.mark.parametrize(
+    ("facts", "spec", "expected"),
+    [
+        ({}, QWEN3, ("fa3", "triton")),
+        ({}, FP8, ("fa3", "triton")),
+        ({"capability": (8, 0)}, QWEN3, ("flashinfer", "triton")),
+        ({"capability": (10, 0)}, QWEN3, ("flashinfer", "triton")),
+        ({"compiled": ("fa2",)}, QWEN3, ("flashinfer", "triton")),
+        ({"compiled": ()}, QWEN3, ("triton", "triton")),
+        ({"installed": False}, QWEN3, ("triton", "triton")),
+        ({}, replace(QWEN3, dtype=torch.float32, kv_dtype=torch.float32), ("triton", "triton")),
+        ({}, replace(QWEN3, head_dim=96), ("triton", "triton")),
+    ],
+)
+def test_the_default_is_the_quickest_that_can(
+    facts: dict[str, Any], spec: AttentionSpec, expected: tuple[str, str], host: Any
+) -> None:
+    host(**facts)
+    assert choose(spec) == expected
+
+
+def test_a_default_that_is_not_the_best_says_why(host: Any) -> None:
+    host(installed=False)
+    assert "flashinfer-python is not installed" in choose_backends(ServerArgs(model_path="x"), QWEN3, CUDA).reason
+    host(compiled=())
+    assert "flashinfer-jit-cache" in choose_backends(ServerArgs(model_path="x"), QWEN3, CUDA).reason
+    host()
+    assert not choose_backends(ServerArgs(model_path="x"), QWEN3, CUDA).reason
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"attention_backend": "triton"}, ("triton", "triton")),
+        ({"attention_backend": "flashinfer"}, ("flashinfer", "flashinfer")),
+        ({"attention_backend": "fa3"}, ("fa3", "triton")),
+        ({"prefill_attention_backend": "triton"}, ("triton", "triton")),
+        ({"decode_attention_backend": "flashinfer"}, ("fa3", "flashinfer")),
+        ({"attention_backend": "triton", "prefill_attention_backend": "fa3"}, ("fa3", "triton")),
+        ({"attention_backend": "fa3", "decode_attention_backend": "torch_native"}, ("fa3", "torch_native")),
+    ],
+)
+def test_prefill_and_decode_are_chosen_apart(options: dict[str, Any], expected: tuple[str, str], host: Any) -> None:
+    host()
+    assert choose(**options) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "spec", "options", "words"),
+    [
+        ({}, replace(QWEN3, dtype=torch.float32), {"attention_backend": "fa3"}, "bfloat16 and float16, not float32"),
+        ({}, replace(QWEN3, head_dim=80), {"attention_backend": "flashinfer"}, "not 80"),
+        ({}, replace(QWEN3, head_dim=512), {"attention_backend": "triton"}, "at most 256, not 512"),
+        ({}, FP8, {"decode_attention_backend": "flashinfer"}, "not float8_e4m3fn"),
+        ({"capability": (8, 6)}, QWEN3, {"attention_backend": "fa3"}, "Hopper"),
+        ({"installed": False}, QWEN3, {"attention_backend": "flashinfer"}, "flashinfer-python is not installed"),
+    ],
+)
+def test_what_cannot_serve_is_refused_by_name(
+    facts: dict[str, Any], spec: AttentionSpec, options: dict[str, Any], words: str, host: Any
+) -> None:
+    host(**facts)
+    with pytest.raises(StartError, match=words) as caught:
+        choose(spec, **options)
+    assert str(caught.value).startswith(f"The attention backend {next(iter(options.values()))} cannot serve here: ")
+
+
+def test_flashinfer_on_a_cpu_is_refused() -> None:
+    with pytest.raises(StartError, match="needs a CUDA device"):
+        choose(device=CPU, attention_backend="flashinfer")
