@@ -171,9 +171,10 @@ class ServerArgs:
     disable_cuda_graph_padding: bool = option(
         False, "use graphs only for steps of exactly as many rows, never padded", group=DEVICE
     )
-    piecewise_cuda_graph_max_tokens: int = option(
-        4096,
-        "most tokens of steps with prompts that are captured as CUDA graphs but for attention; 0: none",
+    piecewise_cuda_graph_max_tokens: int | None = option(
+        None,
+        "most tokens of steps with prompts that are captured as CUDA graphs but for attention; 0: none (default: as many as are"
+        " computed sooner than launched)",
         group=DEVICE,
     )
     random_seed: int | None = option(None, "seed of the seeds that are drawn for requests without one", group=DEVICE)
@@ -221,7 +222,8 @@ class ServerArgs:
         for name in ("ssl_keyfile", "ssl_keyfile_password"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 raise ArgumentError(f"--{name.replace('_', '-')} means something only with --ssl-certfile.")
-        self._at_least("piecewise_cuda_graph_max_tokens", 0)
+        if self.piecewise_cuda_graph_max_tokens is not None:
+            self._at_least("piecewise_cuda_graph_max_tokens", 0)
         if self.cuda_graph_max_bs is not None:
             self._at_least("cuda_graph_max_bs", 1)
         if any(not 1 <= size <= MOST for size in self.cuda_graph_bs):

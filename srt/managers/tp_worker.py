@@ -224,22 +224,26 @@ def load_runner(child: Child) -> ModelRunner:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """One request through the whole model, prompt and next token, so that what is made at first use is made now."""
-    empty, one, slot = int32_array(), int32_array([1]), int32_array([0])
-    spec = SamplingSpec(max_new_tokens=2, temperature=1.0, top_p=0.9)
-    # On a GPU more than the few rows that kernels of their own serve: what a prompt needs is compiled now.
-    count = min(8 if runner.device.type == "cpu" else 64, runner.max_request_tokens - 1)
+    """Requests through the whole model, prompt and next token, so that what is made at first use is made now."""
+    is_cpu = runner.device.type == "cpu"
+    # On a GPU more tokens than kernels of their own serve, and with filters and without: all of it is compiled now.
+    count = min(8 if is_cpu else 64, runner.max_request_tokens - 1)
     if count < 1:
         return
+    for top_p in (0.9,) if is_cpu else (0.9, 1.0):
+        for section in _warm_up_sections(count, runner.page_size, top_p):
+            runner.sample(runner.execute(section)).result()
+        runner.reset()
+
+
+def _warm_up_sections(count: int, page_size: int, top_p: float) -> tuple[PlanSection, PlanSection]:
+    empty, one, slot = int32_array(), int32_array([1]), int32_array([0])
+    spec = SamplingSpec(max_new_tokens=2, temperature=1.0, top_p=top_p)
     admission = Admission(0, int32_array([0] * count), count, 0, 0, spec, LogprobSpec())
-    pages = int32_array(range(-(-(count + 1) // runner.page_size)))
-    num_pages = int32_array([len(pages)])
-    delta = PageDelta(slot, num_pages, pages)
+    pages = int32_array(range(-(-(count + 1) // page_size)))
+    delta = PageDelta(slot, int32_array([len(pages)]), pages)
     first = PlanSection([admission], [delta], slot, int32_array([0]), int32_array([count]), one, empty)
-    second = PlanSection([], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, slot)
-    for section in (first, second):
-        runner.sample(runner.execute(section)).result()
-    runner.reset()
+    return first, PlanSection([], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, slot)
 
 
 def hello_of(rank: int, page_size: int, runner: ModelRunner) -> WorkerHello:

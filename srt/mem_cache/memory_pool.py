@@ -34,6 +34,9 @@ class DrawTables(NamedTuple):
         for table, value in zip(self, (0.0, 0, NO_TOP_K, NO_TOP_P, 0.0), strict=True):
             table.fill_(value)
 
+    def of(self, slots: torch.Tensor) -> DrawTables:
+        return DrawTables(*(table[slots] for table in self))
+
     def first(self, count: int) -> DrawTables:
         return DrawTables(*(table[:count] for table in self))
 

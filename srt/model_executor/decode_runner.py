@@ -62,7 +62,7 @@ class DecodeRunner:
         self.buffers = GraphInputBuffers(parts.tables, max_rows, device, window)
         self._batches: dict[int, ForwardBatch] = {}
         head = parts.model.lm_head
-        self._logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
+        self.logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
         self._size = 0  # rows of the step at hand, padding included
         self._is_replayed = False
         self._plans_on_host = parts.attn_backend.plans_decodes_on_host
@@ -88,7 +88,7 @@ class DecodeRunner:
                 self._pad_host_rows(batch, step.slots, step.seq_lens)
                 self._parts.attn_backend.init_forward_metadata_replay_cuda_graph(batch)
             self.graphs.replay(size, FORWARD)
-        return self._logits[:num_rows]
+        return self.logits[:num_rows]
 
     def sample(self, step: DecodeStep) -> torch.Tensor:
         """Draw the rows' next ids from the logits and enter them. [rows] int32, -1 where the logits were not finite."""
@@ -136,16 +136,16 @@ class DecodeRunner:
         parts, batch = self._parts, self._batch(size)
         self.buffers.gather(size)
         hidden = parts.model(batch.input_ids, batch.positions, batch)
-        parts.logits_processor.logits_into(hidden, parts.model.lm_head, self._logits[:size])
+        parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[:size])
 
     def _run_sample(self, size: int) -> None:
         rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
-        draws = self._parts.sampler.draw_plain(self._logits[:size], rows.temperatures, rows.seeds, positions)
+        draws = self._parts.sampler.draw_plain(self.logits[:size], rows.temperatures, rows.seeds, positions)
         self.buffers.store(draws.ids, draws.is_valid)
 
     def _run_filtered_sample(self, size: int) -> None:
         rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
-        draws = self._parts.sampler.draw_filtered(self._logits[:size], rows, positions)
+        draws = self._parts.sampler.draw_filtered(self.logits[:size], rows, positions)
         self.buffers.store(draws.ids, draws.is_valid)
 
     def _pad_host_rows(self, batch: ForwardBatch, slots: Ints, seq_lens: Ints) -> None:

@@ -107,6 +107,7 @@ class ModelRunner:
         self._results = ResultBuffers(device, self.num_slots)
         self._logits_processor = LogitsProcessor(tp, config.vocab_size)
         self._pieces: PiecewiseCudaGraphRunner | None = None
+        self._draws_by_row = False  # not while memory is measured
         with torch.inference_mode():
             with self.memory.region("weights"):
                 self._model = self._load_model(folder, report_weights)
@@ -325,13 +326,13 @@ class ModelRunner:
         if step.logits is not None:
             info, wanted = step.sampling_info, step.host.output_logprobs
             if masks is None and self._draws_by_row and step.host.kind is not SamplingKind.OTHER:
-                draws, logprobs = self._draw_by_row(step.logits, info, step.host.kind), []
+                draws = self._draw_by_row(step.logits, info, step.host.kind)
             else:
                 logits = step.logits.to(torch.float32)
                 draws, logprobs = self._draw(logits, info, masks, wanted, step.plan.output_logprobs)
+                parts += logprobs
             self._req_to_token_pool.write_tokens(info.slots, info.positions, draws.ids)
             sampled = draws.ids.masked_fill(~draws.is_valid, -1).to(torch.int32)
-            parts += logprobs
         return StepOutput(self._results, sampled, parts, self.device)
 
     def _draw_by_row(self, logits: torch.Tensor, info: SamplingBatchInfo, kind: SamplingKind) -> Draws:
@@ -369,7 +370,7 @@ class ModelRunner:
         return draws, [(logprobs, wanted.segments)]
 
     def _logits_of(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Of these rows of the hidden states. On a GPU in memory of their own: to allocate as many as rows sample may wait for the device."""
+        """Of these rows of the hidden states. On a GPU in memory of their own: to allocate for ever more rows waits for the device."""
         if not self._draws_by_row:
             return self._logits_processor.logits(hidden, rows, self._model.lm_head)
         logits = self._decode_runner.logits[: len(rows)]

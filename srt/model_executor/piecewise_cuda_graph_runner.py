@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from srt.models.decoder import CausalLM
 
 NO_ROWS = np.zeros(0, np.int64)
+LAUNCH_S = 0.35e-3  # of a layer, one kernel after the other, as measured on a host of an H200
+FLOPS = 600e12  # that this GPU's prompts are computed with
 
 
 @dataclass(slots=True)
@@ -203,6 +205,11 @@ class PiecewiseCudaGraphRunner:
             token_to_kv_pool=self._kv_pool,
             attn_backend=breaks,
         )
+
+
+def worthwhile_tokens(num_layers: int, num_weights: int) -> int:
+    """Steps of more tokens take the device longer than the host needs to launch them: there a graph only adds padding."""
+    return int(LAUNCH_S * num_layers * FLOPS / (2 * num_weights))
 
 
 def piece_sizes(most_tokens: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ class HostStep:
 
     rows: HostRows
     arrays: PlanArrays[HostArray]
+    kind: SamplingKind  # of the rows that sample
     prompt_logprobs: LogprobPlan
     output_logprobs: LogprobPlan
 
@@ -76,6 +77,7 @@ class StepPlanner:
         num_extends = len(rows.extend_lens)
         row_tokens = np.concatenate((rows.extend_lens, np.ones(len(rows.slots) - num_extends, np.int64)))
         last_tokens = np.cumsum(row_tokens) - 1
+        sampling_slots = rows.slots[rows.sample_rows]
         admitted = section.admissions
         admitted_slots = np.array([a.slot for a in admitted], np.int64)
         arrays: PlanArrays[HostArray] = PlanArrays(
@@ -94,11 +96,12 @@ class StepPlanner:
             token_positions=_ranges(rows.prefix_lens, rows.extend_lens),
             sample_rows=rows.sample_rows,
             sample_tokens=last_tokens[rows.sample_rows],
-            sampling=self._sampling.arrays(rows.slots[rows.sample_rows]),
+            sampling=self._sampling.arrays(sampling_slots),
             prompt_logprobs=prompt_logprobs.arrays(),
             output_logprobs=output_logprobs.arrays(),
         )
-        return HostStep(rows, arrays, prompt_logprobs, output_logprobs)
+        kind = SamplingKind.OTHER if output_logprobs.segments else self._sampling.kind_of(sampling_slots)
+        return HostStep(rows, arrays, kind, prompt_logprobs, output_logprobs)
 
     def _append_pages(self, deltas: list[PageDelta]) -> tuple[Ints, Ints, Ints]:
         if not deltas:

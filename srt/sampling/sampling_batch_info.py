@@ -127,7 +127,7 @@ class SamplingTable:
 
     def kind_of(self, slots: NDArray[np.int64]) -> SamplingKind:
         """What rows of these slots ask for, at most."""
-        return SamplingKind(int(self._kind[slots].max()))
+        return SamplingKind(int(self._kind[slots].max(initial=0)))
 
     def draws_of(self, slots: NDArray[np.int64]) -> DrawArrays[HostArray]:
         is_filtered = self._is_filtered[slots]

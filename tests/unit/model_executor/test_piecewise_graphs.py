@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from srt.model_executor.piecewise_cuda_graph_runner import piece_sizes
+from srt.model_executor.piecewise_cuda_graph_runner import piece_sizes, worthwhile_tokens
 from srt.protocol.messages import LogprobSpec, SamplingSpec
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy
@@ -60,6 +60,12 @@ def test_larger_steps_than_the_largest_size_are_launched_whole(checkpoint: Check
         runner.capture_graph()
     PlanDriver(runner, 4).run([Job(list(range(40)), greedy(1))])
     assert recorder.num_replays == 0
+
+
+def test_small_models_have_larger_pieces() -> None:
+    small, large = worthwhile_tokens(28, 440_000_000), worthwhile_tokens(36, 7_000_000_000)
+    assert 4096 < small < 8192
+    assert 256 < large < 1024
 
 
 def test_sizes_end_at_the_most_tokens() -> None:
