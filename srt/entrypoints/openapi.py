@@ -137,7 +137,7 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
         operations.configure_logging: Operation("Operation", _OBJECT, body=operations.LoggingBody, errors=_BODY),
         operations.freeze_gc: Operation("Operation", content=PLAIN, errors=()),
         profiling.start_profile: Operation("Operation", _OBJECT, body=profiling.StartBody, errors=_BODY),
-        profiling.stop_profile: Operation("Operation", _OBJECT, errors=(400, 503)),
+        profiling.stop_profile: Operation("Operation", _OBJECT, errors=(400, 500, 503)),
         health.health: Operation("Health", _OBJECT),
         health.ready: Operation("Health", _OBJECT),
         health.health_generate: Operation("Health", content=""),

@@ -12,7 +12,7 @@ from typing import Any
 from srt.managers.control_words import ControlWords
 from srt.managers.io_struct import RequestError
 from srt.managers.request_schema import bad_parameter
-from srt.managers.trace_file import default_folder, merge, missing_parts, new_file, read_summary
+from srt.managers.trace_file import default_folder, merge, missing_parts, new_file, read_summary, write_summary
 from srt.managers.vitals import SILENT_S, Vital
 
 PARTS_S = 5.0  # for all processes to write down what they recorded
@@ -36,10 +36,12 @@ class Profiler:
         """Begin; the path is where the trace will be. RequestError if one is being recorded, or if it could not be written."""
         if self._run_dir is None or self._control.trace > 0:
             raise RequestError(400, "A trace is being recorded already: stop it first.")
+        if output_dir is not None and not output_dir.startswith("/"):
+            raise bad_parameter("output_dir", "must be an absolute path: the server's folder is not yours")
         try:
             path = new_file(Path(output_dir) if output_dir else default_folder())
-        except OSError as error:
-            raise bad_parameter("output_dir", f"cannot be written to ({error.strerror})") from error
+        except (OSError, ValueError) as error:  # a ValueError for names that no file can have
+            raise bad_parameter("output_dir", f"cannot be written to ({error})") from error
         number = self._control.start_trace(num_steps)
         task = asyncio.create_task(self._write(self._run_dir, number, path))
         self._writing.add(task)
@@ -57,7 +59,10 @@ class Profiler:
                 await _until(lambda: read_summary(run_dir, number) is not None)
         except TimeoutError:
             raise RequestError(503, f"The trace was not written within {WRITTEN_S:g} s.") from None
-        return read_summary(run_dir, number) or {}
+        told = read_summary(run_dir, number) or {}
+        if "error" in told:
+            raise RequestError(500, told["error"])
+        return told
 
     async def _write(self, run_dir: Path, number: int, path: Path) -> None:
         """When the recording has ended, by whomever: wait for all parts, and make one file of them."""
@@ -69,8 +74,15 @@ class Profiler:
                 await _until(lambda: not missing_parts(run_dir, number, alive))
         missing = missing_parts(run_dir, number, alive)
         missing += [vital.process for vital in vitals if vital.silent_s >= SILENT_S]
-        told = await asyncio.to_thread(merge, run_dir, number, alive, missing, path)
-        logger.info("The trace %s has %d events.", path, told["num_events"])
+        try:
+            told = await asyncio.to_thread(merge, run_dir, number, alive, missing, path)
+        except OSError as error:
+            sentence = f"The trace {path} could not be written: {error.strerror}."
+            write_summary(run_dir, number, {"error": sentence})
+            logger.error("%s", sentence)
+        else:
+            write_summary(run_dir, number, told)
+            logger.info("The trace %s has %d events.", path, told["num_events"])
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._writing.discard(task)

@@ -13,7 +13,8 @@ class StartBody(RequestBody):
     """POST /start_profile."""
 
     output_dir: str | None = Field(
-        None, description="Folder of the trace. By default $SRT_PROFILE_DIR, or that of temporary files."
+        None,
+        description="Folder of the trace, an absolute path. By default $SRT_PROFILE_DIR, or that of temporary files.",
     )
     num_steps: int | None = Field(
         None, ge=1, description="End after so many steps of the model, without /stop_profile."

@@ -43,7 +43,7 @@ def missing_parts(run_dir: Path, number: int, processes: Iterable[str]) -> list[
 
 
 def merge(run_dir: Path, number: int, processes: Sequence[str], missing: Sequence[str], path: Path) -> dict[str, Any]:
-    """Write the trace, delete the parts, and say how much there is, here and to whoever asks with `read_summary`."""
+    """Write the trace, delete the parts, and say how much there is."""
     events: list[dict[str, Any]] = []
     num_dropped = 0
     for place, process in enumerate(sorted(processes, key=_place)):
@@ -58,21 +58,24 @@ def merge(run_dir: Path, number: int, processes: Sequence[str], missing: Sequenc
     path.write_bytes(
         orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"num_dropped_events": num_dropped}})
     )
-    told = {
+    return {
         "path": str(path),
         "num_events": len(events),
         "num_dropped_events": num_dropped,
         "missing_processes": list(missing),
     }
+
+
+def write_summary(run_dir: Path, number: int, told: dict[str, Any]) -> None:
+    """Tell whoever asks with `read_summary` what became of this trace."""
     summary = run_dir / f"{_SUMMARY_PREFIX}{number}"
     fresh = summary.with_name(f".{summary.name}")
     fresh.write_bytes(orjson.dumps(told))
     fresh.rename(summary)
-    return told
 
 
 def read_summary(run_dir: Path, number: int) -> dict[str, Any] | None:
-    """What `merge` said of this trace; None before it is written."""
+    """What became of this trace; None before that is known."""
     try:
         told: dict[str, Any] = orjson.loads((run_dir / f"{_SUMMARY_PREFIX}{number}").read_bytes())
     except OSError:

@@ -10,7 +10,7 @@ import pytest
 
 from srt.managers import tracer as tracer_module
 from srt.managers.control_words import ControlWords
-from srt.managers.trace_file import default_folder, merge, missing_parts, new_file, read_summary
+from srt.managers.trace_file import default_folder, merge, missing_parts, new_file, read_summary, write_summary
 from srt.managers.tracer import DEVICE, REQUEST, STEP, Tracer, request_number
 from srt.server_args import ServerArgs
 from tests.support.trace_checks import check_trace
@@ -36,6 +36,8 @@ class Server:
         assert missing_parts(self.run_dir, number, processes) == []
         path = new_file(self.run_dir / "out")
         told = merge(self.run_dir, number, processes, [], path)
+        assert read_summary(self.run_dir, number) is None
+        write_summary(self.run_dir, number, told)
         assert read_summary(self.run_dir, number) == told
         trace: dict[str, Any] = json.loads(path.read_text())
         assert len(trace["traceEvents"]) == told["num_events"]

@@ -1,0 +1,114 @@
+"""Recording traces, asked for over HTTP, without other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from srt.entrypoints import profiler as profiler_module
+from srt.entrypoints.profiler import Profiler
+from srt.managers.control_words import ControlWords
+from srt.managers.io_struct import RequestError
+from srt.managers.tracer import Tracer
+from srt.managers.vitals import Vital
+from srt.server_args import ServerArgs
+from tests.unit.entrypoints.fake_engine import World
+
+ARGS = ServerArgs(model_path="m")
+
+
+class Server:
+    """Two frontends and a worker that writes its part when it is told to."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        ControlWords.create(run_dir, ARGS)
+        self.worker = Tracer("worker 0", run_dir, ControlWords.open(run_dir, ARGS), pid=9)
+        self.silent_s = 0.0
+        self.frontends = [
+            Profiler(
+                run_dir, ControlWords.open(run_dir, ARGS), lambda: [Vital("worker 0", 9, self.silent_s, 0.0, False)]
+            )
+            for _ in range(2)
+        ]
+
+
+def test_any_frontend_may_end_what_another_has_begun(tmp_path: Path) -> None:
+    async def go() -> None:
+        server = Server(tmp_path)
+        first, second = server.frontends
+        path = first.start(str(tmp_path), None)
+        with pytest.raises(RequestError, match="being recorded already"):
+            second.start(None, None)
+        server.worker.slice("step", 1.0, 2.0)
+        stopping = asyncio.create_task(second.stop())
+        await asyncio.sleep(0)
+        server.worker.tend()
+        told = await stopping
+        assert (told["path"], told["missing_processes"]) == (str(path), [])
+        assert "step" in {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        assert await first.stop() == told, "the last one"
+
+    asyncio.run(go())
+
+
+def test_a_frozen_process_is_not_waited_for_and_is_named(tmp_path: Path) -> None:
+    async def go() -> None:
+        server = Server(tmp_path)
+        server.silent_s = 60.0
+        server.frontends[0].start(str(tmp_path), None)
+        assert (await server.frontends[0].stop())["missing_processes"] == ["worker 0"]
+
+    asyncio.run(go())
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profiler_module, "merge", fail)
+
+    async def go() -> None:
+        server = Server(tmp_path)
+        server.silent_s = 60.0
+        server.frontends[0].start(str(tmp_path), None)
+        with pytest.raises(RequestError, match=r"could not be written: No space left on device\."):
+            await server.frontends[1].stop()
+
+    asyncio.run(go())
+
+
+def test_a_recording_whose_frontend_has_gone_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler_module, "WRITTEN_S", 0.01)
+
+    async def go() -> None:
+        server = Server(tmp_path)
+        ControlWords.open(tmp_path, ARGS).start_trace(None)
+        with pytest.raises(RequestError, match="was not written within"):
+            await server.frontends[0].stop()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("folder", ["traces", "/proc/nowhere", "/tmp/\0", "/" + "x" * 5000])
+def test_a_folder_that_cannot_be_is_a_400(tmp_path: Path, folder: str) -> None:
+    async def go() -> None:
+        with pytest.raises(RequestError) as refused:
+            Server(tmp_path).frontends[0].start(folder, None)
+        assert (refused.value.status, refused.value.parameter) == (400, "output_dir")
+
+    asyncio.run(go())
+
+
+def test_what_is_wrong_in_the_call_is_named() -> None:
+    world = World()
+    for body in ({"activities": ["TPU"]}, {"num_steps": 0}, {"with_stack": True}):
+        assert world.post("/start_profile", body).status_code == 400
+    assert world.call("POST", "/stop_profile").status_code == 400
