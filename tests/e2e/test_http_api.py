@@ -149,6 +149,53 @@ def test_a_request_can_be_aborted_by_its_rid_through_any_connection(server: Serv
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("name", ["my-batch", "my-batch_2"])
+def test_a_batch_can_be_aborted_by_its_name_through_either_frontend(server: Server, name: str) -> None:
+    async def go() -> None:
+        params = {"max_new_tokens": 4000, "ignore_eos": True, "n": 2}
+        body = {"text": ["a", "b", "c"], "rid": "my-batch", "sampling_params": params, "stream": True}
+        stream = await RawRequest.post(server.url + "/generate", body)
+        chunks = stream.events()
+        begun: set[int] = set()
+        while len(begun) < 6:
+            begun.add((await anext(chunks))["index"])
+        for _ in range(2):
+            # On connections of their own: in the end everything is aborted, whichever frontend was asked.
+            async with httpx.AsyncClient(base_url=server.url) as client:
+                assert (await client.post("/abort_request", json={"rid": name})).status_code == 200
+        ended: dict[int, str] = {}
+        meant = set(range(6)) if name == "my-batch" else {4, 5}
+        while not meant <= ended.keys():
+            chunk = await anext(chunks)
+            if chunk["meta_info"]["finish_reason"] is not None:
+                ended[chunk["index"]] = chunk["meta_info"]["finish_reason"]["type"]
+        assert ended == dict.fromkeys(meant, "abort")
+        stream.disconnect()
+
+    asyncio.run(go())
+
+
+def test_a_prompt_is_scored_without_generating(client: httpx.Client) -> None:
+    body = {"prompt": "The capital of France is", "max_tokens": 0, "echo": True, "logprobs": 1}
+    answer = client.post("/v1/completions", json=body).json()
+    assert answer["choices"][0]["text"] == body["prompt"]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["choices"][0]["finish_reason"] == "length"
+    with_more = client.post("/v1/completions", json={**body, "max_tokens": 3, "ignore_eos": True}).json()
+    scored, more = (one["choices"][0]["logprobs"] for one in (answer, with_more))
+    assert len(scored["tokens"]) == answer["usage"]["prompt_tokens"] == len(more["tokens"]) - 3
+    assert scored["token_logprobs"][1:] == pytest.approx(more["token_logprobs"][1:-3], abs=1e-4)
+
+
+def test_the_tokenizer_is_served(client: httpx.Client) -> None:
+    text = "The capital of France is né 世 🙂"
+    tokens = client.post("/tokenize", json={"prompt": text}).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    asked = {"text": text, "sampling_params": {"max_new_tokens": 0}, "return_prompt_token_ids": True}
+    assert client.post("/generate", json=asked).json()["prompt_token_ids"] == tokens["tokens"]
+    assert client.post("/detokenize", json={"tokens": [tokens["tokens"]]}).json() == {"text": [text]}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_request(server: Server, client: httpx.Client, stream: bool) -> None:
     async def go() -> None:

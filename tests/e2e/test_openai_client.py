@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.e2e.conftest import ALIAS, Server
+from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -182,6 +186,64 @@ def test_a_timeout_of_the_client_frees_the_request(api: openai.OpenAI, server: S
         )
     with server.client() as client:
         assert client.post("/flush_cache", params={"timeout": 60}).status_code == 200
+
+
+def test_the_async_client_raises_and_times_out_alike(server: Server) -> None:
+    async def go() -> None:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as api:
+            with pytest.raises(openai.BadRequestError, match="temperature"):
+                await api.chat.completions.create(model=server.model, messages=HELLO, temperature=2000)
+            with pytest.raises(openai.NotFoundError):
+                await api.completions.create(model="gpt-4", prompt="Hello")
+            with pytest.raises(openai.APITimeoutError):
+                await api.with_options(timeout=0.05).completions.create(
+                    model=server.model, prompt="Hello", max_tokens=3000, extra_body=ENDLESS
+                )
+            answer = await api.completions.create(
+                model=server.model, prompt="Hello", max_tokens=2, n=3, logprobs=1, extra_body=ENDLESS
+            )
+            assert [choice.index for choice in answer.choices] == [0, 1, 2]
+            assert all(choice.logprobs and len(choice.logprobs.tokens or []) == 2 for choice in answer.choices)
+
+    asyncio.run(go())
+    with server.client() as client:
+        assert client.post("/flush_cache", params={"timeout": 60}).status_code == 200
+
+
+def test_the_client_tries_again_when_the_queue_was_full(qwen3_checkpoint: Path, tmp_path: Path) -> None:
+    """One runs, one waits, and the third is told to come again, which the client does by itself as soon as there is room."""
+    words = ["--model-path", str(qwen3_checkpoint), "--served-model-name", "tiny", "--port", "0", "--device", "cpu"]
+    words += ["--dtype", "float32", "--max-running-requests", "1", "--max-queued-requests", "1"]
+    refusals: list[str] = []
+    with ServerProcess("srt.launch_server", words, tmp_path) as process:
+        url = process.wait_ready()
+
+        def make_room(response: Any) -> None:
+            if response.status_code == 429:
+                refusals.append(response.headers["retry-after"])
+                httpx.post(url + "/abort_request", json={"abort_all": True}).raise_for_status()
+
+        with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60) as crowd:
+            running = endless(crowd, "tiny")
+            next(iter(running))
+            waiting = threading.Thread(target=lambda: list(endless(crowd, "tiny")))
+            waiting.start()
+            while httpx.get(url + "/server_info").json()["internal_states"][0]["num_waiting"] == 0:
+                pass
+            http = openai.DefaultHttpxClient(event_hooks={"response": [make_room]})
+            with openai.OpenAI(
+                base_url=url + "/v1", api_key="none", max_retries=2, timeout=60, http_client=http
+            ) as api:
+                answer = api.completions.create(model="tiny", prompt="Hello", max_tokens=2, extra_body=ENDLESS)
+                assert answer.choices[0].finish_reason == "length"
+            waiting.join()
+    assert len(refusals) >= 1
+    assert all(int(seconds) >= 1 for seconds in refusals)
+
+
+def endless(api: openai.OpenAI, model: str) -> openai.Stream[Any]:
+    stream: Any = api.completions.create(model=model, prompt="Hi", max_tokens=3000, stream=True, extra_body=ENDLESS)
+    return stream  # type: ignore[no-any-return]
 
 
 def test_the_raw_response_has_a_request_id(api: openai.OpenAI) -> None:
