@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -47,15 +48,26 @@ def painted(page: Page) -> list[int]:
 
 
 def test_the_figures_move_with_the_load_and_come_to_rest(browser: Browser, tiny_server: Server) -> None:
-    work = {"text": "Tell me a story", "sampling_params": {"max_new_tokens": 600, "ignore_eos": True}}
-    with browser.page(tiny_server.url) as page, tiny_server.client() as client, ThreadPoolExecutor(3) as pool:
+    work = {"text": "Tell me a story", "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+    enough = threading.Event()
+
+    def keep_busy() -> None:
+        with tiny_server.client() as client:
+            while not enough.is_set():
+                assert client.post("/generate", json=work).status_code == 200
+
+    with browser.page(tiny_server.url) as page, ThreadPoolExecutor(3) as pool:
         page.wait(CONNECTED)
-        answers = [pool.submit(client.post, "/generate", json=work) for _ in range(3)]
-        page.wait(shown("running", "3"))
-        page.wait("Number(document.querySelector('#decode').textContent) > 0")
-        page.wait("parseFloat(document.querySelector('#kv_running').textContent) > 0")
-        page.wait("document.querySelector('#step').textContent.endsWith(' ms')")
-        assert all(answer.result().status_code == 200 for answer in answers)
+        loads = [pool.submit(keep_busy) for _ in range(3)]
+        try:
+            page.wait(shown("running", "3"))
+            page.wait("Number(document.querySelector('#decode').textContent) > 0")
+            page.wait("parseFloat(document.querySelector('#kv_running').textContent) > 0")
+            page.wait("document.querySelector('#step').textContent.endsWith(' ms')")
+        finally:
+            enough.set()
+        for load in loads:
+            load.result()
         page.wait(f"{shown('running', '0')} && {shown('decode', '0')}")
         page.wait("parseFloat(document.querySelector('#kv_cached').textContent) > 0")
         assert all(count > 0 for count in painted(page)), painted(page)
