@@ -172,6 +172,8 @@ def decode_attention_kernel(
     split_tokens = tokens_per_split(seq_len - first, num_splits, MIN_SPLIT, BLOCK_N)
     begin = first + split * split_tokens
     end = tl.minimum(begin + split_tokens, seq_len)
+    if begin >= seq_len and split > 0:
+        return  # without waiting, so that the next kernel's programs find room; the row's first split waits
     slot = tl.load(req_pool_indices_ptr + row).to(tl.int64)
     pages_ptr = page_table_ptr + slot * page_table_stride
     if PDL:
@@ -185,8 +187,6 @@ def decode_attention_kernel(
             prefetch(k_ptr + locations[:, None] * k_location_stride + lines[None, :])
             prefetch(v_ptr + locations[:, None] * v_location_stride + lines[None, :])
     wait_for_inputs(PDL)
-    if begin >= seq_len and split > 0:
-        return
 
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)

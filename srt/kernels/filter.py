@@ -120,7 +120,7 @@ def filter_levels_kernel(
     top_ps_ptr: tl.tensor,
     min_ps_ptr: tl.tensor,
     best_ptr: tl.tensor,
-    masses_ptr: tl.tensor,  # [F, blocks, levels] float64: the weights of what is within the level's distance
+    masses_ptr: tl.tensor,  # [F, blocks, levels] float64: the weights of what is within the level's distance; 0 where top_k cuts
     counts_ptr: tl.tensor,  # [F, blocks, levels] int32: and how many they are
     gathered_ptr: tl.tensor,  # [F] int32, cleared here
     row_stride: tl.tensor,
@@ -143,14 +143,17 @@ def filter_levels_kernel(
     values = _scaled(logits_ptr, row, columns, num_columns, tl.load(temperatures_ptr + place))
     best = _best_of(best_ptr, place, num_blocks, NUM_BLOCKS)
     is_token = columns < num_columns
-    weights = tl.where(is_token, _weight(values, best), 0.0)
     levels = tl.arange(0, _LEVELS)
     masses = tl.zeros([_LEVELS], tl.float64)
     counts = tl.zeros([_LEVELS], tl.int32)
     for level in range(_LEVELS):
         is_near = is_token & (values >= best - _distance(level))
-        masses += tl.where(levels == level, tl.sum(tl.where(is_near, weights, 0.0), 0), 0.0)
         counts += tl.where(levels == level, tl.sum(is_near.to(tl.int32), 0), 0)
+    if tl.load(top_ks_ptr + place) >= num_columns:
+        weights = tl.where(is_token, _weight(values, best), 0.0)
+        for level in range(_LEVELS):
+            is_near = values >= best - _distance(level)
+            masses += tl.where(levels == level, tl.sum(tl.where(is_near, weights, 0.0), 0), 0.0)
     out = (place * num_blocks + block) * _LEVELS + levels
     tl.store(masses_ptr + out, masses)
     tl.store(counts_ptr + out, counts)
@@ -229,17 +232,18 @@ def filter_gather_kernel(
 
 
 @jit
-def _chunk(
-    logits_ptr: tl.tensor, row: tl.tensor, near_ptr: tl.tensor, start: tl.tensor, count: tl.tensor,
-    temperature: tl.tensor, is_gathered: tl.tensor, CHUNK: tl.constexpr,
+def _part(
+    logits_ptr: tl.tensor, row: tl.tensor, near_ptr: tl.tensor, start: tl.tensor, size: tl.tensor,
+    temperature: tl.tensor, WHOLE: tl.constexpr, ROOM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A part of the row's values: of the gathered ones, or of all."""
-    columns = start + tl.arange(0, CHUNK)
-    if is_gathered:
-        values = tl.load(near_ptr + columns, mask=columns < count, other=float("-inf"))
+    """(values, whether they are some): of those near the best, or of the whole row from `start` on."""
+    columns = start + tl.arange(0, ROOM)
+    is_real = columns < size
+    if WHOLE:
+        values = _scaled(logits_ptr, row, columns, size, temperature)
     else:
-        values = _scaled(logits_ptr, row, columns, count, temperature)
-    return values
+        values = tl.load(near_ptr + columns, mask=is_real, other=float("-inf"))
+    return values, is_real
 
 
 @kernel(one_variant_for=(*_FILTERS, "best_ptr", "masses_ptr", "counts_ptr", "thresholds_ptr", "num_blocks"))
@@ -258,6 +262,7 @@ def filter_threshold_kernel(
     row_stride: tl.tensor,
     num_columns: tl.tensor,
     num_blocks: tl.tensor,
+    WHOLE: tl.constexpr,  # for the rows that had no room, else for the others
     ROOM: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
@@ -279,48 +284,54 @@ def filter_threshold_kernel(
     min_p = tl.load(min_ps_ptr + place)
     best = _best_of(best_ptr, place, num_blocks, NUM_BLOCKS)
     _, count, total = _choose_level(masses_ptr, counts_ptr, place, num_blocks, top_k, top_p, min_p, NUM_BLOCKS)
-    is_gathered = count <= ROOM
-    size = tl.where(is_gathered, count, num_columns)
+    size = num_columns if WHOLE else count
+    if (count <= ROOM) == WHOLE:
+        return
     near = near_ptr + place * ROOM
+    # Where they all fit they stay in registers; else each step of the search reads the row again, part by part.
+    values, is_real = _part(logits_ptr, row, near, 0, size, temperature, WHOLE, ROOM)
+    keys = _key(values)
+    weights = tl.where(is_real, _weight(values, best), 0.0)
 
     threshold = tl.zeros([], tl.uint32)  # a key, below all values
     if top_k < num_columns:
         for bit in range(32):
             higher = threshold | (tl.full([], 0x80000000, tl.uint32) >> bit)
-            reached = tl.zeros([ROOM], tl.int32)
-            for start in range(0, size, ROOM):
-                values = _chunk(logits_ptr, row, near, start, size, temperature, is_gathered, ROOM)
-                is_real = start + tl.arange(0, ROOM) < size
-                reached += (is_real & (_key(values) >= higher)).to(tl.int32)
+            reached = (is_real & (keys >= higher)).to(tl.int32)
+            if WHOLE:
+                for start in range(ROOM, size, ROOM):
+                    others, are_real = _part(logits_ptr, row, near, start, size, temperature, WHOLE, ROOM)
+                    reached += (are_real & (_key(others) >= higher)).to(tl.int32)
             if tl.sum(reached, 0) >= top_k:
                 threshold = higher
-        kept = tl.zeros([ROOM], tl.float64)
-        for start in range(0, size, ROOM):
-            values = _chunk(logits_ptr, row, near, start, size, temperature, is_gathered, ROOM)
-            is_kept = (start + tl.arange(0, ROOM) < size) & (_key(values) >= threshold)
-            kept += tl.where(is_kept, _weight(values, best), 0.0)
+        kept = tl.where(keys >= threshold, weights, 0.0)
+        if WHOLE:
+            for start in range(ROOM, size, ROOM):
+                others, are_real = _part(logits_ptr, row, near, start, size, temperature, WHOLE, ROOM)
+                kept += tl.where(are_real & (_key(others) >= threshold), _weight(others, best), 0.0)
         total = tl.sum(kept, 0)
     smallest = threshold
     if top_p < 1:
         nucleus = tl.zeros([], tl.uint32)
         for bit in range(32):
             higher = nucleus | (tl.full([], 0x80000000, tl.uint32) >> bit)
-            above = tl.zeros([ROOM], tl.float64)
-            for start in range(0, size, ROOM):
-                values = _chunk(logits_ptr, row, near, start, size, temperature, is_gathered, ROOM)
-                keys = _key(values)
-                is_above = (start + tl.arange(0, ROOM) < size) & (keys >= higher) & (keys >= smallest)
-                above += tl.where(is_above, _weight(values, best), 0.0)
+            lowest = tl.maximum(higher, smallest)
+            above = tl.where(keys >= lowest, weights, 0.0)
+            if WHOLE:
+                for start in range(ROOM, size, ROOM):
+                    others, are_real = _part(logits_ptr, row, near, start, size, temperature, WHOLE, ROOM)
+                    above += tl.where(are_real & (_key(others) >= lowest), _weight(others, best), 0.0)
             if tl.sum(above, 0) >= top_p * total:
                 nucleus = higher
         threshold = tl.maximum(threshold, nucleus)
     if min_p > 0:
-        lowest = tl.full([ROOM], float("inf"), tl.float32)
-        for start in range(0, size, ROOM):
-            values = _chunk(logits_ptr, row, near, start, size, temperature, is_gathered, ROOM)
-            is_likely = (start + tl.arange(0, ROOM) < size) & (_weight(values, best) >= min_p)
-            lowest = tl.minimum(lowest, tl.where(is_likely, values, float("inf")))
-        threshold = tl.maximum(threshold, tl.minimum(_key(tl.min(lowest, 0)), _key(best)))
+        likely = tl.where(weights >= min_p, values, float("inf"))
+        if WHOLE:
+            for start in range(ROOM, size, ROOM):
+                others, are_real = _part(logits_ptr, row, near, start, size, temperature, WHOLE, ROOM)
+                is_likely = are_real & (_weight(others, best) >= min_p)
+                likely = tl.minimum(likely, tl.where(is_likely, others, float("inf")))
+        threshold = tl.maximum(threshold, tl.minimum(_key(tl.min(likely, 0)), _key(best)))
     is_finite = (best - best) == 0
     tl.store(thresholds_ptr + row_index, tl.where(is_finite, _value(threshold), float("-inf")))
 
@@ -364,7 +375,9 @@ def filter_thresholds(
     filter_gather_kernel[grid](
         *inputs, masses, counts, gathered, near, *sizes, ROOM=ROOM, NUM_BLOCKS=width, BLOCK=BLOCK, **options
     )
-    filter_threshold_kernel[(num_filtered,)](
-        *inputs, masses, counts, near, thresholds, *sizes, ROOM=ROOM, NUM_BLOCKS=width, num_warps=8, **options
-    )
+    for whole in (False, True):
+        filter_threshold_kernel[(num_filtered,)](
+            *inputs, masses, counts, near, thresholds, *sizes,
+            WHOLE=whole, ROOM=ROOM, NUM_BLOCKS=width, num_warps=16 if whole else 8, **options,
+        )  # fmt: skip
     return thresholds

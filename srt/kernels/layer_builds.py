@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from srt.kernels.decode_attention import MAX_SPLITS
 from srt.kernels.filter import BLOCK as FILTER_BLOCK
 from srt.kernels.filter import (
     ROOM,
@@ -14,6 +15,8 @@ from srt.kernels.filter import (
     filter_levels_kernel,
     filter_threshold_kernel,
 )
+from srt.kernels.fused_decode import BLOCK_N as DECODE_BLOCK
+from srt.kernels.fused_decode import fused_decode_kernel
 from srt.kernels.gemv import GemvTiles, gemv_kernel
 from srt.kernels.jit import dot_dtype
 from srt.kernels.kernel_build import TYPE_NAMES, KernelBuild
@@ -28,7 +31,7 @@ _PDL = {"launch_pdl": True}
 
 def layer_builds() -> list[KernelBuild]:
     """As layers launch them on Hopper, after the kernel before."""
-    builds = [_angles()]
+    builds = [_angles(), _fused_decode(64), _fused_decode(128)]
     for dtype in (torch.bfloat16, torch.float32):
         builds += [_rms_norm(dtype), _silu_and_mul(dtype), _block_best(dtype), _draw(dtype)]
         builds += [_skinny_gemm(dtype), *_filters(dtype)]
@@ -149,6 +152,33 @@ def _prepare_qkv(head_dim: int, kv: torch.dtype) -> KernelBuild:
     )
 
 
+def _fused_decode(head_dim: int) -> KernelBuild:
+    model = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "k_ptr", "v_ptr", "out_ptr")
+    return _build(
+        f"fused_decode[head_dim {head_dim}]",
+        fused_decode_kernel,
+        {
+            **dict.fromkeys(model, "*bf16"),
+            **dict.fromkeys(("cos_ptr", "sin_ptr", "partial_ptr", "lse_ptr"), "*fp32"),
+            **dict.fromkeys(("locations_ptr", "req_pool_indices_ptr", "seq_lens_ptr"), "*i64"),
+            **dict.fromkeys(("page_table_ptr", "arrived_ptr"), "*i32"),
+            **dict.fromkeys(("eps", "scale_log2"), "fp32"),
+            **dict.fromkeys(("window", "k_location_stride", "v_location_stride", "page_table_stride"), "i32"),
+        },
+        {
+            "HAS_NORM": True,
+            "GROUP": 5,
+            "NUM_KV_HEADS": 8,
+            "HEAD_DIM": head_dim,
+            "PAGE_SIZE": 16,
+            "DOT_DTYPE": dot_dtype(torch.bfloat16),
+            "BLOCK_G": 16,
+            "BLOCK_N": DECODE_BLOCK,
+            "BLOCK_S": MAX_SPLITS,
+        },
+    )
+
+
 _ROW_TYPES = {
     **dict.fromkeys(("temperatures_ptr", "thresholds_ptr", "best_ptr", "values_ptr"), "*fp32"),
     **dict.fromkeys(("seeds_ptr", "positions_ptr", "ids_ptr"), "*i64"),
@@ -172,7 +202,7 @@ def _filters(dtype: torch.dtype) -> list[KernelBuild]:
         "filter_gather": filter_gather_kernel,
         "filter_threshold": filter_threshold_kernel,
     }
-    values = {"BLOCK": FILTER_BLOCK, "NUM_BLOCKS": 128, "ROOM": ROOM, "HAS_ROWS": True}
+    values = {"BLOCK": FILTER_BLOCK, "NUM_BLOCKS": 128, "ROOM": ROOM, "HAS_ROWS": True, "WHOLE": False}
     builds = []
     for name, kernel in kernels.items():
         types = {argument: kind for argument, kind in _FILTER_TYPES.items() if argument in kernel.arg_names}

@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel starts while the one before it still runs, and waits for it only where it must.
 
-Before `wait_for_inputs` a kernel may read constants (weights) alone; it writes nothing. Every program calls it, on every
-path: a kernel that ends without having waited would let the next one overtake the last but one.
+Before `wait_for_inputs` a kernel may read constants (weights) alone; it writes nothing. Some program of
+every launch calls it: a kernel that ended without having waited would let the next one overtake the last but one.
 """
 
 from __future__ import annotations

@@ -79,11 +79,16 @@ class KernelOps(LayerOps):
         batch: ForwardBatch,
     ) -> Tensor:
         pool, layer_id = batch.token_to_kv_pool, layer.layer_id
+        weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
+        if batch.num_extend_rows == 0:
+            attended = batch.attn_backend.decode_packed(qkv, weights, eps, rotation.cos, rotation.sin, layer, batch)
+            if attended is not None:
+                return attended
         prepare_qkv(
             qkv,
             layer.num_heads,
-            None if norms is None else (norms[0].weight, norms[1].weight),
-            0.0 if norms is None else norms[0].eps,
+            weights,
+            eps,
             rotation.cos,
             rotation.sin,
             batch.out_cache_loc,

@@ -72,6 +72,20 @@ class AttentionBackend(ABC):
 
     # ---- A layer
 
+    def decode_packed(
+        self,
+        qkv: torch.Tensor,
+        norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        """All from the packed projection of a step of decode rows to their attention, or None where that is not one kernel."""
+        del qkv, norm_weights, eps, cos, sin, layer, batch
+        return None
+
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
         """Store the step's keys and values at `batch.out_cache_loc`, in the memory's dtype."""
         batch.token_to_kv_pool.set_kv(

@@ -42,6 +42,18 @@ class SplitBackend(AttentionBackend):
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
         self._decode.forward_decode(q, layer, batch, out)
 
+    def decode_packed(
+        self,
+        qkv: torch.Tensor,
+        norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        return self._decode.decode_packed(qkv, norm_weights, eps, cos, sin, layer, batch)
+
     def init_cuda_graph_state(self, max_bs: int) -> None:
         self._decode.init_cuda_graph_state(max_bs)
 

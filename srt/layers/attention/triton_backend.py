@@ -17,6 +17,7 @@ from srt.kernels.decode_attention import (
     decode_attention,
 )
 from srt.kernels.extend_attention import ExtendTiles, extend_attention
+from srt.kernels.fused_decode import can_fuse_decode, fused_decode
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.pdl import has_pdl
 from srt.kernels.triton_support import require_triton
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 PROGRAMS_PER_PROCESSOR: Final = 4  # so many fit on one at a time: more would wait for a second turn
+MOST_FUSED_ROWS: Final = (
+    1  # with more rows the time to start kernels no longer counts: measured, 0.6B and 8B on an H200
+)
 INTERPRETER_PROCESSORS: Final = 2  # stands in for the device's count on a CPU, where splits gain nothing
 
 
@@ -94,6 +98,36 @@ class TritonAttentionBackend(AttentionBackend):
             out,
             tiles,
             self._scratch or self._take_scratch(layer, q.device),
+            layer.window,
+            self._pdl,
+        )
+
+    def decode_packed(
+        self,
+        qkv: torch.Tensor,
+        norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        kv = _paged_kv(layer, batch)
+        if len(qkv) > MOST_FUSED_ROWS or not can_fuse_decode(kv, qkv.dtype):
+            return None
+        return fused_decode(
+            qkv,
+            norm_weights,
+            eps,
+            cos,
+            sin,
+            batch.out_cache_loc,
+            kv,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            layer.scale,
+            self._num_splits,
+            self._scratch or self._take_scratch(layer, qkv.device),
             layer.window,
             self._pdl,
         )

@@ -1,0 +1,58 @@
+"""Decode attention from the packed projection, in Triton's interpreter, against its two steps one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from srt.kernels.decode_attention import DecodeScratch
+from srt.kernels.fused_decode import fused_decode
+from srt.kernels.paged_kv import PagedKV
+from srt.kernels.reference import decode_attention_reference
+from srt.kernels.rotary import prepare_qkv
+from srt.layers.ops import TORCH_OPS
+from tests.unit.kernels.paged_world import make_paged_world
+
+EPS = 1e-6
+LENGTHS = [1, 2, 64, 65, 150, 300]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(
+    ("group", "num_kv_heads", "head_dim", "page_size", "has_norm"), [(2, 2, 64, 16, True), (5, 1, 128, 1, False)]
+)
+def test_it_is_norm_rotation_storing_and_attention(
+    group: int, num_kv_heads: int, head_dim: int, page_size: int, has_norm: bool, num_splits: int,
+    dtype: torch.dtype, tolerance: float,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    num_rows, num_heads, scale = len(LENGTHS), group * num_kv_heads, head_dim**-0.5
+    world = make_paged_world(LENGTHS, num_kv_heads, head_dim, page_size, dtype)
+    last = world.seq_lens - 1
+    pages = world.kv.page_table[world.req_pool_indices, last // page_size].long()
+    locations = pages * page_size + last % page_size
+    for buffer in (world.kv.k_buffer, world.kv.v_buffer):
+        buffer[locations] = float("nan")  # not there yet
+    qkv = torch.randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    weights = (torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype)) if has_norm else None
+    rotation = TORCH_OPS.angles(last, torch.rand(head_dim // 2), 1.0)
+
+    expected_kv = PagedKV(world.kv.k_buffer.clone(), world.kv.v_buffer.clone(), world.kv.page_table, page_size)
+    prepared = qkv.clone()
+    prepare_qkv(
+        prepared, num_heads, weights, EPS, rotation.cos, rotation.sin, locations,
+        expected_kv.k_buffer, expected_kv.v_buffer,
+    )  # fmt: skip
+    q = prepared[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
+    expected = decode_attention_reference(q, expected_kv, world.req_pool_indices, world.seq_lens, scale)
+
+    scratch = DecodeScratch.take(num_rows, num_heads, num_kv_heads, num_splits, head_dim, qkv.device)
+    out = fused_decode(
+        qkv, weights, EPS, rotation.cos, rotation.sin, locations, world.kv, world.req_pool_indices, world.seq_lens,
+        scale, num_splits, scratch,
+    )  # fmt: skip
+    torch.testing.assert_close(out.view_as(expected), expected, rtol=tolerance, atol=tolerance)
+    for got, wanted in ((world.kv.k_buffer, expected_kv.k_buffer), (world.kv.v_buffer, expected_kv.v_buffer)):
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert not scratch.arrived.any()
