@@ -121,8 +121,8 @@ class LongestPrefixQueue(WaitingQueue):
         if not self._near:
             return None
         earliest = min(self._near.values(), key=_order)
-        if earliest is not self._earliest:
-            self._earliest, self._num_passed = earliest, 0
+        if self._earliest is None or self._earliest.status is not Status.WAITING:
+            self._earliest, self._num_passed = earliest, 0  # else it is that one, or stands aside and is passed all the same
         if self._num_passed >= MAX_PASSED or earliest.urgent:
             return earliest
         return min(self._near.values(), key=lambda request: (-self._cached[request.serial], request.order))

@@ -13,6 +13,7 @@ from srt.managers.scheduler_state import Scheduler
 from tests.scheduler.settings import Settings
 
 MAX_PASSED = 64  # by `lpm`
+CHECK_EVERY = 4  # steps: what costs more than it finds
 Running = list[tuple[Request, int]]  # with the number of the admission
 Leaves = dict[int, tuple[int, int]]  # prefixes that may be evicted next: hits and last use, by serial
 
@@ -46,6 +47,7 @@ class Fairness:
         self._settings = settings
         self._earliest: Request | None = None
         self._num_passed = 0
+        self._preempted_then = 0
         self._started: dict[int, float] = {}  # by serial: first admission
 
     def rank(self, request: Request) -> tuple[float, int]:
@@ -73,10 +75,12 @@ class Fairness:
         if replica.counters.num_preempted != before.num_preempted:
             victims = self._check_victims(before.running)
             if admitted and replica.counters.num_steps == before.num_steps + 1:
-                self._check_displaced(victims, admitted)
+                self._check_displaced(scheduler, victims, admitted)
         if before.leaves:
             self._check_evicted(replica, before.leaves)
-        if admitted:
+        if admitted and self._settings.policy == "lpm":
+            self._count_passing(scheduler, replica, admitted)
+        elif admitted and replica.counters.num_steps % CHECK_EVERY == 0:
             self._check_admitted(scheduler, replica, admitted)
 
     def _check_victims(self, before: Running) -> list[Request]:
@@ -93,8 +97,11 @@ class Fairness:
 
         return victims
 
-    def _check_displaced(self, victims: list[Request], admitted: list[Request]) -> None:
-        highest = max(request.priority for request in admitted)
+    def _check_displaced(self, scheduler: Scheduler, victims: list[Request], admitted: list[Request]) -> None:
+        """By one that is admitted, or waits for its turn."""
+        everybody = [request for client in scheduler._clients.values() for request in client.all_requests()]
+        coming = [r for r in everybody if r.status is Status.WAITING and r not in victims]
+        highest = max(request.priority for request in (*admitted, *coming))
         for victim in victims:
             assert highest - victim.priority >= self._settings.threshold, (
                 f"request {victim.key} of priority {victim.priority} was displaced, at most by one of priority {highest}"
@@ -150,24 +157,42 @@ class Fairness:
             f"a prefix worth {max(gone)} was evicted (hits, last use), one worth {min(untouched)} was kept"
         )
 
-    def _check_admitted(self, scheduler: Scheduler, replica: Replica, admitted: list[Request]) -> None:
+    def _first_waiting(self, scheduler: Scheduler, replica: Replica) -> Request | None:
         waiting = [
             request
             for client in scheduler._clients.values()
             for request in client.all_requests()
             if request.status is Status.WAITING and replica.planner.preempted.find(request.incarnation) is not request
         ]
-        first = min(waiting, key=self.rank, default=None)
+        return min(waiting, key=self.rank, default=None)
+
+    def _check_admitted(self, scheduler: Scheduler, replica: Replica, admitted: list[Request]) -> None:
+        first = self._first_waiting(scheduler, replica)
         if first is None or self._may_follow(replica, first):
             return
-        passing = [request for request in admitted if self.rank(first) < self.rank(request)]
-        if self._settings.policy != "lpm":
-            assert not passing, f"request {passing[0].key} was admitted before {first.key}, which is before it"
+        for request in admitted:
+            assert self.rank(request) < self.rank(first), (
+                f"request {request.key} was admitted before {first.key}, which is before it"
+            )
+
+    def _count_passing(self, scheduler: Scheduler, replica: Replica, admitted: list[Request]) -> None:
+        num_preempted = replica.counters.num_preempted  # such a one may come back before the earliest
+        if (
+            self._earliest is None
+            or self._earliest.status is not Status.WAITING
+            or num_preempted != self._preempted_then
+        ):
+            first = self._first_waiting(scheduler, replica)
+            is_new, self._earliest, self._preempted_then = first is not self._earliest, first, num_preempted
+            if is_new:  # these may have been admitted before the earliest was that
+                self._num_passed = 0
+                return
+        if self._earliest is None or self._may_follow(replica, self._earliest):
             return
-        if first is not self._earliest:
-            self._earliest, self._num_passed = first, 0
-        self._num_passed += len(passing)
-        assert self._num_passed <= MAX_PASSED, f"request {first.key} was passed by {self._num_passed} others"
+        if any(request.serial < self._earliest.serial for request in admitted):
+            self._num_passed = 0  # one that had lost its slot was the earliest for a moment
+        self._num_passed += sum(self._earliest.serial < request.serial for request in admitted)
+        assert self._num_passed <= MAX_PASSED, f"request {self._earliest.key} was passed by {self._num_passed} others"
 
     def check_sent(self, replica: Replica, frontend: int) -> None:
         """After a tick, for a frontend that may be sent something."""

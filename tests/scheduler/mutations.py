@@ -75,8 +75,8 @@ MUTATIONS = (
     Mutation(
         "preempted row's token dropped",
         "managers/results.py",
-        "            request.append(token)\n",
-        "",
+        "                request.append(token)\n",
+        "                pass\n",
     ),
     Mutation(
         "resubmission delivered twice",
@@ -211,8 +211,8 @@ MORE_MUTATIONS = (
     Mutation(
         "queue cleared of who was preempted",
         "managers/waiting.py",
-        "self._line = deque(request for request in self._line if request.status is Status.WAITING)",
-        "self._line = deque(request for request in self._line if request.status is Status.WAITING and not request.num_preempted)",
+        "self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]",
+        "self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING and not entry[1].num_preempted]",
     ),
     Mutation(
         "preempted row comes back too early",

@@ -74,6 +74,9 @@ class Settings:
         step_time = 0.01
         num_requests = 10 + num_slots * (rng.choice((2, 4, 6)) if num_slots < 64 else rng.choice((6, 8)))
         load = rng.choice((0.0, 0.2, 0.4, 0.6) if num_slots < 64 else (0.0, 0.05, 0.1))
+        policy = rng.choice(("fcfs", "fcfs", "lpm", "priority"))
+        if policy == "priority":  # the important come when the others run
+            load = rng.choice((load, 0.3, 0.6))
         chunks = (32, 64, 256, -1) if longest_prompt > 60 or num_slots > 16 else (7, 32, 64, -1)
         return cls(
             page_size=page_size,
@@ -89,7 +92,7 @@ class Settings:
             num_frontends=rng.choice((1, 1, 1, 2, 3)),
             max_queued=rng.choice((0, 3, *(4096,) * 10)),
             conservativeness=rng.choice((1.0, 0.3, 0.01, 0.01)),
-            policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
+            policy=policy,
             threshold=rng.choice((1, 4)),
             aging=rng.choice((longest_answer * step_time, 100 * step_time, math.inf)),
             eviction=rng.choice(("lru", "lru", "lfu")),

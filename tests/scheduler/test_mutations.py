@@ -10,13 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.scheduler.mutations import MUTATIONS, PACKAGE, Mutation
+from tests.scheduler.mutations import MORE_MUTATIONS, MUTATIONS, PACKAGE, Mutation
 
 MOST_SEEDS = 60
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
 def test_a_planted_bug_is_found_within_60_worlds(mutation: Mutation, tmp_path: Path) -> None:
+    find(mutation, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutation", MORE_MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_another_planted_bug_is_found_within_60_worlds(mutation: Mutation, tmp_path: Path) -> None:
+    find(mutation, tmp_path)
+
+
+def find(mutation: Mutation, tmp_path: Path) -> None:
     mutation.plant(tmp_path)
     output = _simulate(tmp_path)
     found = re.search(r"World (\d+) broke.*", output)
@@ -25,7 +35,7 @@ def test_a_planted_bug_is_found_within_60_worlds(mutation: Mutation, tmp_path: P
 
 
 def test_every_bug_can_still_be_planted(tmp_path: Path) -> None:
-    for number, mutation in enumerate(MUTATIONS):
+    for number, mutation in enumerate((*MUTATIONS, *MORE_MUTATIONS)):
         mutation.plant(tmp_path / str(number))
 
 

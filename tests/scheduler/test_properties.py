@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +16,8 @@ def small_worlds(draw: st.DrawFn) -> Settings:
     page_size = draw(st.sampled_from((1, 2, 4)))
     prompt, answer = draw(st.integers(1, 16)), draw(st.integers(1, 12))
     window = draw(st.integers(1, 2))
-    least_pages = -(-(prompt + answer) // page_size) + window
+    num_stages = draw(st.sampled_from((1, 1, 2, 3)))
+    least_pages = -(-(prompt + answer) // page_size) + window + num_stages - 1
     return Settings(
         page_size=page_size,
         num_pages=least_pages + draw(st.integers(0, 24)),
@@ -22,12 +25,17 @@ def small_worlds(draw: st.DrawFn) -> Settings:
         max_request_tokens=prompt + answer,
         chunk=draw(st.sampled_from((-1, 1, 5))),
         window=window,
+        num_stages=num_stages,
+        row_tokens=draw(st.sampled_from((1, 1, 3))),
         tp_size=draw(st.integers(1, 2)),
         caches=not draw(st.booleans()),
         num_frontends=draw(st.integers(1, 2)),
         conservativeness=draw(st.sampled_from((1.0, 0.01))),
         policy=draw(st.sampled_from(("fcfs", "lpm", "priority"))),
         threshold=1,
+        aging=draw(st.sampled_from((0.1, math.inf))),
+        waiting_timeout=draw(st.sampled_from((None, None, 0.2))),
+        running_timeout=draw(st.sampled_from((None, None, 0.2))),
         eviction=draw(st.sampled_from(("lru", "lfu"))),
         num_requests=draw(st.integers(1, 12)),
         longest_prompt=prompt,
@@ -43,6 +51,7 @@ def small_worlds(draw: st.DrawFn) -> Settings:
         num_deaths=draw(st.integers(0, 2)),
         num_returns=draw(st.integers(0, 1)),
         num_questions=draw(st.integers(0, 3)),
+        drains=draw(st.booleans()) and draw(st.booleans()),
     )
 
 

@@ -83,7 +83,7 @@ class Traffic:
             label=f"label {self._num_requests}",
             logprobs=self._logprobs(len(template.request.prompt_ids)),
             seed=rng.getrandbits(64),
-            priority=rng.choice((0, 0, 1, 5)) if s.policy == "priority" else 0,
+            priority=rng.choice((0, 0, 1, 2, 5, 7)) if s.policy == "priority" else 0,
         )
         return [
             Choice(request, index, choice_seed(request.seed, index), known, hashes)
