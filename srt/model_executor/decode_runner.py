@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.logits_processor import LogitsProcessor
@@ -63,6 +65,7 @@ class DecodeRunner:
         self._batches: dict[int, ForwardBatch] = {}
         head = parts.model.lm_head
         self.logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
+        self._sizes = tuple(sorted(sizes))
         self._size = 0  # rows of the step at hand, padding included
         self._is_replayed = False
         self._plans_on_host = parts.attn_backend.plans_decodes_on_host
@@ -99,6 +102,19 @@ class DecodeRunner:
         else:
             self._run_sample(self._size)
         return self.buffers.sampled[: len(step.slots)]
+
+    def logits_of(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Logits of these rows of other steps' hidden states, where decodes have theirs.
+
+        Padded to a size that decodes have: for others the library would load another kernel now and then, which waits for the device.
+        """
+        num_rows = len(rows)
+        place = bisect_left(self._sizes, num_rows)
+        if place < len(self._sizes):
+            rows = pad(rows, (0, self._sizes[place] - num_rows))
+        parts = self._parts
+        parts.logits_processor.logits_into(hidden[rows], parts.model.lm_head, self.logits[: len(rows)])
+        return self.logits[:num_rows]
 
     def store(self, ids: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
         """The same for ids that were drawn elsewhere."""

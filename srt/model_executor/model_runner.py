@@ -370,12 +370,10 @@ class ModelRunner:
         return draws, [(logprobs, wanted.segments)]
 
     def _logits_of(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Of these rows of the hidden states. On a GPU in memory of their own: to allocate for ever more rows waits for the device."""
+        """Of these rows of the hidden states. On a GPU as decodes have theirs: new memory and new kernels would wait for the device."""
         if not self._draws_by_row:
             return self._logits_processor.logits(hidden, rows, self._model.lm_head)
-        logits = self._decode_runner.logits[: len(rows)]
-        self._logits_processor.logits_into(hidden[rows], self._model.lm_head, logits)
-        return logits
+        return self._decode_runner.logits_of(hidden, rows)
 
     def _write_tables(self, plan: PlanArrays[torch.Tensor]) -> None:
         tables = self._req_to_token_pool

@@ -214,6 +214,17 @@ def test_filters_are_a_graph_of_their_own_and_greedy_rows_beside_them_are_as_alo
     assert recorder.num_replays == 2 * 11
 
 
+def test_prompts_logits_are_padded_to_sizes_that_decodes_have(checkpoint: CheckpointFactory) -> None:
+    runner = with_graphs(checkpoint, 4, Recorder())
+    decodes, head = runner._decode_runner, runner._model.lm_head
+    hidden = torch.randn(9, runner.config.hidden_size)
+    with torch.inference_mode():
+        for rows in ([3], [8, 0, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8], [1] * 20):
+            logits = decodes.logits_of(hidden, torch.tensor(rows))
+            assert logits.shape == (len(rows), runner.config.vocab_size)
+            torch.testing.assert_close(logits, head.logits(hidden[rows]), atol=1e-5, rtol=1e-5)
+
+
 def make_graphs(sizes: tuple[int, ...], pads: bool = True) -> CudaGraphRunner:
     return CudaGraphRunner(sizes, pads, lambda size: [lambda: None], Recorder())
 
