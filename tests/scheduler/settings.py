@@ -60,7 +60,7 @@ class Settings:
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
         page_size = rng.choice((1, 4, 16, 16))
-        num_slots = rng.choice((1, 4, 16, 24, 32, 96, 112, 128, 160, 160))
+        num_slots = rng.choice((1, 4, 16, 24, 32, 112, 128, 128, 160, 160))
         if num_slots <= 4:
             longest_prompt, longest_answer = rng.choice(((12, 8), (60, 20)))
         else:
