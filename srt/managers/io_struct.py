@@ -46,6 +46,8 @@ class GenerateInput:
     logprobs: LogprobRequest = field(default_factory=LogprobRequest)
     cache_salt: str = ""
     priority: int = 0  # higher goes first, where the server has priorities
+    is_logged: bool = True  # where requests are
+    is_counted: bool = True  # in /metrics
     urgent: bool = False  # goes before all others: for questions about the engine's health
     wants_prompt_ids: bool = False
     add_special_tokens: bool = True  # False when a chat template already wrote them

@@ -71,6 +71,8 @@ class GenerateBody(RequestBody):
     )
     cache_salt: str | list[str] = described("The same as extra_key; both may be given.", "", string=LABEL)
     priority: int | list[int] = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
+    no_logs: bool = described("Do not log this request, whatever the server logs.", False)
+    log_metrics: bool = described("Count this request in /metrics.", True)
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = dict.fromkeys(
         "input_embeds image_data video_data audio_data lora_path lora_id session_id session_params custom_logit_processor"
@@ -78,7 +80,6 @@ class GenerateBody(RequestBody):
         " require_reasoning modalities".split(),
         (),
     )
-    MEANINGLESS: ClassVar[frozenset[str]] = frozenset(("log_metrics", "no_logs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
             logprobs=_logprob_request(wants_logprob[i], starts[i], tops[i], token_ids[i]),
             cache_salt=cache_namespace(salts[i], keys[i]),
             priority=priorities[i],
+            is_logged=not given.no_logs,
+            is_counted=given.log_metrics,
             wants_prompt_ids=given.return_prompt_token_ids,
         )
         for i in range(count)

@@ -28,6 +28,7 @@ class _Watched:
     label: str
     num_prompt: int
     began_s: float
+    metrics: FrontendMetrics
     request_id: str = ""  # of the HTTP request
     first_s: float | None = None
     last_s: float = 0.0
@@ -54,6 +55,7 @@ class RequestWatch:
         self._frontend = frontend
         self._tracer = tracer or Tracer()
         self._metrics = metrics or FrontendMetrics()
+        self._uncounted = FrontendMetrics()  # where nobody looks
         self._control = control
         self._decode = decode
         self._watched: dict[int, _Watched] = {}
@@ -67,11 +69,13 @@ class RequestWatch:
         """It is about to be sent to the scheduler. Questions about the engine's health are nobody's requests."""
         if request.urgent:
             return
-        one = _Watched(message.label, len(message.prompt_ids), arrived_s, REQUEST_ID.get())
+        metrics = self._metrics if request.is_counted else self._uncounted
+        one = _Watched(message.label, len(message.prompt_ids), arrived_s, metrics, REQUEST_ID.get())
         self._watched[message.rid] = one
-        self._metrics.add("num_requests")
-        self._metrics.add("prompt_tokens", one.num_prompt)
-        one.log_level = NO_REQUEST_LOG if self._control is None else self._control.request_log_level
+        one.metrics.add("num_requests")
+        one.metrics.add("prompt_tokens", one.num_prompt)
+        if self._control is not None and request.is_logged:
+            one.log_level = self._control.request_log_level
         if one.log_level != NO_REQUEST_LOG:
             self._log_beginning(one, request, message)
 
@@ -102,14 +106,15 @@ class RequestWatch:
             return
         if one.first_s is None:
             one.first_s = now
-            self._metrics.first_token_s.take(now - one.began_s)
+            one.metrics.first_token_s.take(now - one.began_s)
             if self._tracer.is_on:
                 self._tracer.mark(REQUEST, request_number(self._frontend, rid), "first token", now)
         else:
-            self._metrics.between_tokens_s.take((now - one.last_s) / len(ids), len(ids))
+            one.metrics.between_tokens_s.take((now - one.last_s) / len(ids), len(ids))
         one.last_s = now
         one.num_tokens += len(ids)
-        self._num_new_tokens += len(ids)
+        if one.metrics is self._metrics:
+            self._num_new_tokens += len(ids)
         if one.log_level >= SHORT:
             one.outputs.setdefault(choice, []).extend(ids)
 
@@ -124,13 +129,13 @@ class RequestWatch:
         one = self._watched.pop(rid, None)
         if one is None:
             return
-        self._metrics.add("cached_tokens", one.cached)
+        one.metrics.add("cached_tokens", one.cached)
         if how in ("stop", "length"):
-            self._metrics.whole_s.take(self.now() - one.began_s)
+            one.metrics.whole_s.take(self.now() - one.began_s)
         elif how == "abort":
-            self._metrics.add("num_aborted_requests")
+            one.metrics.add("num_aborted_requests")
         else:
-            self._metrics.add("num_refused_requests" if how == "refused" else "num_failed_requests")
+            one.metrics.add("num_refused_requests" if how == "refused" else "num_failed_requests")
         if self._tracer.is_on:
             number = request_number(self._frontend, rid)
             self._tracer.end(REQUEST, number, "request", how=how, num_tokens=one.num_tokens)

@@ -54,6 +54,8 @@ def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerMana
             logprobs=logprobs,
             cache_salt=body.salt,
             priority=body.priority,
+            is_logged=not body.no_logs,
+            is_counted=body.log_metrics,
         )
         for prompt, rid in zip(prompts, identity.rids(len(prompts)), strict=True)
     ]

@@ -100,6 +100,8 @@ class OpenAIBody(RequestBody):
     cache_salt: str = described("Prefixes are shared only between requests with the same salt.", "", string=LABEL)
     extra_key: str = described("The same as cache_salt; both may be given.", "", string=LABEL)
     priority: int = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
+    no_logs: bool = described("Do not log this request, whatever the server logs.", False)
+    log_metrics: bool = described("Count this request in /metrics.", True)
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(
@@ -111,8 +113,8 @@ class OpenAIBody(RequestBody):
         "response_format": ({"type": "text"},),
     }
     MEANINGLESS: ClassVar[frozenset[str]] = frozenset(
-        "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options"
-        " log_metrics no_logs".split()
+        "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention"
+        " prompt_cache_options".split()
     )
 
     def sampling(self) -> dict[str, Any]:

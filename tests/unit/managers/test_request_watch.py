@@ -106,6 +106,19 @@ def test_a_log_level_says_how_much_of_a_request_is_logged(
         assert ended["output"][0].endswith("…" if level == 2 else "x")
 
 
+def test_a_client_may_ask_not_to_be_logged_or_counted(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(3)
+    quiet = replace(INPUT, is_logged=False, is_counted=False)
+    with caplog.at_level(logging.INFO):
+        world.watch.began(quiet, request(1, [1]), 100.0)
+        for now in (101.0, 102.0):
+            world.watch.tokens(1, 0, [1], now)
+        world.watch.took(Refused(2, 400, ""), 102.0)
+        world.watch.ended(1, "length")
+    assert caplog.records == []
+    assert set(world.metrics.numbers.values().values()) == {0.0}
+
+
 def test_nothing_is_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         World().run(1, "stop", "ab")
