@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from contextvars import ContextVar
 from typing import TextIO
@@ -25,7 +26,15 @@ def set_up_logging(process: str, level: str, log_format: str, stream: TextIO | N
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     logging.raiseExceptions = False  # a server does not end because nobody reads its log, or complain about it there
     logging.captureWarnings(True)
+    threading.excepthook = _log_end_of_thread
     logging.basicConfig(level=level.upper(), handlers=[handler, log_file_handler(process, os.getppid())], force=True)
+
+
+def _log_end_of_thread(end: threading.ExceptHookArgs) -> None:
+    if end.exc_value is not None:
+        name = end.thread.name if end.thread else "unknown"
+        trace = (end.exc_type, end.exc_value, end.exc_traceback)
+        logging.getLogger(__name__).error("The thread %s has ended.", name, exc_info=trace)
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:

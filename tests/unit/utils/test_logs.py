@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -58,6 +59,19 @@ def test_an_error_in_json_is_one_line_with_its_traceback(output: io.StringIO) ->
         logging.getLogger("x").exception("It failed.")
     assert output.getvalue().count("\n") == 1
     assert "ValueError: 3 pages" in json.loads(output.getvalue())["traceback"]
+
+
+def test_a_thread_that_ends_by_an_error_is_one_line_too(
+    output: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    set_up_logging("worker 3", "info", "json", output)
+    thread = threading.Thread(target=lambda: [][0], name="link")
+    thread.start()
+    thread.join()
+    line = json.loads(output.getvalue())
+    assert line["message"] == "The thread link has ended."
+    assert "IndexError" in line["traceback"]
 
 
 def test_warnings_of_libraries_are_lines_too(output: io.StringIO) -> None:
