@@ -14,17 +14,18 @@ from srt.utils.compiled import install_finder
 
 if TYPE_CHECKING:
     from srt.managers.io_struct import EngineDied, RequestError
-    from srt.runtime import Runtime
+    from srt.runtime import Engine, Runtime
     from srt.server_args import ArgumentError
     from srt.utils.errors import StartError
 
-__all__ = ["ArgumentError", "EngineDied", "RequestError", "Runtime", "StartError", "__version__"]
+__all__ = ["ArgumentError", "Engine", "EngineDied", "RequestError", "Runtime", "StartError", "__version__"]
 
 __version__ = "0.1.0"
 
 _HOME: Mapping[str, str] = MappingProxyType(
     {
         "ArgumentError": "srt.server_args",
+        "Engine": "srt.runtime",
         "EngineDied": "srt.managers.io_struct",
         "RequestError": "srt.managers.io_struct",
         "Runtime": "srt.runtime",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from srt.managers.engine_process import EngineProcess
 from srt.server_args import ArgumentError, ServerArgs, from_keywords
@@ -58,6 +58,10 @@ class Runtime:
     def url(self) -> str | None:
         """Where HTTP is served; None if no port was asked for."""
         return self._engine.started.url
+
+    @property
+    def generate_url(self) -> str | None:
+        return None if self.url is None else self.url + "/generate"
 
     @property
     def pid(self) -> int:
@@ -106,6 +110,10 @@ class Runtime:
             return await self._engine.run_async(self._engine.answer(body))
         return GenerateStream(self, self._engine, await self._engine.run_async(self._engine.open_stream(body)))
 
+    def cache_prefix(self, prefix: str) -> None:
+        """Compute a prefix that prompts will share, so that the first of them finds it in the cache."""
+        self.generate(prefix, {"max_new_tokens": 0})
+
     def flush_cache(self) -> bool:
         """Forget the prefix cache; False if requests are running, which keep it."""
         return self._engine.run(self._engine.flush_cache())
@@ -130,6 +138,17 @@ class Runtime:
         """End the engine and wait until it is gone. Pending calls raise EngineDied. Twice does no harm."""
         self._finalizer()
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """What engines with the same interface have, and this one has not, is refused with the reason."""
+        from srt.entrypoints.native import UNSUPPORTED
+
+        paths = (path for path in UNSUPPORTED if path.rpartition("/")[2] == name)
+        for path in paths:
+            raise AttributeError(f"Runtime.{name} is not supported: this engine {UNSUPPORTED[path]}.")
+        if name == "add_request":
+            raise AttributeError("Runtime.add_request is not supported: async_generate with stream=True does the same.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __enter__(self) -> Runtime:
         return self
 
@@ -137,6 +156,9 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+Engine = Runtime  # under this name other engines have the same
 
 
 class GenerateStream:

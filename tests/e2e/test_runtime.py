@@ -184,6 +184,25 @@ def test_a_wrong_parameter_is_named_and_the_next_call_works(
     assert runtime.generate(PROMPT, GREEDY)["output_ids"]
 
 
+def test_a_prefix_can_be_cached_ahead(runtime: srt.Runtime) -> None:
+    prefix = "Once upon a time there was a fox who could not sleep. " * 4
+    runtime.cache_prefix(prefix)
+    meta = runtime.generate(prefix + "He", {"max_new_tokens": 1})["meta_info"]
+    assert meta["cached_tokens"] >= meta["prompt_tokens"] // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("encode", "generates text only"), ("load_lora_adapter", "no LoRA"), ("add_request", "async_generate")],
+)
+def test_what_it_cannot_do_is_refused_by_name(runtime: srt.Runtime, name: str, reason: str) -> None:
+    with pytest.raises(AttributeError, match=f"Runtime.{name} is not supported: .*{reason}"):
+        getattr(runtime, name)
+    assert not hasattr(runtime, "bogus")
+    assert srt.Engine is srt.Runtime
+    assert (runtime.url, runtime.generate_url) == (None, None)
+
+
 def test_server_info_and_the_tokenizer(runtime: srt.Runtime) -> None:
     info = runtime.get_server_info()
     assert info["status"] == "ready"
