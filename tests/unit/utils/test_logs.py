@@ -18,7 +18,9 @@ from srt.utils.logs import REQUEST_ID, details, fields, set_up_logging
 def output() -> Iterator[io.StringIO]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    hook, raises = threading.excepthook, logging.raiseExceptions
     yield io.StringIO()
+    threading.excepthook, logging.raiseExceptions = hook, raises
     root.handlers[:] = handlers
     root.setLevel(level)
     logging.captureWarnings(False)
@@ -61,10 +63,7 @@ def test_an_error_in_json_is_one_line_with_its_traceback(output: io.StringIO) ->
     assert "ValueError: 3 pages" in json.loads(output.getvalue())["traceback"]
 
 
-def test_a_thread_that_ends_by_an_error_is_one_line_too(
-    output: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+def test_a_thread_that_ends_by_an_error_is_one_line_too(output: io.StringIO) -> None:
     set_up_logging("worker 3", "info", "json", output)
     thread = threading.Thread(target=lambda: [][0], name="link")
     thread.start()
