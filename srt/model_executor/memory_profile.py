@@ -12,8 +12,10 @@ from srt.utils.model_config import ModelConfig
 CPU_SHARE = 10  # one part in so many of the available memory, for each rank
 CPU_MOST_BYTES = 4 << 30
 CUDA_SLACK = 0.02  # of the device: what libraries load later, and what fragments
-GRAPHS_BYTES = 1 << 29  # of graphs that are captured later, the driver's part included: so much, and for each layer
-GRAPHS_BYTES_PER_CHANNEL = 10_000  # this times the hidden size. An H200 took 0.5 GB for Qwen3-0.6B, 1.5 GB for Qwen3-8B
+GRAPHS_BYTES = 1 << 30  # of graphs that are captured later, the driver's part included: so much, and for each layer
+GRAPHS_BYTES_PER_CHANNEL = (
+    3_000  # this times the hidden size. Seen on an H200: 0.3 GB for Qwen3-8B, 0.7 for long pieces of prompts
+)
 ADMITTED_TOKENS = 1 << 24  # of all requests that one plan admits; each passes through the device as three int64
 
 
