@@ -65,6 +65,7 @@ docs: $(VENV)/.installed
 bench: $(VENV)/.installed-test
 	$(RUN) benchmarks.startup --model-path $(MODEL)
 	$(RUN) benchmarks.scheduler
+	$(RUN) benchmarks.frontend
 
 venv: $(BIN)/python
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 
+from srt.entrypoints.direct_write import EXTENSION, DirectWriter
 from srt.entrypoints.exchange import Exchange
 from tests.unit.entrypoints.fake_engine import World, choice_update
 
@@ -114,6 +116,53 @@ def test_a_silent_stream_carries_comments_and_a_waiting_answer_does_not(monkeypa
             await connection.task
 
     asyncio.run(go())
+
+
+def test_nothing_overtakes_what_waits_for_the_socket() -> None:
+    async def go() -> None:
+        may_send = asyncio.Event()
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await may_send.wait()
+                sent.append(message["body"])
+
+        class Transport:
+            def write(self, part: bytes) -> None:
+                sent.append(part)
+
+        cycle: Any = SimpleNamespace(
+            response_started=True,
+            response_complete=False,
+            disconnected=False,
+            chunked_encoding=True,
+            flow=SimpleNamespace(write_paused=False),
+            transport=Transport(),
+        )
+        scope = {"method": "POST", "path": "/generate", "headers": [], "extensions": {EXTENSION: DirectWriter(cycle)}}
+        exchange = Exchange(scope, receive_nothing, send)
+        assert not exchange.can_write_now  # the answer has not begun
+        writing = asyncio.ensure_future(exchange.write(b"first"))
+        await asyncio.sleep(0)
+        assert not exchange.can_write_now
+        may_send.set()
+        await writing
+        assert exchange.can_write_now
+        exchange.write_now(b"second")
+        assert sent == [b"first", b"6\r\nsecond\r\n"]
+        for name, value in (("disconnected", True), ("response_complete", True)):
+            setattr(cycle, name, value)
+            assert not exchange.can_write_now
+            setattr(cycle, name, not value)
+        cycle.flow.write_paused = True
+        assert not exchange.can_write_now
+
+    asyncio.run(go())
+
+
+async def receive_nothing() -> Any:
+    raise AssertionError("nothing is to be received")
 
 
 def test_each_round_of_tokens_is_one_write() -> None:

@@ -144,6 +144,37 @@ def test_an_answer_streams_and_equals_the_whole_one(play: Callable[..., None], r
     play(story, runner)
 
 
+def test_news_is_pushed_where_it_can_be_taken_and_waits_for_the_reader_where_not(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        handle, request = await begin(manager, scheduler, ask(manager, max_new_tokens=8))
+        is_open = False
+        pushed: list[ChoiceUpdate] = []
+        read: list[ChoiceUpdate] = []
+
+        def push(take: Callable[[], list[ChoiceUpdate]]) -> bool:
+            if is_open:
+                pushed.extend(take())
+            return is_open
+
+        handle.push_to(push)
+        reading = asyncio.ensure_future(read_into(handle, read))
+        for first, is_open in enumerate((False, True, True, False, False, True, False)):
+            scheduler.send_tokens(request.rid, [20 + first], first=first)
+            await until(lambda: sum(len(u.ids) for u in pushed + read) == first + 1)  # noqa: B023
+        is_open = True
+        scheduler.send_tokens(request.rid, [27], first=7, done=ended(request.rid, 8))
+        await reading
+        assert [u.ids for u in read] == [(20,), (23,), (24,), (26,)]
+        assert [u.ids for u in pushed] == [(21,), (22,), (25,), (27,)]
+        assert pushed[-1].finish is not None
+
+    async def read_into(handle: RequestHandle, read: list[ChoiceUpdate]) -> None:
+        async for updates in handle:
+            read += updates
+
+    play(story)
+
+
 def test_a_slow_reader_gets_everything_in_one_piece(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
         ids = await manager.tokenize("there was a fox")
