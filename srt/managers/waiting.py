@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 
 from srt.managers.request import Request, Status
 
+Order = tuple[float, int]  # unique: comparisons never get to the request behind it
+_Near = tuple[int, Order, Request]  # less the tokens that the cache has of it, as far as is known
 NUM_COMPARED = 32  # so many of the earliest are compared by what the cache has of them
 NUM_MATCHED_AGAIN = 2  # of these per plan: the cache may have more of them, or less, than when they came
 MAX_PASSED = 64  # so many may be admitted before the earliest
@@ -22,7 +25,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._line: deque[Request] = deque()
-        self._heap: list[tuple[tuple[float, int], Request]] = []
+        self._heap: list[tuple[Order, Request]] = []
         self._num_dead = 0
 
     def push(self, request: Request) -> None:
@@ -75,8 +78,9 @@ class LongestPrefixQueue(WaitingQueue):
     def __init__(self, num_cached: Callable[[Request], int]) -> None:
         super().__init__()
         self._num_cached = num_cached
-        self._near: dict[int, Request] = {}  # by serial
-        self._cached: dict[int, int] = {}  # tokens, as far as is known
+        self._near: dict[int, _Near] = {}  # by serial, in the order in which they were matched; some may have ended
+        self._by_match: list[_Near] = []  # the same, sorted
+        self._by_order: list[tuple[Order, Request]] = []
         self._best: Request | None = None  # None: to be found
         self._num_passed = 0  # admitted before the earliest, since it is that
         self._earliest: Request | None = None
@@ -98,42 +102,47 @@ class LongestPrefixQueue(WaitingQueue):
         self._best = None
 
     def begin_plan(self) -> None:
-        for request in list(self._near.values())[:NUM_MATCHED_AGAIN]:
-            if request.status is Status.WAITING:
+        for _, _, request in list(self._near.values()):
+            if request.status is not Status.WAITING:
                 self._forget(request)
-                self._enter(request)  # behind the others: each has its turn
+        for _, _, request in list(self._near.values())[:NUM_MATCHED_AGAIN]:
+            self._forget(request)
+            self._enter(request)  # behind the others: each has its turn
         self._best = None
 
     def _come_near(self) -> None:
-        for request in [request for request in self._near.values() if request.status is not Status.WAITING]:
-            self._forget(request)
         while (coming := super().first()) is not None:
             if len(self._near) == NUM_COMPARED:
-                last = max(self._near.values(), key=_order)
-                if last.order < coming.order:
+                order, last = self._by_order[-1]
+                if order < coming.order:
                     return
                 self._forget(last)
-                super().push(last)
+                if last.status is Status.WAITING:
+                    super().push(last)
             super().pop()
             self._enter(coming)
 
     def _choose(self) -> Request | None:
+        while self._by_order and self._by_order[0][1].status is not Status.WAITING:
+            self._forget(self._by_order[0][1])
         if not self._near:
             return None
-        earliest = min(self._near.values(), key=_order)
+        _, earliest = self._by_order[0]
         if self._earliest is None or self._earliest.status is not Status.WAITING:
             self._earliest, self._num_passed = earliest, 0  # else it is that one, or stands aside and is passed all the same
         if self._num_passed >= MAX_PASSED or earliest.urgent:
             return earliest
-        return min(self._near.values(), key=lambda request: (-self._cached[request.serial], request.order))
+        while self._by_match[0][2].status is not Status.WAITING:
+            self._forget(self._by_match[0][2])
+        return self._by_match[0][2]
 
     def _enter(self, request: Request) -> None:
-        self._near[request.serial] = request
-        self._cached[request.serial] = self._num_cached(request)
+        near = (-self._num_cached(request), request.order, request)
+        self._near[request.serial] = near
+        insort(self._by_match, near)
+        insort(self._by_order, (request.order, request))
 
     def _forget(self, request: Request) -> None:
-        del self._near[request.serial], self._cached[request.serial]
-
-
-def _order(request: Request) -> tuple[float, int]:
-    return request.order
+        near = self._near.pop(request.serial)
+        del self._by_match[bisect_left(self._by_match, near)]
+        del self._by_order[bisect_left(self._by_order, (request.order, request))]
