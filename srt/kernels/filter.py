@@ -17,7 +17,7 @@ from srt.kernels.jit import jit, kernel
 from srt.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 BLOCK: Final = 2048  # token ids per program
-ROOM: Final = 4096  # values near the best that a row can gather
+ROOM: Final = 8192  # values near the best that a row can gather
 _FILTERS = ("rows_ptr", "temperatures_ptr", "top_ks_ptr", "top_ps_ptr", "min_ps_ptr")
 _LEVELS = tl.constexpr(8)  # distances that are tried; the last is everything
 _ROUNDED = tl.constexpr(1e-12)  # sums of float64 are nearer than this to each other, whatever their order
@@ -25,8 +25,8 @@ _ROUNDED = tl.constexpr(1e-12)  # sums of float64 are nearer than this to each o
 
 @jit
 def _distance(level: tl.tensor) -> tl.tensor:
-    """0.5, 1, 2, 4, 6, 8, 12 below the best, and everything."""
-    distance = tl.where(level < 2, 0.5 + 0.5 * level, tl.where(level < 6, 2.0 * level - 2.0, 12.0))
+    """1, 2, 4, 6, 8, 10, 13 below the best, and everything."""
+    distance = tl.where(level == 0, 1.0, tl.where(level < 6, 2.0 * level, 13.0))
     return tl.where(level == _LEVELS - 1, float("inf"), distance)
 
 
@@ -378,6 +378,6 @@ def filter_thresholds(
     for whole in (False, True):
         filter_threshold_kernel[(num_filtered,)](
             *inputs, masses, counts, near, thresholds, *sizes,
-            WHOLE=whole, ROOM=ROOM, NUM_BLOCKS=width, num_warps=16 if whole else 8, **options,
+            WHOLE=whole, ROOM=ROOM, NUM_BLOCKS=width, num_warps=16, **options,
         )  # fmt: skip
     return thresholds

@@ -7,6 +7,7 @@ older keys and values before it waits for the projection; the new ones it makes 
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 import triton.language as tl
@@ -16,7 +17,7 @@ from srt.kernels.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.paged_kv import PagedKV, check_heads
 from srt.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
-BLOCK_N = 64
+BLOCK_N: Final = 64
 
 
 @jit
@@ -230,6 +231,6 @@ def fused_decode(
         kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
         HAS_NORM=norm_weights is not None, GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         PAGE_SIZE=kv.page_size, DOT_DTYPE=dot_dtype(qkv.dtype), BLOCK_G=block_dim(group), BLOCK_N=BLOCK_N,
-        BLOCK_S=MAX_SPLITS, num_warps=4, **pdl_options(pdl),
+        BLOCK_S=MAX_SPLITS, num_warps=4 if group <= 2 else 2, **pdl_options(pdl),
     )  # fmt: skip
     return out

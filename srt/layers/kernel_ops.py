@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from srt.kernels.gemv import GemvTiles, gemv, max_rows
-from srt.kernels.pdl import has_pdl
+from srt.kernels.pdl import MOST_ROWS, has_pdl
 from srt.kernels.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.rotary import angles, prepare_qkv
 from srt.kernels.silu_and_mul import silu_and_mul
@@ -24,16 +24,16 @@ class KernelOps(LayerOps):
     """One token, or a few, go through products that read their weights at the memory's speed; more, mostly through cuBLAS."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pdl = has_pdl(device)
+        self._has_pdl = has_pdl(device)
         self._counters = take_counters(device)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return rms_norm(x, norm.weight, norm.eps, self._pdl)
+        return rms_norm(x, norm.weight, norm.eps, self._pdl(x))
 
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
         if stream.delta is None:
             return self.norm(stream.hidden, norm), stream.hidden
-        return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, self._pdl)
+        return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, self._pdl(stream.hidden))
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
         if _is_few(x, affine.weight):
@@ -47,7 +47,7 @@ class KernelOps(LayerOps):
             super().linear_into(x, weight, out)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_and_mul(gate_up, self._pdl)
+        return silu_and_mul(gate_up, self._pdl(gate_up))
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
         if _is_few(stream.hidden, affine.weight):
@@ -64,11 +64,11 @@ class KernelOps(LayerOps):
             return Stream(self._gemv(x, affine, residual=hidden))
         tiles = SkinnyTiles.choose(len(x), *affine.weight.shape) if x.element_size() == 2 else None
         if tiles is not None and len(x):
-            return Stream(skinny_gemm(hidden, x, affine.weight, affine.bias, tiles, self._counters, self._pdl))
+            return Stream(skinny_gemm(hidden, x, affine.weight, affine.bias, tiles, self._counters, self._pdl(x)))
         return super().linear_onto(hidden, x, affine)
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
-        return Rotation(*angles(positions, frequencies, factor, self._pdl))
+        return Rotation(*angles(positions, frequencies, factor, self._pdl(positions)))
 
     def attend(
         self,
@@ -95,17 +95,26 @@ class KernelOps(LayerOps):
             *pool.get_kv(layer_id),
             k_scale=pool.k_scales[layer_id],
             v_scale=pool.v_scales[layer_id],
-            pdl=self._pdl,
+            pdl=self._pdl(qkv),
         )
         kv_size = layer.num_kv_heads * layer.head_dim
         q, k, v = qkv.split((layer.num_heads * layer.head_dim, kv_size, kv_size), dim=-1)
         return layer.attend(q, k, v, batch)
 
+    def _pdl(self, rows: Tensor) -> bool:
+        return self._has_pdl and len(rows) <= MOST_ROWS
+
     def _gemv(self, x: Tensor, affine: Affine, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        tiles = GemvTiles.choose(affine.weight.shape[1], is_gated=False)
-        return gemv(x.contiguous(), affine.weight, tiles, bias=affine.bias, residual=residual, out=out, pdl=self._pdl)[
-            0
-        ]
+        product, _ = gemv(
+            x.contiguous(),
+            affine.weight,
+            GemvTiles.choose(affine.weight.shape[1], is_gated=False),
+            bias=affine.bias,
+            residual=residual,
+            out=out,
+            pdl=self._pdl(x),
+        )
+        return product
 
     def _gemv_of_norm(self, stream: Stream, norm: Norm, affine: Affine, is_gated: bool) -> tuple[Tensor, Tensor]:
         return gemv(
@@ -117,7 +126,7 @@ class KernelOps(LayerOps):
             norm_weight=norm.weight,
             eps=norm.eps,
             is_gated=is_gated,
-            pdl=self._pdl,
+            pdl=self._pdl(stream.hidden),
         )
 
 

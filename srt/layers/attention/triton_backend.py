@@ -19,7 +19,7 @@ from srt.kernels.decode_attention import (
 from srt.kernels.extend_attention import ExtendTiles, extend_attention
 from srt.kernels.fused_decode import can_fuse_decode, fused_decode
 from srt.kernels.paged_kv import PagedKV
-from srt.kernels.pdl import has_pdl
+from srt.kernels.pdl import MOST_ROWS, has_pdl
 from srt.kernels.triton_support import require_triton
 from srt.kernels.write_kv import write_kv
 from srt.layers.attention.base import AttentionBackend
@@ -99,7 +99,7 @@ class TritonAttentionBackend(AttentionBackend):
             tiles,
             self._scratch or self._take_scratch(layer, q.device),
             layer.window,
-            self._pdl,
+            self._pdl and len(q) <= MOST_ROWS,
         )
 
     def decode_packed(

@@ -1,0 +1,88 @@
+"""The kernels of layers and of sampling at the sizes of real models, against what PyTorch says of the same inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from srt.kernels.draw_rows import DrawRows
+from srt.kernels.filter import filter_thresholds
+from srt.kernels.sample import draw
+from srt.layers import sampler
+from srt.layers.kernel_ops import KernelOps
+from srt.layers.ops import Affine, Norm, Stream
+from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+VOCABULARY = 151_936
+EPS = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=CUDA, dtype=torch.bfloat16)
+
+
+def assert_near(got: Tensor, expected: Tensor) -> None:
+    error = (got.double() - expected.double()).norm() / expected.double().norm()
+    assert error < 5e-3, float(error)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 64, 100])
+@pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 3072), (4096, 12288), (5120, 17408)])
+def test_the_products_of_an_mlp_take_in_norm_activation_and_residual(
+    hidden_size: int, inner_size: int, num_rows: int
+) -> None:
+    ops = KernelOps(CUDA)
+    x, norm = randn(num_rows, hidden_size), Norm(randn(hidden_size), EPS)
+    gate_up = Affine(randn(2 * inner_size, hidden_size) * hidden_size**-0.5, None)
+    down = Affine(randn(hidden_size, inner_size) * inner_size**-0.5, randn(hidden_size))
+    activated, hidden = ops.gated_linear_of_norm(Stream(x), norm, gate_up)
+    normed = F.rms_norm(x.float(), (hidden_size,), norm.weight.float(), EPS)
+    gate, up = (normed @ gate_up.weight.float().T).chunk(2, dim=-1)
+    assert_near(activated, F.silu(gate) * up)
+    assert torch.equal(hidden, x)
+    stream = ops.linear_onto(hidden, activated, down)
+    total = stream.hidden.float() + (0.0 if stream.delta is None else stream.delta.float())
+    assert down.bias is not None
+    assert_near(total, x.float() + activated.float() @ down.weight.float().T + down.bias.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_a_whole_vocabulary_is_drawn_from_as_the_sampler_says(dtype: torch.dtype, spread: float) -> None:
+    num_rows = 24
+    logits = (torch.randn(num_rows, VOCABULARY, device=CUDA) * spread).to(dtype)
+    temperatures = torch.rand(num_rows, device=CUDA)
+    temperatures[::4] = 0
+    seeds = torch.randint(-(1 << 62), 1 << 62, (num_rows,), device=CUDA)
+    rows = DrawRows(temperatures, seeds, torch.randint(0, 100_000, (num_rows,), device=CUDA))
+    ids, values = draw(logits, rows, 0, VOCABULARY, pdl=True)
+    expected_ids, expected_values = sampler.draw_from_shard(logits, rows, 0, VOCABULARY)
+    assert torch.equal(ids, expected_ids)
+    assert torch.equal(values, expected_values)
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(20, 0.95, 0.0), (NO_TOP_K, 0.95, 0.0), (NO_TOP_K, NO_TOP_P, 0.05), (50, NO_TOP_P, 0.0), (1000, 0.5, 0.01)],
+)
+def test_filters_keep_what_sorting_keeps(top_k: int, top_p: float, min_p: float, spread: float) -> None:
+    num_rows = 8
+    logits = (torch.randn(num_rows, VOCABULARY, device=CUDA) * spread).bfloat16()
+    temperatures = torch.full((num_rows,), 0.6, device=CUDA)
+    top_ks = torch.full((num_rows,), top_k, device=CUDA)
+    top_ps, min_ps = (torch.full((num_rows,), value, device=CUDA, dtype=torch.float64) for value in (top_p, min_p))
+    filters = (None, temperatures, top_ks, top_ps, min_ps)
+    scaled = logits.float() / temperatures.unsqueeze(1)
+    kept = scaled >= filter_thresholds(logits, *filters, pdl=True).unsqueeze(1)
+    assert torch.equal(kept, scaled >= sampler.filter_thresholds(logits, *filters).unsqueeze(1))
