@@ -129,7 +129,10 @@ class LongestPrefixQueue(WaitingQueue):
             return None
         _, earliest = self._by_order[0]
         if self._earliest is None or self._earliest.status is not Status.WAITING:
-            self._earliest, self._num_passed = earliest, 0  # else it is that one, or stands aside and is passed all the same
+            self._earliest, self._num_passed = (
+                earliest,
+                0,
+            )  # else it is that one, or stands aside and is passed all the same
         if self._num_passed >= MAX_PASSED or earliest.urgent:
             return earliest
         while self._by_match[0][2].status is not Status.WAITING:
