@@ -173,7 +173,7 @@ class RequestLedger:
         self.num_batches += 1
         self._last_batch = max(self._last_batch, message.number)
         touched: dict[tuple[int, int], None] = {}  # in the order of the batch
-        self._take_ids(message, touched)
+        effects = self._take_ids(message, touched)
         for logprobs in message.logprobs:
             self._take_logprobs(logprobs, touched)
         for done in message.done:
@@ -181,7 +181,9 @@ class RequestLedger:
             if choice is not None:
                 choice.done = done
                 touched[done.rid, done.choice] = None
-        return [effect for rid, index in touched for effect in self._settle(rid, index)]
+        for rid, index in touched:
+            effects += self._settle(rid, index)
+        return effects
 
     def acknowledge(self) -> list[Effect]:
         """One acknowledgement for all batches since the last. Send it behind their effects: what a gap asks for is kept until then."""
@@ -212,23 +214,33 @@ class RequestLedger:
 
     # ---- What a batch brings
 
-    def _take_ids(self, batch: TokenBatch, touched: dict[tuple[int, int], None]) -> None:
+    def _take_ids(self, batch: TokenBatch, touched: dict[tuple[int, int], None]) -> list[Effect]:
+        """Ranges that fit behind what their choice has are released at once, where no logprobs have to come with them."""
         columns = (batch.rids, batch.choices, batch.first, batch.counts, batch.cached)
         if len({len(column) for column in columns}) != 1:
             raise LinkBroken(f"batch {batch.number} has columns of different lengths")
         if int(batch.counts.sum()) != len(batch.ids):
             raise LinkBroken(f"batch {batch.number} has {len(batch.ids)} ids for ranges of {int(batch.counts.sum())}")
         ids = batch.ids.tolist()
+        released: list[Effect] = []
         end = 0
         for rid, index, first, count, cached in zip(*[column.tolist() for column in columns], strict=True):
             end += count
-            choice = self._choice(rid, index)
-            if choice is None:
+            entry = self._entries.get(rid)
+            choice = None if entry is None else entry.choices.get(index)
+            if entry is None or choice is None:
                 self.num_surplus_tokens += count
                 continue
-            touched[rid, index] = None
             choice.cached = cached
             known = len(choice.ids) - first
+            if count and known == 0 and not entry.has_logprobs and choice.num_released == first:
+                new = ids[end - count : end]
+                choice.ids += new
+                choice.num_released = first + count
+                choice.asked_from = -1
+                released.append(NewTokens(rid, index, new, (), (), cached))
+                continue
+            touched[rid, index] = None
             if known < 0:
                 choice.is_gap = True
                 continue
@@ -236,6 +248,7 @@ class RequestLedger:
             if known < count:
                 choice.ids += ids[end - count + known : end]
                 choice.asked_from = -1
+        return released
 
     def _take_logprobs(self, message: TokenLogprobs, touched: dict[tuple[int, int], None]) -> None:
         entry = self._entries.get(message.rid)
@@ -261,10 +274,6 @@ class RequestLedger:
         """After a batch: release what is complete, then end what has ended or ask for what is missing."""
         entry = self._entries[rid]
         choice = entry.choices[index]
-        if choice.done is None and not choice.is_gap and not entry.has_logprobs:  # as a rule
-            ids = choice.ids[choice.num_released :]
-            choice.num_released += len(ids)
-            return [NewTokens(rid, index, ids, (), (), choice.cached)] if ids else []
         effects = self._release(entry, index, choice)
         if choice.has_ended:
             assert choice.done is not None
