@@ -112,7 +112,8 @@ def _write_kv(dtype: torch.dtype, head_dim: int, kv: torch.dtype | None = None) 
 
 
 def _decode_attention(dtype: torch.dtype, head_dim: int, group: int, kv: torch.dtype | None = None) -> KernelBuild:
-    kv, tiles = kv or dtype, DecodeTiles.choose(dtype, head_dim, MAX_SPLITS, turns=2.0 if kv is not None else 0.1)
+    tiles = DecodeTiles.choose(dtype, head_dim, MAX_SPLITS, turns=0.1 if kv is None else 2.0)
+    kv = kv or dtype
     strides = ("q_row_stride", "k_location_stride", "v_location_stride", "page_table_stride", "out_row_stride")
     return KernelBuild(
         name=_kv_label("decode_attention", dtype, head_dim, kv),

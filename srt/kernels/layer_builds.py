@@ -31,11 +31,12 @@ _PDL = {"launch_pdl": True}
 
 def layer_builds() -> list[KernelBuild]:
     """As layers launch them on Hopper, after the kernel before."""
-    builds = [_angles(), _fused_decode(64), _fused_decode(128)]
-    for dtype in (torch.bfloat16, torch.float32):
-        builds += [_rms_norm(dtype), _silu_and_mul(dtype), _block_best(dtype), _draw(dtype)]
-        builds += [_skinny_gemm(dtype), *_filters(dtype)]
-        builds += [_gemv(dtype, is_gated=False), _gemv(dtype, is_gated=True)]
+    bf16, fp32 = torch.bfloat16, torch.float32
+    builds = [_angles(), _fused_decode(64), _fused_decode(128), _rms_norm(bf16), _silu_and_mul(bf16)]
+    builds += [_gemv(bf16, is_gated=False), _gemv(bf16, is_gated=True), _gemv(fp32, is_gated=True)]
+    builds += [_skinny_gemm(bf16), *_filters(fp32)]
+    for logits in (bf16, fp32):
+        builds += [_block_best(logits), _draw(logits)]
     for head_dim, kv in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float8_e4m3fn)):
         builds.append(_prepare_qkv(head_dim, kv))
     return builds
@@ -102,7 +103,7 @@ def _gemv(dtype: torch.dtype, is_gated: bool) -> KernelBuild:
 
 def _skinny_gemm(dtype: torch.dtype) -> KernelBuild:
     tensors = ("x_ptr", "w_ptr", "bias_ptr", "residual_ptr", "out_ptr")
-    tiles = SkinnyTiles(32, 64, 4, 3) if dtype is torch.float32 else SkinnyTiles.choose(64, 1024, 3072)
+    tiles = SkinnyTiles.choose(64, 1024, 3072)
     assert tiles is not None
     return _build(
         f"skinny_gemm[{TYPE_NAMES[dtype]}]",
