@@ -108,10 +108,15 @@ class Fairness:
             )
 
     def _may_follow(self, replica: Replica, request: Request) -> bool:
-        """May it be that another request computes what this one needs first?"""
+        """May it be that another request computes what this one needs first? Whoever has had a token has computed its prompt."""
+        if not self._settings.caches:
+            return False
         page = request.known_ids[: self._settings.page_size].tobytes()
-        return self._settings.caches and any(
-            other.salt == request.salt and other.known_ids[: self._settings.page_size].tobytes() == page
+        num_output = replica.slots.num_output
+        return any(
+            other.salt == request.salt
+            and other.prompt_len + int(num_output[other.slot]) == other.num_known
+            and other.known_ids[: self._settings.page_size].tobytes() == page
             for other in replica.planner.running()
         )
 

@@ -74,6 +74,12 @@ class FakeWorker:
         if choice.slot >= 0 and self._choices[choice.slot] is choice:
             self._barred[choice.slot] |= OVER
 
+    def check_written(self, cached: list[bytes]) -> None:
+        """The prefix tree has only pages that were written in full."""
+        pages = np.frombuffer(b"".join(cached), np.int32)
+        unwritten = pages[self._page_hash[pages] == _NOT_WRITTEN]
+        assert not len(unwritten), f"page {unwritten[0]} is in the prefix tree and was not written"
+
     def do(self, work: WorkPlan) -> WorkDone:
         self._count(work.step)
         assert work.kind == "inspect", work.kind

@@ -18,15 +18,19 @@ class Mutation:
 
     def plant(self, folder: Path) -> None:
         """Copy the package into this folder, with the bug. AssertionError when the text to change is not there any more."""
-        shutil.copytree(PACKAGE, folder / "srt", ignore=shutil.ignore_patterns("__pycache__"))
-        path = folder / "srt" / self.file
-        text = path.read_text()
+        text = self.text()
+        shutil.copytree(PACKAGE, folder / "srt", ignore=shutil.ignore_patterns("__pycache__", "assets", "*.so"))
+        (folder / "srt" / self.file).write_text(text)
+
+    def text(self) -> str:
+        """The file with the bug."""
+        text = (PACKAGE / self.file).read_text()
         found = text.count(self.anchor)
         assert found == 1, (
             f"the bug {self.name!r} cannot be planted: srt/{self.file} has the text {self.anchor!r} {found} times, not once;"
             " say in tests/scheduler/mutations.py where it belongs now"
         )
-        path.write_text(text.replace(self.anchor, self.change))
+        return text.replace(self.anchor, self.change)
 
 
 MUTATIONS = (
@@ -203,16 +207,10 @@ MORE_MUTATIONS = (
         "request.priority - running.priority >= 1",
     ),
     Mutation(
-        "lpm lets anybody pass",
+        "who comes back stands behind the others",
         "managers/waiting.py",
-        "self._num_passed >= MAX_PASSED",
-        "self._num_passed >= 20 * MAX_PASSED",
-    ),
-    Mutation(
-        "queue cleared of who was preempted",
-        "managers/waiting.py",
-        "self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]",
-        "self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING and not entry[1].num_preempted]",
+        "not self._line or self._heap[0][0] < self._line[0].order",
+        "not self._line or self._heap[0][0] > self._line[0].order",
     ),
     Mutation(
         "preempted row comes back too early",

@@ -223,6 +223,7 @@ class Server:
             self._fairness.check_sent(replica, number)
         if is_checked:
             self._scheduler.check()
+            self._worker.check_written([bytes(node.pages) for node in replica.memory.tree.nodes()])
             self._fairness.check_all(self._scheduler, replica, may_be_sent, world.now)
 
     # ---- Effects out

@@ -37,6 +37,7 @@ class Settings:
     longest_prompt: int = 100
     longest_answer: int = 30
     vocab_size: int = 40
+    rarely_new: bool = False  # most prompts begin like others
     has_choices: bool = True
     breaks_down: bool = False
     logprob_share: float = 0.1
@@ -93,6 +94,7 @@ class Settings:
             max_queued=rng.choice((0, 3, *(4096,) * 10)),
             conservativeness=rng.choice((1.0, 0.3, 0.01, 0.01)),
             policy=policy,
+            rarely_new=policy == "lpm" and num_slots % 32 == 0,
             threshold=rng.choice((1, 4)),
             aging=rng.choice((longest_answer * step_time, 100 * step_time, math.inf)),
             eviction=rng.choice(("lru", "lru", "lfu")),

@@ -34,9 +34,9 @@ def find(mutation: Mutation, tmp_path: Path) -> None:
     print(f"\n{mutation.name}: {found.group(0)}")
 
 
-def test_every_bug_can_still_be_planted(tmp_path: Path) -> None:
-    for number, mutation in enumerate((*MUTATIONS, *MORE_MUTATIONS)):
-        mutation.plant(tmp_path / str(number))
+def test_every_bug_can_still_be_planted() -> None:
+    for mutation in (*MUTATIONS, *MORE_MUTATIONS):
+        compile(mutation.text(), mutation.file, "exec")
 
 
 def _simulate(folder: Path) -> str:

@@ -119,6 +119,8 @@ class Traffic:
         s, rng = self._settings, self._rng
         shared = rng.choice(self._texts)
         keep = rng.choice((0, rng.randint(0, len(shared)), len(shared)))
+        if keep == 0 and s.rarely_new:
+            keep = rng.choice((0, len(shared), len(shared), len(shared), len(shared)))
         prompt = np.concatenate((shared[:keep], self._ids(rng.choice((0, 1, rng.randint(1, s.longest_prompt))))))
         return prompt[: s.longest_prompt] if len(prompt) else self._ids(1)
 
