@@ -43,7 +43,7 @@ class DecodeParts:
 
 
 class DecodeRunner:
-    """`forward`, then `sample_plain` or whatever the caller does with the logits; then the next step.
+    """`forward`, then `sample` or whatever the caller does with the logits; then the next step.
 
     All state of the rows is in the device's tables: a step of the same slots as the one before needs nothing from the host.
     """
