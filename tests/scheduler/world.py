@@ -138,7 +138,7 @@ class World:
 
     # ---- Frontends
 
-    def _say(self, frontend: LedgerFrontend, messages: Sequence[FromFrontend], delay: float | None = None) -> None:
+    def _say(self, frontend: LedgerFrontend, messages: Sequence[FromFrontend]) -> None:
         """To the server that this frontend is connected to; in vain if that has died."""
         link, server = self._links[frontend.number], self._server_of[frontend.number]
         for message in messages:
@@ -242,8 +242,8 @@ class World:
         self.statistics["frontend deaths"] += 1
         number = self.rng.randrange(len(self._frontends))
         old = self._frontends[number]
-        if self.rng.random() < 0.3:
-            self._say(old, [PauseGeneration(self._call(), "in_place")], delay=0.0)  # and it will not end it
+        if self.rng.random() < 0.8:
+            self._say(old, [PauseGeneration(self._call(), "in_place")])  # and it will not end it
         new = self._frontends[number] = LedgerFrontend(number, self)
         if self.rng.random() < 0.5:  # the scheduler's process finds that it is gone before it comes again
             self._links[number].cut_at = self.now
