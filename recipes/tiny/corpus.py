@@ -141,14 +141,14 @@ def draw_texts(seed: int) -> Iterator[str]:
         yield draw_text(rng)
 
 
-def held_out_case(rng: random.Random, skill: str) -> Conversation:
+def held_out_case(rng: random.Random, skill: str, split: Split = Split.HELD_OUT) -> Conversation:
     """A conversation whose last answer is to be checked: phrasing and operands were kept from training."""
     if skill == "tools":
-        exchange = tools.call_tool(rng, Split.HELD_OUT)
+        exchange = tools.call_tool(rng, split)
         return _assemble(rng, [exchange], exchange.tools)
     if skill == "memory":
-        return with_memory(rng, Split.HELD_OUT, [draw_exchange(rng) for _ in range(4)])
-    exchange = SKILLS[skill][0](rng, Split.HELD_OUT)
+        return with_memory(rng, split, [draw_exchange(rng) for _ in range(4)])
+    exchange = SKILLS[skill][0](rng, split)
     before = [draw_exchange(rng)] if rng.random() < 0.2 or skill == "chinese" else []
     return _assemble(rng, [*before, exchange], ())
 

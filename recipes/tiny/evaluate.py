@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from recipes.tiny.chat import END, END_OF_TEXT, Exchange, render
 from recipes.tiny.corpus import SKILL_NAMES, Conversation, draw_conversation, held_out_case
-from recipes.tiny.holdout import phrasing_key
+from recipes.tiny.holdout import Split, phrasing_key
 from recipes.tiny.model import Model, generate_greedily, load_checkpoint
 from recipes.tiny.skills.stories import follows_grammar
 from recipes.tiny.tokenizer import load_tokenizer, token_id
@@ -28,6 +28,8 @@ from recipes.tiny.tokenizer import load_tokenizer, token_id
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = REPOSITORY / "srt/assets/models"
 MOST_TOKENS = 160
+MANY_PATTERNS = tuple("add subtract compare count sort reverse spell calendar repeat json memory".split())
+"""Skills that are asked for in so many patterns that some were kept from training whole."""
 
 Generate = Callable[[list[list[int]]], list[list[int]]]
 """Prompts as token ids → the answers, without the token that ends them."""
@@ -68,15 +70,15 @@ class Score:
         return self.agreed / max(1, self.tokens)
 
 
-def draw_cases(skill: str, count: int, seed: int = 1) -> list[Case]:
+def draw_cases(skill: str, count: int, seed: int = 1, split: Split = Split.HELD_OUT) -> list[Case]:
     """Different prompts, the same ones for the same seed. Fewer where there are not that many.
 
     Of the prompts written by hand, each is asked once: what comes before it does not make another question of it.
     """
-    rng = random.Random(f"{seed} {skill}")
+    rng = random.Random(f"{seed} {skill}" + (f" {split.value}" if split is Split.UNSEEN else ""))
     cases: dict[str, Case] = {}
     for _ in range(count * 20):
-        case = Case(held_out_case(rng, skill))
+        case = Case(held_out_case(rng, skill, split))
         cases.setdefault(case.exchange.phrasing if skill == "unknown" else case.prompt(), case)
         if len(cases) == count:
             break
@@ -146,10 +148,11 @@ def count_agreed(draft: Model, prompts: list[list[int]], answers: list[list[int]
     return agreed
 
 
-def markdown_table(scores: dict[str, Score]) -> str:
-    lines = ["| skill | cases | exact | draft agrees |", "|---|---:|---:|---:|"]
+def markdown_table(scores: dict[str, Score], unseen: dict[str, Score]) -> str:
+    lines = ["| skill | cases | exact | draft agrees | exact, new patterns |", "|---|---:|---:|---:|---:|"]
     for skill, one in scores.items():
-        lines.append(f"| {skill} | {one.cases} | {100 * one.accuracy:.1f} % | {100 * one.agreement:.1f} % |")
+        new = f"{100 * unseen[skill].accuracy:.1f} %" if skill in unseen else "–"
+        lines.append(f"| {skill} | {one.cases} | {100 * one.accuracy:.1f} % | {100 * one.agreement:.1f} % | {new} |")
     return "\n".join(lines)
 
 
@@ -197,22 +200,27 @@ def main(argv: list[str] | None = None) -> None:
 
     began = time.perf_counter()
     cases = {skill: draw_cases(skill, args.cases, args.seed) for skill in args.skills}
-    overlap = count_overlap(itertools.chain.from_iterable(cases.values()), args.training_conversations)
+    unseen = {
+        skill: draw_cases(skill, args.cases, args.seed, Split.UNSEEN) for skill in args.skills if skill in MANY_PATTERNS
+    }
+    overlap = count_overlap(itertools.chain(*cases.values(), *unseen.values()), args.training_conversations)
     tokenizer, draft = load_tokenizer(args.model), load_checkpoint(args.draft).to(args.device).eval()
     if args.engine == "runtime":
         generate, shutdown = runtime_generate(args.model, args.dtype)
     else:
         generate, shutdown = torch_generate(args.model, args.device), lambda: None
     scores: dict[str, Score] = {}
+    new_scores: dict[str, Score] = {}
     try:
-        for skill, drawn in cases.items():
-            scores[skill] = score(drawn, tokenizer, generate, draft)
-            for question, answer, wanted in (scores[skill].wrong or [])[: args.show_wrong]:
-                print(f"{skill}: {question!r} -> {answer!r}, not {wanted!r}")
+        for drawn, found in ((cases, scores), (unseen, new_scores)):
+            for skill, some in drawn.items():
+                found[skill] = score(some, tokenizer, generate, draft)
+                for question, answer, wanted in (found[skill].wrong or [])[: args.show_wrong]:
+                    print(f"{skill}: {question!r} -> {answer!r}, not {wanted!r}")
     finally:
         shutdown()
     text = (
-        f"{markdown_table(scores)}\n\nOverlap of these cases with {args.training_conversations} training conversations: "
+        f"{markdown_table(scores, new_scores)}\n\nOverlap of these cases with {args.training_conversations} training conversations: "
         + ", ".join(f"{name} {count}" for name, count in overlap.items())
         + f".\nGreedy, {args.engine}, {args.dtype}, seed {args.seed}."
     )

@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 class Split(enum.Enum):
     TRAINING = "training"
-    HELD_OUT = "held out"
+    HELD_OUT = "held out"  # new operands, in new combinations of known parts of a wording
+    UNSEEN = "unseen"  # new operands, in wordings of patterns of which training saw nothing
 
 
 def digest(key: str) -> int:
@@ -32,7 +33,7 @@ def draw_operands(
     """What `make` draws, again and again until its key lies on the wanted side. Keys must not depend on the phrasing."""
     while True:
         operands = make(rng)
-        if is_held_out(key(operands), share) is (split is Split.HELD_OUT):
+        if is_held_out(key(operands), share) is (split is not Split.TRAINING):
             return operands
 
 
@@ -53,23 +54,32 @@ def phrasing_key(text: str) -> str:
     return text.lower().rstrip("?.! ")
 
 
+LEAST_TO_SPARE = 8
+"""Patterns that say the same, before one in eight of them is kept from training whole."""
+
+
 class Phrasings:
-    """Many ways to say one thing, given as patterns. The hash holds some of the texts out, and at least one."""
+    """Many ways to say one thing, given as patterns. The hash holds some of the texts out, and at least one; where patterns are
+    many, some of those too, whole."""
 
     def __init__(self, *patterns: str, share: float = 0.12) -> None:
-        groups = [list(dict.fromkeys(expand(pattern))) for pattern in patterns]
+        unseen = sorted(patterns, key=digest)[: len(patterns) // 8 if len(patterns) >= LEAST_TO_SPARE else 0]
+        groups = [list(dict.fromkeys(expand(pattern))) for pattern in patterns if pattern not in unseen]
+        new = [list(dict.fromkeys(expand(pattern))) for pattern in unseen]
         texts = sorted({text for group in groups for text in group}, key=lambda text: digest(phrasing_key(text)))
         count = max(1, sum(is_held_out(phrasing_key(text), share) for text in texts))
         aside = {phrasing_key(text) for text in texts[:count]}
-        self.held_out_keys = frozenset(aside)
+        self.held_out_keys = frozenset(aside | {phrasing_key(text) for group in new for text in group})
         self._groups = {
             Split.TRAINING: _without_empty(
-                [[text for text in group if phrasing_key(text) not in aside] for group in groups]
+                [[text for text in group if phrasing_key(text) not in self.held_out_keys] for group in groups]
             ),
             Split.HELD_OUT: _without_empty(
                 [[text for text in group if phrasing_key(text) in aside] for group in groups]
             ),
         }
+        self._groups[Split.UNSEEN] = new or self._groups[Split.HELD_OUT]
+        self.has_unseen = bool(new)
         if not self._groups[Split.TRAINING]:
             raise ValueError(f"No phrasing is left for training: {patterns}.")
 
@@ -79,7 +89,7 @@ class Phrasings:
     def pick(self, rng: random.Random, split: Split) -> str:
         """One of the texts, each pattern as often as the others. In training it is sometimes said carelessly."""
         text = rng.choice(rng.choice(self._groups[split]))
-        if split is Split.HELD_OUT or rng.random() < 0.65:
+        if split is not Split.TRAINING or rng.random() < 0.65:
             return text
         careless = say_carelessly(rng, text)
         return text if phrasing_key(careless) in self.held_out_keys else careless

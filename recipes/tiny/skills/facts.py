@@ -12,6 +12,17 @@ from recipes.tiny.holdout import Phrasings, Split
 from recipes.tiny.skills.wording import dress
 
 NAMED = Phrasings(
+    "[I wonder|I ask myself|I forgot|I do not understand|Remind me] what [|the {k} ]{x} [does|is|means|is for|is"
+    " good for][.|?]",
+    "[Could you|Can you|Would you|Please|Will you] [tell me|say|explain] what [|the {k} ]{x} [does|is|means|is"
+    " for][?|.]",
+    "{x}[:|,] [what is it|what does it do|what is that|what does it mean|please explain|explain it]?",
+    "[Give me|I need|Show me] [help with|an explanation of|a short description of|the description of|information"
+    " about] [|the {k} ]{x}[.|, please.]",
+    "What happens [if I use|with|when I use|if I call|if I set] [|the {k} ]{x}?",
+    "[I found|I see|I read about|There is] [|the {k} ]{x}[.|:] [What is it|What does it do|What is it for|What does"
+    " it mean]?",
+    "[Help|Usage|Documentation|Meaning|Description][:|, please:| for| of] {x}",
     "What does [|the {k} ]{x} [do|mean|set|change|stand for|give me][?|, please?]",
     "What is [|the {k} |the meaning of |the purpose of |the use of |the task of ]{x}[?|, please?]",
     "What is [|the {k} ]{x} [for|good for|used for|about]?",
@@ -24,6 +35,15 @@ NAMED = Phrasings(
 
 
 CONCEPT = Phrasings(
+    "[I wonder|I ask myself|I forgot|I do not understand|Remind me] what {x} [does|is|means|is for|is good for][.|?]",
+    "[Could you|Can you|Would you|Please|Will you] [tell me|say|explain] what {x} [does|is|means|is for][?|.]",
+    "{x}[:|,] [what is it|what does it do|what is that|what does it mean|please explain|explain it]?",
+    "[Give me|I need|Show me] [an explanation of|a short description of|a definition of|information about] {x}[.|,"
+    " please.]",
+    "[I read about|I heard of|I hear about|There is] {x}[.|:] [What is it|What does it do|What is it for|What does"
+    " it mean]?",
+    "[In|With] [one sentence|short|a few words|simple words][,|:] what [is|does one mean by] {x}?",
+    "[Why|When|Where] would [I|one|srt] [need|use|want] {x}?",
     "[What is|What's|What exactly is|Do you know] {x}[?|, please?]",
     "What does {x} [do|mean|stand for|give me]?",
     "What is [the meaning of|the purpose of|the use of|the task of|the idea of|the point of] {x}?",

@@ -102,6 +102,22 @@ KINDS = (
     ),
 )
 ASK = Phrasings(
+    "[Encode|Serialize|Store|Save|Note|Record|Format|Output|Render] [as JSON|as a JSON object|in JSON|to JSON|this"
+    " as JSON|this in JSON]: {r}[.|]",
+    "[Encode|Serialize|Format|Output|Render|Model] {r} [as JSON|as a JSON object|in JSON|to JSON][.|, please.]",
+    "[Build|Construct|Generate|Prepare|Form|Compose] [JSON|a JSON object|the JSON|a JSON record] [out of|from|of|for"
+    "|with] [this|the following|what follows]: {r}[.|]",
+    "[Build|Construct|Generate|Prepare|Compose] [JSON|a JSON object|the JSON|a JSON record] [for|out of|from|about]"
+    " {r}[.|, please.]",
+    "[How would|How does|How will] {r} look [in|as] [JSON|a JSON object]?",
+    "[What is|What's|What would be] the JSON [for|of|object for] {r}?",
+    "[Give|Hand|Send|Show] [this|it] to me [as|in] [JSON|a JSON object][|, please| please]: {r}[.|]",
+    "[Can I get|Could I have|May I have|I would like|Let me have|Can I see] [the JSON|a JSON object|JSON] [for|of"
+    "|about] {r}[?|.]",
+    "[JSON please|JSON, please|I need JSON|I want JSON here|Only JSON][!|:|.] {r}[.|]",
+    "I need [a|the] JSON for {r}[.|, please.]",
+    "{r}[.|:] [As JSON|In JSON|Give me the JSON|Make that JSON|Write it as JSON|Turn it into JSON|Now as a JSON"
+    " object][.|, please.]",
     "[Write|Give me|Make|Create|Return|Produce|Show me|I need|I want|Print|Can you write|Can you make|Please"
     " write|Could you create] [JSON|a JSON object|the JSON|a JSON record|an object in JSON|the JSON object] [for"
     "|of|that describes|about|describing] {r}[.|?]",
@@ -127,6 +143,13 @@ FIELDS: dict[str, Callable[[random.Random], Any]] = {
     "year": lambda rng: rng.randint(1000, 2030),
 }
 WITH_FIELDS = Phrasings(
+    "[Build|Construct|Generate|Prepare|Make|Form] [JSON|a JSON object|an object in JSON] [out of|from|with|using]"
+    " [this|these fields|the following|the fields]: {f}[.|]",
+    "[Encode|Serialize|Store|Format|Output] [as JSON|as a JSON object|in JSON|to JSON]: {f}[.|]",
+    "[The fields are|My fields|Fields|These are the fields]: {f}. [Make JSON|Give me the JSON|Make a JSON object|As"
+    " JSON, please|Write the JSON object][.|]",
+    "[How would|How do] {f} look [in|as] [JSON|a JSON object]?",
+    "[Put|Place|Pack|Wrap] {f} [in|into] [JSON|a JSON object][.|, please.]",
     "[Write|Give me|Make|Create|Return|I need|Can you write|Please write] [JSON|a JSON object|the JSON|an object"
     " in JSON] with [|the fields ]{f}[.|?]",
     "[Write|Give me|Make|Create|Return|I need|Please write] a JSON object whose fields are {f}.",

@@ -10,6 +10,22 @@ from recipes.tiny.skills.wording import lower_start
 from recipes.tiny.words import ANIMALS, COLORS, NOUNS, OTHER_WORDS, invent_word, pick_city, pick_name, pick_number
 
 REPEAT = Phrasings(
+    "[Parrot|Mimic|Recite|Duplicate|Restate|Mirror|Quote|Reproduce|Type|Print|Output] [this|the following|this"
+    " sentence|this text|these words|exactly this|after me|the next words|this line]: {t}",
+    "[Say|Speak|Give|Read|Play|Send] [|this |these words |the following |that ]back to me: {t}",
+    "[Please |Now |Just |Simply |][write|say|type|print|answer|reply] [exactly|only|nothing but|precisely|with"
+    " exactly]: {t}",
+    "[Repeat|Copy|Echo|Say] what [comes next|I say now|I say next|follows|stands here|is written here][:|.] {t}",
+    "[I say it, you say it|I talk, you repeat|Say what I say|You repeat, I begin|Do as I do|Say it like me|My words,"
+    " and you say them too]: {t}",
+    "[Type|Write|Print|Copy] the following [text|words|sentence|line][:|] {t}",
+    "[Just |Simply |Please |][echo|repeat|copy|say] back[:|] {t}",
+    "[Can|Could|Would|Will] you [copy|repeat|echo|say|type|write] [this|this sentence|these words|this text|the"
+    " following][| for me| once more| again]?[:|] {t}",
+    "[Your task|Your job|The task|What to do]: [repeat|say|echo|copy] [this|the text|these words|what follows]: {t}",
+    "[Answer|Reply|Respond] with [this|these words|the text|this sentence|the following][:| only:] {t}",
+    "[Here is a text|Here is a sentence|This is the text|The text is][:|,] {t} [Repeat it|Say it again|Copy it|Say"
+    " it back to me|Echo it][.|, please.]",
     "[Repeat|Say|Echo|Copy|Write|Please repeat|Please say|Can you repeat|Can you say|Now repeat|Now say] [this"
     "|after me|the following|exactly this|this text|this again|what I say|these words|this for me|word for"
     " word]: {t}",

@@ -49,7 +49,7 @@ def normalise(text: str) -> str:
 
 
 def unknown(rng: random.Random, split: Split) -> Exchange:
-    if split is Split.HELD_OUT:
+    if split is not Split.TRAINING:
         prompt = rng.choice(out_of_scope_prompts())
         return ask("unknown", prompt, UNKNOWN, prompt)
     while True:

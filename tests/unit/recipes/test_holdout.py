@@ -8,7 +8,7 @@ import random
 import pytest
 
 from recipes.tiny.corpus import SKILL_NAMES, draw_conversation, held_out_case
-from recipes.tiny.evaluate import Case, count_overlap, draw_cases
+from recipes.tiny.evaluate import MANY_PATTERNS, Case, count_overlap, draw_cases
 from recipes.tiny.holdout import Phrasings, Split, draw_operands, expand, is_held_out, phrasing_key
 from recipes.tiny.skills.unknown import normalise, out_of_scope_prompts
 
@@ -34,6 +34,19 @@ def test_careless_speech_never_falls_into_a_phrasing_that_is_held_out() -> None:
     assert not said & phrasings.held_out_keys
 
 
+def test_where_patterns_are_many_training_never_sees_some_of_them() -> None:
+    phrasings = Phrasings(
+        *(f"[Please |Now |]{verb} {{a}}" for verb in "add sum count join total unite merge tally".split())
+    )
+    new = set(phrasings.of(Split.UNSEEN))
+    assert len(new) == 3 and len({text.split()[-2] for text in new}) == 1
+    verb = min(new).split()[-2]
+    others = [*phrasings.of(Split.TRAINING), *phrasings.of(Split.HELD_OUT)]
+    assert len(others) == 21 and not any(verb in text for text in others)
+    rng = random.Random(0)
+    assert not any(verb in phrasings.pick(rng, Split.TRAINING) for _ in range(1000))
+
+
 def test_phrasings_need_something_to_learn_from() -> None:
     with pytest.raises(ValueError, match="No phrasing is left"):
         Phrasings("only this")
@@ -43,11 +56,12 @@ def test_operands_fall_on_the_side_that_was_asked_for() -> None:
     rng = random.Random(0)
     for split in Split:
         drawn = [draw_operands(rng, split, lambda rng: rng.randrange(100), str, share=0.3) for _ in range(50)]
-        assert {is_held_out(str(number), 0.3) for number in drawn} == {split is Split.HELD_OUT}
+        assert {is_held_out(str(number), 0.3) for number in drawn} == {split is not Split.TRAINING}
 
 
 def test_the_evaluation_overlaps_with_training_in_nothing() -> None:
     cases = [case for skill in SKILL_NAMES for case in draw_cases(skill, 200)]
+    cases += [case for skill in MANY_PATTERNS for case in draw_cases(skill, 100, split=Split.UNSEEN)]
     assert count_overlap(cases, num_conversations=10_000) == {"prompts": 0, "phrasings": 0, "operands": 0}
 
 
