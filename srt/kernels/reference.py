@@ -54,7 +54,8 @@ def extend_attention_reference(
 ) -> torch.Tensor:
     """Row r's queries are ``q[start_locs[r] :][: extend_lens[r]]``, at positions from `prefix_lens[r]` on.
 
-    Causal, or over the last `window` positions; keys and values of prefix and chunk alike come from the paged memory. Tokens of no row are zeros.
+    Causal, or over the last `window` positions; keys and values of prefix and chunk alike come from the paged memory.
+    Tokens of no row are zeros.
     """
     out = torch.zeros_like(q)
     rows = zip(*(t.tolist() for t in (req_pool_indices, prefix_lens, extend_lens, start_locs)), strict=True)

@@ -6,12 +6,15 @@ does not depend on how the text was cut into tokens.
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from dataclasses import dataclass
-from re import _parser as expression_parser  # type: ignore[attr-defined]
 from typing import Any, Protocol
 
 from srt.sampling.parameter_checks import compile_stop_regex
+
+# The standard library's own parser, so that lengths are read as `re` reads the expression; it has no public name.
+expression_parser: Any = importlib.import_module("re._parser")
 
 MAX_REGEX_MATCH = 256
 """Characters that a match of a stop expression may have. Fewer are held back where the expression cannot match as many."""

@@ -131,8 +131,8 @@ def test_what_programs_of_a_row_count_with_is_zero_again_afterwards() -> None:
 
 def test_a_memory_of_fp8_is_read_with_its_scales() -> None:
     world = make_paged_world([5, 40], num_kv_heads=1, head_dim=32, page_size=16, dtype=torch.float32)
-    fp8 = (buffer.to(torch.float8_e4m3fn) for buffer in (world.kv.k_buffer, world.kv.v_buffer))
-    kv = PagedKV(*fp8, world.kv.page_table, world.kv.page_size, k_scale=0.5, v_scale=3.0)
+    keys, values = world.kv.k_buffer.to(torch.float8_e4m3fn), world.kv.v_buffer.to(torch.float8_e4m3fn)
+    kv = PagedKV(keys, values, world.kv.page_table, world.kv.page_size, k_scale=0.5, v_scale=3.0)
     q = torch.randn(2, 2, 32)
     expected = decode_attention_reference(q, kv, world.req_pool_indices, world.seq_lens, 0.2)
     out = torch.full_like(q, float("nan"))

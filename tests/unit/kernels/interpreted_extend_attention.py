@@ -100,8 +100,8 @@ def test_a_window_hides_all_but_the_last_positions(window: int, group: int) -> N
 
 def test_a_memory_of_fp8_is_read_with_its_scales() -> None:
     world = make_paged_world([40], num_kv_heads=1, head_dim=32, page_size=16, dtype=torch.float32)
-    fp8 = (buffer.to(torch.float8_e4m3fn) for buffer in (world.kv.k_buffer, world.kv.v_buffer))
-    kv = PagedKV(*fp8, world.kv.page_table, world.kv.page_size, k_scale=0.5, v_scale=3.0)
+    keys, values = world.kv.k_buffer.to(torch.float8_e4m3fn), world.kv.v_buffer.to(torch.float8_e4m3fn)
+    kv = PagedKV(keys, values, world.kv.page_table, world.kv.page_size, k_scale=0.5, v_scale=3.0)
     q = torch.randn(9, 2, 32)
     rows = (world.req_pool_indices, torch.tensor([31]), torch.tensor([9]), torch.tensor([0]))
     out = torch.full_like(q, float("nan"))
