@@ -16,9 +16,12 @@ from tests.support.server_process import ROOT
 
 DEADLINE_S = 60.0
 CTRL_D, UP = "\x04", "\x1b[A"
-_TAKE_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-)
+_TAKE_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started the tests may ignore it, as a shell's background jobs do
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
