@@ -100,7 +100,9 @@ class ServerArgs:
         None, "most prompt tokens in one step; -1: no limit (default: by the device's memory)", group=MEMORY
     )
     max_decode_stall: float = option(
-        10.0, "milliseconds by which prompts may lengthen a step beyond twice its time without them", group=MEMORY
+        30.0,
+        "milliseconds by which prompts may lengthen a step that has streams beyond twice its time without them",
+        group=MEMORY,
     )
     page_size: int = option(16, "tokens in one page of KV memory", group=MEMORY)
     schedule_policy: str = option(

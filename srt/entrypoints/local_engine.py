@@ -124,7 +124,7 @@ class LocalEngine:
     async def open_stream(self, body: dict[str, Any]) -> Chunks:
         """Send the requests of a streamed call. RequestError if one is refused; then none runs."""
         engine = self._service.engine()
-        call = parse_generate(body, engine.sampling_params)
+        call = parse_generate({**body, "stream": True}, engine.sampling_params)
         answer = NativeAnswer(call, engine.token_text, incremental=self._args.incremental_streaming_output)
         handles = []
         with contextlib.ExitStack() as refused:

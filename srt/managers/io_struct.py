@@ -49,6 +49,7 @@ class GenerateInput:
     is_logged: bool = True  # where requests are
     is_counted: bool = True  # in /metrics
     urgent: bool = False  # goes before all others: for questions about the engine's health
+    stream: bool = False  # its tokens are shown as they come, so none should be late
     wants_prompt_ids: bool = False
     add_special_tokens: bool = True  # False when a chat template already wrote them
 

@@ -117,6 +117,7 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
             logprobs=_logprob_request(wants_logprob[i], starts[i], tops[i], token_ids[i]),
             cache_salt=cache_namespace(salts[i], keys[i]),
             priority=priorities[i],
+            stream=given.stream,
             is_logged=not given.no_logs,
             is_counted=given.log_metrics,
             wants_prompt_ids=given.return_prompt_token_ids,

@@ -133,12 +133,12 @@ class Planner:
         if not is_short and not must_measure and (self._ranking.has_priorities or self._does_urgent_wait()):
             self._displace()
         rows = self._decode_rows(step)
-        times, num_decodes = self._step_times, len(rows)
-        draft = Draft(min(self._chunk_size, times.most_tokens(num_decodes)), times.budget_us(num_decodes))
+        times, num_streams = self._step_times, int(np.count_nonzero(self._slots.stream[rows]))
+        draft = Draft(min(self._chunk_size, times.most_tokens(num_streams)), times.budget_us(num_streams))
         decodes = self._plan_decodes(draft, rows)
         if not must_measure:
             self._plan_prompts(step, draft, may_admit=not is_short or self._slots.num_used == 0)
-        times.note_planned(num_decodes, sum(draft.counts))
+        times.note_planned(len(rows), sum(draft.counts))
         for request in draft.aside:
             self._queue.push(request)
         if not draft.extends and not len(decodes):

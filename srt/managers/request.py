@@ -62,6 +62,7 @@ class Request:
         "slot",
         "started_s",
         "status",
+        "stream",
         "urgent",
     )
 
@@ -75,6 +76,7 @@ class Request:
         self.started_s: float | None = None  # first admission
         self.priority = message.priority
         self.urgent = message.urgent
+        self.stream = message.stream
         self.seed = choice_seed(message.seed, self.choice)
         self.salt = message.cache_salt
         self.sampling: SamplingSpec = message.sampling

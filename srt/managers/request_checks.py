@@ -112,6 +112,7 @@ def build_request(
         priority=request.priority,
         cache_salt=request.cache_salt,
         urgent=request.urgent,
+        stream=request.stream,
     )
 
 

@@ -53,6 +53,7 @@ class SlotTable:
         self.submitted_at: memoryview[int] = self.submitted.data
         self.computed_at: memoryview[int] = self.computed.data
         self.num_pages_at: memoryview[int] = self.num_pages.data
+        self.stream: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.stops: Int32Array = np.full((num_slots, NUM_STOPS), -1, np.int32)
         self._stops_bytes = self.stops.data.cast("B")
         self.many_stops: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
@@ -100,6 +101,7 @@ class SlotTable:
         if count:
             self.make_room_for_outputs(count)
             self.outputs[slot, :count] = outputs
+        self.stream[slot] = request.stream
         self._fill_stops(slot, sampling.stop_ids.tobytes())
 
     def _fill_stops(self, slot: int, stops: bytes) -> None:

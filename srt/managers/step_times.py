@@ -1,7 +1,8 @@
 """How long a step takes, learnt from what workers report, so that prompts do not hold up those who stream.
 
-A step that has decodes may take at most twice as long as without prompt tokens, and `--max-decode-stall` on top. What is needed
-for that is measured: now and then a step leaves prompts out, and a chunk is at most twice as large as one that was timed.
+A step that has decodes of a streamed request may take at most twice as long as without prompt tokens, and `--max-decode-stall` on
+top. What is needed for that is measured: now and then a step leaves prompts out, and a chunk is at most twice as large as one that
+was timed. Nobody watches the tokens of other requests come, so where only such decode, prompts get all that there is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class StepTimes:
 
     The decodes' part is the shortest of the last steps without prompt tokens; the other two are fitted to what a token took beyond
     it in steps with both (until there is one, in steps of prompts alone). Every step counts alike, so that one that compiled
-    kernels is soon forgotten. Only messages matter: no clock.
+    kernels is soon forgotten, and those that nobody watches, so that all is known when a stream comes. Only messages matter: no clock.
     """
 
     def __init__(self, stall_us: float) -> None:
@@ -52,9 +53,9 @@ class StepTimes:
         if num_decodes:
             self._num_mixed = self._num_mixed + 1 if num_tokens else 0
 
-    def most_tokens(self, num_decodes: int) -> int:
-        """So many prompt tokens may a step with so many decodes have."""
-        return max(LEAST_CHUNK, int(2 * self._largest)) if num_decodes else 1 << 40
+    def most_tokens(self, num_streams: int) -> int:
+        """So many prompt tokens may a step have in which so many streams decode."""
+        return max(LEAST_CHUNK, int(2 * self._largest)) if num_streams else 1 << 40
 
     def take(self, section: PlanSection, step_us: int) -> None:
         """This step took so long."""
@@ -76,9 +77,9 @@ class StepTimes:
         self._sums = [MEMORY * old + one for old, one in zip(self._sums, new, strict=True)]
         self._fit()
 
-    def budget_us(self, num_decodes: int) -> float:
-        """What prompt tokens may add to a step with so many decodes."""
-        return self.decode_us + self._stall_us if num_decodes else math.inf
+    def budget_us(self, num_streams: int) -> float:
+        """What prompt tokens may add to a step in which so many streams decode."""
+        return self.decode_us + self._stall_us if num_streams else math.inf
 
     def cost_us(self, start: int, count: int) -> float:
         return count * (self.per_token + self.per_pair * (start + count / 2))

@@ -102,6 +102,7 @@ class GenerateRequest(Wire, frozen=True, tag=2):
     urgent: bool = (
         False  # a question about the engine's health: goes before all others, in the place of one that runs if need be
     )
+    stream: bool = False  # somebody watches its tokens come: steps that have it are short
 
 
 class Abort(Wire, frozen=True, tag=3):

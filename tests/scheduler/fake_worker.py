@@ -59,6 +59,7 @@ class FakeWorker:
         self._logging: set[int] = set()  # slots that are asked for logprobs of their outputs
         self._prompt_start: dict[int, int] = {}  # and of their prompts, from this position on
         self._end: Int64Array = np.zeros(s.num_slots, np.int64)  # so many ids the request has at most
+        self._stream: NDArray[np.bool_] = np.zeros(s.num_slots, np.bool_)  # somebody watches its tokens come
         self._planned_at: Int64Array = np.zeros(s.num_slots, np.int64)  # the last step that had the slot's request
         self._turn = 0  # number of the last step, other work not counted
         self._turn_of: Int64Array = np.zeros(s.num_slots, np.int64)
@@ -79,6 +80,9 @@ class FakeWorker:
         pages = np.frombuffer(b"".join(cached), np.int32)
         unwritten = pages[self._page_hash[pages] == _NOT_WRITTEN]
         assert not len(unwritten), f"page {unwritten[0]} is in the prefix tree and was not written"
+
+    def num_streams(self, slots: Int32Array) -> int:
+        return int(np.count_nonzero(self._stream[slots]))
 
     def do(self, work: WorkPlan) -> WorkDone:
         self._count(work.step)
@@ -166,6 +170,7 @@ class FakeWorker:
         self._hashes[slot, : len(everything)] = choice.hashes
         self._length[slot], self._known[slot], self._num_pages[slot] = admission.cached, len(ids), 0
         self._barred[slot] = 0
+        self._stream[slot] = choice.request.stream
         self._end[slot], self._planned_at[slot] = len(everything), -self._settings.num_stages
         self.num_prefix_hits += admission.cached > 0
         if admission.logprobs.output:
@@ -275,8 +280,15 @@ class FakeWorker:
         self._planned_at[rows] = step
         self._turn += 1
         self._turn_of[rows] = self._turn
-        chunk = self._settings.chunk
-        assert chunk < 0 or int(section.extend_counts.sum()) <= chunk, "a plan has more prompt tokens than allowed"
+        if len(extends):
+            self._check_chunk(section, step)
+
+    def _check_chunk(self, section: PlanSection, step: int) -> None:
+        """Never more prompt tokens than allowed; nor less, where nobody watches and a prompt could go on."""
+        chunk, num_tokens = self._settings.chunk, int(section.extend_counts.sum())
+        assert chunk < 0 or num_tokens <= chunk, "a plan has more prompt tokens than allowed"
+        if num_tokens != chunk and not self.num_streams(section.decode_slots):
+            assert section.extend_samples.all(), f"a prompt stops in step {step} after {num_tokens} tokens, for nobody"
 
     def _check_nobody_stands_still(self, decodes: Int32Array) -> None:
         """Who streams is in every step, or has its turn in a pipeline; but not who may have got all its ids already."""

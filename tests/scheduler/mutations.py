@@ -255,6 +255,24 @@ MORE_MUTATIONS = (
         "return 8 * self.decode_us + self._stall_us if num_decodes",
     ),
     Mutation(
+        "every request counts as watched",
+        "managers/slots.py",
+        "self.stream[slot] = request.stream",
+        "self.stream[slot] = True",
+    ),
+    Mutation(
+        "nobody watches a stream that lost its slot",
+        "managers/slots.py",
+        "self.stream[slot] = request.stream",
+        "self.stream[slot] = request.stream and not request.num_preempted",
+    ),
+    Mutation(
+        "nobody watches a stream that outlived a scheduler",
+        "managers/request_ledger.py",
+        "resumed=True,",
+        "resumed=True, stream=False,",
+    ),
+    Mutation(
         "a decode left out of a step with prompts",
         "managers/planner.py",
         "wanting: Int64Array = rows[self._slots.submitted[rows] < self._slots.max_new[rows]]",

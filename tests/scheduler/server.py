@@ -298,8 +298,9 @@ class Server:
             chunks = zip(section.extend_starts.tolist(), section.extend_counts.tolist(), strict=True)
             prompts_us = sum(s.prompt_us(start, count) for start, count in chunks)
             most = s.most_prompt_us(num_decodes)
-            assert not num_decodes or prompts_us <= most, (
-                f"the prompts in step {plan.step} delay {num_decodes} streams by {prompts_us:.0f} µs, more than {most:.0f}"
+            num_streams = self._worker.num_streams(section.decode_slots)
+            assert not num_streams or prompts_us <= most, (
+                f"the prompts in step {plan.step} delay {num_streams} streams by {prompts_us:.0f} µs, more than {most:.0f}"
             )
         return int(s.decode_us(num_decodes, self._world.rng.choice(s.jitter)) + prompts_us)
 

@@ -41,6 +41,7 @@ class Settings:
     has_choices: bool = True
     breaks_down: bool = False
     logprob_share: float = 0.1
+    stream_share: float = 1.0  # of the requests, whose tokens are watched as they come
     arrival_gap: float = 0.01  # mean; many come together
     step_time: float = 0.01
     row_us: float = 0.0  # what a decode, and a prompt token, adds to a step
@@ -123,6 +124,7 @@ class Settings:
             num_returns=rng.choice((0, 0, 0, 1, 3)),
             num_questions=rng.choice((0, 4, 10)),
             drains=rng.random() < 0.05,
+            stream_share=rng.choice((0.0, 0.1, 0.5, 1.0, 1.0)),
         )
 
     def server_args(self) -> ServerArgs:

@@ -80,11 +80,19 @@ class Replica:
         self._scheduler.handle(Worker(0), hello, 0.0)
         self._scheduler.handle(Frontend(0), FrontendHello(0, "p"), 0.0)
 
-    def ask(self, rid: int, prompt_len: int, max_new: int) -> None:
+    def ask(self, rid: int, prompt_len: int, max_new: int, *, stream: bool = True) -> None:
         """A prompt that no other one shares; its seed is its rid."""
         prompt = int32_array(np.random.default_rng(rid).integers(0, 1000, prompt_len))
         request = GenerateRequest(
-            rid, f"r{rid}", prompt, int32_array([0]), [int32_array()], SamplingSpec(max_new), LogprobSpec(), rid
+            rid,
+            f"r{rid}",
+            prompt,
+            int32_array([0]),
+            [int32_array()],
+            SamplingSpec(max_new),
+            LogprobSpec(),
+            rid,
+            stream=stream,
         )
         self._scheduler.handle(Frontend(0), request, self.now / 1e6)
 

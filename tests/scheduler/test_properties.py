@@ -42,6 +42,7 @@ def small_worlds(draw: st.DrawFn) -> Settings:
         longest_answer=answer,
         vocab_size=draw(st.sampled_from((40, 3))),
         has_choices=draw(st.booleans()),
+        stream_share=draw(st.sampled_from((1.0, 0.0, 0.5))),
         logprob_share=draw(st.sampled_from((0.0, 0.5))),
         arrival_gap=draw(st.sampled_from((0.0, 0.02))),
         delay=draw(st.sampled_from((0.0001, 0.02))),

@@ -84,6 +84,7 @@ class Traffic:
             logprobs=self._logprobs(len(template.request.prompt_ids)),
             seed=rng.getrandbits(64),
             priority=rng.choice((0, 0, 1, 2, 5, 7)) if s.policy == "priority" else 0,
+            stream=rng.random() < s.stream_share,
         )
         return [
             Choice(request, index, choice_seed(request.seed, index), known, hashes)

@@ -61,6 +61,7 @@ def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) ->
         logprobs=body.logprob_request(),
         cache_salt=body.salt,
         priority=body.priority,
+        stream=body.stream,
         is_logged=not body.no_logs,
         is_counted=body.log_metrics,
         add_special_tokens=False,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from srt.entrypoints.local_engine import LocalEngine
 from srt.entrypoints.streaming import run_all
 from srt.managers.io_struct import GenerateInput
 from srt.sampling.sampling_params import SamplingParams
-from tests.unit.entrypoints.fake_engine import FakeEngine
+from tests.unit.entrypoints.fake_engine import FakeEngine, World
 
 
 def test_others_on_the_loop_go_on_while_a_large_batch_is_submitted() -> None:
@@ -33,3 +37,31 @@ def test_others_on_the_loop_go_on_while_a_large_batch_is_submitted() -> None:
 
     asyncio.run(go())
     assert len(set(seen)) > 10
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "hi", "sampling_params": {"n": 2}}),
+        ("/v1/completions", {"model": "tiny", "prompt": ["hi", "ho"]}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+def test_the_engine_is_told_whether_tokens_are_watched_as_they_come(
+    path: str, body: dict[str, Any], stream: bool
+) -> None:
+    world = World()
+    assert world.post(path, {**body, "stream": stream}).status_code == 200
+    asked = [handle.request for handle in world.engine.handles]
+    assert asked
+    assert all(one.stream == stream for one in asked)
+
+
+def test_a_program_that_reads_a_stream_watches_too() -> None:
+    world = World()
+    engine = cast(LocalEngine, SimpleNamespace(_service=world.service, _args=world.service.args))
+    body = {"text": ["hi", "ho"]}
+    asyncio.run(LocalEngine.open_stream(engine, body))
+    asyncio.run(LocalEngine.answer(engine, body))
+    assert [handle.request.stream for handle in world.engine.handles] == [True, True, False, False]

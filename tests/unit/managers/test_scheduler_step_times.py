@@ -84,11 +84,11 @@ def run_timed(host: Host, cost_us: Callable[[PlanSection], int], max_steps: int)
     return steps
 
 
-def long_world(max_decode_stall: float = 10.0) -> Host:
+def long_world(max_decode_stall: float = 10.0, *, streams: bool = True) -> Host:
     hello = worker_hello(page_size=64, num_pages=4000, num_slots=40, max_request_tokens=120_000)
     host = Host(hello=hello, chunked_prefill_size=8192, max_decode_stall=max_decode_stall)
     for rid in range(32):
-        host.say(request(rid, [rid] * 20, max_new=1000))
+        host.say(request(rid, [rid] * 20, max_new=1000, stream=streams))
     run_timed(host, gpu_us, 40)
     return host
 
@@ -103,6 +103,19 @@ def test_a_very_long_prompt_delays_no_stream_by_more_than_twice_its_step_and_the
     assert max(us for _, us in mixed) <= 2 * 10_000 + 5_000 + LEAST_CHUNK * 130
     used = [us for _, us in mixed[:-1]]
     assert sum(used) / len(used) >= 20_000, "nor is the room for prompts left unused"
+
+
+def test_where_nobody_watches_prompts_get_whole_chunks_until_somebody_does() -> None:
+    host = long_world(streams=False)
+    host.say(request(100, list(range(97)) * 1030, max_new=4))
+    steps = run_timed(host, gpu_us, 6)
+    assert [int(plan.extend_counts.sum()) for plan, _ in steps[2:]] == [8192] * 4, "two were planned before"
+    host.say(request(101, [7] * 50, max_new=20, stream=True))
+    steps = run_timed(host, gpu_us, 30)
+    with_stream = [us for plan, us in steps if len(plan.decode_slots) == 33]
+    assert len(with_stream) >= 19
+    assert max(with_stream) <= 2 * 10_000 + 10_000 + LEAST_CHUNK * 130
+    assert max(us for plan, us in steps[-10:]) > 200_000, "when the stream has ended nobody watches again"
 
 
 def test_short_prompts_pass_a_long_one_which_goes_on_all_the_same() -> None:
