@@ -324,6 +324,7 @@ class Scheduler:
             message=message,
             num_preempted=request.num_preempted,
             retry_after_s=self._retry_after_s(self._replica) if status == 503 else 0,
+            queue_s=-1.0 if request.started_s is None else request.started_s - request.arrived_s,
         )
         self._clients[request.frontend].outbox.add_end(request)
 

@@ -190,6 +190,7 @@ class RequestDone(Wire, frozen=True):
     message: str = ""
     num_preempted: int = 0  # so often it lost its slot to others
     retry_after_s: int = 0  # of a 503: when another try may have better luck
+    queue_s: float = -1.0  # from its arrival to its slot; negative if it never had one
 
 
 class TokenBatch(Wire, frozen=True, tag=21):
