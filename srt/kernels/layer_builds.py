@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from srt.kernels.apply_wishes import BLOCK as WISH_BLOCK
+from srt.kernels.apply_wishes import bias_kernel, count_tokens_kernel, penalise_kernel
 from srt.kernels.decode_attention import MAX_SPLITS
 from srt.kernels.filter import BLOCK as FILTER_BLOCK
 from srt.kernels.filter import (
@@ -34,7 +36,7 @@ def layer_builds() -> list[KernelBuild]:
     bf16, fp32 = torch.bfloat16, torch.float32
     builds = [_angles(), _fused_decode(64), _fused_decode(128), _rms_norm(bf16), _silu_and_mul(bf16)]
     builds += [_gemv(bf16, is_gated=False), _gemv(bf16, is_gated=True), _gemv(fp32, is_gated=True)]
-    builds += [_skinny_gemm(bf16), *_filters(fp32)]
+    builds += [_skinny_gemm(bf16), *_filters(fp32), *_wishes()]
     for logits in (bf16, fp32):
         builds += [_block_best(logits), _draw(logits)]
     for head_dim, kv in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float8_e4m3fn)):
@@ -211,6 +213,29 @@ def _filters(dtype: torch.dtype) -> list[KernelBuild]:
         constants = {constant: value for constant, value in values.items() if constant in kernel.arg_names}
         builds.append(_build(f"{name}[{TYPE_NAMES[dtype]}]", kernel, types, constants))
     return builds
+
+
+_WISH_TYPES = {
+    **dict.fromkeys(("logits_ptr", "penalties_ptr", "bias_values_ptr"), "*fp32"),
+    **dict.fromkeys(("slots_ptr", "positions_ptr", "limits_ptr"), "*i64"),
+    **dict.fromkeys(("token_table_ptr", "counts_ptr", "bias_ids_ptr", "stop_ids_ptr"), "*i32"),
+    **dict.fromkeys(("num_columns", "shard_start", "token_table_stride", "row_stride"), "i32"),
+    **dict.fromkeys(("bias_stride", "stop_stride"), "i32"),
+}
+
+
+def _wishes() -> list[KernelBuild]:
+    kernels = {"count_tokens": count_tokens_kernel, "penalise": penalise_kernel, "bias": bias_kernel}
+    return [
+        KernelBuild(
+            f"{name}[]",
+            kernel,
+            {argument: kind for argument, kind in _WISH_TYPES.items() if argument in kernel.arg_names},
+            {"BLOCK": WISH_BLOCK},
+            {"enable_fp_fusion": False} if name == "penalise" else {},
+        )
+        for name, kernel in kernels.items()
+    ]
 
 
 def _block_best(dtype: torch.dtype) -> KernelBuild:

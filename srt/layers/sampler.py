@@ -16,9 +16,10 @@ import torch
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.kernels.draw_rows import DrawRows
+from srt.layers.logit_wishes import apply_wishes
 from srt.layers.logits_processor import gather_vocabulary
 from srt.layers.philox import gumbel_noise
-from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
+from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool, WishTables
 from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo
 
 MINUS_INF = float("-inf")
@@ -43,6 +44,7 @@ class Sampler:
         self._tables = tables
         self._draw_from_shard: Callable[..., tuple[torch.Tensor, torch.Tensor]] = draw_from_shard
         self._thresholds: Callable[..., torch.Tensor] = filter_thresholds
+        self._wish_kernels: Callable[..., None] | None = None  # made at first use, which knows the columns
         if tables.seq_lens.is_cuda:
             # Triton is not there on every host; with PyTorch for CUDA it is.
             from srt.kernels.filter import filter_thresholds as kernel_thresholds
@@ -58,20 +60,27 @@ class Sampler:
 
         `allowed` [R, columns] bool, if given, says which tokens a row may draw at all.
         """
-        self._penalise(logits, info)
-        self._add_bias(logits, info)
-        self._hold_back_stops(logits, info)
+        if len(info.arrays.wish_rows):
+            self._apply_wishes(logits, info)
         if allowed is not None:
             logits.masked_fill_(~allowed, MINUS_INF)
         return self._draw(logits, self._rows(logits, info))
 
-    def draw_plain(
-        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    def draw_wished(
+        self, logits: torch.Tensor, slots: torch.Tensor, rows: DrawTables, positions: torch.Tensor
     ) -> Draws:
-        """`draw` for rows that ask for no more than a temperature; `logits` of any type stay as they are.
+        """`draw` for rows of any wishes and filters; `logits` of another type than float32 stay as they are.
 
         Nothing here waits for the device, so a graph can hold it.
         """
+        values = logits.to(torch.float32)
+        self._wishes(values)(values, slots, positions, *self._wish_tables())
+        return self.draw_filtered(values, rows, positions)
+
+    def draw_plain(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> Draws:
+        """The same for rows that ask for no more than a temperature; `logits` of any type stay as they are."""
         return self._draw(logits, DrawRows(temperatures, seeds, positions))
 
     def draw_filtered(self, logits: torch.Tensor, rows: DrawTables, positions: torch.Tensor) -> Draws:
@@ -80,58 +89,27 @@ class Sampler:
         thresholds = self._thresholds(whole, None, rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
         return self._draw(logits, DrawRows(rows.temperatures, rows.seeds, positions, thresholds))
 
-    def _penalise(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
-        """Counts come from the token table each time: nothing has to be kept, reset or rebuilt when a request resumes."""
-        arrays = info.arrays
-        if not len(arrays.penalty_rows):
+    def _apply_wishes(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
+        """On a CPU to the rows alone that have some; kernels find them by themselves."""
+        if logits.is_cuda:
+            self._wishes(logits)(logits, info.slots, info.positions, *self._wish_tables())
             return
-        seen, counts = self._count_tokens(info, logits.shape[1])
-        rows = logits[arrays.penalty_rows]
-        repetition = arrays.repetition.unsqueeze(1)
-        rows = torch.where(seen, torch.where(rows > 0, rows / repetition, rows * repetition), rows)
-        rows -= arrays.frequency.unsqueeze(1) * counts
-        rows -= arrays.presence.unsqueeze(1) * (counts > 0)
-        logits[arrays.penalty_rows] = rows
+        rows = info.arrays.wish_rows
+        wished = logits[rows]
+        apply_wishes(wished, info.slots[rows], info.positions[rows], *self._wish_tables())
+        logits[rows] = wished
 
-    def _count_tokens(self, info: SamplingBatchInfo, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the penalised rows [P, columns]: whether prompt or output has the token, and how often the output has it."""
-        arrays = info.arrays
-        positions = torch.arange(info.longest, device=info.slots.device).unsqueeze(0)
-        ids = self._tables.tokens(info.slots[arrays.penalty_rows].unsqueeze(1), positions) - self._shard_start
-        is_known = positions < info.positions[arrays.penalty_rows].unsqueeze(1)
-        is_output = positions >= arrays.penalty_prompt_lens.unsqueeze(1)
-        # One column more takes what is of no shard or no request.
-        ids = ids.masked_fill(~is_known | (ids < 0) | (ids >= columns), columns)
-        seen = torch.zeros((len(ids), columns + 1), dtype=torch.bool, device=ids.device)
-        seen.scatter_(1, ids, True)
-        counts = torch.zeros((len(ids), columns + 1), dtype=torch.float32, device=ids.device)
-        counts.scatter_add_(1, ids, is_output.expand_as(ids).to(torch.float32))
-        return seen[:, :columns], counts[:, :columns]
+    def _wishes(self, logits: torch.Tensor) -> Callable[..., None]:
+        if not logits.is_cuda:
+            return apply_wishes
+        if self._wish_kernels is None:
+            from srt.kernels.apply_wishes import WishKernels
 
-    def _add_bias(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
-        arrays = info.arrays
-        if not len(arrays.bias_rows):
-            return
-        is_here, columns = self._columns(arrays.bias_ids, logits.shape[1])
-        # Adding 0 might turn -0.0 into 0.0, but never where a row did not ask for a bias.
-        biases = torch.where(is_here, arrays.bias_values, 0.0)
-        logits.index_put_((arrays.bias_rows, columns), biases, accumulate=True)
+            self._wish_kernels = WishKernels.take(self._tables.num_slots, logits.shape[1], logits.device)
+        return self._wish_kernels
 
-    def _hold_back_stops(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
-        arrays = info.arrays
-        if not len(arrays.stop_rows):
-            return
-        is_here, columns = self._columns(arrays.stop_ids, logits.shape[1])
-        is_early = is_here & (info.positions[arrays.stop_rows] < arrays.stop_until)
-        # Added, so that entries of other shards, which all fall on one column, change nothing.
-        masks = torch.zeros_like(columns, dtype=torch.float32).masked_fill_(is_early, MINUS_INF)
-        logits.index_put_((arrays.stop_rows, columns), masks, accumulate=True)
-
-    def _columns(self, ids: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(is it in this shard, its column; 0 where it is not)."""
-        columns = ids - self._shard_start
-        is_here = (columns >= 0) & (columns < num_columns)
-        return is_here, columns.masked_fill(~is_here, 0)
+    def _wish_tables(self) -> tuple[torch.Tensor, WishTables, int]:
+        return self._tables.token_table, self._tables.wishes, self._shard_start
 
     def _rows(self, logits: torch.Tensor, info: SamplingBatchInfo) -> DrawRows:
         """Every row's own, from what the noisy ones have; a greedy row has a temperature of 0."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
+from srt.sampling.wishes import MAX_BIASES, MAX_STOPS, NO_PENALTIES, WishArrays
 
 FP8_MAX: Final = 448.0  # of float8_e4m3fn
 
@@ -41,13 +42,56 @@ class DrawTables(NamedTuple):
         return DrawTables(*(table[:count] for table in self))
 
 
+class WishTables(NamedTuple):
+    """What slots ask of their logits beyond how they draw: one row each. Of the last two as many entries count as `limits` says."""
+
+    penalties: torch.Tensor  # [slots, 3] float32: repetition, frequency, presence
+    limits: (
+        torch.Tensor
+    )  # [slots, 4] int64: tokens of the prompt, position before which stops are held back, biases, stops
+    bias_ids: torch.Tensor  # [slots, MAX_BIASES] int32
+    bias_values: torch.Tensor  # [slots, MAX_BIASES] float32
+    stop_ids: torch.Tensor  # [slots, MAX_STOPS] int32
+
+    @classmethod
+    def take(cls, num_slots: int, device: torch.device) -> WishTables:
+        """Without wishes."""
+        tables = cls(
+            torch.empty((num_slots, len(NO_PENALTIES)), dtype=torch.float32, device=device),
+            torch.empty((num_slots, 4), dtype=torch.int64, device=device),
+            torch.zeros((num_slots, MAX_BIASES), dtype=torch.int32, device=device),
+            torch.zeros((num_slots, MAX_BIASES), dtype=torch.float32, device=device),
+            torch.zeros((num_slots, MAX_STOPS), dtype=torch.int32, device=device),
+        )
+        tables.clear()
+        return tables
+
+    def clear(self) -> None:
+        """No wishes."""
+        for column, value in enumerate(NO_PENALTIES):
+            self.penalties[:, column] = value
+        self.limits.zero_()
+
+    def admit(self, news: WishArrays[torch.Tensor]) -> None:
+        self.penalties[news.slots] = news.penalties
+        self.limits[news.slots] = news.limits
+        if len(news.bias_slots):
+            self.bias_ids[news.bias_slots, news.bias_columns] = news.bias_ids.to(torch.int32)
+            self.bias_values[news.bias_slots, news.bias_columns] = news.bias_values
+        if len(news.stop_slots):
+            self.stop_ids[news.stop_slots, news.stop_columns] = news.stop_ids.to(torch.int32)
+
+
+WISH_BYTES: Final = 8 * MAX_BIASES + 4 * MAX_STOPS + 44  # of a slot
+
+
 class ReqToTokenPool:
     """The tables that a batch is gathered from, one row per slot; slot `num_slots` is the dummy of padding rows.
 
     `page_table` [slots + 1, max_pages] int32: the slot's pages in order; entries past its last page mean nothing.
     `token_table` [slots + 1, max_request_tokens + 1] int32: the slot's tokens by position, prompt and sampled alike.
     `seq_lens` [slots + 1] int64: positions whose keys and values were computed, or are by the steps enqueued so far.
-    `draws`: how each slot's tokens are drawn.
+    `draws`: how each slot's tokens are drawn; `wishes`: what is done to its logits before.
 
     All writes are enqueued on the compute stream, so that steps in flight never see a row change under them.
     """
@@ -65,6 +109,7 @@ class ReqToTokenPool:
         self.seq_lens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.draws = DrawTables(*(torch.empty(rows, dtype=kind, device=device) for kind in DRAW_DTYPES))
         self.draws.clear()
+        self.wishes = WishTables.take(rows, device)
 
     @property
     def dummy_slot(self) -> int:
@@ -98,6 +143,7 @@ class ReqToTokenPool:
         self.token_table.zero_()
         self.seq_lens.zero_()
         self.draws.clear()
+        self.wishes.clear()
 
 
 class MHATokenToKVPool:

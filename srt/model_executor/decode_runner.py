@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NO_ROWS = np.zeros(0, np.int64)
 FORWARD = 0  # of the works that are captured
-SAMPLE = {SamplingKind.PLAIN: 1, SamplingKind.FILTERED: 2}
+FIRST_SAMPLE = 1  # then one for each kind of sampling, in their order
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,11 @@ class DecodeRunner:
         self._sizes = tuple(sorted(sizes))
         self._size = 0  # rows of the step at hand, padding included
         self._is_replayed = False
+        self._samplers = {
+            SamplingKind.PLAIN: self._run_sample,
+            SamplingKind.FILTERED: self._run_filtered_sample,
+            SamplingKind.WISHING: self._run_wished_sample,
+        }
         self._plans_on_host = parts.attn_backend.plans_decodes_on_host
         self.graphs: CudaGraphRunner | None = None
         if capture is not None and sizes:
@@ -96,11 +101,9 @@ class DecodeRunner:
     def sample(self, step: DecodeStep) -> torch.Tensor:
         """Draw the rows' next ids from the logits and enter them. [rows] int32, -1 where the logits were not finite."""
         if self.graphs is not None and self._is_replayed:
-            self.graphs.replay(self._size, SAMPLE[step.kind])
-        elif step.kind is SamplingKind.FILTERED:
-            self._run_filtered_sample(self._size)
+            self.graphs.replay(self._size, FIRST_SAMPLE + step.kind)
         else:
-            self._run_sample(self._size)
+            self._samplers[step.kind](self._size)
         return self.buffers.sampled[: len(step.slots)]
 
     def logits_of(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -127,7 +130,6 @@ class DecodeRunner:
             num_rows=num_rows,
             slots=self.buffers.row_slots[:num_rows],
             positions=self.buffers.seq_lens[:num_rows],
-            longest=int(step.seq_lens.max()),
             arrays=arrays,
         )
 
@@ -145,8 +147,7 @@ class DecodeRunner:
     # ---- The work, as it is captured
 
     def _works(self, size: int) -> list[Work]:
-        works = (self._run_forward, self._run_sample, self._run_filtered_sample)
-        return [partial(work, size) for work in works]
+        return [partial(work, size) for work in (self._run_forward, *self._samplers.values())]
 
     def _run_forward(self, size: int) -> None:
         parts, batch = self._parts, self._batch(size)
@@ -162,6 +163,11 @@ class DecodeRunner:
     def _run_filtered_sample(self, size: int) -> None:
         rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
         draws = self._parts.sampler.draw_filtered(self.logits[:size], rows, positions)
+        self.buffers.store(draws.ids, draws.is_valid)
+
+    def _run_wished_sample(self, size: int) -> None:
+        slots, positions = self.buffers.row_slots[:size], self.buffers.seq_lens[:size]
+        draws = self._parts.sampler.draw_wished(self.logits[:size], slots, self.buffers.draws.first(size), positions)
         self.buffers.store(draws.ids, draws.is_valid)
 
     def _pad_host_rows(self, batch: ForwardBatch, slots: Ints, seq_lens: Ints) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from srt.mem_cache.memory_pool import WISH_BYTES
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.host import available_memory_bytes
@@ -16,6 +17,7 @@ GRAPHS_BYTES = 1 << 30  # of graphs that are captured later, the driver's part i
 GRAPHS_BYTES_PER_CHANNEL = (
     3_000  # this times the hidden size. Seen on an H200: 0.3 GB for Qwen3-8B, 0.7 for long pieces of prompts
 )
+MOST_GRAPH_ROWS = 256  # that are worth a graph, unless asked for: steps of more take longer than their launch
 ADMITTED_TOKENS = 1 << 24  # of all requests that one plan admits; each passes through the device as three int64
 
 
@@ -54,7 +56,9 @@ def graph_bytes(args: ServerArgs, config: ModelConfig) -> int:
     """To be kept free for graphs."""
     if args.disable_cuda_graph:
         return 0
-    return GRAPHS_BYTES + GRAPHS_BYTES_PER_CHANNEL * config.num_layers * config.hidden_size
+    # Rows with wishes are sampled from a copy of their logits.
+    copied_logits = 4 * config.vocab_size * (args.cuda_graph_max_bs or MOST_GRAPH_ROWS)
+    return GRAPHS_BYTES + GRAPHS_BYTES_PER_CHANNEL * config.num_layers * config.hidden_size + copied_logits
 
 
 def admission_bytes(num_slots: int, max_request_tokens: int) -> int:
@@ -83,8 +87,8 @@ def out_of_step_memory(num_tokens: int, num_slots: int, device: torch.device) ->
 
 
 def table_bytes(num_slots: int, max_request_tokens: int, page_size: int) -> int:
-    """Of the tables of so many slots, an entry for each token and page."""
-    return 4 * num_slots * (max_request_tokens + max_request_tokens // page_size)
+    """Of the tables of so many slots: an entry for each token and page, and wishes."""
+    return num_slots * (4 * (max_request_tokens + max_request_tokens // page_size) + WISH_BYTES)
 
 
 def check_tables(num_slots: int, max_request_tokens: int, page_size: int, device: torch.device) -> None:

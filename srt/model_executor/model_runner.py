@@ -21,6 +21,7 @@ from srt.model_executor.device_memory import DeviceMemory
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
 from srt.model_executor.logprob_plan import LogprobPlan, LogprobSegment
 from srt.model_executor.memory_profile import (
+    MOST_GRAPH_ROWS,
     admission_bytes,
     check_pages,
     check_tables,
@@ -47,7 +48,6 @@ from srt.utils.model_config import ModelConfig
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 MOST_PIECE_TOKENS = 8192
-MOST_GRAPH_ROWS = 256  # that are worth a graph, unless asked for: steps of more take longer than their launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +338,8 @@ class ModelRunner:
     def _draw_by_row(self, logits: torch.Tensor, info: SamplingBatchInfo, kind: SamplingKind) -> Draws:
         """By what the device's tables say of the rows."""
         rows = self._req_to_token_pool.draws.of(info.slots)
+        if kind is SamplingKind.WISHING:
+            return self._sampler.draw_wished(logits, info.slots, rows, info.positions)
         if kind is SamplingKind.FILTERED:
             return self._sampler.draw_filtered(logits, rows, info.positions)
         return self._sampler.draw_plain(logits, rows.temperatures, rows.seeds, info.positions)
@@ -382,6 +384,8 @@ class ModelRunner:
             draws = plan.admitted_draws
             values = (draws.temperatures, draws.seeds, draws.top_ks, draws.top_ps, draws.min_ps)
             tables.admit(plan.admitted_slots, plan.admitted_lens, DrawTables(*values))
+        if len(plan.wishes.slots):
+            tables.wishes.admit(plan.wishes)
         if len(plan.pages):
             tables.write_pages(plan.page_slots, plan.page_columns, plan.pages)
 
@@ -429,12 +433,10 @@ class ModelRunner:
 
 
 def _sampling_info(rows: HostRows, plan: PlanArrays[torch.Tensor], batch: ForwardBatch) -> SamplingBatchInfo:
-    sampled = rows.seq_lens[rows.sample_rows]
     return SamplingBatchInfo(
-        num_rows=len(sampled),
+        num_rows=len(rows.sample_rows),
         slots=plan.row_slots[plan.sample_rows],
         positions=batch.seq_lens[plan.sample_rows],
-        longest=int(sampled.max(initial=0)),
         arrays=plan.sampling,
     )
 

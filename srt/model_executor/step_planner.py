@@ -67,9 +67,11 @@ class StepPlanner:
 
     def plan(self, section: PlanSection) -> HostStep:
         """Take over the delta, then the rows; both count as done from now on."""
+        wishing = []
         for admission in section.admissions:
             self.slots.admit(admission)
-            self._sampling.admit(admission)
+            if self._sampling.admit(admission):
+                wishing.append(admission.slot)
         page_slots, page_columns, pages = self._append_pages(section.pages)
         rows = self._advance(section)
         first_tokens = np.cumsum(rows.extend_lens) - rows.extend_lens
@@ -84,6 +86,7 @@ class StepPlanner:
             admitted_slots=admitted_slots,
             admitted_lens=np.array([a.cached for a in admitted], np.int64),
             admitted_draws=self._sampling.draws_of(admitted_slots),
+            wishes=self._sampling.wishes_of(wishing),
             **_ids_of(admitted),
             page_slots=page_slots,
             page_columns=page_columns,

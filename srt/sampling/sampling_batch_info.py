@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from srt.protocol.messages import Admission
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
+from srt.sampling.wishes import MAX_BIASES, MAX_STOPS, NO_PENALTIES, WishArrays
 
 A = TypeVar("A")
 HostArray = NDArray[Any]
@@ -26,7 +27,8 @@ class SamplingKind(IntEnum):
 
     PLAIN = 0  # a temperature
     FILTERED = 1  # and top_k, top_p, min_p
-    OTHER = 2  # and whatever only the eager sampler does
+    WISHING = 2  # and penalties, biases, or stops that are held back
+    OTHER = 3  # and whatever only the eager sampler does
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +54,7 @@ class SamplingArrays(Generic[A]):
     top_ks: A  # [F] int64
     top_ps: A  # [F] float64
     min_ps: A  # [F] float64
-    penalty_rows: A  # [P] int64
-    penalty_prompt_lens: A  # [P] int64: tokens from here on are outputs
-    repetition: A  # [P] float32
-    frequency: A  # [P] float32
-    presence: A  # [P] float32
-    bias_rows: A  # one entry for every biased token, int64
-    bias_ids: A  # int64
-    bias_values: A  # float32
-    stop_rows: A  # one entry for every stop id of rows with min_new_tokens, int64
-    stop_ids: A  # int64
-    stop_until: A  # int64: the position from which on the id may be drawn
+    wish_rows: A  # [W] int64: rows with wishes, which are in the device's tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,6 @@ class SamplingBatchInfo:
     num_rows: int
     slots: torch.Tensor  # [R] int64
     positions: torch.Tensor  # [R] int64: index in its sequence of the token that each row draws
-    longest: int  # at least the largest position
     arrays: SamplingArrays[torch.Tensor]
 
 
@@ -85,45 +76,49 @@ class SamplingTable:
         self._top_k = np.zeros(num_slots, np.int64)
         self._top_p = np.zeros(num_slots, np.float64)
         self._min_p = np.zeros(num_slots, np.float64)
-        self._repetition = np.ones(num_slots, np.float32)
-        self._frequency = np.zeros(num_slots, np.float32)
-        self._presence = np.zeros(num_slots, np.float32)
-        self._prompt_len = np.zeros(num_slots, np.int64)
-        self._min_new = np.zeros(num_slots, np.int64)
         self._is_filtered = np.zeros(num_slots, np.bool_)
-        self._is_penalised = np.zeros(num_slots, np.bool_)
+        self._penalties = np.tile(np.array(NO_PENALTIES, np.float32), (num_slots, 1))
+        self._limits = np.zeros((num_slots, 4), np.int64)
         self._kind = np.zeros(num_slots, np.int8)
         self._bias: dict[int, tuple[HostArray, HostArray]] = {}
         self._stop_ids: dict[int, HostArray] = {}
 
-    def admit(self, admission: Admission) -> None:
-        """Replace what the slot had."""
+    def admit(self, admission: Admission) -> bool:
+        """Replace what the slot had. Whether the device's tables of wishes must be told: there are some, or there were."""
         slot, spec = admission.slot, admission.sampling
         self._temperature[slot] = spec.temperature
         self._seed[slot] = np.uint64(admission.seed).astype(np.int64)
         self._top_k[slot] = spec.top_k if spec.top_k > 0 else NO_TOP_K
         self._top_p[slot] = spec.top_p if spec.top_p < 1 else NO_TOP_P
         self._min_p[slot] = spec.min_p
-        self._repetition[slot] = spec.repetition_penalty
-        self._frequency[slot] = spec.frequency_penalty
-        self._presence[slot] = spec.presence_penalty
-        self._prompt_len[slot] = admission.prompt_len
-        self._min_new[slot] = spec.min_new_tokens
         # The best token passes every filter, so a greedy row has none.
         self._is_filtered[slot] = spec.temperature > 0 and (spec.top_k > 0 or spec.top_p < 1 or spec.min_p > 0)
-        self._is_penalised[slot] = (
-            spec.repetition_penalty != 1 or spec.frequency_penalty != 0 or spec.presence_penalty != 0
+        had_wishes = self._kind[slot] == SamplingKind.WISHING
+        has_wishes = self._admit_wishes(slot, admission)
+        plainest = SamplingKind.FILTERED if self._is_filtered[slot] else SamplingKind.PLAIN
+        self._kind[slot] = SamplingKind.WISHING if has_wishes else plainest
+        return had_wishes or has_wishes
+
+    def _admit_wishes(self, slot: int, admission: Admission) -> bool:
+        spec = admission.sampling
+        penalties = (spec.repetition_penalty, spec.frequency_penalty, spec.presence_penalty)
+        held_back = spec.stop_ids.astype(np.int64) if spec.min_new_tokens > 0 else np.zeros(0, np.int64)
+        assert len(spec.bias_ids) <= MAX_BIASES, f"{len(spec.bias_ids)} biases"
+        assert len(held_back) <= MAX_STOPS, f"{len(held_back)} stop ids"
+        self._penalties[slot] = penalties
+        self._limits[slot] = (
+            admission.prompt_len,
+            admission.prompt_len + spec.min_new_tokens,
+            len(spec.bias_ids),
+            len(held_back),
         )
         self._bias.pop(slot, None)
         if len(spec.bias_ids):
             self._bias[slot] = (spec.bias_ids.astype(np.int64), spec.bias_values)
         self._stop_ids.pop(slot, None)
-        if spec.min_new_tokens > 0 and len(spec.stop_ids):
-            self._stop_ids[slot] = spec.stop_ids.astype(np.int64)
-        kind = SamplingKind.FILTERED if self._is_filtered[slot] else SamplingKind.PLAIN
-        if self._is_penalised[slot] or slot in self._bias or slot in self._stop_ids:
-            kind = SamplingKind.OTHER
-        self._kind[slot] = kind
+        if len(held_back):
+            self._stop_ids[slot] = held_back
+        return penalties != NO_PENALTIES or slot in self._bias or slot in self._stop_ids
 
     def kind_of(self, slots: NDArray[np.int64]) -> SamplingKind:
         """What rows of these slots ask for, at most."""
@@ -145,11 +140,6 @@ class SamplingTable:
         noisy_slots = slots[noisy]
         filter_noisy = np.flatnonzero(self._is_filtered[noisy_slots])
         filter_slots = noisy_slots[filter_noisy]
-        penalised = np.flatnonzero(self._is_penalised[slots])
-        penalty_slots = slots[penalised]
-        bias = [(row, *self._bias[slot]) for row, slot in _held_by(self._bias, slots)]
-        stops = [(row, slot, self._stop_ids[slot]) for row, slot in _held_by(self._stop_ids, slots)]
-        until = self._prompt_len + self._min_new
         return SamplingArrays(
             noisy_rows=noisy,
             temperatures=self._temperature[noisy_slots],
@@ -159,25 +149,26 @@ class SamplingTable:
             top_ks=self._top_k[filter_slots],
             top_ps=self._top_p[filter_slots],
             min_ps=self._min_p[filter_slots],
-            penalty_rows=penalised,
-            penalty_prompt_lens=self._prompt_len[penalty_slots],
-            repetition=self._repetition[penalty_slots],
-            frequency=self._frequency[penalty_slots],
-            presence=self._presence[penalty_slots],
-            bias_rows=_end_to_end([np.full(len(ids), row) for row, ids, _ in bias], np.int64),
-            bias_ids=_end_to_end([ids for _, ids, _ in bias], np.int64),
-            bias_values=_end_to_end([values for _, _, values in bias], np.float32),
-            stop_rows=_end_to_end([np.full(len(ids), row) for row, _, ids in stops], np.int64),
-            stop_ids=_end_to_end([ids for _, _, ids in stops], np.int64),
-            stop_until=_end_to_end([np.full(len(ids), until[slot]) for _, slot, ids in stops], np.int64),
+            wish_rows=np.flatnonzero(self._kind[slots] == SamplingKind.WISHING),
         )
 
-
-def _held_by(holders: dict[int, Any], slots: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """(row, slot) of the rows whose slot is a key; costs nothing where nobody is."""
-    if not holders:
-        return []
-    return [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in holders]
+    def wishes_of(self, slots: Sequence[int]) -> WishArrays[HostArray]:
+        """Of these slots, each once."""
+        biases = [(slot, *self._bias[slot]) for slot in slots if slot in self._bias]
+        stops = [(slot, self._stop_ids[slot]) for slot in slots if slot in self._stop_ids]
+        index = np.array(slots, np.int64)
+        return WishArrays(
+            slots=index,
+            penalties=self._penalties[index],
+            limits=self._limits[index],
+            bias_slots=_end_to_end([np.full(len(ids), slot) for slot, ids, _ in biases], np.int64),
+            bias_columns=_end_to_end([np.arange(len(ids)) for _, ids, _ in biases], np.int64),
+            bias_ids=_end_to_end([ids for _, ids, _ in biases], np.int64),
+            bias_values=_end_to_end([values for _, _, values in biases], np.float32),
+            stop_slots=_end_to_end([np.full(len(ids), slot) for slot, ids in stops], np.int64),
+            stop_columns=_end_to_end([np.arange(len(ids)) for _, ids in stops], np.int64),
+            stop_ids=_end_to_end([ids for _, ids in stops], np.int64),
+        )
 
 
 def _end_to_end(parts: Sequence[HostArray], dtype: Any) -> HostArray:

@@ -11,7 +11,17 @@ from tests.unit.kernels.interpreted import run_interpreted
 
 @pytest.mark.parametrize(
     "kernel",
-    ["decode_attention", "extend_attention", "filter", "fused_decode", "gather_decode", "layers", "sample", "write_kv"],
+    [
+        "apply_wishes",
+        "decode_attention",
+        "extend_attention",
+        "filter",
+        "fused_decode",
+        "gather_decode",
+        "layers",
+        "sample",
+        "write_kv",
+    ],
 )
 def test_kernel_equals_its_reference(kernel: str) -> None:
     run_interpreted(Path(__file__).with_name(f"interpreted_{kernel}.py"))

@@ -14,7 +14,7 @@ from srt.layers.sampler import Draws, Sampler, filter_threshold
 from srt.mem_cache.memory_pool import ReqToTokenPool
 from srt.protocol.messages import Admission, LogprobSpec, SamplingSpec, int32_array
 from srt.sampling.no_filter import NO_TOP_P
-from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo, SamplingTable
+from srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingTable
 from tests.support import oracle
 from tests.support.ranks import CPU, run_ranks, single_rank
 
@@ -40,6 +40,10 @@ def every_kind() -> list[SamplingSpec]:
     ]
 
 
+def as_tensors(arrays: Any) -> Any:
+    return type(arrays)(*[torch.from_numpy(getattr(arrays, name)) for name in arrays.__slots__])
+
+
 class SamplingWorld:
     """Requests in slots, with `num_outputs` sampled tokens each, and their logits."""
 
@@ -63,11 +67,11 @@ class SamplingWorld:
             params.admit(Admission(slot, ids, PROMPT_LEN, 0, self.seeds[row], self.specs[row], LogprobSpec()))
             tables.token_table[slot, : len(ids)] = torch.from_numpy(ids)
             tables.token_table[slot, len(ids) :] = 1  # of an earlier request
-        host = params.arrays(slots)
-        arrays = SamplingArrays(*[torch.from_numpy(getattr(host, name)) for name in host.__slots__])
+        tables.wishes.admit(as_tensors(params.wishes_of(slots.tolist())))
+        arrays = as_tensors(params.arrays(slots))
         length = self.ids.shape[1]
         positions = torch.full((len(rows),), length)
-        info = SamplingBatchInfo(len(rows), torch.from_numpy(slots), positions, length, arrays)
+        info = SamplingBatchInfo(len(rows), torch.from_numpy(slots), positions, arrays)
         logits = torch.full((len(rows), columns), float("-inf"))
         mine = self.logits[rows, start : start + columns]
         logits[:, : mine.shape[1]] = mine
@@ -139,9 +143,8 @@ def test_a_row_draws_only_what_its_mask_allows() -> None:
     tables, params = ReqToTokenPool(2, 100, 1, 16, CPU), SamplingTable(2)
     for slot in (0, 1):
         params.admit(Admission(slot, int32_array([1]), 1, 0, slot, world.specs[slot], LogprobSpec()))
-    host = params.arrays(np.arange(2))
-    arrays = SamplingArrays(*[torch.from_numpy(getattr(host, name)) for name in host.__slots__])
-    info = SamplingBatchInfo(2, torch.arange(2), torch.ones(2, dtype=torch.int64), 1, arrays)
+    arrays = as_tensors(params.arrays(np.arange(2)))
+    info = SamplingBatchInfo(2, torch.arange(2), torch.ones(2, dtype=torch.int64), arrays)
     allowed = torch.zeros((2, VOCABULARY), dtype=torch.bool)
     allowed[0, 33] = allowed[1, 200] = True
     draws = Sampler(single_rank(), VOCABULARY, 0, tables).draw(world.logits, info, allowed)

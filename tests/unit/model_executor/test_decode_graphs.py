@@ -80,7 +80,7 @@ def test_tokens_are_those_of_steps_without_graphs(checkpoint: CheckpointFactory,
     runner = with_graphs(checkpoint, page_size, recorder)
     while runner.num_graphs_left:
         runner.capture_graph()
-    assert recorder.num_captures == 3 * len(SIZES)
+    assert recorder.num_captures == 4 * len(SIZES)
     PlanDriver(runner, page_size, chunk=25).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
     assert recorder.num_replays > 20
@@ -111,9 +111,12 @@ def section_of(slots: list[int]) -> PlanSection:
     return PlanSection([], [PageDelta(EMPTY, EMPTY, EMPTY)], EMPTY, EMPTY, EMPTY, EMPTY, int32_array(slots))
 
 
-def admit(slots: list[int], prompt: list[int], pages_each: int, sampling: SamplingSpec) -> PlanSection:
+def admit(
+    slots: list[int], prompt: list[int], pages_each: int, sampling: SamplingSpec, logprobs: LogprobSpec | None = None
+) -> PlanSection:
     """All at once, with pages to spare."""
-    admissions = [Admission(s, int32_array(prompt), len(prompt), 0, s, sampling, LogprobSpec()) for s in slots]
+    wanted = logprobs or LogprobSpec()
+    admissions = [Admission(s, int32_array(prompt), len(prompt), 0, s, sampling, wanted) for s in slots]
     count = len(slots)
     pages = PageDelta(int32_array(slots), int32_array([pages_each] * count), int32_array(range(count * pages_each)))
     zeros, counts = int32_array([0] * count), int32_array([len(prompt)] * count)
@@ -185,7 +188,7 @@ def test_what_graphs_cannot_serve_is_launched_from_the_same_tables(checkpoint: C
     runner = with_graphs(checkpoint, 4, recorder)
     while runner.num_graphs_left:
         runner.capture_graph()
-    run_section(runner, admit([0, 1], [5, 6, 7], 3, SamplingSpec(9, temperature=1.0, frequency_penalty=0.5)))
+    run_section(runner, admit([0, 1], [5, 6, 7], 3, SamplingSpec(9, temperature=1.0), LogprobSpec(output=True)))
     output = runner.execute(section_of([1, 0]))
     assert isinstance(output, DecodeOutput)
     assert (output.step.kind, recorder.num_replays) == (SamplingKind.OTHER, 1)
@@ -212,6 +215,34 @@ def test_filters_are_a_graph_of_their_own_and_greedy_rows_beside_them_are_as_alo
     PlanDriver(runner, 4).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
     assert recorder.num_replays == 2 * 11
+
+
+def test_penalties_biases_and_held_back_stops_are_a_graph_of_their_own(checkpoint: CheckpointFactory) -> None:
+    """And who comes next into their slots, or is beside them, has nothing of it."""
+    ids = int32_array(range(0, 500, 3))
+    biases: dict[str, Any] = {"bias_ids": ids, "bias_values": np.linspace(-4, 4, len(ids)).astype(np.float32)}
+    specs = [
+        SamplingSpec(12, temperature=0.0, repetition_penalty=1.4),
+        SamplingSpec(12, temperature=0.9, top_p=0.8, frequency_penalty=0.7, presence_penalty=-0.4),
+        SamplingSpec(12, temperature=0.0, **biases),
+        SamplingSpec(12, temperature=0.0, min_new_tokens=6, stop_ids=ids),
+        SamplingSpec(12, temperature=1.1),
+    ]
+    first = [Job([5 + i, 6, 7], spec, seed=i) for i, spec in enumerate(specs)]
+    later = [Job([50 + i, 6, 7], greedy(9), seed=i) for i in range(8)]
+    expected = [first, later]
+    found = [[Job(list(job.prompt), job.sampling, job.seed) for job in jobs] for jobs in expected]
+    alone = PlanDriver(make_runner(checkpoint("qwen3"), 4, max_running_requests=8), 4)
+    for job in first + later:
+        alone.run([job])
+    runner = with_graphs(checkpoint, 4, recorder := Recorder(), max_running_requests=8)
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    driver = PlanDriver(runner, 4)
+    for jobs in found:
+        driver.run(jobs)
+    assert [[job.outputs for job in jobs] for jobs in found] == [[job.outputs for job in jobs] for jobs in expected]
+    assert recorder.num_replays == 2 * (11 + 8)
 
 
 def test_prompts_logits_are_padded_to_sizes_that_decodes_have(checkpoint: CheckpointFactory) -> None:

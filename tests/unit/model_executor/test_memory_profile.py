@@ -62,7 +62,7 @@ def test_ranks_share_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_tables_that_do_not_fit_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "available_memory_bytes", lambda: 1_000_000_000)
     check_tables(256, 100_000, 1, CPU)
-    with pytest.raises(StartError, match=r"^The tables of --max-running-requests 5000 take 2\.1 GB, and 1\.0 GB"):
+    with pytest.raises(StartError, match=r"^The tables of --max-running-requests 5000 take 2\.2 GB, and 1\.0 GB"):
         check_tables(5000, 100_000, 16, CPU)
 
 

@@ -144,8 +144,20 @@ def test_staged_arrays_keep_values_types_and_shapes() -> None:
     assert staged.sampling.temperatures.dtype == torch.float32
     assert staged.sampling.top_ps.tolist() == [0.3]
     assert staged.output_logprobs.of_ids.tolist() == [[4, 5]]
-    assert staged.sampling.repetition.dtype == torch.float32
+    assert staged.sampling.wish_rows.tolist() == [0]
+    assert staged.wishes.penalties.tolist() == [[1.25, 0.0, 0.0]]
+    assert staged.wishes.limits.tolist() == [[2, 2, 0, 0]]
     assert np.array_equal(staged.token_positions.numpy(), host.arrays.token_positions)
+
+
+def test_the_device_is_told_of_wishes_when_a_slot_gets_some_or_loses_them() -> None:
+    planner = StepPlanner(num_slots=1, num_pages=4, page_size=4)
+    told = []
+    for penalty in (1.0, 1.5, 1.0, 1.0):
+        spec = SamplingSpec(3, repetition_penalty=penalty)
+        arrays = planner.plan(section([admission(0, [5, 6], sampling=spec)], [(0, [1])], [(0, 0, 2, 1)])).arrays
+        told.append(arrays.wishes.penalties[:, 0].tolist())
+    assert told == [[], [1.5], [1.0], []]
 
 
 def test_packed_arrays_are_cut_apart_as_they_were() -> None:

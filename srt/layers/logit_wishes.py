@@ -1,0 +1,79 @@
+"""Penalties, biases, and stops that are held back, as plain PyTorch: what runs on a CPU, and the reference of the kernels.
+
+All is read from the tables at each draw: nothing has to be kept, reset, or rebuilt when a request resumes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from srt.mem_cache.memory_pool import WishTables
+
+MINUS_INF = float("-inf")
+
+
+def apply_wishes(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    token_table: torch.Tensor,
+    wishes: WishTables,
+    shard_start: int,
+) -> None:
+    """Change `logits` [R, columns] float32, the token ids from `shard_start` on, to what the rows' slots ask for.
+
+    `positions` [R] are those of the tokens that the rows draw: what the token table has before them is known.
+    """
+    limits = wishes.limits[slots]
+    _penalise(logits, slots, positions, token_table, wishes.penalties[slots], limits[:, 0], shard_start)
+    rows, entries = _entries(limits[:, 2], wishes.bias_ids.shape[1])
+    if len(rows):
+        ids, values = wishes.bias_ids[slots[rows], entries], wishes.bias_values[slots[rows], entries]
+        _add(logits, rows, ids.long() - shard_start, values)
+    rows, entries = _entries(limits[:, 3], wishes.stop_ids.shape[1])
+    if len(rows):
+        ids = wishes.stop_ids[slots[rows], entries].long() - shard_start
+        is_early = positions[rows] < limits[rows, 1]
+        _add(logits, rows, ids, torch.zeros(len(rows), device=logits.device).masked_fill_(is_early, MINUS_INF))
+
+
+def _penalise(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    token_table: torch.Tensor,
+    penalties: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    shard_start: int,
+) -> None:
+    none = torch.tensor([1.0, 0.0, 0.0], device=logits.device)
+    penalised = torch.nonzero((penalties != none).any(dim=1)).squeeze(1)
+    if not len(penalised):
+        return
+    columns, known = logits.shape[1], positions[penalised]
+    ids = token_table[slots[penalised], : int(known.max())].long() - shard_start
+    at = torch.arange(ids.shape[1], device=logits.device).unsqueeze(0)
+    # One column more takes what is of no shard or no request.
+    ids.masked_fill_((at >= known.unsqueeze(1)) | (ids < 0) | (ids >= columns), columns)
+    seen = torch.zeros((len(ids), columns + 1), dtype=torch.bool, device=logits.device).scatter_(1, ids, True)
+    is_output = at >= prompt_lens[penalised].unsqueeze(1)
+    counts = torch.zeros((len(ids), columns + 1), dtype=torch.float32, device=logits.device)
+    counts = counts.scatter_add_(1, ids, is_output.expand_as(ids).to(torch.float32))[:, :columns]
+    repetition, frequency, presence = penalties[penalised].unsqueeze(2).unbind(1)
+    rows = logits[penalised]
+    rows = torch.where(seen[:, :columns], torch.where(rows > 0, rows / repetition, rows * repetition), rows)
+    rows -= frequency * counts
+    rows -= presence * (counts > 0)
+    logits[penalised] = rows
+
+
+def _entries(counts: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row, entry) of all entries that count."""
+    rows, entries = torch.nonzero(torch.arange(width, device=counts.device) < counts.unsqueeze(1)).unbind(1)
+    return rows, entries
+
+
+def _add(logits: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
+    """Where there is such a column. Each column once a row."""
+    is_here = (columns >= 0) & (columns < logits.shape[1])
+    logits.index_put_((rows[is_here], columns[is_here]), values[is_here], accumulate=True)
