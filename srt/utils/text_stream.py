@@ -48,21 +48,53 @@ class ByteTable(dict[int, bytes]):
         return value
 
 
+class TextTable(dict[int, str | None]):
+    """Token id -> its text, or None where its bytes are not whole characters."""
+
+    def __init__(self, table: ByteTable) -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._table[token_id].decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+
 class ByteLevelStream:
     """For byte-level vocabularies: a token's bytes do not depend on its neighbours, so the text is exactly that of one decode."""
 
-    def __init__(self, table: ByteTable) -> None:
-        self._table = table
-        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+    __slots__ = ("_bytes", "_held", "_texts")
+
+    def __init__(self, table: ByteTable, texts: TextTable) -> None:
+        """`texts` are those of `table`."""
+        self._bytes = table
+        self._texts = texts
+        self._held = b""  # the beginning of a character
 
     def push(self, token_id: int) -> str:
-        return self._decode(self._table[token_id])
+        if not self._held:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+        return self._decode(self._held + self._bytes[token_id])
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        return self._decode(b"".join([self._table[token_id] for token_id in token_ids]))
+        if len(token_ids) == 1:
+            return self.push(token_ids[0])
+        return self._decode(self._held + b"".join([self._bytes[token_id] for token_id in token_ids]))
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        rest, self._held = self._held, b""
+        return rest.decode(errors="replace")
+
+    def _decode(self, data: bytes) -> str:
+        text, length = codecs.utf_8_decode(data, "replace")
+        self._held = data[length:]
+        return text
 
 
 class WindowStream:

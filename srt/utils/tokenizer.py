@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 
 from srt.utils.chat_template import ChatTemplate, ChatTemplateError
 from srt.utils.errors import StartError
-from srt.utils.text_stream import ByteLevelStream, ByteTable, TextStream, WindowStream
+from srt.utils.text_stream import ByteLevelStream, ByteTable, TextStream, TextTable, WindowStream
 
 _CONVERSION_TIMEOUT_S = 300
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -48,7 +48,9 @@ class Tokenizer:
         self._is_byte_level = bool(decoders) and set(decoders) == {"ByteLevel"}
         self._has_metaspace = "Metaspace" in decoders or "Replace" in decoders
         self._bytes = ByteTable(backend, frozenset())
+        self._texts = TextTable(self._bytes)
         self._bytes_without_special = ByteTable(backend, self._special_ids)
+        self._texts_without_special = TextTable(self._bytes_without_special)
 
     @property
     def vocab_size(self) -> int:
@@ -69,7 +71,9 @@ class Tokenizer:
     ) -> TextStream:
         """The text that grows behind this prompt."""
         if self._is_byte_level:
-            return ByteLevelStream(self._bytes_without_special if skip_special_tokens else self._bytes)
+            if skip_special_tokens:
+                return ByteLevelStream(self._bytes_without_special, self._texts_without_special)
+            return ByteLevelStream(self._bytes, self._texts)
         joined = frozenset() if spaces_between_special_tokens else self._special_ids
         return WindowStream(self._backend, prompt_ids, skip_special_tokens, joined)
 
