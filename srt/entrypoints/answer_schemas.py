@@ -204,7 +204,8 @@ _FINISH: Schema = {
     ]
 }
 META_INFO = fields(
-    "e2e_latency first_token_latency decode_throughput request_received_ts request_finished_ts response_sent_to_client_ts"
+    "e2e_latency first_token_latency decode_throughput queue_time forward_entry_time prefill_finished_time"
+    " request_received_ts request_finished_ts response_sent_to_client_ts"
     " input_token_logprobs output_token_logprobs output_token_logprobs_length input_top_logprobs output_top_logprobs"
     " input_token_ids_logprobs output_token_ids_logprobs",
     id=(TEXT, "The rid, or a name that was drawn."),
@@ -221,6 +222,12 @@ META_INFO = fields(
     e2e_latency=(NUMBER, "Seconds from the request to the end."),
     first_token_latency=(optional(NUMBER), "Seconds from the request to the first token."),
     decode_throughput=(optional(NUMBER), "Tokens per second behind the first."),
+    queue_time=(
+        optional(NUMBER),
+        "Seconds that it waited in the scheduler; null if it never ran, and where a stop string or expression ended it.",
+    ),
+    forward_entry_time=(optional(NUMBER), "When that was over, in seconds since the epoch."),
+    prefill_finished_time=(optional(NUMBER), "When the first token was here, in seconds since the epoch."),
     request_received_ts=(NUMBER, "Seconds since the epoch."),
     request_finished_ts=(NUMBER, "Seconds since the epoch."),
     response_sent_to_client_ts=(NUMBER, "Seconds since the epoch."),

@@ -43,6 +43,11 @@ class ClientGone(Exception):
 class Exchange:
     """The request, and the only writer of its answer."""
 
+    __slots__ = (
+        *("method", "path", "is_started", "is_stream", "request_id"),
+        *("_scope", "_receive", "_send", "_keep_alive_s", "_wrote_at", "_direct", "_is_settled", "_request_id"),
+    )
+
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -52,7 +57,7 @@ class Exchange:
         self._keep_alive_s = keep_alive_s
         self._wrote_at = 0.0
         self._direct: DirectWriter | None = scope.get("extensions", {}).get(EXTENSION)
-        self._is_writing = False
+        self._is_settled = False  # the answer has begun, and nothing that was written waits
         self.is_started = False
         self.is_stream = False  # the answer will be a stream, begun or not
         given = self.header(b"x-request-id")
@@ -136,23 +141,22 @@ class Exchange:
             head = [*_STREAM_HEADERS, (b"x-request-id", self._request_id)]
             await self._send({"type": "http.response.start", "status": 200, "headers": head})
         self._wrote_at = time.monotonic()
-        self._is_writing = True
+        self._is_settled = False
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
         finally:
-            self._is_writing = False
+            self._is_settled = self._direct is not None
 
     @property
     def can_write_now(self) -> bool:
         """Nothing that was written before still waits for the socket, and it takes more."""
-        return self._direct is not None and self.is_started and not self._is_writing and self._direct.is_open
+        return self._is_settled and self._direct is not None and self._direct.is_open
 
     def write_now(self, data: bytes) -> None:
-        """The same as `write` without waiting, only where `can_write_now`."""
+        """The same as `write` without waiting, only where `can_write_now`. `data` is not empty."""
         assert self._direct is not None, "asked for where it cannot be"
-        if data:
-            self._wrote_at = time.monotonic()
-            self._direct.write(data)
+        self._wrote_at = time.monotonic()
+        self._direct.write(data)
 
     async def end(self) -> None:
         self.is_stream = False

@@ -112,7 +112,7 @@ class LocalEngine:
         """All of /generate's answer."""
         engine = self._service.engine()
         call = parse_generate(body, engine.sampling_params)
-        answer = NativeAnswer(call, engine.token_text)
+        answer = NativeAnswer(call, engine.text.token_text)
 
         async def collect(prompt: int, handle: RequestHandle) -> None:
             for update in await handle.collect():
@@ -125,7 +125,7 @@ class LocalEngine:
         """Send the requests of a streamed call. RequestError if one is refused; then none runs."""
         engine = self._service.engine()
         call = parse_generate({**body, "stream": True}, engine.sampling_params)
-        answer = NativeAnswer(call, engine.token_text, incremental=self._args.incremental_streaming_output)
+        answer = NativeAnswer(call, engine.text.token_text, incremental=self._args.incremental_streaming_output)
         handles = []
         with contextlib.ExitStack() as refused:
             for one in call.inputs:

@@ -75,7 +75,7 @@ async def generate(exchange: Exchange, service: Service) -> None:
     body = await exchange.read_json()
     engine = service.engine()
     call = parse_generate(body, engine.sampling_params)
-    answer = NativeAnswer(call, engine.token_text, incremental=service.args.incremental_streaming_output)
+    answer = NativeAnswer(call, engine.text.token_text, incremental=service.args.incremental_streaming_output)
     await answer_call(
         exchange,
         engine,

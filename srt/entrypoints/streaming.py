@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import orjson
+from msgspec.structs import replace
 
 from srt.entrypoints.exchange import Exchange
 from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError
@@ -39,6 +39,8 @@ def event(value: Any) -> bytes:
 
 class TextEvent:
     """An event of which only one text changes from chunk to chunk: the rest is encoded once."""
+
+    __slots__ = ("_after", "_before")
 
     def __init__(self, make: Callable[[str], dict[str, Any]]) -> None:
         """`make(text)` gives the whole chunk. Nothing that a client chooses may follow the text in it."""
@@ -92,7 +94,8 @@ async def _stream(
         def write_now(take: Callable[[], list[ChoiceUpdate]]) -> bool:
             if not exchange.can_write_now:
                 return False
-            exchange.write_now(events(take()))
+            if data := events(take()):
+                exchange.write_now(data)
             return True
 
         handle.push_to(write_now)
@@ -161,7 +164,7 @@ class Pacer:
 
 def joined(earlier: ChoiceUpdate, later: ChoiceUpdate) -> ChoiceUpdate:
     """Two updates of one choice as one."""
-    return dataclasses.replace(
+    return replace(
         later,
         text=earlier.text + later.text,
         ids=earlier.ids + later.ids,

@@ -38,7 +38,7 @@ async def tokenize(exchange: Exchange, service: Service) -> None:
     try:
         tokens = []
         for text in texts:
-            tokens.append(await engine.tokenize(text, body.add_special_tokens))
+            tokens.append(await engine.text.tokenize(text, body.add_special_tokens))
             await asyncio.sleep(0)  # others on the loop go on in between
     except RequestError as error:
         raise renamed(error, {"text": "prompt"}) from error
@@ -61,12 +61,12 @@ async def detokenize(exchange: Exchange, service: Service) -> None:
     rows = [ids for ids in body.tokens if isinstance(ids, list)]
     if not rows:
         flat = [token for token in body.tokens if isinstance(token, int)]
-        await exchange.send_json({"text": engine.detokenize(flat, body.skip_special_tokens)})
+        await exchange.send_json({"text": engine.text.detokenize(flat, body.skip_special_tokens)})
         return
     _check_batch("tokens", len(rows))
     texts = []
     for ids in rows:
-        texts.append(engine.detokenize(ids, body.skip_special_tokens))
+        texts.append(engine.text.detokenize(ids, body.skip_special_tokens))
         await asyncio.sleep(0)
     await exchange.send_json({"text": texts})
 

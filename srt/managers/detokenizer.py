@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from srt.managers.stop_matcher import StopMatcher
 from srt.sampling.sampling_params import SamplingParams
 from srt.utils.text_stream import TextStream
 
 
-class TextDelta(NamedTuple):
+class TextDelta(Struct, frozen=True, gc=False):
     """What some tokens brought: text that may be shown, how many of the tokens count, and the stop that ended the text, if one did.
 
     After a stop the tokens behind the one that completed it do not count, and no more may be pushed.
@@ -23,6 +24,8 @@ class TextDelta(NamedTuple):
 
 class OutputText:
     """Owner of one choice's detokenizer and stop state. The texts of all deltas, end to end, are the answer."""
+
+    __slots__ = ("_is_plain", "_matcher", "_silent_ids", "_stream", "_tokens_before_stops")
 
     def __init__(self, stream: TextStream, params: SamplingParams, stop_ids: frozenset[int]) -> None:
         """`stop_ids` are the ids that end the choice: they are no text, unless `no_stop_trim` asks for them."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from srt.sampling.sampling_params import SamplingParams
 
 
@@ -70,11 +72,19 @@ class Finish:
     message: str = ""  # of kind abort
 
 
-@dataclass(slots=True)
-class ChoiceUpdate:
+class ChoiceTimes(Struct, frozen=True, gc=False):
+    """When what happened to a choice. `arrived_s` is a time of the process's clock, all others are seconds since then."""
+
+    arrived_s: float
+    sent_s: float  # to the scheduler
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    queue_s: float | None = None  # from the scheduler's having it to its slot
+
+
+class ChoiceUpdate(Struct, frozen=True, gc=False):
     """News of one choice: what came since its last update. With `finish` it is the last one. A request with n choices ends with the
-    last finish of all. Concatenated text and ids of all updates are the answer. Never changed; frozen it would cost four times as much
-    to make, and one is made for every chunk."""
+    last finish of all. Concatenated text and ids of all updates are the answer. One is made for every chunk."""
 
     index: int
     text: str
@@ -89,5 +99,4 @@ class ChoiceUpdate:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # whole, with the first update of the choice, if asked for
     prompt_ids: tuple[int, ...] = ()  # with the first update of the choice, if asked for
     num_preempted: int = 0  # known with the finish
-    first_token_s: float | None = None  # from the submission to the first token; None before it
-    last_token_s: float | None = None  # the same for the latest token
+    times: ChoiceTimes | None = None  # with the finish

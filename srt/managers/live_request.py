@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from msgspec.structs import replace
+
 from srt.managers.detokenizer import OutputText
-from srt.managers.io_struct import ChoiceUpdate, Finish, RequestError, TokenLogprob
+from srt.managers.io_struct import ChoiceTimes, ChoiceUpdate, Finish, RequestError, TokenLogprob
 from srt.managers.request_ledger import NewTokens
 from srt.protocol.messages import GenerateRequest, RequestDone
 from srt.sampling.sampling_params import choice_seed
@@ -26,8 +28,9 @@ class _Choice:
     output: OutputText
     seed: int
     num_tokens: int = 0
-    first_token_s: float | None = None  # since the request began
+    first_token_s: float | None = None  # since the request arrived
     last_token_s: float | None = None
+    queue_s: float | None = None
     cached_tokens: int = 0
     num_preempted: int = 0
     finish: Finish | None = None
@@ -43,6 +46,11 @@ class _Choice:
 class LiveRequest:
     """Owned by the TokenizerManager, which feeds it; a RequestHandle reads it."""
 
+    __slots__ = (
+        *("rid", "label", "seed", "_prompt_ids", "_num_prompt", "_wants_prompt_ids", "_num_over", "_choices"),
+        *("has_one_choice", "_wants_tokens", "_arrived_s", "_sent_s", "_wants_all", "_error", "_wake", "_push"),
+    )
+
     def __init__(
         self,
         request: GenerateRequest,
@@ -50,9 +58,11 @@ class LiveRequest:
         *,
         wants_tokens: bool = True,
         wants_prompt_ids: bool = False,
-        began_s: float = 0.0,
+        arrived_s: float = 0.0,
+        sent_s: float = 0.0,
     ) -> None:
-        """Without `wants_tokens` the one token that the engine draws at the least is not shown: only the prompt was to be computed."""
+        """Without `wants_tokens` the one token that the engine draws at the least is not shown: only the prompt was to be computed.
+        `arrived_s` and `sent_s` are when it came here and when it goes to the scheduler."""
         self.rid = request.rid
         self.label = request.label
         self.seed = request.seed
@@ -63,8 +73,10 @@ class LiveRequest:
         self._choices = {
             index: _Choice(index, new_output(), choice_seed(request.seed, index)) for index in request.choices.tolist()
         }
+        self.has_one_choice = len(self._choices) == 1
         self._wants_tokens = wants_tokens
-        self._began_s = began_s
+        self._arrived_s = arrived_s
+        self._sent_s = sent_s
         self._wants_all = False  # the reader waits for the end
         self._error: RequestError | None = None
         self._wake: asyncio.Future[None] | None = None  # of the reader that waits
@@ -88,7 +100,7 @@ class LiveRequest:
         if news.logprobs:
             choice.logprobs += news.logprobs[: delta.num_tokens]
         choice.num_tokens += delta.num_tokens
-        choice.last_token_s = now_s - self._began_s
+        choice.last_token_s = now_s - self._arrived_s
         if choice.first_token_s is None:
             choice.first_token_s = choice.last_token_s
         if delta.stop is not None:
@@ -103,6 +115,7 @@ class LiveRequest:
             return
         choice.cached_tokens = done.cached_tokens
         choice.num_preempted = done.num_preempted
+        choice.queue_s = None if done.queue_s < 0 else done.queue_s
         if done.reason == "error":
             message = done.message or "The engine failed on this request."
             self.fail(RequestError(done.status or 500, message, retry_after_s=done.retry_after_s or None))
@@ -202,22 +215,18 @@ class LiveRequest:
 
     def _take(self, choice: _Choice) -> ChoiceUpdate:
         update = ChoiceUpdate(
-            index=choice.index,
-            text=choice.text,
-            ids=tuple(choice.ids),
-            prompt_tokens=self._num_prompt,
-            completion_tokens=choice.num_tokens,
-            cached_tokens=choice.cached_tokens,
-            seed=choice.seed,
-            rid=self.label,
-            finish=choice.finish,
-            output_logprobs=tuple(choice.logprobs),
-            prompt_logprobs=choice.prompt_logprobs if choice.is_first else (),
-            prompt_ids=self.prompt_ids if choice.is_first and self._wants_prompt_ids else (),
-            num_preempted=choice.num_preempted,
-            first_token_s=choice.first_token_s,
-            last_token_s=choice.last_token_s,
+            choice.index,
+            choice.text,
+            tuple(choice.ids),
+            self._num_prompt,
+            choice.num_tokens,
+            choice.cached_tokens,
+            choice.seed,
+            self.label,
+            choice.finish,
         )
+        if choice.is_first or choice.logprobs or choice.finish is not None:
+            update = self._with_more(update, choice)
         choice.text, choice.ids = "", []
         if choice.logprobs:
             choice.logprobs = []
@@ -226,6 +235,26 @@ class LiveRequest:
             choice.is_over = True
             self._num_over += 1
         return update
+
+    def _with_more(self, update: ChoiceUpdate, choice: _Choice) -> ChoiceUpdate:
+        """What most updates do not have."""
+        times = None
+        if choice.finish is not None:
+            times = ChoiceTimes(
+                self._arrived_s,
+                self._sent_s - self._arrived_s,
+                choice.first_token_s,
+                choice.last_token_s,
+                choice.queue_s,
+            )
+        return replace(
+            update,
+            output_logprobs=tuple(choice.logprobs),
+            prompt_logprobs=choice.prompt_logprobs if choice.is_first else (),
+            prompt_ids=self.prompt_ids if choice.is_first and self._wants_prompt_ids else (),
+            num_preempted=choice.num_preempted,
+            times=times,
+        )
 
 
 def _finish_of(done: RequestDone, num_tokens: int, stop: str | None) -> Finish:

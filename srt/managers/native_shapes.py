@@ -9,7 +9,15 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
-from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, LogprobRequest, RequestError, TokenLogprob
+from srt.managers.io_struct import (
+    ChoiceTimes,
+    ChoiceUpdate,
+    Finish,
+    GenerateInput,
+    LogprobRequest,
+    RequestError,
+    TokenLogprob,
+)
 from srt.managers.request_schema import (
     LABEL,
     NAME,
@@ -315,21 +323,25 @@ class NativeAnswer:
             "dp_rank": None,
             "seed": latest.seed,
         }
-        if so_far.finished_at is not None:
-            meta |= self._times(latest, so_far.finished_at)
+        if so_far.finished_at is not None and latest.times is not None:
+            meta |= self._times(latest.completion_tokens, latest.times, so_far.finished_at)
         asked = self._call.inputs[so_far.prompt].logprobs
         if asked.output:
             meta |= self._logprobs(asked, so_far, first_id)
         return meta
 
-    def _times(self, latest: ChoiceUpdate, finished_at: float) -> dict[str, Any]:
-        """Seconds; `_ts` are since the epoch. The throughput is that of the tokens behind the first."""
-        first, last = latest.first_token_s, latest.last_token_s
+    def _times(self, num_tokens: int, times: ChoiceTimes, finished_at: float) -> dict[str, Any]:
+        """Seconds; `_ts` and `_time` of a moment are since the epoch. The throughput is that of the tokens behind the first."""
+        first, last, queue_s = times.first_token_s, times.last_token_s, times.queue_s
         took = None if first is None or last is None else last - first
+        arrived_ts = self._epoch + times.arrived_s
         return {
             "e2e_latency": finished_at - self._began,
             "first_token_latency": first,
-            "decode_throughput": (latest.completion_tokens - 1) / took if took else None,
+            "decode_throughput": (num_tokens - 1) / took if took else None,
+            "queue_time": queue_s,
+            "forward_entry_time": None if queue_s is None else arrived_ts + times.sent_s + queue_s,
+            "prefill_finished_time": None if first is None else arrived_ts + first,
             "request_received_ts": self._epoch + self._began,
             "request_finished_ts": self._epoch + finished_at,
             "response_sent_to_client_ts": self._epoch + self._now(),

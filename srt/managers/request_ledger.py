@@ -6,9 +6,10 @@ to a new scheduler goes on behind it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from srt.managers.io_struct import TokenLogprob
@@ -37,7 +38,7 @@ class Send:
     message: FromFrontend
 
 
-class NewTokens(NamedTuple):
+class NewTokens(Struct, frozen=True, gc=False):
     """The next tokens of a choice, with a row of logprobs each if they were asked for; with the first ones, the prompt's rows.
 
     `cached` of the choice's prompt tokens came from the prefix cache.
@@ -168,12 +169,18 @@ class RequestLedger:
 
     def handle(self, message: TokenBatch | Refused) -> list[Effect]:
         """LinkBroken for a batch that contradicts itself."""
+        return list(self.effects_of(message))
+
+    def effects_of(self, message: TokenBatch | Refused) -> Iterator[Effect]:
+        """The same one by one: whoever does what each says before asking for the next has that request's state at hand. To be asked to
+        the end; `end` may be called in between."""
         if isinstance(message, Refused):
-            return self._refuse(message)
+            yield from self._refuse(message)
+            return
         self.num_batches += 1
         self._last_batch = max(self._last_batch, message.number)
         touched: dict[tuple[int, int], None] = {}  # in the order of the batch
-        effects = self._take_ids(message, touched)
+        yield from self._take_ids(message, touched)
         for logprobs in message.logprobs:
             self._take_logprobs(logprobs, touched)
         for done in message.done:
@@ -182,8 +189,8 @@ class RequestLedger:
                 choice.done = done
                 touched[done.rid, done.choice] = None
         for rid, index in touched:
-            effects += self._settle(rid, index)
-        return effects
+            if self._choice(rid, index) is not None:
+                yield from self._settle(rid, index)
 
     def acknowledge(self) -> list[Effect]:
         """One acknowledgement for all batches since the last. Send it behind their effects: what a gap asks for is kept until then."""
@@ -214,7 +221,7 @@ class RequestLedger:
 
     # ---- What a batch brings
 
-    def _take_ids(self, batch: TokenBatch, touched: dict[tuple[int, int], None]) -> list[Effect]:
+    def _take_ids(self, batch: TokenBatch, touched: dict[tuple[int, int], None]) -> Iterator[Effect]:
         """Ranges that fit behind what their choice has are released at once, where no logprobs have to come with them."""
         columns = (batch.rids, batch.choices, batch.first, batch.counts, batch.cached)
         if len({len(column) for column in columns}) != 1:
@@ -222,7 +229,6 @@ class RequestLedger:
         if int(batch.counts.sum()) != len(batch.ids):
             raise LinkBroken(f"batch {batch.number} has {len(batch.ids)} ids for ranges of {int(batch.counts.sum())}")
         ids = batch.ids.tolist()
-        released: list[Effect] = []
         end = 0
         for rid, index, first, count, cached in zip(*[column.tolist() for column in columns], strict=True):
             end += count
@@ -238,7 +244,7 @@ class RequestLedger:
                 choice.ids += new
                 choice.num_released = first + count
                 choice.asked_from = -1
-                released.append(NewTokens(rid, index, new, (), (), cached))
+                yield NewTokens(rid, index, new, (), (), cached)
                 continue
             touched[rid, index] = None
             if known < 0:
@@ -248,7 +254,6 @@ class RequestLedger:
             if known < count:
                 choice.ids += ids[end - count + known : end]
                 choice.asked_from = -1
-        return released
 
     def _take_logprobs(self, message: TokenLogprobs, touched: dict[tuple[int, int], None]) -> None:
         entry = self._entries.get(message.rid)

@@ -60,6 +60,7 @@ class RequestWatch:
         self._decode = decode
         self._watched: dict[int, _Watched] = {}
         self._num_new_tokens = 0
+        self._new_gaps: dict[float, int] = {}  # of the message at hand, how often each: as a rule they are few
 
     @property
     def num_watched(self) -> int:
@@ -95,6 +96,9 @@ class RequestWatch:
         if self._num_new_tokens:
             self._metrics.add("generation_tokens", self._num_new_tokens)
             self._num_new_tokens = 0
+            for gap_s, times in self._new_gaps.items():
+                self._metrics.between_tokens_s.take(gap_s, times)
+            self._new_gaps.clear()
         if self._tracer.is_on and isinstance(message, TokenBatch):
             self._tracer.slice("detokenize", taken_s, batch=message.number, num_tokens=len(message.ids))
             self._tracer.arrow("f", BATCH, batch_number(self._frontend, message.number), taken_s)
@@ -104,17 +108,19 @@ class RequestWatch:
         one = self._watched.get(rid)
         if one is None or not ids:
             return
+        count = len(ids)
         if one.first_s is None:
             one.first_s = now
             one.metrics.first_token_s.take(now - one.began_s)
             if self._tracer.is_on:
                 self._tracer.mark(REQUEST, request_number(self._frontend, rid), "first token", now)
-        else:
-            one.metrics.between_tokens_s.take((now - one.last_s) / len(ids), len(ids))
+        elif one.metrics is self._metrics:
+            gap_s = (now - one.last_s) / count
+            self._new_gaps[gap_s] = self._new_gaps.get(gap_s, 0) + count
         one.last_s = now
-        one.num_tokens += len(ids)
+        one.num_tokens += count
         if one.metrics is self._metrics:
-            self._num_new_tokens += len(ids)
+            self._num_new_tokens += count
         if one.log_level >= SHORT:
             one.outputs.setdefault(choice, []).extend(ids)
 

@@ -48,7 +48,7 @@ def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) ->
     messages = plain_messages(body.messages)
     if body.continue_final_message and messages[-1]["role"] != "assistant":
         raise bad_parameter("continue_final_message", "needs a last message of the assistant")
-    prompt = engine.apply_chat_template(
+    prompt = engine.text.apply_chat_template(
         messages,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=body.continue_final_message,

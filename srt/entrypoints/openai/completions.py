@@ -82,7 +82,7 @@ async def _echoes(inputs: Sequence[GenerateInput], engine: TokenizerManager) -> 
         if one.text is not None:
             texts.append(one.text)
             continue
-        texts.append(engine.detokenize(one.input_ids or [], one.params.skip_special_tokens))
+        texts.append(engine.text.detokenize(one.input_ids or [], one.params.skip_special_tokens))
         await asyncio.sleep(0)  # a large batch lets others go on in between
     return texts
 

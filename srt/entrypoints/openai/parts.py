@@ -92,9 +92,9 @@ class ChatLogprobs:
 
     def _token(self, logprob: float | None, token_id: int) -> dict[str, Any]:
         return {
-            "token": self._engine.token_text(token_id),
+            "token": self._engine.text.token_text(token_id),
             "logprob": logprob,
-            "bytes": list(self._engine.token_bytes(token_id)),
+            "bytes": list(self._engine.text.token_bytes(token_id)),
         }
 
 
@@ -111,7 +111,7 @@ class CompletionLogprobs:
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for one in tokens:
-            text = self._engine.token_text(one.token_id)
+            text = self._engine.text.token_text(one.token_id)
             texts.append(text)
             logprobs.append(one.logprob)
             tops.append(self._top(text, one))
@@ -125,6 +125,6 @@ class CompletionLogprobs:
             return None
         best: dict[str, float] = {}
         for logprob, token_id in one.top:
-            best.setdefault(self._engine.token_text(token_id), logprob)
+            best.setdefault(self._engine.text.token_text(token_id), logprob)
         best.setdefault(text, one.logprob)
         return best

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
 
 import httpx
+from msgspec.structs import replace
 
 from srt.entrypoints.app import App
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import joined
-from srt.managers.io_struct import ChoiceUpdate, EngineDied, Finish, GenerateInput, RequestError, TokenLogprob
+from srt.managers.io_struct import (
+    ChoiceTimes,
+    ChoiceUpdate,
+    EngineDied,
+    Finish,
+    GenerateInput,
+    RequestError,
+    TokenLogprob,
+)
 from srt.managers.model_facts import ModelFacts
 from srt.managers.request_checks import build_request, check_form, check_ids, check_text
 from srt.managers.tokenizer_manager import TokenizerManager
@@ -104,6 +112,7 @@ class FakeEngine:
         self.num_flushes_refused = 0
         self.paused = ""  # or the mode
         self.difference = ""  # between the processes' tables
+        self.text = self  # it is its own codec
         self.counters: dict[str, Scalar] = {"num_running": 0, "num_waiting": 1, "num_total_pages": 512}
         self.load: Load | None = None
         self.limits = SchedulerHello(max_total_num_tokens=8192, max_request_tokens=CONTEXT, page_size=16)
@@ -244,8 +253,7 @@ def choice_update(request: GenerateInput, said: str, at: int, choice: int = 0, c
         output_logprobs=(token_logprob(ord(said[at]), asked.top),) if asked.output else (),
         prompt_logprobs=_prompt_logprobs(ids, asked.prompt_start, asked.top) if at == 0 else (),
         prompt_ids=tuple(ids) if at == 0 else (),
-        first_token_s=0.25,
-        last_token_s=0.25 + 0.1 * at,
+        times=ChoiceTimes(100.0, 0.01, 0.25, 0.25 + 0.1 * at, 0.125),
     )
 
 

@@ -10,6 +10,11 @@ from srt.managers.io_struct import RequestError
 from tests.unit.entrypoints.fake_engine import World, choice_update, typing_out
 from tests.unit.entrypoints.sse import events
 
+TIMES = (
+    *("e2e_latency", "request_received_ts", "request_finished_ts", "response_sent_to_client_ts"),
+    *("forward_entry_time", "prefill_finished_time"),
+)
+
 
 def test_a_text_is_answered_with_text_ids_and_meta() -> None:
     world = World()
@@ -25,6 +30,11 @@ def test_a_text_is_answered_with_text_ids_and_meta() -> None:
         meta.pop(name) for name in ("request_received_ts", "request_finished_ts", "response_sent_to_client_ts")
     )
     assert time.time() - 60 < received <= finished <= sent
+    queue_s, entered, prefilled = (
+        meta.pop(name) for name in ("queue_time", "forward_entry_time", "prefill_finished_time")
+    )
+    assert queue_s == 0.125
+    assert prefilled - entered == pytest.approx(0.25 - (0.01 + 0.125), abs=1e-3)
     assert meta == {
         "id": "mine",
         "finish_reason": {"type": "stop", "matched": 0},
@@ -197,7 +207,7 @@ def test_streamed_and_whole_answers_are_equal() -> None:
     whole = world.post("/generate", body).json()
     last = events(world.post("/generate", {**body, "stream": True}))[-1]
     for answer in (whole, last):
-        for name in ("e2e_latency", "request_received_ts", "request_finished_ts", "response_sent_to_client_ts"):
+        for name in TIMES:
             del answer["meta_info"][name]
     assert whole == last
 

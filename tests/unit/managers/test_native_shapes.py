@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from srt.managers.io_struct import ChoiceUpdate, Finish, RequestError, TokenLogprob
+from srt.managers.io_struct import ChoiceTimes, ChoiceUpdate, Finish, RequestError, TokenLogprob
 from srt.managers.native_shapes import NativeAnswer, NativeCall, parse_generate
 from srt.sampling.sampling_params import SamplingParams
 
@@ -113,7 +113,7 @@ def test_chunks_carry_the_text_so_far() -> None:
     assert (first["text"], first["output_ids"], first["meta_info"]["finish_reason"]) == ("a", [1], None)
     assert "index" not in first
     assert "e2e_latency" not in first["meta_info"]
-    answer.take(0, update("b", (2,), 2, finish=Finish("length", length=2)))
+    answer.take(0, update("b", (2,), 2, finish=Finish("length", length=2), times=ChoiceTimes(0.25, 0.0)))
     last = answer.chunk(index)
     assert (last["text"], last["output_ids"]) == ("ab", [1, 2])
     assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
@@ -121,6 +121,23 @@ def test_chunks_carry_the_text_so_far() -> None:
     again = answer.result()
     assert last["meta_info"].pop("response_sent_to_client_ts") < again["meta_info"].pop("response_sent_to_client_ts")
     assert last == again
+
+
+def test_moments_are_told_on_the_clock_of_the_world_and_what_nobody_measured_is_null() -> None:
+    answer = answer_to(parse(text="hi"))
+    measured = ChoiceTimes(arrived_s=0.5, sent_s=0.25, first_token_s=2.0, last_token_s=3.0, queue_s=1.0)
+    answer.take(0, update("ab", (1, 2), 2, finish=Finish("stop"), times=measured))
+    meta = answer.result()["meta_info"]
+    zero = meta["request_received_ts"]  # at 0.0 of the test's clock
+    assert meta["queue_time"] == 1.0
+    assert meta["forward_entry_time"] - zero == pytest.approx(0.5 + 0.25 + 1.0)
+    assert meta["prefill_finished_time"] - zero == pytest.approx(0.5 + 2.0)
+    assert meta["decode_throughput"] == 1.0
+    answer = answer_to(parse(text="hi"))
+    answer.take(0, update("", (), 0, finish=Finish("abort"), times=ChoiceTimes(0.5, 0.25)))
+    meta = answer.result()["meta_info"]
+    for name in ("queue_time", "forward_entry_time", "prefill_finished_time", "first_token_latency"):
+        assert meta[name] is None
 
 
 def test_incremental_chunks_carry_what_is_new() -> None:

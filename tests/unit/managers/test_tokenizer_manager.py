@@ -27,7 +27,8 @@ from srt.managers.io_struct import (
     RequestError,
     TokenLogprob,
 )
-from srt.managers.tokenizer_manager import LONG_TEXT_CHARS, RequestHandle, TokenizerManager, seed_source
+from srt.managers.text_codec import LONG_TEXT_CHARS
+from srt.managers.tokenizer_manager import RequestHandle, TokenizerManager, seed_source
 from srt.protocol.messages import (
     Abort,
     AbortLabel,
@@ -120,18 +121,18 @@ def whole(updates: list[ChoiceUpdate]) -> tuple[str, tuple[int, ...]]:
 @pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
 def test_an_answer_streams_and_equals_the_whole_one(play: Callable[..., None], runner: Callable[[Any], Any]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
-        ids = await manager.tokenize("there was a fox who could not sleep, né 你好")
+        ids = await manager.text.tokenize("there was a fox who could not sleep, né 你好")
         for stream in (True, False):
             asked = replace(ask(manager, max_new_tokens=len(ids), sampling_seed=5), wants_prompt_ids=stream)
             handle, request = await begin(manager, scheduler, asked)
             assert (request.seed, request.sampling.max_new_tokens) == (5, len(ids))
-            assert request.prompt_ids.tolist() == await manager.tokenize("Once upon a time")
+            assert request.prompt_ids.tolist() == await manager.text.tokenize("Once upon a time")
             for first, token in enumerate(ids[:-1]):
                 scheduler.send_tokens(request.rid, [token], first=first)
             end = ended(request.rid, len(ids), cached_tokens=2)
             scheduler.send_tokens(request.rid, ids[-1:], first=len(ids) - 1, done=end)
             updates = await read_all(handle) if stream else await handle.collect()
-            assert whole(updates) == (manager.detokenize(ids), tuple(ids))
+            assert whole(updates) == (manager.text.detokenize(ids), tuple(ids))
             assert handle.prompt_ids == tuple(request.prompt_ids.tolist())
             assert updates[0].prompt_ids == (handle.prompt_ids if stream else ())
             last = updates[-1]
@@ -177,7 +178,7 @@ def test_news_is_pushed_where_it_can_be_taken_and_waits_for_the_reader_where_not
 
 def test_a_slow_reader_gets_everything_in_one_piece(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
-        ids = await manager.tokenize("there was a fox")
+        ids = await manager.text.tokenize("there was a fox")
         handle, request = await begin(manager, scheduler, ask(manager))
         for first, token in enumerate(ids):
             scheduler.send_tokens(request.rid, [token], first=first)
@@ -196,7 +197,7 @@ def test_the_eos_is_an_id_of_the_answer_and_no_text(play: Callable[..., None]) -
         for skip in (True, False):
             handle, request = await begin(manager, scheduler, ask(manager, skip_special_tokens=skip))
             assert request.sampling.stop_ids.tolist() == sorted(manager.model.eos_ids)
-            (word,) = await manager.tokenize("a")
+            (word,) = await manager.text.tokenize("a")
             scheduler.send_tokens(request.rid, [word, eos], done=ended(request.rid, 2, "stop", matched=eos))
             (update,) = await handle.collect()
             assert (update.text, update.ids, update.completion_tokens) == ("a", (word, eos), 2)
@@ -208,7 +209,7 @@ def test_the_eos_is_an_id_of_the_answer_and_no_text(play: Callable[..., None]) -
 
 def test_a_stop_string_ends_the_choice_here_and_aborts_it_there(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
-        ids = [await manager.tokenize(word) for word in ("a", "b", "c", "d")]
+        ids = [await manager.text.tokenize(word) for word in ("a", "b", "c", "d")]
         flat = [i for word in ids for i in word]
         logprobs = LogprobRequest(output=True)
         request = replace(ask(manager, stop="bc", max_new_tokens=50), logprobs=logprobs)
@@ -230,7 +231,7 @@ def test_a_stop_string_ends_the_choice_here_and_aborts_it_there(play: Callable[.
 
 def test_choices_of_one_request_end_on_their_own(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
-        (a,), (b,) = await manager.tokenize("a"), await manager.tokenize("b")
+        (a,), (b,) = await manager.text.tokenize("a"), await manager.text.tokenize("b")
         handle, request = await begin(manager, scheduler, ask(manager, n=3, stop="b", sampling_seed=9))
         assert request.choices.tolist() == [0, 1, 2]
         scheduler.send_ranges(
@@ -250,7 +251,7 @@ def test_choices_of_one_request_end_on_their_own(play: Callable[..., None]) -> N
 
 def test_a_gap_is_asked_for_and_batches_are_acknowledged(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
-        ids = await manager.tokenize("there was a fox")
+        ids = await manager.text.tokenize("there was a fox")
         handle, request = await begin(manager, scheduler, ask(manager))
         scheduler.send_tokens(request.rid, ids[2:], first=2, done=ended(request.rid, len(ids)))
         assert await scheduler.expect(AskRange) == AskRange(request.rid, 0, 0)
@@ -364,7 +365,7 @@ def test_a_cancelled_wait_loses_nothing(play: Callable[..., None]) -> None:
         waiting = asyncio.ensure_future(anext(handle))
         await asyncio.sleep(0)
         waiting.cancel()
-        (word,) = await manager.tokenize("a")
+        (word,) = await manager.text.tokenize("a")
         scheduler.send_tokens(request.rid, [word], done=ended(request.rid, 1))
         assert whole(await read_all(handle)) == ("a", (word,))
 
@@ -395,7 +396,7 @@ def test_a_refusal_reaches_the_reader_with_its_status(play: Callable[..., None])
 
 def test_an_error_of_one_choice_ends_the_request_behind_what_it_said(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
-        (word,) = await manager.tokenize("a")
+        (word,) = await manager.text.tokenize("a")
         handle, request = await begin(manager, scheduler, ask(manager, n=2))
         failure = ended(request.rid, 1, "error", status=500, message="No finite logits.")
         scheduler.send_tokens(request.rid, [word], done=failure)
@@ -414,7 +415,7 @@ def test_when_the_scheduler_goes_every_pending_call_says_so(qwen3_checkpoint: Pa
         async with connected(qwen3_checkpoint) as (manager, scheduler):
             await scheduler.welcome()
             await manager.wait_ready()
-            (word,) = await manager.tokenize("a")
+            (word,) = await manager.text.tokenize("a")
             handle, request = await begin(manager, scheduler, ask(manager))
             collecting = asyncio.ensure_future((await manager.submit(ask(manager))).collect())
             flushing = asyncio.ensure_future(manager.flush_cache())
@@ -692,7 +693,7 @@ def test_nothing_is_taken_before_the_scheduler_is_ready(qwen3_checkpoint: Path) 
 def test_a_long_text_leaves_the_loop_to_others(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
         text = "once upon a time " * LONG_TEXT_CHARS
-        tokenizing = asyncio.ensure_future(manager.tokenize(text))
+        tokenizing = asyncio.ensure_future(manager.text.tokenize(text))
         turns = 0
         while not tokenizing.done():
             await asyncio.sleep(0)
@@ -761,10 +762,10 @@ def test_the_models_facts_come_from_its_files(checkpoint: CheckpointFactory) -> 
 
 def test_a_conversation_becomes_a_prompt(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
-        text = manager.apply_chat_template([{"role": "user", "content": "Hello"}])
+        text = manager.text.apply_chat_template([{"role": "user", "content": "Hello"}])
         assert text == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
         with pytest.raises(RequestError) as caught:
-            manager.apply_chat_template([{"content": "no role"}])
+            manager.text.apply_chat_template([{"content": "no role"}])
         assert (caught.value.status, caught.value.parameter) == (400, "messages")
 
     play(story)
@@ -773,18 +774,18 @@ def test_a_conversation_becomes_a_prompt(play: Callable[..., None]) -> None:
 def test_more_tokens_than_the_context_holds_are_not_decoded(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
         most = manager.model.context_length
-        assert manager.detokenize([5] * most)
+        assert manager.text.detokenize([5] * most)
         with pytest.raises(RequestError, match=f"^tokens has {most + 1} tokens, but the model's context holds {most}"):
-            manager.detokenize([5] * (most + 1))
+            manager.text.detokenize([5] * (most + 1))
 
     play(story)
 
 
 def test_one_token_has_text_and_bytes(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
-        (word,) = await manager.tokenize("a")
-        assert (manager.token_text(word), manager.token_bytes(word)) == ("a", b"a")
-        ids = await manager.tokenize("你")
-        assert b"".join(map(manager.token_bytes, ids)) == "你".encode()
+        (word,) = await manager.text.tokenize("a")
+        assert (manager.text.token_text(word), manager.text.token_bytes(word)) == ("a", b"a")
+        ids = await manager.text.tokenize("你")
+        assert b"".join(map(manager.text.token_bytes, ids)) == "你".encode()
 
     play(story)

@@ -1,0 +1,45 @@
+"""Questions and orders to the scheduler that it answers one by one, beside all requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from srt.protocol.messages import ControlReply, FromFrontend
+
+
+class ControlCalls:
+    """Owner of the calls that have no answer yet."""
+
+    def __init__(self, send: Callable[[FromFrontend], None]) -> None:
+        self._send = send
+        self._open: dict[int, asyncio.Future[ControlReply]] = {}
+        self._num_made = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    async def call(self, make: Callable[[int], FromFrontend]) -> ControlReply:
+        """Send what `make` makes for a number, and wait for the answer with that number."""
+        number = self._num_made
+        self._num_made += 1
+        answer: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
+        self._open[number] = answer
+        try:
+            self._send(make(number))
+            return await answer
+        finally:
+            del self._open[number]
+
+    def take(self, reply: ControlReply) -> None:
+        """Nothing if nobody waits for it any more."""
+        call = self._open.get(reply.call)
+        if call is not None and not call.done():
+            call.set_result(reply)
+
+    def fail(self, error: Exception) -> None:
+        """No answer will come: whoever waits gets this."""
+        for call in self._open.values():
+            if not call.done():
+                call.set_exception(error)
