@@ -145,6 +145,7 @@ class Replacer:
     _killed: set[ChildKey] = field(default_factory=set)
     _cause: _Cause | None = None
     _stages: list[tuple[str, float]] = field(default_factory=list)  # roles still to be stopped, with their grace
+    _stopping_role: str = ""  # the one before them
     _deadlines: list[_Deadline] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -235,7 +236,7 @@ class Replacer:
         effects: list[Effect] = []
         if self.state in (State.STARTING, State.READY, State.FAILING) and child not in self._killed:
             effects += self._fail(self._obituary(child, life, returncode), returncode < 0, now_s)
-        if self.state is State.STOPPING and not any(other.role == child.role for other in self._alive):
+        if self.state is State.STOPPING and not self._of_role(self._stopping_role):
             effects += self._next_stage(now_s)
         if not self._alive:
             effects += self._finish()
@@ -290,6 +291,7 @@ class Replacer:
     def _next_stage(self, now_s: float) -> list[Effect]:
         while self._stages:
             role, grace_s = self._stages.pop(0)
+            self._stopping_role = role
             children = self._of_role(role)
             if children:
                 self._deadlines.append(_Deadline(now_s + grace_s + ENDING_S, children))

@@ -71,6 +71,14 @@ def test_a_stop_goes_from_frontends_to_scheduler_to_workers() -> None:
     assert exits(replacer, WORKERS, 14.0) == [Finish(0, None)]
 
 
+def test_a_worker_that_dies_in_a_stop_does_not_end_the_scheduler_before_the_frontends() -> None:
+    replacer = ready()
+    replacer.handle(StopAsked(20.0), 10.0)
+    assert exits(replacer, WORKERS, 11.0, -9) == []
+    assert told(exits(replacer, FRONTENDS, 12.0)) == [SCHEDULER]
+    assert exits(replacer, [SCHEDULER], 13.0) == [Finish(0, None)]
+
+
 def test_without_frontends_a_stop_begins_with_the_scheduler() -> None:
     replacer = Replacer([*WORKERS, SCHEDULER], 0.0, 60.0)
     for child in [*WORKERS, SCHEDULER]:
