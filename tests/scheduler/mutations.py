@@ -261,12 +261,6 @@ MORE_MUTATIONS = (
         "self.stream[slot] = True",
     ),
     Mutation(
-        "nobody watches a stream that lost its slot",
-        "managers/slots.py",
-        "self.stream[slot] = request.stream",
-        "self.stream[slot] = request.stream and not request.num_preempted",
-    ),
-    Mutation(
         "nobody watches a stream that outlived a scheduler",
         "managers/request_ledger.py",
         "resumed=True,",
@@ -283,6 +277,36 @@ MORE_MUTATIONS = (
         "managers/scheduler_state.py",
         "self._paused_by.discard(number)",
         "pass",
+    ),
+    Mutation(
+        "silence counts while the supervisor itself was stopped",
+        "managers/replacer.py",
+        "if life.last_beat_s is not None:\n                life.last_beat_s = now_s",
+        "pass",
+    ),
+    Mutation(
+        "who says first that a process is gone is to blame",
+        "managers/replacer.py",
+        "(by_signal and not self._cause.by_signal)",
+        "False",
+    ),
+    Mutation(
+        "a slow step counts as standing still",
+        "managers/replacer.py",
+        "progress_age_s > self.stuck_s",
+        "progress_age_s > self.stuck_s / 2",
+    ),
+    Mutation(
+        "the scheduler ends before frontends",
+        "managers/replacer.py",
+        '("frontend", grace_s), ("scheduler", ENDING_S)',
+        '("scheduler", ENDING_S), ("frontend", grace_s)',
+    ),
+    Mutation(
+        "whoever ends in a drain hands on the word to end",
+        "managers/replacer.py",
+        "not self._of_role(self._stopping_role)",
+        "not self._of_role(child.role)",
     ),
     Mutation(
         "a gap is asked for from one token too far",

@@ -82,6 +82,10 @@ class Server:
         self._num_in_flight = 0
         self._answered = 0  # the last step of which the scheduler has the result
         self._first_stage_free_at = world.now
+        self._busy_since = math.inf  # the workers, with the step that was not answered for longest
+        self._is_mute = False  # a worker
+        self._is_to_abort_all = False  # when the workers are ready
+        self._extra_s = 0.0  # that the next step takes longer than it says
         self._paused_by: set[int] = set()
         self._fairness = Fairness(s)
 
@@ -102,6 +106,18 @@ class Server:
             assert any(isinstance(effect, Fatal) for effect in effects), "a worker's fault is not taken seriously"
         self.is_alive = False
         self.count()
+
+    def mute(self) -> None:
+        """A worker answers no more."""
+        self._is_mute = True
+
+    def slow_down(self, seconds: float) -> None:
+        """The next step takes so much longer, for no fault of its own."""
+        self._extra_s = seconds
+
+    def progress_age_s(self, now: float) -> float:
+        """Of the workers."""
+        return max(0.0, now - self._busy_since) if self.is_alive else 0.0
 
     def cut(self, frontend: int, when: float) -> None:
         """What would reach this frontend later does not."""
@@ -189,9 +205,15 @@ class Server:
                 self._worker.end(choice)
 
     def _note_abort_by(self, label: str) -> None:
-        """Those that have arrived are over; those that arrive meanwhile may be, too, if all are aborted."""
+        """Those that have arrived are over; those that arrive meanwhile may be, too, if all are aborted.
+
+        Before the workers are ready that is put off, and forgotten if the frontend that asks for it dies meanwhile.
+        """
         if not label:
             self._world.note_abort_of_all()
+        if not self._scheduler.is_ready:
+            self._is_to_abort_all |= not label
+            return
         for choice in [c for known in ([self._known.get(label, [])] if label else self._known.values()) for c in known]:
             self._worker.end(choice)
 
@@ -279,6 +301,8 @@ class Server:
         step_us = 0
         if isinstance(work, StepPlan):
             assert not self._paused_by, "a plan was made in a pause"
+            if not self._num_in_flight:
+                self._busy_since = self._world.now
             self._num_in_flight += 1
             assert self._num_in_flight <= s.most_in_flight, f"{self._num_in_flight} plans are in flight"
             step_us = self._step_us(work)
@@ -287,7 +311,8 @@ class Server:
             answer = self._worker.do(work)
         begin = max(self._world.now, self._first_stage_free_at)
         self._first_stage_free_at = begin + step_us / 1e6 / s.num_stages
-        duration = begin - self._world.now + step_us / 1e6
+        duration = begin - self._world.now + step_us / 1e6 + self._extra_s
+        self._extra_s = 0.0
         for rank in range(s.tp_size):
             self._from_rank(rank, duration + s.delay * rng.random(), _of_rank(answer, rank))
 
@@ -310,10 +335,13 @@ class Server:
         world.at(link.next_arrival(world.now, delay), partial(self._hear_rank, rank, message))
 
     def _hear_rank(self, rank: int, message: Message) -> None:
-        if self.is_alive:
+        if self.is_alive and not self._is_mute:
             if isinstance(message, StepResult):
                 self._num_in_flight -= 1
+                self._busy_since = self._world.now if self._num_in_flight else math.inf
                 self._answered = message.step
+            elif isinstance(message, WorkerHello) and self._is_to_abort_all:
+                self._world.note_abort_of_all()
             self._handle(Worker(rank), message, 0.0)
 
 

@@ -56,6 +56,8 @@ class Settings:
     lost_share: float = 0.0  # of the ranges in batches
     num_deaths: int = 0  # of the scheduler or a worker
     num_returns: int = 0  # of frontends
+    num_slow_steps: int = 0  # that take nearly as long as they may
+    watchdog_timeout: float = 2.0
     num_questions: int = 4  # and flushes, and aborts of what others sent
     drains: bool = False  # at some time nothing new is taken any more
 
@@ -125,6 +127,7 @@ class Settings:
             num_questions=rng.choice((0, 4, 10)),
             drains=rng.random() < 0.05,
             stream_share=rng.choice((0.0, 0.1, 0.5, 1.0, 1.0)),
+            num_slow_steps=rng.choice((0, 0, 1, 3)),
         )
 
     def server_args(self) -> ServerArgs:
@@ -143,6 +146,7 @@ class Settings:
             max_decode_stall=1000 * self.stall,
             request_waiting_timeout=self.waiting_timeout,
             request_running_timeout=self.running_timeout,
+            watchdog_timeout=self.watchdog_timeout,
         )
 
     @property

@@ -1,7 +1,8 @@
 """A whole server in virtual time: the real Scheduler and RequestLedgers, a fake worker, and links that delay and break.
 
-What dies is the scheduler or a worker (both are replaced, as a new generation, and the ledgers resubmit), or a frontend (its
-requests are gone). Everything is drawn from the seed: the same seed is the same world.
+What dies, or stands still, is the scheduler or a worker, or a frontend (its requests are gone). The Replacer finds out, and all of
+its processes end; then the world goes on with what a successor would do: a new generation, to which the ledgers resubmit.
+Everything is drawn from the seed: the same seed is the same world.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from srt.protocol.messages import (
 from tests.scheduler.ledger_frontend import LedgerFrontend
 from tests.scheduler.server import PROTOCOL, Link, Server
 from tests.scheduler.settings import Settings
+from tests.scheduler.supervision import Supervision
 from tests.scheduler.traffic import Choice, Traffic
 
 WAKE_S = 0.25  # so often the scheduler's process looks whether time alone brings something to do
@@ -57,6 +59,10 @@ class World:
         self._server = Server(self, generation=1)
         self._server_of: list[Server] = [self._server] * s.num_frontends  # that each frontend is connected to
         self._links: list[Link] = [Link() for _ in self._frontends]  # from frontends
+        self._trouble = random.Random(f"trouble of {seed}")
+        self._supervision = self._supervise()
+        self._is_hanging = False  # the server is replaced when the Replacer has found out
+        self._is_new = False  # it was replaced, and starts when all of the old one have ended
         self._next_rid = 1
         self._next_call = 1
 
@@ -66,6 +72,8 @@ class World:
         for frontend in self._frontends:
             frontend.check_complete()
         self._end()
+        self._supervision.run_until(self.now)
+        self._supervision.end_in_order()
 
     # ---- Time
 
@@ -86,8 +94,13 @@ class World:
     def _wake(self) -> None:
         if self.now > PATIENCE_S:
             raise AssertionError(f"after {self.now:.0f} virtual seconds there are still {self._live()}")
+        self._look_after_processes()
         self._server.wake()
-        if self._events or (self._server.has_more_to_do and any(frontend.live for frontend in self._frontends)):
+        if (
+            self._events
+            or self._supervision.cause
+            or (self._server.has_more_to_do and any(frontend.live for frontend in self._frontends))
+        ):
             self.at(self.now + WAKE_S, self._wake)
 
     def _live(self) -> list[str]:
@@ -109,6 +122,7 @@ class World:
             (self._die, s.num_deaths),
             (self._return, s.num_returns),
             (self._ask_something, s.num_questions),
+            (self._slow_down, s.num_slow_steps),
         )
         if s.drains:
             self.at(end * self.rng.random(), self._drain)
@@ -241,6 +255,9 @@ class World:
         """A frontend dies and comes again: nothing of the old one may reach the new one."""
         self.statistics["frontend deaths"] += 1
         number = self.rng.randrange(len(self._frontends))
+        self._supervision.run_until(self.now)
+        if self._supervision.cause is None:
+            self._supervision.break_frontend(number)
         old = self._frontends[number]
         if self.rng.random() < 0.8:
             self._say(old, [PauseGeneration(self._call(), "in_place")])  # and it will not end it
@@ -255,14 +272,45 @@ class World:
         self._say(new, [FrontendHello(number, PROTOCOL)])
 
     def _die(self) -> None:
-        """The scheduler or a worker dies. Of what it had sent, each frontend still hears a part; then all begin anew."""
-        old = self._server
+        """The scheduler or a worker dies, or hangs. Of what it had sent, each frontend still hears a part; then all begin anew."""
+        self._supervision.run_until(self.now)
+        if self._supervision.cause is not None:
+            self.at(self.now + 1.0, self._die)  # one trouble at a time
+            return
         self.statistics["deaths"] += 1
+        cause = self._supervision.break_worker_or_scheduler()
+        self.statistics[f"{cause.kind} {cause.culprit.role}s"] += 1
+        self._is_hanging = cause.culprit.role == "worker" and cause.kind in ("silent", "stuck", "unlinked")
+        if self._is_hanging:
+            self._server.mute()
+        else:
+            self._replace_server()
+
+    def _look_after_processes(self) -> None:
+        self._supervision.run_until(self.now)
+        if not self._supervision.is_finished:
+            return
+        if self._is_hanging:
+            self._replace_server()
+        if self._is_new:
+            self._server.start()
+        self._is_hanging = self._is_new = False
+        self._supervision = self._supervise()
+
+    def _supervise(self) -> Supervision:
+        return Supervision(self.settings, self._trouble, self.now, lambda now: self._server.progress_age_s(now))
+
+    def _slow_down(self) -> None:
+        """A step takes long, though not too long."""
+        self._server.slow_down(0.8 * self._supervision.stuck_s * self.rng.random())
+
+    def _replace_server(self) -> None:
+        old = self._server
         old.die()
         new = self._server = Server(self, generation=old.generation + 1)
+        self._is_new = True
         if self.is_draining:
             new.drain()
-        self.at(self.now + self.rng.random() * 0.1, new.start)
         for frontend in self._frontends:
             heard_until = self.now + self.rng.choice((0.0, self.settings.delay, 1.0)) * self.rng.random()
             old.cut(frontend.number, heard_until)
