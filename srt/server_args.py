@@ -179,6 +179,12 @@ class ServerArgs:
         " computed sooner than launched)",
         group=DEVICE,
     )
+    enable_torch_compile: bool = option(
+        False,
+        "decode steps of few rows run code that PyTorch compiles at the start: a minute the first time",
+        group=DEVICE,
+    )
+    torch_compile_max_bs: int = option(32, "most rows of these steps", group=DEVICE)
     random_seed: int | None = option(None, "seed of the seeds that are drawn for requests without one", group=DEVICE)
     dist_timeout: int = option(300, "seconds that collective operations wait for a peer", group=DEVICE)
     watchdog_timeout: float = option(
@@ -205,6 +211,7 @@ class ServerArgs:
             "max_running_requests",
             "page_size",
             "tp_size",
+            "torch_compile_max_bs",
             "dist_timeout",
         ):
             self._at_least(name, 1)
@@ -228,6 +235,10 @@ class ServerArgs:
             self._at_least("piecewise_cuda_graph_max_tokens", 0)
         if self.cuda_graph_max_bs is not None:
             self._at_least("cuda_graph_max_bs", 1)
+        if self.enable_torch_compile and self.tp_size > 1:
+            raise ArgumentError(
+                f"--enable-torch-compile serves one GPU: it does not go together with --tp {self.tp_size}."
+            )
         if any(not 1 <= size <= MOST for size in self.cuda_graph_bs):
             raise ArgumentError(f"--cuda-graph-bs takes numbers of rows from 1 on, not {min(self.cuda_graph_bs)}.")
         if self.chunked_prefill_size not in (None, -1):
@@ -306,7 +317,7 @@ UNSUPPORTED = frozenset(
     " skip_tokenizer_init trust_remote_code is_embedding reasoning_parser tool_call_parser allow_auto_truncate"
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend grammar_backend"
-    " enable_torch_compile enable_memory_saver enable_deterministic_inference"
+    " enable_memory_saver enable_deterministic_inference"
     " disable_custom_all_reduce speculative_algorithm speculative_draft_model_path speculative_num_steps enable_lora lora_paths"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
     " detokenizer_worker_num quantization_param_path skip_server_warmup".split()

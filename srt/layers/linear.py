@@ -42,12 +42,16 @@ class ColumnParallelLinear(WeightedModule):
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._ops = ops
 
+    @property
+    def affine(self) -> Affine:
+        return Affine(self.weight, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self._ops.linear(x, Affine(self.weight, self.bias))
+        return self._ops.linear(x, self.affine)
 
     def of_norm(self, stream: Stream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """(the output for the normed stream, the stream's sum)."""
-        return self._ops.linear_of_norm(stream, norm.norm, Affine(self.weight, self.bias))
+        return self._ops.linear_of_norm(stream, norm.norm, self.affine)
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         parent = path.rpartition(".")[0]
@@ -76,7 +80,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
     def gated_of_norm(self, stream: Stream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """(silu(first) * second of the two layers' outputs for the normed stream, the stream's sum)."""
-        return self._ops.gated_linear_of_norm(stream, norm.norm, Affine(self.weight, self.bias))
+        return self._ops.gated_linear_of_norm(stream, norm.norm, self.affine)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -120,16 +124,20 @@ class RowParallelLinear(WeightedModule):
         self.weight = nn.Parameter(torch.empty(out_features, self._columns.size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
+    @property
+    def affine(self) -> Affine:
+        return Affine(self.weight, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         if self._tp.size == 1:
-            return self._ops.linear(x, Affine(self.weight, self.bias))
+            return self._ops.linear(x, self.affine)
         total = self._tp.all_reduce(self._ops.linear(x, Affine(self.weight, None)))
         return total if self.bias is None else total + self.bias
 
     def onto(self, hidden: Tensor, x: Tensor) -> Stream:
         """hidden + y."""
         if self._tp.size == 1:
-            return self._ops.linear_onto(hidden, x, Affine(self.weight, self.bias))
+            return self._ops.linear_onto(hidden, x, self.affine)
         return Stream(hidden, self(x))
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:

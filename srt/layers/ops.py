@@ -105,12 +105,18 @@ class LayerOps:
 
         The layer's memory then holds the new keys and values. qkv may be overwritten.
         """
+        return layer(*self.split_qkv(qkv, norms, rotation, layer), batch)  # type: ignore[no-any-return]
+
+    def split_qkv(
+        self, qkv: Tensor, norms: tuple[Norm, Norm] | None, rotation: Rotation, layer: RadixAttention
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed rows as the queries, keys and values that attention takes: the first two are normed, if at all, and rotated."""
         kv_size = layer.num_kv_heads * layer.head_dim
         q, k, v = qkv.split((layer.num_heads * layer.head_dim, kv_size, kv_size), dim=-1)
         q, k = q.unflatten(-1, (-1, layer.head_dim)), k.unflatten(-1, (-1, layer.head_dim))
         if norms is not None:
             q, k = self.norm(q, norms[0]), self.norm(k, norms[1])
-        return layer(rotate(q, rotation).flatten(1), rotate(k, rotation).flatten(1), v, batch)  # type: ignore[no-any-return]
+        return rotate(q, rotation).flatten(1), rotate(k, rotation).flatten(1), v
 
 
 TORCH_OPS: Final = LayerOps()

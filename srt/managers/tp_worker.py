@@ -153,7 +153,7 @@ class TpWorker:
                 self._runner.reset()
                 return {}
             case "inspect":
-                return self._runner.inspect() | self._times.values()
+                return self._runner.inspect() | self._compiled_steps() | self._times.values()
             case "capture":
                 size = self._runner.capture_graph()
                 if not self._runner.num_graphs_left:
@@ -163,9 +163,16 @@ class TpWorker:
             case _:
                 raise ValueError(f"unknown work {kind!r}")
 
+    def _compiled_steps(self) -> dict[str, Scalar]:
+        count = self._runner.num_compiled_steps
+        return {"num_compiled_steps": count} if count else {}
+
 
 def main(child: Child) -> None:
     runner = load_runner(child)
+    if child.start.args.enable_torch_compile:
+        child.report_phase("compile")
+        runner.compile()
     child.report_phase("warm-up")
     warm_up(runner)
     link = WorkerLink(child)

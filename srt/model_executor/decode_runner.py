@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from srt.layers.attention.base import AttentionBackend
 from srt.layers.logits_processor import LogitsProcessor
 from srt.layers.sampler import Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.model_executor.compiled_forward import CompiledForward, compiling
 from srt.model_executor.cuda_graph_runner import Capture, CudaGraphRunner, Work
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from srt.model_executor.input_buffers import GraphInputBuffers
@@ -40,6 +42,7 @@ class DecodeParts:
     attn_backend: AttentionBackend
     tables: ReqToTokenPool
     kv_pool: MHATokenToKVPool
+    compiled: CompiledForward | None = None  # takes the model's place in steps of few rows
 
 
 class DecodeRunner:
@@ -133,6 +136,19 @@ class DecodeRunner:
             arrays=arrays,
         )
 
+    def compile(self) -> None:
+        """What would else be compiled in the first steps of one row and of several. The tables stay as they are: only padding runs."""
+        compiled = self._parts.compiled
+        if compiled is None:
+            return
+        with compiling():
+            for size in range(1, min(2, compiled.most_tokens, self.buffers.max_rows) + 1):
+                self.buffers.tell_padding()
+                batch = self._batch(size)
+                self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
+                self._parts.attn_backend.init_forward_metadata(batch)
+                self._run_forward(size)
+
     def capture_next(self) -> int:
         """Capture graphs of one more size, and return it. The tables stay as they are: only padding runs."""
         assert self.graphs is not None
@@ -152,7 +168,10 @@ class DecodeRunner:
     def _run_forward(self, size: int) -> None:
         parts, batch = self._parts, self._batch(size)
         self.buffers.gather(size)
-        hidden = parts.model(batch.input_ids, batch.positions, batch)
+        forward: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor] = parts.model
+        if parts.compiled is not None and size <= parts.compiled.most_tokens:
+            forward = parts.compiled
+        hidden = forward(batch.input_ids, batch.positions, batch)
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[:size])
 
     def _run_sample(self, size: int) -> None:

@@ -15,6 +15,7 @@ from srt.layers.logits_processor import LogitsProcessor, LogprobArrays, Logprobs
 from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import DrawTables, MHATokenToKVPool, ReqToTokenPool
 from srt.mem_cache.tables_hash import tables_hash
+from srt.model_executor.compiled_forward import CompiledForward
 from srt.model_executor.cuda_graph_runner import Capture, GraphCapture, graph_sizes
 from srt.model_executor.decode_runner import DecodeParts, DecodeRunner
 from srt.model_executor.device_memory import DeviceMemory
@@ -111,6 +112,9 @@ class ModelRunner:
         with torch.inference_mode():
             with self.memory.region("weights"):
                 self._model = self._load_model(folder, report_weights)
+            self._compiled: CompiledForward | None = None
+            if args.enable_torch_compile:
+                self._compiled = CompiledForward(self._model, args.torch_compile_max_bs)
             report_memory()
             num_pages = self._profile_num_pages()
             with self.memory.region("kv_cache"):
@@ -246,6 +250,7 @@ class ModelRunner:
                 self._attn_backend,
                 self._req_to_token_pool,
                 self._token_to_kv_pool,
+                self._compiled,
             ),
             self.num_slots,
             args.window,
@@ -402,6 +407,16 @@ class ModelRunner:
         )
 
     # ---- Work between steps
+
+    @torch.inference_mode()
+    def compile(self) -> None:
+        """All that --enable-torch-compile compiles, before the first step."""
+        self._decode_runner.compile()
+
+    @property
+    def num_compiled_steps(self) -> int:
+        """Forward passes of compiled code, captures included; a graph that is replayed is not counted."""
+        return 0 if self._compiled is None else self._compiled.num_steps
 
     @torch.inference_mode()
     def reset(self) -> None:

@@ -15,7 +15,7 @@ from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.norm import RMSNorm
-from srt.layers.ops import LayerOps, Rotation, Stream
+from srt.layers.ops import LayerOps, Norm, Rotation, Stream
 from srt.layers.rope import RotaryEmbedding
 from srt.utils.model_config import ModelConfig
 
@@ -58,10 +58,14 @@ class Attention(nn.Module):
 
     def forward(self, stream: Stream, norm: RMSNorm, rotation: Rotation, batch: ForwardBatch) -> Stream:
         qkv, hidden = self.qkv_proj.of_norm(stream, norm)
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = self.q_norm.norm, self.k_norm.norm
-        return self.o_proj.onto(hidden, self._ops.attend(qkv, norms, rotation, self.attn, batch))
+        return self.o_proj.onto(hidden, self._ops.attend(qkv, self.head_norms, rotation, self.attn, batch))
+
+    @property
+    def head_norms(self) -> tuple[Norm, Norm] | None:
+        """Of each query head and of each key head, if there are any."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.norm, self.k_norm.norm
 
 
 class GatedMLP(nn.Module):

@@ -1,0 +1,80 @@
+"""Decode steps through PyTorch's compiler: the tokens of eager steps, and no others, and refused by name where it cannot be."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from srt.layers.attention.torch_native import TorchNativeBackend
+from srt.protocol.messages import SamplingSpec
+from srt.server_args import ArgumentError, ServerArgs, parse_args
+from srt.utils.errors import StartError
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.plan_driver import Job, PlanDriver
+from tests.support.recorder import Recorder
+from tests.support.runners import make_runner
+
+COMPILED: dict[str, Any] = {"enable_torch_compile": True, "torch_compile_max_bs": 6}
+
+
+def jobs() -> list[Job]:
+    """Of many lengths, so that steps have from one row to eleven."""
+    rng = random.Random(5)
+    specs = [SamplingSpec(5 + 2 * i, temperature=0.0 if i % 3 else 0.8) for i in range(11)]
+    return [Job([rng.randrange(500) for _ in range(3 + 4 * i)], spec, seed=i) for i, spec in enumerate(specs)]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_float32_tokens_are_those_of_eager_steps(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, found, replayed = jobs(), jobs(), jobs()
+    driver = PlanDriver(make_runner(checkpoint("qwen3"), 4), 4, chunk=40)
+    driver.run(expected)
+    runner = make_runner(checkpoint("qwen3"), 4, **COMPILED)
+    runner.compile()
+    before = runner.num_compiled_steps
+    assert before == 2, "a step of one row, and one of several"
+    PlanDriver(runner, 4, chunk=40).run(found)
+    assert [job.outputs for job in found] == [job.outputs for job in expected]
+    small = [decodes for extends, decodes in driver.steps if not extends and decodes <= 6]
+    assert runner.num_compiled_steps - before == len(small)
+    assert len(set(small)) > 3
+    assert any(decodes > 6 for extends, decodes in driver.steps if not extends)
+    # And inside graphs, as a GPU has them.
+    monkeypatch.setattr(TorchNativeBackend, "can_capture_decodes", True)
+    monkeypatch.setattr(TorchNativeBackend, "plans_decodes_on_host", True)
+    monkeypatch.setattr(TorchNativeBackend, "init_forward_metadata_replay_cuda_graph", TorchNativeBackend.plan_decode)
+    recorder = Recorder()
+    graphs = make_runner(checkpoint("qwen3"), 4, capture=recorder, cuda_graph_bs=(4, 16), **COMPILED)
+    while graphs.num_graphs_left:
+        graphs.capture_graph()
+    PlanDriver(graphs, 4, chunk=40).run(replayed)
+    assert [job.outputs for job in replayed] == [job.outputs for job in expected]
+    assert recorder.num_replays > 10
+    assert graphs.num_compiled_steps > 5
+
+
+def test_without_a_compiler_it_is_refused_before_anything_is_served(
+    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(StartError, match=r"^--enable-torch-compile needs a C\+\+ compiler on cpu, and there is none"):
+        make_runner(checkpoint("qwen3"), 4, enable_torch_compile=True)
+
+
+def test_it_is_off_unless_asked_for_and_serves_one_rank() -> None:
+    assert not ServerArgs(model_path="x").enable_torch_compile
+    assert ServerArgs(model_path="x").torch_compile_max_bs == 32
+    with pytest.raises(ArgumentError, match=r"^--enable-torch-compile .* --tp 2\.$"):
+        parse_args(["--model-path", "x", "--enable-torch-compile", "--tp", "2"])
+    with pytest.raises(ArgumentError, match=r"--torch-compile-max-bs must be at least 1"):
+        parse_args(["--model-path", "x", "--enable-torch-compile", "--torch-compile-max-bs", "0"])
