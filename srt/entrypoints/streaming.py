@@ -85,27 +85,41 @@ async def _stream(
     pacer = Pacer(interval)
 
     async def follow(prompt: int, handle: RequestHandle) -> None:
-        def events(updates: list[ChoiceUpdate]) -> bytes:
-            due = pacer.due(prompt, updates)
-            if len(due) == 1:
-                return answer.events(prompt, due[0])
-            return b"".join([answer.events(prompt, update) for update in due])
-
-        def write_now(take: Callable[[], list[ChoiceUpdate]]) -> bool:
-            if not exchange.can_write_now:
-                return False
-            if data := events(take()):
-                exchange.write_now(data)
-            return True
-
-        handle.push_to(write_now)
+        writer = _EventWriter(exchange, answer, pacer, prompt)
+        handle.push_to(writer)
         async for updates in handle:
-            if data := events(updates):
+            if data := writer.events(updates):
                 await exchange.write(data)
 
     await run_all(engine, inputs, follow)
     await exchange.write(answer.last_events() + DONE)
     await exchange.end()
+
+
+class _EventWriter:
+    """Writes the news of one input of a call, where the socket takes them at once."""
+
+    __slots__ = ("_answer", "_exchange", "_pacer", "_prompt")
+
+    def __init__(self, exchange: Exchange, answer: Answer, pacer: Pacer, prompt: int) -> None:
+        self._exchange = exchange
+        self._answer = answer
+        self._pacer = pacer
+        self._prompt = prompt
+
+    @property
+    def can_take_now(self) -> bool:
+        return self._exchange.can_write_now
+
+    def take_now(self, updates: list[ChoiceUpdate]) -> None:
+        if data := self.events(updates):
+            self._exchange.write_now(data)
+
+    def events(self, updates: list[ChoiceUpdate]) -> bytes:
+        due = self._pacer.due(self._prompt, updates)
+        if len(due) == 1:
+            return self._answer.events(self._prompt, due[0])
+        return b"".join([self._answer.events(self._prompt, update) for update in due])
 
 
 async def run_all(
@@ -139,6 +153,8 @@ async def _awaited(work: Awaitable[None]) -> None:
 
 class Pacer:
     """Lets the news of a choice through every `interval` tokens; its first and its last at once."""
+
+    __slots__ = ("_held", "_interval", "_sent")
 
     def __init__(self, interval: int) -> None:
         self._interval = interval

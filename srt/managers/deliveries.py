@@ -34,7 +34,7 @@ class Deliveries:
     def begin(self, live: LiveRequest, message: GenerateRequest) -> None:
         """From now on the scheduler knows of it."""
         self._live[message.rid] = live
-        self._apply(self._ledger.add(message))
+        self._apply(self._ledger.add(message, live))
 
     def abort(self, rid: int) -> None:
         """End a request from this side; nothing if it has ended."""
@@ -114,24 +114,22 @@ class Deliveries:
                     self._refuse(effect)
 
     def _deliver(self, news: NewTokens) -> None:
-        rid = news.rid
-        live = self._live.get(rid)
-        if live is None:
-            return
+        live: LiveRequest = news.reader
         self._num_tokens += len(news.ids)
         try:
             has_stopped = live.take_tokens(news, self._taken_s)
-            self._watch.tokens(rid, news.choice, news.ids, self._taken_s)
-            if live.has_one_choice and not has_stopped and rid not in self._is_ending:
+            if live.watched is not None:
+                self._watch.tokens(live.watched, news.choice, news.ids, self._taken_s)
+            if live.has_one_choice and not has_stopped and live.rid not in self._is_ending:
                 live.tell()  # nothing else comes for it
                 return
         except Exception:
             self._text_failed(live)
             return
-        self._have_news[rid] = live
+        self._have_news[live.rid] = live
         if has_stopped:
-            self._apply(self._ledger.end(rid, news.choice))
-            self._watch.cached(rid, news.cached)
+            self._apply(self._ledger.end(live.rid, news.choice))
+            self._watch.cached(live.rid, news.cached)
             self._forget_if_ended(live, "stop")
 
     def _end_choice(self, end: ChoiceEnded) -> None:

@@ -7,17 +7,28 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from srt.managers.detokenizer import OutputText
 from srt.managers.io_struct import ChoiceTimes, ChoiceUpdate, Finish, RequestError, TokenLogprob
 from srt.managers.request_ledger import NewTokens
+from srt.managers.request_watch import Watched
 from srt.protocol.messages import GenerateRequest, RequestDone
 from srt.sampling.sampling_params import choice_seed
 
-Push = Callable[[Callable[[], list[ChoiceUpdate]]], bool]
 ABORTED = "The request was aborted."
+
+
+class Reader(Protocol):
+    """Takes news in the turn of the loop in which they come, where it can."""
+
+    @property
+    def can_take_now(self) -> bool: ...
+
+    def take_now(self, updates: list[ChoiceUpdate]) -> None:
+        """Only where it can."""
 
 
 @dataclass(slots=True)
@@ -48,7 +59,18 @@ class LiveRequest:
 
     __slots__ = (
         *("rid", "label", "seed", "_prompt_ids", "_num_prompt", "_wants_prompt_ids", "_num_over", "_choices"),
-        *("has_one_choice", "_wants_tokens", "_arrived_s", "_sent_s", "_wants_all", "_error", "_wake", "_push"),
+        *(
+            "has_one_choice",
+            "watched",
+            "_only",
+            "_wants_tokens",
+            "_arrived_s",
+            "_sent_s",
+            "_wants_all",
+            "_error",
+            "_wake",
+        ),
+        "_reader",
     )
 
     def __init__(
@@ -74,29 +96,32 @@ class LiveRequest:
             index: _Choice(index, new_output(), choice_seed(request.seed, index)) for index in request.choices.tolist()
         }
         self.has_one_choice = len(self._choices) == 1
+        self._only = self._choices.get(0) if self.has_one_choice else None
+        self.watched: Watched | None = None
         self._wants_tokens = wants_tokens
         self._arrived_s = arrived_s
         self._sent_s = sent_s
         self._wants_all = False  # the reader waits for the end
         self._error: RequestError | None = None
         self._wake: asyncio.Future[None] | None = None  # of the reader that waits
-        self._push: Push | None = None
+        self._reader: Reader | None = None
 
     # ---- The manager's side
 
     def take_tokens(self, news: NewTokens, now_s: float) -> bool:
         """Add tokens of a choice, which came at `now_s`. True if a stop was found in their text: the choice has ended, and later tokens
         are not for it."""
-        choice = self._choices[news.choice]
+        choice = self._only or self._choices[news.choice]
         if choice.finish is not None:
             return False
         choice.cached_tokens = news.cached
-        choice.prompt_logprobs = choice.prompt_logprobs or news.prompt_logprobs
+        if news.prompt_logprobs:
+            choice.prompt_logprobs = choice.prompt_logprobs or news.prompt_logprobs
         if not self._wants_tokens:
             return False
         delta = choice.output.push(news.ids)
         choice.text += delta.text
-        choice.ids += news.ids[: delta.num_tokens]
+        choice.ids += news.ids if delta.num_tokens == len(news.ids) else news.ids[: delta.num_tokens]
         if news.logprobs:
             choice.logprobs += news.logprobs[: delta.num_tokens]
         choice.num_tokens += delta.num_tokens
@@ -153,11 +178,16 @@ class LiveRequest:
 
     def tell(self) -> None:
         """A batch is done: hand on what it brought."""
-        if self._push is None:
+        reader = self._reader
+        if reader is None:
             if not self._wants_all or self.has_ended:
                 self._wake_reader()
-        elif self._error is not None or not self._push(self._take_news) or self.is_closed:
+        elif self._error is not None or not reader.can_take_now:
             self._wake_reader()
+        else:
+            reader.take_now(self._take_news())
+            if self.is_closed:
+                self._wake_reader()
 
     def _wake_reader(self) -> None:
         if self._wake is not None and not self._wake.done():
@@ -172,10 +202,9 @@ class LiveRequest:
         self._num_over = len(self._choices)
         self._wake_reader()
 
-    def push_to(self, push: Push) -> None:
-        """From now on `tell` calls `push`, which takes the news at once with the function that it is given, or returns False: then the
-        reader is woken for it."""
-        self._push = push
+    def push_to(self, reader: Reader) -> None:
+        """From now on `tell` gives the news to `reader` where it can take them; else whoever iterates is woken for them."""
+        self._reader = reader
 
     async def next_updates(self) -> list[ChoiceUpdate]:
         """What came since the last call; waits for the first news. Empty when everything was taken. Raises the error last."""
@@ -189,6 +218,9 @@ class LiveRequest:
             await self._wait()
 
     def _take_news(self) -> list[ChoiceUpdate]:
+        only = self._only
+        if only is not None:
+            return [self._take(only)] if only.is_news and not only.is_over else []
         return [self._take(choice) for choice in self._choices.values() if choice.is_news and not choice.is_over]
 
     async def _wait(self) -> None:
@@ -305,10 +337,9 @@ class RequestHandle:
             raise StopAsyncIteration
         return updates
 
-    def push_to(self, push: Push) -> None:
-        """Take news in the turn of the loop in which they come: `push(take)` calls `take()` for them and returns True, or returns False
-        where it cannot take any now. What it leaves, and the end, come by iterating."""
-        self._live.push_to(push)
+    def push_to(self, reader: Reader) -> None:
+        """Let `reader` take news in the turn of the loop in which they come. What it leaves, and the end, come by iterating."""
+        self._live.push_to(reader)
 
     async def collect(self) -> list[ChoiceUpdate]:
         """Wait for the end: one whole update per choice, in order. Cheaper than iterating; instead of it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -50,6 +51,7 @@ class NewTokens(Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     cached: int = 0
+    reader: Any = None  # what the request was added with
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class _Entry:
     request: GenerateRequest
     choices: dict[int, _Choice]
     has_logprobs: bool  # some were asked for
+    reader: Any
+    only: _Choice | None  # if there is but choice 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
@@ -155,14 +159,17 @@ class RequestLedger:
     def live_rids(self) -> list[int]:
         return list(self._entries)
 
-    def add(self, request: GenerateRequest) -> list[Effect]:
-        """Enter a new request. Its rid and its label must not be live."""
+    def add(self, request: GenerateRequest, reader: object = None) -> list[Effect]:
+        """Enter a new request. Its rid and its label must not be live. Its news carry the `reader`, so that nobody has to look it up."""
         assert request.rid not in self._entries, f"request {request.rid} is live"
         assert request.label not in self._labels, f"the label {request.label} is live"
+        choices = {choice: _Choice() for choice in request.choices.tolist()}
         self._entries[request.rid] = _Entry(
             request,
-            {choice: _Choice() for choice in request.choices.tolist()},
+            choices,
             has_logprobs=request.logprobs.output or request.logprobs.prompt_start >= 0,
+            reader=reader,
+            only=choices.get(0) if len(choices) == 1 else None,
         )
         self._labels.add(request.label)
         return [Send(request)]
@@ -228,12 +235,12 @@ class RequestLedger:
             raise LinkBroken(f"batch {batch.number} has columns of different lengths")
         if int(batch.counts.sum()) != len(batch.ids):
             raise LinkBroken(f"batch {batch.number} has {len(batch.ids)} ids for ranges of {int(batch.counts.sum())}")
-        ids = batch.ids.tolist()
+        ids, entries = batch.ids.tolist(), self._entries
         end = 0
         for rid, index, first, count, cached in zip(*[column.tolist() for column in columns], strict=True):
             end += count
-            entry = self._entries.get(rid)
-            choice = None if entry is None else entry.choices.get(index)
+            entry = entries.get(rid)
+            choice = None if entry is None else entry.only if index == 0 and entry.only else entry.choices.get(index)
             if entry is None or choice is None:
                 self.num_surplus_tokens += count
                 continue
@@ -244,7 +251,7 @@ class RequestLedger:
                 choice.ids += new
                 choice.num_released = first + count
                 choice.asked_from = -1
-                yield NewTokens(rid, index, new, (), (), cached)
+                yield NewTokens(rid, index, new, (), (), cached, entry.reader)
                 continue
             touched[rid, index] = None
             if known < 0:
@@ -302,7 +309,7 @@ class RequestLedger:
         rows = tuple(choice.logprobs[: len(ids)])
         del choice.logprobs[: len(ids)]
         choice.num_released = end
-        return [NewTokens(entry.request.rid, index, ids, rows, prompt_rows, choice.cached)]
+        return [NewTokens(entry.request.rid, index, ids, rows, prompt_rows, choice.cached, entry.reader)]
 
     def _refuse(self, message: Refused) -> list[Effect]:
         entry = self._entries.get(message.rid)

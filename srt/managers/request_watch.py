@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Watched:
+class Watched:
+    """What is known of one request. Only the RequestWatch looks inside."""
+
+    rid: int
     label: str
     num_prompt: int
     began_s: float
@@ -58,7 +61,7 @@ class RequestWatch:
         self._uncounted = FrontendMetrics()  # where nobody looks
         self._control = control
         self._decode = decode
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, Watched] = {}
         self._num_new_tokens = 0
         self._new_gaps: dict[float, int] = {}  # of the message at hand, how often each: as a rule they are few
 
@@ -66,12 +69,13 @@ class RequestWatch:
     def num_watched(self) -> int:
         return len(self._watched)
 
-    def began(self, request: GenerateInput, message: GenerateRequest, arrived_s: float) -> None:
-        """It is about to be sent to the scheduler. Questions about the engine's health are nobody's requests."""
+    def began(self, request: GenerateInput, message: GenerateRequest, arrived_s: float) -> Watched | None:
+        """It is about to be sent to the scheduler; `tokens` is to be told of what this returns. None for questions about the engine's
+        health, which are nobody's requests."""
         if request.urgent:
-            return
+            return None
         metrics = self._metrics if request.is_counted else self._uncounted
-        one = _Watched(message.label, len(message.prompt_ids), arrived_s, metrics, REQUEST_ID.get())
+        one = Watched(message.rid, message.label, len(message.prompt_ids), arrived_s, metrics, REQUEST_ID.get())
         self._watched[message.rid] = one
         one.metrics.add("num_requests")
         one.metrics.add("prompt_tokens", one.num_prompt)
@@ -79,6 +83,7 @@ class RequestWatch:
             one.log_level = self._control.request_log_level
         if one.log_level != NO_REQUEST_LOG:
             self._log_beginning(one, request, message)
+        return one
 
     def sent(self, message: GenerateRequest, tokenized_s: float) -> None:
         """It is on its way to the scheduler; `tokenized_s` is when its prompt was tokenized."""
@@ -103,17 +108,16 @@ class RequestWatch:
             self._tracer.slice("detokenize", taken_s, batch=message.number, num_tokens=len(message.ids))
             self._tracer.arrow("f", BATCH, batch_number(self._frontend, message.number), taken_s)
 
-    def tokens(self, rid: int, choice: int, ids: list[int], now: float) -> None:
+    def tokens(self, one: Watched, choice: int, ids: list[int], now: float) -> None:
         """They came at `now`, in the message that `took` will be told of."""
-        one = self._watched.get(rid)
-        if one is None or not ids:
+        if not ids:
             return
         count = len(ids)
         if one.first_s is None:
             one.first_s = now
             one.metrics.first_token_s.take(now - one.began_s)
             if self._tracer.is_on:
-                self._tracer.mark(REQUEST, request_number(self._frontend, rid), "first token", now)
+                self._tracer.mark(REQUEST, request_number(self._frontend, one.rid), "first token", now)
         elif one.metrics is self._metrics:
             gap_s = (now - one.last_s) / count
             self._new_gaps[gap_s] = self._new_gaps.get(gap_s, 0) + count
@@ -153,7 +157,7 @@ class RequestWatch:
 
     # ---- Log lines
 
-    def _log_beginning(self, one: _Watched, request: GenerateInput, message: GenerateRequest) -> None:
+    def _log_beginning(self, one: Watched, request: GenerateInput, message: GenerateRequest) -> None:
         more: dict[str, Any] = {}
         if one.log_level >= PARAMETERS:
             more["sampling_params"] = _shown(request.params)
@@ -161,7 +165,7 @@ class RequestWatch:
             more["prompt"] = _cut(self._text(message.prompt_ids.tolist(), request.text), one.log_level)
         self._log(f"Request {one.label} came: {one.num_prompt} prompt tokens.", more, rid=one.label, event="began")
 
-    def _log_end(self, one: _Watched, how: str) -> None:
+    def _log_end(self, one: Watched, how: str) -> None:
         now = self.now()
         first = None if one.first_s is None else round(one.first_s - one.began_s, 4)
         more: dict[str, Any] = {}

@@ -211,7 +211,7 @@ class TokenizerManager:
             for choice in message.choices.tolist():
                 live.end_choice(choice, RequestDone(message.rid, choice, "abort", -1, 0, 0))
         else:
-            self._watch.began(request, message, arrived_s)
+            live.watched = self._watch.began(request, message, arrived_s)
             self._deliveries.begin(live, message)
             self._watch.sent(message, tokenized_s)
         return RequestHandle(live, self._deliveries.abort)

@@ -77,7 +77,8 @@ class ChatAnswer:
         self._logprobs = ChatLogprobs(engine) if body.logprobs else None
         self._whole: list[dict[str, Any]] = [{} for _ in range(body.n)]
         self._began = [False] * body.n
-        self._fast: dict[int, TextEvent] = {}
+        # Of choices that have said something, what is between the texts; None where more than the text changes.
+        self._text_events: list[TextEvent | None] = [None] * body.n
 
     # ---- Whole
 
@@ -98,6 +99,9 @@ class ChatAnswer:
     # ---- Streamed
 
     def events(self, prompt: int, update: ChoiceUpdate) -> bytes:
+        fast = self._text_events[update.index]
+        if fast is not None and update.finish is None:
+            return fast.write(update.text) if update.text else b""
         self._usage.take(prompt, update)
         events = b""
         if not self._began[update.index]:
@@ -105,10 +109,10 @@ class ChatAnswer:
             events = self._chunk(update, _ROLE)
         if self._logprobs is not None and update.output_logprobs:
             events += self._chunk(update, {"content": update.text}, self._write_logprobs(update))
-        elif update.text and self._usage.in_every_chunk:
-            events += self._chunk(update, {"content": update.text})
         elif update.text:
-            events += self._text_event(update).write(update.text)
+            events += self._chunk(update, {"content": update.text})
+            if self._logprobs is None and not self._usage.in_every_chunk:
+                self._text_events[update.index] = TextEvent(lambda text: self._object(update, {"content": text}))
         if update.finish is not None:
             finish = finish_fields(update.finish)
             events += event(self._object(update, {}, None, finish))
@@ -118,11 +122,6 @@ class ChatAnswer:
         if not self._usage.in_stream:
             return b""
         return event({**self._identity.head(_CHUNK), "choices": [], "usage": self._usage.write()})
-
-    def _text_event(self, update: ChoiceUpdate) -> TextEvent:
-        if update.index not in self._fast:
-            self._fast[update.index] = TextEvent(lambda text: self._object(update, {"content": text}))
-        return self._fast[update.index]
 
     def _chunk(self, update: ChoiceUpdate, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
         return event(self._object(update, delta, logprobs))

@@ -101,7 +101,8 @@ class CompletionAnswer:
         self._logprobs = None if body.logprobs is None else [CompletionLogprobs(engine) for _ in range(count)]
         self._whole: list[dict[str, Any]] = [{} for _ in range(count)]
         self._began = [False] * count
-        self._fast: dict[int, TextEvent] = {}
+        # Of choices whose first event was sent, what is between the texts; None where more than the text changes.
+        self._text_events: list[TextEvent | None] = [None] * count
 
     # ---- Whole
 
@@ -117,26 +118,25 @@ class CompletionAnswer:
     # ---- Streamed
 
     def events(self, prompt: int, update: ChoiceUpdate) -> bytes:
-        self._usage.take(prompt, update)
         index = prompt * self._n + update.index
-        text = update.text if self._began[index] else self._echoes[prompt] + update.text
-        self._began[index] = True
+        text, fast = update.text, self._text_events[index]
+        if fast is not None and update.finish is None:
+            return fast.write(text) if text else b""
+        self._usage.take(prompt, update)
+        if not self._began[index]:
+            self._began[index] = True
+            text = self._echoes[prompt] + text
         has_logprobs = self._logprobs is not None and (update.output_logprobs or update.prompt_logprobs)
         if not text and not has_logprobs and update.finish is None:
             return b""
-        if update.finish is None and self._logprobs is None and not self._usage.in_every_chunk:
-            return self._text_event(index, update).write(text)
+        if self._logprobs is None and not self._usage.in_every_chunk and update.finish is None:
+            self._text_events[index] = TextEvent(lambda text: self._chunk(self._choice(index, text, update)))
         return event(self._chunk(self._choice(index, text, update)))
 
     def last_events(self) -> bytes:
         if not self._usage.in_stream:
             return b""
         return event({**self._identity.head(_KIND), "choices": [], "usage": self._usage.write()})
-
-    def _text_event(self, index: int, update: ChoiceUpdate) -> TextEvent:
-        if index not in self._fast:
-            self._fast[index] = TextEvent(lambda text: self._chunk(self._choice(index, text, update)))
-        return self._fast[index]
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._identity.head(_KIND), "choices": [choice], **self._usage.in_chunk()}

@@ -33,20 +33,22 @@ class World:
         return self.metrics.numbers.get(name)
 
     def run(self, rid: int, how: str, tokens: str = "") -> None:
-        self.watch.began(INPUT, request(rid, [104, 105]), self.now)
+        watched = self.watch.began(INPUT, request(rid, [104, 105]), self.now)
+        assert watched is not None
         for letter in tokens:
             self.now += 0.5
-            self.watch.tokens(rid, 0, [ord(letter)], self.now)
+            self.watch.tokens(watched, 0, [ord(letter)], self.now)
         self.watch.ended(rid, how)
 
 
 def test_times_and_tokens_of_a_request_are_counted() -> None:
     world = World()
-    world.watch.began(INPUT, request(1, [1] * 7), 100.0)
+    watched = world.watch.began(INPUT, request(1, [1] * 7), 100.0)
+    assert watched is not None
     world.now = 100.3
-    world.watch.tokens(1, 0, [5], world.now)
+    world.watch.tokens(watched, 0, [5], world.now)
     world.now = 100.48
-    world.watch.tokens(1, 0, [6, 7], world.now)
+    world.watch.tokens(watched, 0, [6, 7], world.now)
     world.watch.took(Refused(7, 429, "full"), world.now)
     world.watch.cached(1, 4)
     world.now = 101.0
@@ -77,8 +79,7 @@ def test_what_did_not_end_well_is_counted_apart_and_has_no_whole_time(how: str, 
 
 def test_questions_about_the_engines_health_are_not_counted() -> None:
     world = World()
-    world.watch.began(replace(INPUT, urgent=True), request(1, [1], urgent=True), 100.0)
-    world.watch.tokens(1, 0, [1], world.now)
+    assert world.watch.began(replace(INPUT, urgent=True), request(1, [1], urgent=True), 100.0) is None
     world.watch.ended(1, "length")
     assert set(world.metrics.numbers.values().values()) == {0.0}
 
@@ -110,9 +111,10 @@ def test_a_client_may_ask_not_to_be_logged_or_counted(caplog: pytest.LogCaptureF
     world = World(3)
     quiet = replace(INPUT, is_logged=False, is_counted=False)
     with caplog.at_level(logging.INFO):
-        world.watch.began(quiet, request(1, [1]), 100.0)
+        watched = world.watch.began(quiet, request(1, [1]), 100.0)
+        assert watched is not None
         for now in (101.0, 102.0):
-            world.watch.tokens(1, 0, [1], now)
+            world.watch.tokens(watched, 0, [1], now)
         world.watch.took(Refused(2, 400, ""), 102.0)
         world.watch.ended(1, "length")
     assert caplog.records == []

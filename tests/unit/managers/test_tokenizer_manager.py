@@ -148,21 +148,22 @@ def test_an_answer_streams_and_equals_the_whole_one(play: Callable[..., None], r
 def test_news_is_pushed_where_it_can_be_taken_and_waits_for_the_reader_where_not(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
         handle, request = await begin(manager, scheduler, ask(manager, max_new_tokens=8))
-        is_open = False
         pushed: list[ChoiceUpdate] = []
         read: list[ChoiceUpdate] = []
 
-        def push(take: Callable[[], list[ChoiceUpdate]]) -> bool:
-            if is_open:
-                pushed.extend(take())
-            return is_open
+        class Pushed:
+            can_take_now = False
 
-        handle.push_to(push)
+            def take_now(self, updates: list[ChoiceUpdate]) -> None:
+                pushed.extend(updates)
+
+        reader = Pushed()
+        handle.push_to(reader)
         reading = asyncio.ensure_future(read_into(handle, read))
-        for first, is_open in enumerate((False, True, True, False, False, True, False)):
+        for first, reader.can_take_now in enumerate((False, True, True, False, False, True, False)):
             scheduler.send_tokens(request.rid, [20 + first], first=first)
             await until(lambda: sum(len(u.ids) for u in pushed + read) == first + 1)  # noqa: B023
-        is_open = True
+        reader.can_take_now = True
         scheduler.send_tokens(request.rid, [27], first=7, done=ended(request.rid, 8))
         await reading
         assert [u.ids for u in read] == [(20,), (23,), (24,), (26,)]
