@@ -55,18 +55,18 @@ class MessageStream:
         return message
 
     def receive_blocking(self) -> Message:
-        """Wait for the next message."""
+        """Wait for the next message, and take no byte beyond it: who watches the descriptor from then on sees what follows."""
         while (message := self._next_in_buffer()) is None:
-            self._read(0)
+            self._read(0, self._num_missing())
         return message
 
     def close(self) -> None:
         self._socket.close()
 
-    def _read(self, flags: int) -> bool:
+    def _read(self, flags: int, most: int = 1 << 16) -> bool:
         """Take over what is there; False if nothing is."""
         try:
-            data = self._socket.recv(1 << 16, flags)
+            data = self._socket.recv(most, flags)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
@@ -75,6 +75,13 @@ class MessageStream:
             raise PeerGone("the other end was closed")
         self._buffer += data
         return True
+
+    def _num_missing(self) -> int:
+        """Bytes of the message that the buffer has begun, or of its length."""
+        if len(self._buffer) < _LENGTH.size:
+            return _LENGTH.size - len(self._buffer)
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        return _LENGTH.size + int(length) - len(self._buffer)
 
     def _next_in_buffer(self) -> Message | None:
         if len(self._buffer) < _LENGTH.size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 
@@ -39,6 +40,15 @@ def test_a_message_may_come_byte_by_byte() -> None:
         assert stream.receive() is None
         ours.send(bytes([byte]))
     assert stream.receive() == Stop(2.0)
+
+
+def test_what_follows_a_message_that_was_waited_for_can_still_be_watched_for() -> None:
+    ours, theirs = pair()
+    ours.send(Progress("weights", 1, 9, 0.5))
+    ours.send(Heartbeat(1.5))
+    assert theirs.receive_blocking() == Progress("weights", 1, 9, 0.5)
+    assert select.select([theirs], [], [], 0)[0] == [theirs], "the second message is where no selector sees it"
+    assert theirs.receive() == Heartbeat(1.5)
 
 
 def test_what_was_sent_before_the_end_is_still_read() -> None:
