@@ -1,6 +1,7 @@
-"""A streamed answer is the whole one, byte for byte, whatever the tokens are: logit_bias lets the model say only what is hard.
+"""A streamed answer is the whole one, byte for byte, and both are what the tokens say: the model can say nothing but a corpus.
 
-The same seed draws the same tokens, so the two can be compared.
+Its logits are all alike, so that logit_bias decides: each token of a text has less bias than the one before, and frequency_penalty
+sends whatever was said behind all that was not. What is said is known beforehand, and so is where each stop cuts it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +19,92 @@ import orjson
 import pytest
 
 from srt.utils.tokenizer import Tokenizer, load_tokenizer
-from tests.e2e.conftest import Server
+from tests.support.checkpoints import CheckpointFactory
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
-NUM_TOKENS = 40
-EMOJI, HAN, LATIN = "🙂", "世", "é"
-NUM_CLIENTS = 16
+NUM_CLIENTS = 32
+WORDS = (" the fox", " asked", " no", "ear", " co", " gre", ' ti"', "igh", " 2 and", " a box")
+END, PAD = "<|im_end|>", "<|endoftext|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Saying:
+    """A text and its tokens, each of which comes once."""
+
+    ids: list[int]
+    pieces: list[bytes]
+
+    def text(self, num_tokens: int | None = None) -> str:
+        return b"".join(self.pieces[:num_tokens]).decode(errors="replace")
+
+    def parameters(self, **more: Any) -> dict[str, Any]:
+        """In the words of the OpenAI API, what makes a flat model say it."""
+        step = 1.9 / len(self.ids)
+        bias = {str(token): 100 - place * step for place, token in enumerate(self.ids)}
+        forced = {"logit_bias": bias, "frequency_penalty": 2, "temperature": 0, "ignore_eos": True}
+        return {**forced, "max_tokens": len(self.ids), **more}
+
+    def stops(self, num_tokens: int) -> dict[str, int]:
+        """Every string that begins in one of its tokens, ends in another and lies in so many, with the place of the first of them."""
+        text = self.text()
+        token_of_byte = [place for place, piece in enumerate(self.pieces) for _ in piece]
+        starts = [len(text[:at].encode()) for at in range(len(text) + 1)]
+        found: dict[str, int] = {}
+        for first in range(len(text)):
+            for end in range(first + 1, len(text) + 1):
+                began, ended = token_of_byte[starts[first]], token_of_byte[starts[end] - 1]
+                if ended - began == num_tokens - 1:
+                    found.setdefault(text[first:end], began)
+        return found
 
 
 @pytest.fixture(scope="module")
-def tokenizer(qwen3_checkpoint: Path) -> Tokenizer:
-    return load_tokenizer(qwen3_checkpoint)
+def flat_checkpoint(checkpoint: CheckpointFactory) -> Path:
+    """A model to which all tokens are alike."""
+    return checkpoint("qwen3", logit_std=0.0)
 
 
 @pytest.fixture(scope="module")
-def incremental_url(qwen3_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    words = ["--model-path", str(qwen3_checkpoint), "--port", "0", "--device", "cpu", "--dtype", "float32"]
-    words += ["--max-total-tokens", "8192", "--incremental-streaming-output"]
-    with ServerProcess("srt.launch_server", words, tmp_path_factory.mktemp("incremental")) as process:
-        yield process.wait_ready()
+def tokenizer(flat_checkpoint: Path) -> Tokenizer:
+    return load_tokenizer(flat_checkpoint)
 
 
-def byte_tokens(tokenizer: Tokenizer, character: str) -> list[int]:
-    """A token for each byte of it."""
+@pytest.fixture(scope="module")
+def urls(flat_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """By style of the answer: one server says in each chunk of /generate all there is, the other what is new."""
+    words = ["--model-path", str(flat_checkpoint), "--port", "0", "--device", "cpu", "--dtype", "float32"]
+    words += ["--max-total-tokens", "16384", "--max-running-requests", str(NUM_CLIENTS)]
+    tmp = tmp_path_factory.mktemp
+    with (
+        ServerProcess("srt.launch_server", words, tmp("cumulative")) as one,
+        ServerProcess("srt.launch_server", [*words, "--incremental-streaming-output"], tmp("incremental")) as other,
+    ):
+        url, incremental_url = one.wait_ready(), other.wait_ready()
+        yield {style: incremental_url if "incremental" in style else url for style in STYLES}
+
+
+def saying(tokenizer: Tokenizer, *parts: str | bytes) -> Saying:
+    """Words in the fewest tokens, bytes in a token each."""
     by_bytes = {tokenizer.token_bytes(token): token for token in reversed(range(tokenizer.vocab_size))}
-    return [by_bytes[bytes([byte])] for byte in character.encode()]
+    ids: list[int] = []
+    for part in parts:
+        more = [by_bytes[bytes([byte])] for byte in part] if isinstance(part, bytes) else tokenizer.encode(part, False)
+        ids += [token for token in more if token not in ids or isinstance(part, bytes)]
+    assert len(set(ids)) == len(ids), "a token comes twice"
+    return Saying(ids, [tokenizer.token_bytes(token) for token in ids])
 
 
-def corpora(tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """What the model may say, by name. Drawn from a few bytes of characters, most answers have broken ones and unfinished ends."""
-    letters = tokenizer.encode("a b", add_special_tokens=False)
-    eos = [tokenizer.encode(tokenizer.special_tokens["eos_token"])[0]]
-    pad = tokenizer.encode(tokenizer.special_tokens["pad_token"])[:1] if "pad_token" in tokenizer.special_tokens else []
+def sayings(tokenizer: Tokenizer) -> dict[str, Saying]:
     return {
-        "an emoji's four bytes": byte_tokens(tokenizer, EMOJI),
-        "three bytes and letters": byte_tokens(tokenizer, HAN) + letters,
-        "two bytes": byte_tokens(tokenizer, LATIN),
-        "special tokens between letters and bytes": [*letters, *eos, *pad, *byte_tokens(tokenizer, LATIN)],
+        "words": saying(tokenizer, *WORDS),
+        "an emoji of four tokens, characters of three and of two": saying(
+            tokenizer, "the fox", "🙂".encode(), " 1", "世".encode(), "a b", "é".encode(), " no"
+        ),
+        "an emoji of seven tokens, as families have it": saying(tokenizer, "my ", "👩\u200d".encode(), " 3"),
+        "special tokens": saying(tokenizer, "the fox", END, "é".encode(), PAD, "a b"),
     }
-
-
-def parameters(allowed: list[int], seed: int, **more: Any) -> dict[str, Any]:
-    """In the words of the OpenAI API."""
-    bias = {str(token): 100 for token in allowed}
-    return {"logit_bias": bias, "temperature": 5, "max_tokens": NUM_TOKENS, "seed": seed, "ignore_eos": True, **more}
-
-
-def native(asked: dict[str, Any]) -> dict[str, Any]:
-    names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
-    return {"text": "Say", "sampling_params": {names.get(name, name): value for name, value in asked.items()}}
 
 
 @asynccontextmanager
@@ -115,72 +153,96 @@ async def chat(client: httpx.AsyncClient, asked: dict[str, Any]) -> list[Answer]
     ]
 
 
+def native(asked: dict[str, Any]) -> dict[str, Any]:
+    given = {"max_new_tokens" if name == "max_tokens" else name: value for name, value in asked.items()}
+    return {"text": "Say", "sampling_params": {**given, "sampling_seed": 1}}
+
+
 def _generated(answer: Any, text: str, ids: list[int]) -> tuple[str, Any, Any]:
     meta = answer["meta_info"]
-    return text, (meta["finish_reason"], ids), (meta["completion_tokens"], meta["seed"])
+    assert meta["completion_tokens"] == len(ids)
+    return text, meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
 
 
 async def cumulative(client: httpx.AsyncClient, asked: dict[str, Any]) -> list[Answer]:
     whole = await post(client, "/generate", native(asked))
-    last = (await chunks(client, "/generate", native(asked)))[-1]
-    return [_generated(one, one["text"], one["output_ids"]) for one in (whole, last)]
+    told = await chunks(client, "/generate", native(asked))
+    texts = [part["text"] for part in told]
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+    assert told[-1]["output_ids"] == whole["output_ids"]
+    return [_generated(one, one["text"], one["output_ids"]) for one in (whole, told[-1])]
 
 
 async def incremental(client: httpx.AsyncClient, asked: dict[str, Any]) -> list[Answer]:
     whole = await post(client, "/generate", native(asked))
     parts = await chunks(client, "/generate", native(asked))
     text, ids = "".join(part["text"] for part in parts), [one for part in parts for one in part["output_ids"]]
+    assert ids == whole["output_ids"]
     return [_generated(whole, whole["text"], whole["output_ids"]), _generated(parts[-1], text, ids)]
 
 
 STYLES = {"completions": completion, "chat": chat, "generate": cumulative, "generate, incremental": incremental}
 
 
-def run(url: str, style: str, requests: list[dict[str, Any]]) -> list[list[Answer]]:
+def run(urls: dict[str, str], style: str, requests: list[dict[str, Any]]) -> list[list[Answer]]:
+    """Of each request the whole answer and the streamed one."""
+
     async def go() -> list[list[Answer]]:
-        async with connected(url) as client:
+        async with connected(urls[style]) as client:
             return await asyncio.gather(*[STYLES[style](client, asked) for asked in requests])
 
     return asyncio.run(go())
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_broken_characters_and_special_tokens_stream_as_they_are_told_whole(
-    server: Server, incremental_url: str, tokenizer: Tokenizer, style: str
-) -> None:
-    url = incremental_url if style == "generate, incremental" else server.url
-    requests = [
-        parameters(allowed, seed, skip_special_tokens=seed % 2 == 0)
-        for allowed in corpora(tokenizer).values()
-        for seed in range(8)
-    ]
-    answers = run(url, style, requests)
-    for asked, (whole, streamed) in zip(requests, answers, strict=True):
-        assert streamed == whole, asked
-    texts = [whole[0] for whole, _ in answers]
-    assert any(EMOJI in text or HAN in text for text in texts)
-    assert any(LATIN in text for text in texts)
-    assert any(text.endswith("\N{REPLACEMENT CHARACTER}") for text in texts), "no unfinished end"
-    assert any(tokenizer.special_tokens["eos_token"] in text for text in texts)
+def test_answers_that_end_at_any_token_are_told_alike(urls: dict[str, str], tokenizer: Tokenizer, style: str) -> None:
+    """So they end in the middle of every character too."""
+    asked, expected = [], []
+    for name, one in sayings(tokenizer).items():
+        if name != "special tokens":
+            for length in range(1, len(one.ids) + 1):
+                asked.append(one.parameters(max_tokens=length))
+                expected.append((one.text(length), "length", None))
+    assert sum(text.endswith("\N{REPLACEMENT CHARACTER}") for text, _, _ in expected) >= 3 + 2 + 1 + 5
+    for request, right, answers in zip(asked, expected, run(urls, style, asked), strict=True):
+        assert answers == [right, right], request
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_stop_over_three_tokens_is_cut_off_wherever_it_begins(
-    server: Server, incremental_url: str, tokenizer: Tokenizer, style: str
+def test_special_tokens_are_told_alike_shown_or_not(urls: dict[str, str], tokenizer: Tokenizer, style: str) -> None:
+    one = sayings(tokenizer)["special tokens"]
+    text = one.text()
+    shown = {False: text, True: text.replace(END, "").replace(PAD, "")}
+    assert END in text and PAD in text and "é" in text
+    requests = [one.parameters(skip_special_tokens=skip) for skip in shown]
+    requests += [one.parameters(skip_special_tokens=False, stop=END[1:-1], no_stop_trim=keep) for keep in (True, False)]
+    expected: list[Answer] = [(said, "length", None) for said in shown.values()]
+    cut = text.index(END[1:-1])
+    expected += [(text[: cut + len(END) - 2], "stop", END[1:-1]), (text[:cut], "stop", END[1:-1])]
+    for request, right, answers in zip(requests, expected, run(urls, style, requests), strict=True):
+        assert answers == [right, right], request
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_stop_over_three_tokens_is_cut_off_at_every_offset(
+    urls: dict[str, str], tokenizer: Tokenizer, style: str
 ) -> None:
-    """Of an answer in letters, and of one in which each character is many tokens."""
-    url = incremental_url if style == "generate, incremental" else server.url
-    letters = tokenizer.encode("the fox sat on a box", add_special_tokens=False)
-    for allowed in (letters, byte_tokens(tokenizer, LATIN)):
-        asked = parameters(allowed, seed=3)
-        ((whole, _, _), _) = run(url, style, [asked])[0]
-        stops = sorted(
-            {whole[at : at + length] for at in range(len(whole)) for length in (3, 5, 8) if whole[at : at + 3]}
-        )
-        requests = [
-            {**asked, "stop": stop, "no_stop_trim": len(stop) == 5} for stop in stops[:: max(1, len(stops) // 32)]
-        ]
-        for one, (told, streamed) in zip(requests, run(url, style, requests), strict=True):
-            assert streamed == told, one
-            end = whole.index(one["stop"]) + (len(one["stop"]) if one["no_stop_trim"] else 0)
-            assert told[0] == whole[:end], one
+    """At every token of the text, and at every character of the tokens in which the stop begins and ends; where characters have
+    several tokens, over as many as that takes."""
+    requests: list[dict[str, Any]] = []
+    expected: list[Answer] = []
+    for name, one in sayings(tokenizer).items():
+        text, widths = one.text(), (3,) if name == "words" else (3, 4, 5, 8)
+        for width in widths if name != "special tokens" else ():
+            stops = one.stops(width)
+            if name == "words":
+                assert set(stops.values()) == set(range(len(one.ids) - 2))
+            for stop in stops:
+                keeps = len(requests) % 4 == 0
+                end = text.index(stop) + (len(stop) if keeps else 0)
+                requests.append(one.parameters(stop=stop, no_stop_trim=keeps))
+                expected.append((text[:end], "stop", stop))
+    assert len(requests) > 150
+    assert any("🙂" in stop for _, _, stop in expected) and any("👩" in stop for _, _, stop in expected)
+    for request, right, answers in zip(requests, expected, run(urls, style, requests), strict=True):
+        assert answers == [right, right], request
