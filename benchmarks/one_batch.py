@@ -9,6 +9,7 @@ for every run, so that nothing is cached but where it says shared.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -44,8 +45,11 @@ class Line:
 class Bench:
     """The same runtime for all figures; each draws prompts of its own."""
 
-    def __init__(self, runtime: Runtime, shape: limits.Shape, device: limits.Device, seed: int) -> None:
+    def __init__(
+        self, runtime: Runtime, shape: limits.Shape, device: limits.Device, seed: int, sampling: dict[str, object]
+    ) -> None:
         self._runtime = runtime
+        self._sampling = {"temperature": 0, "ignore_eos": True, **sampling}
         self._shape = shape
         self._device = device
         self._rng = np.random.default_rng(seed)
@@ -56,7 +60,7 @@ class Bench:
         return drawn
 
     def seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        sampling = {**self._sampling, "max_new_tokens": new_tokens}
         begin_s = time.perf_counter()
         self._runtime.generate(input_ids=prompts, sampling_params=sampling)
         return time.perf_counter() - begin_s
@@ -88,6 +92,9 @@ def main() -> int:
     parser.add_argument("--model-path", default="qwen3-0.6b", help="a shape in benchmarks/configs, or any model")
     parser.add_argument("--only", default="", help="figures whose name contains this")
     parser.add_argument("--batch", default="", help="decode shapes instead of the usual: rows×prompt×answer, …")
+    parser.add_argument(
+        "--sampling", default="{}", help="sampling parameters of all requests, as JSON (default: greedy)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jsonl", help="append the result to this file")
     options, server_options = parser.parse_known_args()
@@ -99,7 +106,7 @@ def main() -> int:
     print(f"{device.matmul_flops_s / 1e12:.0f} TFLOP/s; {limits.versions()}")
     begin_s = time.perf_counter()
     with Runtime(**given) as runtime:
-        bench = Bench(runtime, shape, device, options.seed)
+        bench = Bench(runtime, shape, device, options.seed, json.loads(options.sampling))
         print(f"{'ready':34} {time.perf_counter() - begin_s:12,.3f} s")
         bench.seconds(bench.prompts(1, 128), 1)
         print(f"{'first token (128 in)':34} {time.perf_counter() - begin_s:12,.3f} s", flush=True)
@@ -118,6 +125,7 @@ def main() -> int:
         "model": options.model_path,
         "device": asdict(device),
         "options": server_options,
+        "sampling": json.loads(options.sampling),
     }
     limits.write_jsonl(options.jsonl, {**record, "versions": limits.versions(), "lines": [asdict(x) for x in lines]})
     return 0

@@ -1,6 +1,6 @@
 """Seconds from process start to the first token, by process and phase, beside what the slowest process needs for itself.
 
-    python -m benchmarks.startup --model-path DIR [--runs 3] [any option of the server]
+    python -m benchmarks.startup --model-path DIR [--runs 3] [--no-caches] [any option of the server]
 
 Goal: total ≤ 1.3 × the slowest process's own imports and loading in the same run. Waiting for others is not its own.
 """
@@ -19,7 +19,11 @@ import threading
 import time
 import urllib.request
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from benchmarks import limits, models
+from srt.utils.cache_folders import FOLDERS
 
 GOAL = 1.3
 WAITING = ("workers", "waiting for the engine", "communicator")  # phases in which a process waits for others
@@ -57,20 +61,30 @@ class Start:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default=DEFAULT_MODEL)
-    parser.add_argument("--runs", type=int, default=3, help="starts; the table shows the median one")
+    parser.add_argument("--runs", type=int, default=3, help="starts; the table is of the median one")
+    parser.add_argument(
+        "--no-caches", action="store_true", help="without kernels and graphs that earlier starts compiled"
+    )
+    parser.add_argument("--jsonl", help="append the result to this file")
     options, server_options = parser.parse_known_args()
+    words = ["--model-path", models.folder_of(options.model_path), *server_options]
     starts = sorted(
-        (measure(["--model-path", options.model_path, *server_options]) for _ in range(options.runs)),
-        key=lambda start: start.first_token_s,
+        (measure(words, options.no_caches) for _ in range(options.runs)), key=lambda start: start.first_token_s
     )
     middle = starts[len(starts) // 2]
     print(table(middle))
     print(summary(starts))
-    print(as_json(starts, middle, [options.model_path, *server_options]))
+    record = as_record(starts, middle) | {
+        "model": options.model_path,
+        "no_caches": options.no_caches,
+        "options": server_options,
+    }
+    print(json.dumps(record))
+    limits.write_jsonl(options.jsonl, record)
     return 0
 
 
-def measure(words: list[str]) -> Start:
+def measure(words: list[str], no_caches: bool = False) -> Start:
     """Start a server, ask it for one token, read its own report, and stop it."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         began_s = time.monotonic()
@@ -78,7 +92,7 @@ def measure(words: list[str]) -> Start:
             [sys.executable, "-m", "srt.launch_server", "--port", "0", *words],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "TMPDIR": folder},
+            env={**os.environ, "TMPDIR": folder, **(empty_caches(folder) if no_caches else {})},
         )
         try:
             url = wait_for_url(server)
@@ -90,6 +104,12 @@ def measure(words: list[str]) -> Start:
             server.wait()
     phases = [phase for name, child in report["children"].items() for phase in phases_of(name, child)]
     return Start(phases, report["startup_s"], first_token_s)
+
+
+def empty_caches(folder: str) -> dict[str, str]:
+    """The variables that lead what is compiled into this folder."""
+    names = (name for name in FOLDERS if name != "HF_HOME")
+    return {name: str(Path(folder) / "caches" / FOLDERS[name]) for name in names}
 
 
 def phases_of(process: str, child: dict[str, Any]) -> list[Phase]:
@@ -136,19 +156,16 @@ def summary(starts: list[Start]) -> str:
     )
 
 
-def as_json(starts: list[Start], middle: Start, words: list[str]) -> str:
-    return json.dumps(
-        {
-            "benchmark": "startup",
-            "arguments": words,
-            "first_token_s": [round(start.first_token_s, 3) for start in starts],
-            "ready_s": round(middle.ready_s, 3),
-            "own_s": {process: round(seconds, 3) for process, seconds in middle.own_s().items()},
-            "ratio": round(middle.ratio, 3),
-            "goal": GOAL,
-            "phases": [asdict(phase) for phase in middle.phases],
-        }
-    )
+def as_record(starts: list[Start], middle: Start) -> dict[str, Any]:
+    return {
+        "benchmark": "startup",
+        "first_token_s": [round(start.first_token_s, 3) for start in starts],
+        "ready_s": round(middle.ready_s, 3),
+        "own_s": {process: round(seconds, 3) for process, seconds in middle.own_s().items()},
+        "ratio": round(middle.ratio, 3),
+        "goal": GOAL,
+        "phases": [asdict(phase) for phase in middle.phases],
+    }
 
 
 if __name__ == "__main__":

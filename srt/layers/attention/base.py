@@ -116,7 +116,7 @@ class AttentionBackend(ABC):
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
-        """The same into `out`."""
+        """The same into `out`. In two launches: tiles of prompts are wasted on one token (docs/architecture.md has the figures)."""
         n = batch.num_extend_tokens
         queries, attended = q.view(-1, layer.num_heads, layer.head_dim), out.view(-1, layer.num_heads, layer.head_dim)
         if batch.num_extend_rows:
