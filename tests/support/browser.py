@@ -105,8 +105,11 @@ class Browser:
         return result
 
     @contextlib.contextmanager
-    def page(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Page]:
-        """A page as a person opens it. Errors of its scripts fail the block at its end."""
+    def page(
+        self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False, trusts_all: bool = False
+    ) -> Iterator[Page]:
+        """A page as a person opens it; with `trusts_all` one who accepts any certificate. Errors of its scripts fail the block at its
+        end."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         try:
             target = self.call("Target.createTarget", {"url": "about:blank", "browserContextId": context})["targetId"]
@@ -114,6 +117,8 @@ class Browser:
             page = Page(self, session)
             self._listeners[session] = page.hear
             page.prepare(width, height, dark)
+            if trusts_all:
+                self.call("Security.setIgnoreCertificateErrors", {"ignore": True}, session)
             page.open(url)
             yield page
             assert not page.complaints, page.complaints
