@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks import limits, models
+from srt.entrypoints.native import server_facts
 from srt.runtime import Runtime
 from srt.server_args import parse_args
 
@@ -71,7 +72,16 @@ class Bench:
         long_s = min(self.seconds(self.prompts(rows, length), new_tokens) for _ in range(2))
         step_s = (long_s - short_s) / (new_tokens - 1)
         limit_s = self._shape.decode_s(self._device, rows, length + new_tokens / 2)
-        return [Line(f"decode, {rows} × {length} in, {new_tokens} out", "ms/step", step_s * 1e3, limit_s * 1e3)]
+        name = f"{rows} × {length} in, {new_tokens} out"
+        return [Line(f"decode, {name}", "ms/step", step_s * 1e3, limit_s * 1e3), *self._host(rows)]
+
+    def _host(self, rows: int) -> list[Line]:
+        """The worker's own time of the latest steps: to launch one, and from a result until the plan that it led to is launched."""
+        engine = self._runtime._engine
+        (state,) = engine.run(server_facts(engine._service, deep=True))["internal_states"]
+        names = (f"{kind}_us_{percent}" for kind in ("launch", "answer", "loop") for percent in ("p50", "p99"))
+        found = ((name, state.get(f"worker_{name}")) for name in names)
+        return [Line(f"host, {rows} rows, {name}", "µs", value, None) for name, value in found if value is not None]
 
     def prefill(self, rows: int, length: int) -> list[Line]:
         self.seconds(self.prompts(rows, length), 1)
