@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-import numpy as np
-
 from srt.managers.replica import Replica
 from srt.managers.request import Request, Status
 from srt.managers.scheduler_state import Scheduler
@@ -15,6 +13,7 @@ from tests.scheduler.settings import Settings
 MAX_PASSED = 64  # by `lpm`
 CHECK_EVERY = 4  # steps: what costs more than it finds
 Running = list[tuple[Request, int]]  # with the number of the admission
+Slots = list[Request | None]
 Leaves = dict[int, tuple[int, int]]  # prefixes that may be evicted next: hits and last use, by serial
 
 
@@ -22,10 +21,15 @@ Leaves = dict[int, tuple[int, int]]  # prefixes that may be evicted next: hits a
 class Before:
     """A replica before a tick."""
 
-    running: Running
+    slots: Slots
+    incarnations: list[int]
+    num_admitted: int
     num_preempted: int
     num_steps: int
     leaves: Leaves  # not always looked at
+
+    def running(self) -> Running:
+        return [(r, number) for r, number in zip(self.slots, self.incarnations, strict=True) if r is not None]
 
 
 class Fairness:
@@ -59,21 +63,24 @@ class Fairness:
         return request.arrived_s - request.priority * s.aging, request.serial
 
     def before(self, replica: Replica, *, with_tree: bool) -> Before:
-        counters = replica.counters
+        counters, planner = replica.counters, replica.planner
         return Before(
-            [(request, request.incarnation) for request in replica.planner.running()],
+            planner._running.copy(),
+            replica.slots.incarnation.tolist(),
+            planner._num_admitted,
             counters.num_preempted,
             counters.num_steps,
             self._leaves(replica) if with_tree else {},
         )
 
     def after(self, scheduler: Scheduler, replica: Replica, before: Before, now: float) -> None:
-        known = {number for _, number in before.running}
-        admitted = [request for request in replica.planner.running() if request.incarnation not in known]
+        admitted: list[Request] = []
+        if replica.planner._num_admitted != before.num_admitted:
+            admitted = [r for r in replica.planner.running() if r.incarnation > before.num_admitted]
         for request in admitted:
             self._started.setdefault(request.serial, now)
         if replica.counters.num_preempted != before.num_preempted:
-            victims = self._check_victims(before.running)
+            victims = self._check_victims(before.running())
             if admitted and replica.counters.num_steps == before.num_steps + 1:
                 self._check_displaced(scheduler, victims, admitted)
         if before.leaves:
@@ -202,5 +209,5 @@ class Fairness:
     def check_sent(self, replica: Replica, frontend: int) -> None:
         """After a tick, for a frontend that may be sent something."""
         slots = replica.slots
-        owed = np.flatnonzero((slots.num_output > slots.sent) & (slots.frontend == frontend) & (slots.incarnation != 0))
+        owed = ((slots.num_output > slots.sent) & (slots.frontend == frontend) & (slots.incarnation != 0)).nonzero()[0]
         assert not len(owed), f"frontend {frontend} is not told what is known of request {slots.rid[owed[0]]}"

@@ -22,7 +22,7 @@ from srt.protocol.messages import (
     WorkPlan,
     int32_array,
 )
-from tests.scheduler.reference import UInt64Array, logprobs
+from tests.scheduler.reference import UInt64Array, is_any, logprobs
 from tests.scheduler.settings import Settings
 from tests.scheduler.traffic import Choice
 
@@ -108,7 +108,7 @@ class FakeWorker:
         self._check_rows(section, plan.step, answered)
         places = self._known[rows]
         late = places >= self._most_known[rows]
-        if late.any():
+        if is_any(late):
             raise AssertionError(f"{self._name(rows[late][0])} is sampled more often than needed")
         counts = self._counts(rows, len(sampling))
         is_plain = self._settings.row_tokens == 1 and not self._settings.breaks_down
@@ -202,7 +202,7 @@ class FakeWorker:
                 f"{choice.name} comes back with {len(ids)} ids, it had {choice.num_held}"
             )
         assert admission.prompt_len == choice.prompt_len <= len(ids)
-        assert np.array_equal(ids, choice.answer.all_ids[: len(ids)]), f"{choice.name} is admitted with wrong ids"
+        assert not is_any(ids != choice.answer.all_ids[: len(ids)]), f"{choice.name} is admitted with wrong ids"
         assert 0 <= admission.cached < len(ids), (
             f"{admission.cached} of {len(ids)} ids are cached: nothing is left to compute"
         )
@@ -241,11 +241,11 @@ class FakeWorker:
         """These slots will write these pages. Who has held one of them so far must not run any more."""
         bits = self._bits[slots]
         before = self._holders[pages]
-        if before.any():
+        if is_any(before != 0):
             robbed = np.bitwise_or.reduce(before, axis=0).view(np.uint8)
             self._barred |= np.unpackbits(robbed, bitorder="little")[: len(self._barred)] * np.uint8(ROBBED)
         self._holders[pages] = bits
-        assert np.array_equal(self._holders[pages], bits), "a plan gives a page to two slots"
+        assert not is_any(self._holders[pages] != bits), "a plan gives a page to two slots"
         self._page_hash[pages] = _NOT_WRITTEN
 
     def _check_cached(self, admission: Admission) -> None:
@@ -254,7 +254,7 @@ class FakeWorker:
         count = admission.cached // size
         if count:
             held = self._page_hash[self._pages[slot, :count]]
-            wrong = np.flatnonzero(held != self._hashes[slot, size - 1 : admission.cached : size])
+            wrong = (held != self._hashes[slot, size - 1 : admission.cached : size]).nonzero()[0]
             assert not len(wrong), (
                 f"{self._name(slot)} is admitted with page {wrong[0]} of {count} from the cache, which"
                 f" {'was not written by an earlier plan' if held[wrong[0]] == _NOT_WRITTEN else 'holds something else'}"
@@ -269,12 +269,12 @@ class FakeWorker:
         assert len(set(rows.tolist())) == len(rows), f"step {step} has a slot twice"
         self.rows_per_step.append(len(rows))
         barred = self._barred[rows]
-        if barred.any():
+        if is_any(barred != 0):
             at = int(np.flatnonzero(barred)[0])
             why = "after its end" if barred[at] & OVER else "though a page of it was given to another"
             raise AssertionError(f"{self._name(rows[at])} is in a plan {why}")
         inside = self._planned_at[rows] > max(step - self._settings.num_stages, answered)
-        if inside.any():
+        if is_any(inside):
             raise AssertionError(f"{self._name(rows[inside][0])} is in step {step}, and in another that is under way")
         self._check_nobody_stands_still(section.decode_slots)
         self._planned_at[rows] = step
@@ -288,7 +288,8 @@ class FakeWorker:
         chunk, num_tokens = self._settings.chunk, int(section.extend_counts.sum())
         assert chunk < 0 or num_tokens <= chunk, "a plan has more prompt tokens than allowed"
         if num_tokens != chunk and not self.num_streams(section.decode_slots):
-            assert section.extend_samples.all(), f"a prompt stops in step {step} after {num_tokens} tokens, for nobody"
+            stops = section.extend_samples == 0
+            assert not is_any(stops), f"a prompt stops in step {step} after {num_tokens} tokens, for nobody"
 
     def _check_nobody_stands_still(self, decodes: Int32Array) -> None:
         """Who streams is in every step, or has its turn in a pipeline; but not who may have got all its ids already."""
@@ -299,7 +300,7 @@ class FakeWorker:
         paused = self._turn_of[decodes] <= self._turn - longest
         if s.row_tokens > 1:
             paused &= self._known[decodes] + s.row_tokens * (s.most_in_flight + 1) < self._end[decodes]
-        if paused.any():
+        if is_any(paused):
             raise AssertionError(f"{self._name(decodes[paused][0])} was left out of a step")
 
     def _extend(self, section: PlanSection) -> tuple[Int32Array, list[_Chosen]]:
@@ -335,14 +336,14 @@ class FakeWorker:
 
     def _decode(self, rows: Int32Array, counts: Int32Array) -> None:
         length, s = self._length[rows], self._settings
-        if not (length == self._known[rows] - 1).all():
+        if is_any(length != self._known[rows] - 1):
             raise AssertionError(
                 f"{self._name(rows[length != self._known[rows] - 1][0])} decodes though it lacks more than one position"
             )
         last, room = length, self._num_pages[rows] * s.page_size
         if s.row_tokens > 1:  # what it guesses it writes, too
             last = length + np.minimum(s.row_tokens, self._end[rows] - self._known[rows]) - 1
-        if not (last < room).all():
+        if is_any(last >= room):
             raise AssertionError(f"{self._name(rows[last >= room][0])} has no page for its next position")
         if s.row_tokens == 1:
             self._write_one_each(rows)
@@ -354,7 +355,7 @@ class FakeWorker:
         size = self._settings.page_size
         length = self._length[rows]
         full = length % size == size - 1
-        if full.any():
+        if is_any(full):
             ends, places = rows[full], length[full]
             self._page_hash[self._pages[ends, places // size]] = self._hashes[ends, places]
         self._length[rows] = length + 1

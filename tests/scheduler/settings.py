@@ -69,14 +69,14 @@ class Settings:
             longest_prompt, longest_answer = rng.choice(((12, 8), (60, 20)))
         else:
             longest_prompt, longest_answer = rng.choice(
-                ((12, 8), (60, 80), (100, 160), (300, 60), (20, 160), (60, 320))
+                ((12, 8), (60, 160), (100, 320), (300, 100), (20, 320), (60, 640))
             )
         least_pages = -(-(longest_prompt + longest_answer) // page_size) + 2
         used_pages = num_slots * (longest_prompt + longest_answer) * 0.5 / page_size
         memory = rng.choice((0.0, 0.4, 0.6, 0.6, 0.8, 1.0, 3.0) if num_slots < 32 else (0.7, 0.9, 1.0, 1.5, 3.0))
         num_pages = max(least_pages, int(used_pages * memory))
         step_time = 0.01
-        num_requests = 10 + num_slots * (rng.choice((2, 4, 6)) if num_slots < 64 else rng.choice((6, 8)))
+        num_requests = 10 + num_slots * (rng.choice((2, 3, 4)) if num_slots < 64 else rng.choice((3, 4)))
         load = rng.choice((0.0, 0.2, 0.4, 0.6) if num_slots < 64 else (0.0, 0.05, 0.1))
         policy = rng.choice(("fcfs", "fcfs", "lpm", "priority"))
         if policy == "priority":  # the important come when the others run
@@ -106,7 +106,7 @@ class Settings:
             num_requests=num_requests,
             longest_prompt=longest_prompt,
             longest_answer=longest_answer,
-            vocab_size=rng.choice((8, 40, 40, 1000)),
+            vocab_size=rng.choice((8, 40, 1000, 1000)),
             has_choices=rng.random() < 0.7,
             breaks_down=rng.random() < 0.1,
             logprob_share=rng.choice((0.0, 0.0, 0.0, 0.2)),
@@ -122,7 +122,7 @@ class Settings:
             tick_delay=rng.choice((0.0, 0.005, 0.02, 0.02)),
             abort_share=rng.choice((0.0, 0.1, 0.2, 0.5)),
             lost_share=rng.choice((0.0, 0.0, 0.0, 0.03)),
-            num_deaths=rng.choice((0, 1, 1, 2, 4)),
+            num_deaths=rng.choice((0, 1, 2, 3, 5)),
             num_returns=rng.choice((0, 0, 0, 1, 3)),
             num_questions=rng.choice((0, 4, 10)),
             drains=rng.random() < 0.05,

@@ -127,8 +127,8 @@ class Traffic:
 
     def _sampling(self) -> SamplingSpec:
         s, rng = self._settings, self._rng
-        max_new = rng.choice((1, rng.randint(1, s.longest_answer), s.longest_answer, s.longest_answer))
-        num_stops = rng.choice((0, 0, 0, 1, 2, 12))
+        max_new = rng.choice((1, rng.randint(1, s.longest_answer), *(s.longest_answer,) * 4))
+        num_stops = rng.choice((0, 0, 0, 0, 0, 1, 2, 12))
         stops = rng.sample(range(s.vocab_size), min(num_stops, s.vocab_size - 1))
         return SamplingSpec(
             max_new_tokens=max_new,
