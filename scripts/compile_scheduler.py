@@ -32,6 +32,7 @@ follow_imports = silent
 
 def compile_into(folder: Path) -> None:
     """Leave the compiled modules there, one file each, and the library that they share. Any error means that it cannot be done."""
+    import numpy  # noqa: F401  # where it is missing, mypy takes a comparison of two arrays for a bool
     from mypyc.build import mypycify
     from setuptools import Distribution
 
