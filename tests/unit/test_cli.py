@@ -38,8 +38,8 @@ def test_what_a_runtime_raises_can_be_caught_by_its_name_in_the_package() -> Non
 
 
 def test_an_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="Engine"):
-        srt.Engine  # noqa: B018
+    with pytest.raises(AttributeError, match="Engines"):
+        srt.Engines  # noqa: B018
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
