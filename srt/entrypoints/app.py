@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -73,15 +74,20 @@ class App:
         if scope["type"] != "http":
             return
 
+        origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
+
         async def send_counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 self._service.metrics.count_response(message["status"])
-                message["headers"] += self._cors.headers(exchange.header(b"origin"))
+                message["headers"] += self._cors.headers(origin)
             await send(message)
 
-        is_traced = self._service.tracer.is_on
-        send_watched = self._traced(f"{scope['method']} {scope['path']}", send_counted) if is_traced else send_counted
-        exchange = Exchange(scope, receive, send_watched)
+        if self._service.tracer.is_on:
+            await self._traced(scope, receive, send_counted)
+        else:
+            await self._handle(Exchange(scope, receive, send_counted))
+
+    async def _handle(self, exchange: Exchange) -> None:
         REQUEST_ID.set(exchange.request_id)
         try:
             await self._answer(exchange)
@@ -115,21 +121,26 @@ class App:
             return
         await handler(exchange, self._service)
 
-    def _traced(self, name: str, send: Send) -> Send:
-        """`send`, with what it does in the trace, and the time from now to the last part of the answer."""
+    async def _traced(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, with the whole of it and each wait for the socket in the trace."""
         tracer = self._service.tracer
         self._num_traced += 1
         number = self._num_traced << 16 | self._service.index  # unlike those of other frontends
-        tracer.begin(HTTP, number, name)
+        name = f"{scope['method']} {scope['path']}"
 
         async def send_traced(message: MutableMapping[str, Any]) -> None:
-            tracer.begin(HTTP, number, "send")
+            began_s = time.monotonic()
             await send(message)
-            tracer.end(HTTP, number, "send", num_bytes=len(message.get("body", b"")))
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                tracer.end(HTTP, number, name, request_id=REQUEST_ID.get())
+            tracer.mark(
+                HTTP, number, "sent", num_bytes=len(message.get("body", b"")), waited_s=time.monotonic() - began_s
+            )
 
-        return send_traced
+        exchange = Exchange(scope, receive, send_traced)
+        tracer.begin(HTTP, number, name, request_id=exchange.request_id)
+        try:
+            await self._handle(exchange)
+        finally:
+            tracer.end(HTTP, number, name)
 
     def _check_key(self, exchange: Exchange) -> None:
         args, path = self._service.args, exchange.path

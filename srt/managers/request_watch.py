@@ -147,9 +147,10 @@ class RequestWatch:
         else:
             one.metrics.add("num_refused_requests" if how == "refused" else "num_failed_requests")
         if self._tracer.is_on:
-            number = request_number(self._frontend, rid)
-            self._tracer.end(REQUEST, number, "request", how=how, num_tokens=one.num_tokens)
-            self._tracer.arrow("f", REQUEST, number, self.now())
+            number, now = request_number(self._frontend, rid), self.now()
+            self._tracer.end(REQUEST, number, "request", now, how=how, num_tokens=one.num_tokens)
+            self._tracer.slice("end", now, now, request=one.label)
+            self._tracer.arrow("f", REQUEST, number, now)
         if one.log_level != NO_REQUEST_LOG:
             context = REQUEST_ID.set(one.request_id)
             self._log_end(one, how)

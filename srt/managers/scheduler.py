@@ -23,6 +23,7 @@ from srt.managers.step_deadline import StepDeadline
 from srt.protocol.codec import protocol_hash
 from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, worker_path
 from srt.protocol.messages import (
+    Abort,
     FrontendHello,
     GenerateRequest,
     Message,
@@ -175,8 +176,8 @@ class SchedulerProcess:
             return
         now = time.monotonic()
         self._apply(self._scheduler.handle(Frontend(number), message, now))
-        if self._trace.is_on and isinstance(message, GenerateRequest):
-            self._trace.received(number, message, now)
+        if self._trace.is_on and isinstance(message, GenerateRequest | Abort):
+            self._trace.heard(number, message, now)
 
     def _meet(self, peer: bytes, number: int) -> None:
         """From now on this peer is that frontend, and no other is."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from srt.managers.control_words import ControlWords
 from srt.managers.effects import Effect, ToWorkers
 from srt.managers.request import Request
-from srt.managers.tracer import BATCH, REQUEST, STEP, Tracer, batch_number, request_number
-from srt.protocol.messages import GenerateRequest, PlanSection, StepPlan, StepResult, TokenBatch
+from srt.managers.tracer import BATCH, REQUEST, STATE, STEP, Tracer, batch_number, request_number
+from srt.protocol.messages import Abort, GenerateRequest, PlanSection, StepPlan, StepResult, TokenBatch
 
 MAX_NAMES = 32  # of requests that decode, on one step
 
@@ -21,16 +21,26 @@ class SchedulerTrace:
         self._tracer = tracer
         self._control = control
         self._request_in = request_in
+        self._open: dict[int, str] = {}  # whether a request waits or runs, as the trace with this number tells it
+        self._number = 0
 
     @property
     def is_on(self) -> bool:
         return self._tracer.is_on
 
-    def received(self, frontend: int, message: GenerateRequest, began_s: float) -> None:
+    def heard(self, frontend: int, message: GenerateRequest | Abort, began_s: float) -> None:
+        if self._number != self._control.trace:
+            self._number = self._control.trace
+            self._open.clear()
         number = request_number(frontend, message.rid)
+        if isinstance(message, Abort):
+            if message.choice <= 0:  # all, or the one whose states are shown
+                self._tracer.slice("abort", began_s)
+                self._leave(number, began_s, reason="abort")
+            return
         self._tracer.slice("receive", began_s, request=message.label, prompt_tokens=len(message.prompt_ids))
         self._tracer.arrow("t", REQUEST, number, began_s)
-        self._tracer.begin(REQUEST, number, "waiting", began_s)
+        self._enter(number, "waiting", began_s)
 
     def planned(self, began_s: float, effects: Sequence[Effect]) -> None:
         """A tick took from `began_s` until now, and this came of it."""
@@ -53,7 +63,7 @@ class SchedulerTrace:
         self._tracer.arrow("s", BATCH, batch_number(frontend, batch.number), began_s)
         for done in batch.done:
             if done.choice == 0:
-                self._tracer.end(REQUEST, request_number(frontend, done.rid), "running", began_s, reason=done.reason)
+                self._leave(request_number(frontend, done.rid), began_s, reason=done.reason)
 
     def _plan(self, plan: StepPlan, began_s: float, ended_s: float) -> None:
         section = plan.sections[0]
@@ -86,5 +96,14 @@ class SchedulerTrace:
             number = request_number(request.frontend, request.rid)
             self._tracer.arrow("t", REQUEST, number, at_s)
             if slot in admitted and request.choice == 0 and not request.num_preempted:
-                self._tracer.end(REQUEST, number, "waiting", at_s)
-                self._tracer.begin(REQUEST, number, "running", at_s, cached_tokens=admitted[slot].cached)
+                self._enter(number, "running", at_s, cached_tokens=admitted[slot].cached)
+
+    def _enter(self, number: int, state: str, at_s: float, **args: object) -> None:
+        self._leave(number, at_s)
+        self._open[number] = state
+        self._tracer.begin(STATE, number, state, at_s, **args)
+
+    def _leave(self, number: int, at_s: float, **args: object) -> None:
+        state = self._open.pop(number, None)
+        if state is not None:
+            self._tracer.end(STATE, number, state, at_s, **args)

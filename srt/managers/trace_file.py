@@ -14,6 +14,7 @@ import orjson
 from srt.managers.tracer import DEVICE, MAIN, PART_PREFIX
 
 FOLDER_VARIABLE = "SRT_PROFILE_DIR"
+Event = dict[str, Any]
 _SUMMARY_PREFIX = "trace-summary-"
 _ROWS = {MAIN: "main", DEVICE: "device"}
 _ORDER = ("frontend", "scheduler", "worker")
@@ -44,7 +45,8 @@ def missing_parts(run_dir: Path, number: int, processes: Iterable[str]) -> list[
 
 def merge(run_dir: Path, number: int, processes: Sequence[str], missing: Sequence[str], path: Path) -> dict[str, Any]:
     """Write the trace, delete the parts, and say how much there is."""
-    events: list[dict[str, Any]] = []
+    names: list[Event] = []
+    events: list[Event] = []
     num_dropped = 0
     for place, process in enumerate(sorted(processes, key=_place)):
         part_path = _part(run_dir, number, process)
@@ -54,7 +56,9 @@ def merge(run_dir: Path, number: int, processes: Sequence[str], missing: Sequenc
             continue
         part_path.unlink(missing_ok=True)
         num_dropped += part["num_dropped"]
-        events += _named(part, place)
+        names += _names(part, place)
+        events += _on_one_clock(part)
+    events = [*names, *_whole(sorted(events, key=_time))]
     path.write_bytes(
         orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"num_dropped_events": num_dropped}})
     )
@@ -83,23 +87,59 @@ def read_summary(run_dir: Path, number: int) -> dict[str, Any] | None:
     return told
 
 
-def _named(part: dict[str, Any], place: int) -> list[dict[str, Any]]:
+def _names(part: dict[str, Any], place: int) -> list[Event]:
     pid = part["pid"]
     rows = sorted({event["tid"] for event in part["events"]} | {MAIN})
-    named: list[dict[str, Any]] = [
+    return [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": part["process"]}},
         {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": place}},
+        *({"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": _ROWS[row]}} for row in rows),
     ]
-    named += [{"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": _ROWS[row]}} for row in rows]
-    for event in part["events"]:
-        event["pid"] = pid
+
+
+def _on_one_clock(part: dict[str, Any]) -> list[Event]:
+    events: list[Event] = part["events"]
+    for event in events:
+        event["pid"] = part["pid"]
         began_ns = round(event["ts"] * 1e9)
         event["ts"] = began_ns / 1000
         if event["ph"] == "X":
             # Both ends rounded, not the length: so a slice never reaches into the one that begins where it ends.
             event["dur"] = (round(event.pop("end") * 1e9) - began_ns) / 1000
             event["cat"] = "work"
-    return [*named, *part["events"]]
+    return events
+
+
+def _time(event: Event) -> tuple[float, float]:
+    """The longer of two slices that begin together holds the other."""
+    return event["ts"], -event.get("dur", 0.0)
+
+
+def _whole(events: list[Event]) -> list[Event]:
+    """Without the ends, marks and arrowheads of what began before the recording; and what goes on behind it ends with it."""
+    whole: list[Event] = []
+    open_spans: dict[tuple[str, int], list[Event]] = {}
+    arrows: set[tuple[str, int]] = set()
+    for event in events:
+        key = event["cat"], event.get("id", 0)
+        match event["ph"]:
+            case "b":
+                open_spans.setdefault(key, []).append(event)
+            case "e":
+                if not any(one["name"] == event["name"] for one in open_spans.get(key, ())):
+                    continue
+                open_spans[key] = [one for one in open_spans[key] if one["name"] != event["name"]]
+            case "n" if not open_spans.get(key):
+                continue
+            case "s":
+                arrows.add(key)
+            case "t" | "f" if key not in arrows:
+                continue
+        whole.append(event)
+    last = max((event["ts"] + event.get("dur", 0.0) for event in whole), default=0.0)
+    for spans in open_spans.values():
+        whole += [{**one, "ph": "e", "ts": last, "args": {"cut": True}} for one in reversed(spans)]
+    return whole
 
 
 def _part(run_dir: Path, number: int, process: str) -> Path:

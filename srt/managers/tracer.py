@@ -20,7 +20,7 @@ PART_PREFIX = "trace-part-"
 MAIN, DEVICE = 1, 2  # rows of a process
 
 # What a number is a number of, where an arrow or a span has one.
-REQUEST, STEP, BATCH, HTTP = "request", "step", "batch", "http"
+REQUEST, STATE, STEP, BATCH, HTTP = "request", "state", "step", "batch", "http"
 
 Event = dict[str, Any]
 NO_SWITCH = memoryview(bytes(8)).cast("d")

@@ -73,7 +73,9 @@ def operated(qwen3_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
                 yield Operated(url, process, client, notified)
             process.send(signal.SIGTERM)
             assert process.wait() == 0, process.lines
-            assert notified.recv(200) == b"STOPPING=1\nSTATUS=Stopping"
+            while (word := notified.recv(200)).startswith(b"READY=1"):
+                pass  # which the test of it has not taken, if it was not chosen
+            assert word == b"STOPPING=1\nSTATUS=Stopping"
 
 
 @contextmanager
@@ -191,10 +193,51 @@ def test_a_trace_shows_requests_and_steps_over_all_processes(operated: Operated,
     assert {e["args"]["request_id"] for e in events if e["ph"] == "b" and e["name"] == "request"} == {
         f"traced-{i}" for i in range(4)
     }
-    arrows = [event for event in events if event["ph"] in "stf" and event["cat"] == "request"]
-    for number in {event["id"] for event in arrows}:
-        phases = [event["ph"] for event in sorted(arrows, key=lambda e: e["ts"]) if event["id"] == number]
-        assert phases[0] == "s" and phases[-1] == "f" and "t" in phases
+    roads: dict[tuple[str, int], list[tuple[str, str]]] = {}
+    for event in events:
+        if event["ph"] in "stf":
+            place = names[event["pid"]].split()[0]
+            roads.setdefault((event["cat"], event["id"]), []).append((event["ph"], place))
+    by_kind = {
+        kind: [road for (name, _), road in roads.items() if name == kind] for kind in ("request", "step", "batch")
+    }
+    assert len(by_kind["request"]) == 4
+    for road in by_kind["request"]:
+        assert road[0] == ("s", "frontend") and road[-1] == ("f", "frontend")
+        assert road[1:-1] and set(road[1:-1]) == {("t", "scheduler")}
+    assert by_kind["step"] == [[("s", "scheduler"), ("t", "worker"), ("f", "scheduler")]] * len(steps)
+    assert by_kind["batch"] and all(road == [("s", "scheduler"), ("f", "frontend")] for road in by_kind["batch"])
+
+
+def test_a_trace_is_whole_whatever_becomes_of_its_requests(operated: Operated, tmp_path: Path) -> None:
+    """They run when it begins and when it ends, are aborted, end by a stop string, or lose their client."""
+    client, long = operated.client, {**SHORT, "max_new_tokens": 2000}
+    body = {"text": "The capital of France is", "stream": True, "sampling_params": long}
+    with client.stream("POST", "/generate", json={**body, "rid": "before"}, headers=USER) as before:
+        told = before.iter_raw()
+        next(told)
+        path = client.post("/start_profile", json={"output_dir": str(tmp_path)}, headers=ADMIN).json()["path"]
+        said = operated.generate("said").json()["text"]
+        operated.generate("stopped", sampling_params={**SHORT, "stop": said[1:2]})
+        operated.generate("two", sampling_params={**SHORT, "n": 2})
+        with client.stream("POST", "/generate", json=body, headers=USER) as left:
+            next(left.iter_raw())
+        client.post("/abort_request", json={"rid": "before"}, headers=ADMIN)
+        assert b"".join(told).endswith(b"data: [DONE]\n\n")
+    with client.stream("POST", "/generate", json={**body, "rid": "behind"}, headers=USER) as behind:
+        told = behind.iter_raw()
+        next(told)
+        assert client.post("/stop_profile", headers=ADMIN).json()["path"] == path
+        client.post("/abort_request", json={"rid": "behind"}, headers=ADMIN)
+        assert b"".join(told).endswith(b"data: [DONE]\n\n")
+    trace = json.loads(Path(path).read_text())
+    check_trace(trace)
+    ends = {
+        e["args"].get("how") or e["args"].get("cut")
+        for e in trace["traceEvents"]
+        if e["ph"] == "e" and e["name"] == "request"
+    }
+    assert ends == {"length", "stop", "abort", True}
 
 
 def test_a_trace_may_end_after_so_many_steps(operated: Operated, tmp_path: Path) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from typing import Any
 
 Event = dict[str, Any]
-PHASES = {"M", "X", "b", "e", "n", "s", "t", "f"}
+COMMON = {"ph", "name", "pid", "tid"}
+FIELDS = {
+    "M": COMMON | {"args"},
+    "X": COMMON | {"cat", "ts", "dur", "args"},
+    **dict.fromkeys("bne", COMMON | {"cat", "id", "ts", "args"}),
+    **dict.fromkeys("st", COMMON | {"cat", "id", "ts"}),
+    "f": COMMON | {"cat", "id", "ts", "bp"},
+}
+NAMES = {"process_name": {"name": str}, "process_sort_index": {"sort_index": int}, "thread_name": {"name": str}}
 
 
 def check_trace(trace: dict[str, Any]) -> None:
@@ -17,33 +26,48 @@ def check_trace(trace: dict[str, Any]) -> None:
     for event in events:
         _check_fields(event)
     _check_names(events)
+    _check_order(events)
     _check_slices(events)
     _check_spans(events)
     _check_arrows(events)
 
 
 def _check_fields(event: Event) -> None:
-    assert event["ph"] in PHASES, event
+    assert set(event) == FIELDS[event["ph"]], event
     assert isinstance(event["name"], str) and event["name"], event
-    assert isinstance(event["pid"], int) and isinstance(event["tid"], int), event
-    assert isinstance(event.get("args", {}), dict), event
-    if event["ph"] != "M":
-        assert isinstance(event["ts"], int | float) and event["ts"] > 0, event
-        assert isinstance(event["cat"], str), event
-    if event["ph"] == "X":
-        assert event["dur"] >= 0, event
-    if event["ph"] in "benstf":
-        assert isinstance(event["id"], int) and 0 <= event["id"] < 1 << 53, event
+    assert type(event["pid"]) is int and type(event["tid"]) is int and event["pid"] > 0, event
+    args = event.get("args", {})
+    assert isinstance(args, dict) and all(isinstance(name, str) for name in args), event
+    if event["ph"] == "M":
+        assert {name: type(value) for name, value in args.items()} == NAMES[event["name"]], event
+        return
+    assert type(event["ts"]) in (int, float) and event["ts"] > 0, event
+    assert isinstance(event["cat"], str) and event["cat"], event
+    assert event.get("dur", 0) >= 0, event
+    assert event.get("bp", "e") == "e", event
+    if "id" in event:
+        assert type(event["id"]) is int and 0 <= event["id"] < 1 << 53, event  # what a JavaScript number holds
 
 
 def _check_names(events: list[Event]) -> None:
-    """Every process and every row has one name."""
-    named = [(e["pid"], e["tid"] if e["name"] == "thread_name" else None) for e in events if e["ph"] == "M"]
-    threads = [one for one in named if one[1] is not None]
-    assert len(set(threads)) == len(threads)
-    assert {(e["pid"], e["tid"]) for e in events if e["ph"] != "M"} <= set(threads)
+    """Every process and every row has one name, and all of them stand before what they are names of."""
+    num_names = sum(event["ph"] == "M" for event in events)
+    assert all(event["ph"] == "M" for event in events[:num_names])
+    named: dict[str, list[Any]] = defaultdict(list)
+    for event in events[:num_names]:
+        named[event["name"]].append((event["pid"], event["tid"]) if event["name"] == "thread_name" else event["pid"])
+    for ids in named.values():
+        assert len(set(ids)) == len(ids)
+    assert set(named["process_name"]) == set(named["process_sort_index"]) == {pid for pid, _ in named["thread_name"]}
+    assert {(e["pid"], e["tid"]) for e in events[num_names:]} <= set(named["thread_name"])
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert len(set(names)) == len(names)
+
+
+def _check_order(events: list[Event]) -> None:
+    """In the order of time over all processes."""
+    times = [event["ts"] for event in events if event["ph"] != "M"]
+    assert times == sorted(times)
 
 
 def _check_slices(events: list[Event]) -> None:
@@ -65,26 +89,34 @@ def _check_slices(events: list[Event]) -> None:
 
 
 def _check_spans(events: list[Event]) -> None:
-    """What ends has begun, unless that was before the recording."""
-    begun: dict[tuple[str, int, str], float] = {}
-    for event in sorted((e for e in events if e["ph"] in "be"), key=lambda e: e["ts"]):
-        key = event["cat"], event["id"], event["name"]
-        if event["ph"] == "b":
-            assert key not in begun, f"{key} began twice"
-            begun[key] = event["ts"]
-        else:
-            begun.pop(key, None)
+    """Spans with the same kind and number begin and end like brackets; their marks lie in them."""
+    open_names: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for event in events:
+        if event["ph"] in "bne":
+            names = open_names[event["cat"], event["id"]]
+            if event["ph"] == "b":
+                assert event["name"] not in names, f"{event} began twice"
+                names.append(event["name"])
+            elif event["ph"] == "e":
+                assert names and names.pop() == event["name"], f"{event} ends what is not the innermost"
+            else:
+                assert names, f"{event} marks nothing"
+    assert not any(open_names.values()), "some do not end"
 
 
 def _check_arrows(events: list[Event]) -> None:
-    """Each arrow starts once, and binds to slices: its moments lie in one."""
+    """Each arrow starts once and before all else of it, ends once at most and last, and each of its moments lies in a slice."""
     slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    starts = [(e["cat"], e["id"]) for e in events if e["ph"] == "s"]
-    assert len(set(starts)) == len(starts)
+    phases: dict[tuple[str, int], str] = defaultdict(str)
     for event in events:
-        if event["ph"] in "st" or (event["ph"] == "f" and event["cat"] != "request"):  # who leaves does so at any time
+        if event["ph"] in "stf":
+            phases[event["cat"], event["id"]] += event["ph"]
             row = slices[event["pid"], event["tid"]]
-            assert any(began <= event["ts"] <= ended for began, ended in row), f"an arrow without a slice: {event}"
+            before = row[: bisect_right(row, (event["ts"], float("inf")))]
+            assert any(event["ts"] <= ended for _, ended in reversed(before)), f"an arrow without a slice: {event}"
+    for arrow, order in phases.items():
+        assert order[0] == "s" and order.count("s") == 1, (arrow, order)
+        assert "f" not in order[:-1], (arrow, order)
