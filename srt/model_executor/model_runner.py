@@ -223,7 +223,8 @@ class ModelRunner:
         self._planner = self._new_planner()
 
     def _drop_memory(self) -> None:
-        del self._req_to_token_pool, self._token_to_kv_pool, self._sampler, self._planner
+        for name in ("_req_to_token_pool", "_token_to_kv_pool", "_sampler", "_planner"):
+            vars(self).pop(name, None)  # what came first may have found no room itself
         torch.cuda.empty_cache()
 
     def _attention_spec(self) -> AttentionSpec:

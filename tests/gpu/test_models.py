@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from srt.model_executor.model_runner import DecodeOutput, ModelRunner
-from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, int32_array
+from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
 from tests.support.ranks import CPU
@@ -57,6 +57,31 @@ def test_graphs_give_the_tokens_of_eager_steps(checkpoint: CheckpointFactory) ->
     PlanDriver(runner, 16).run(captured)
     agree = sum(a.outputs == b.outputs for a, b in zip(eager, captured, strict=True))
     assert agree >= len(eager) - 1  # padding may change a rounding, and with it a tie
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_float32_gives_the_tokens_of_a_cpu_to_rows_with_wishes(checkpoint: CheckpointFactory, compiled: bool) -> None:
+    """Penalties, biases and held-back stops, in graphs of their own; and the same through PyTorch's compiler."""
+    folder = checkpoint("qwen3")
+    ids = int32_array(range(0, 500, 3))
+    biases: dict[str, Any] = {"bias_ids": ids, "bias_values": np.linspace(-4, 4, len(ids)).astype(np.float32)}
+    specs = [
+        SamplingSpec(24, temperature=0.0, repetition_penalty=1.4),
+        SamplingSpec(24, temperature=0.9, top_p=0.8, frequency_penalty=0.7, presence_penalty=-0.4),
+        SamplingSpec(24, temperature=0.0, **biases),
+        SamplingSpec(24, temperature=0.0, min_new_tokens=9, stop_ids=ids),
+        greedy(24),
+    ]
+    ours, theirs = ([Job([5 + i, 6, 7], spec, seed=i) for i, spec in enumerate(specs)] for _ in range(2))
+    options: dict[str, Any] = {"attention_backend": "triton", "cuda_graph_bs": (2, 8), "enable_torch_compile": compiled}
+    runner = make_runner(folder, 16, device=CUDA, **options)
+    runner.compile()
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    PlanDriver(runner, 16).run(ours)
+    PlanDriver(make_runner(folder, 16, device=CPU), 16).run(theirs)
+    assert [job.outputs for job in ours] == [job.outputs for job in theirs]
+    assert (runner.num_compiled_steps > 0) == compiled
 
 
 @torch.inference_mode()
