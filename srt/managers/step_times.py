@@ -24,8 +24,9 @@ class StepTimes:
     """step = decodes + tokens * (per_token + per_pair * the positions that a token attends to); in µs.
 
     The decodes' part is the shortest of the last steps without prompt tokens; the other two are fitted to what a token took beyond
-    it in steps with both (until there is one, in steps of prompts alone). Every step counts alike, so that one that compiled
-    kernels is soon forgotten, and those that nobody watches, so that all is known when a stream comes. Only messages matter: no clock.
+    it in steps with both. Until there is one, what it took in a step of prompts alone is the most that it may take. Every step counts
+    alike, so that one that compiled kernels is soon forgotten, and those that nobody watches, so that all is known when a stream
+    comes. Only messages matter: no clock.
     """
 
     def __init__(self, stall_us: float) -> None:
@@ -66,13 +67,16 @@ class StepTimes:
         tokens = float(counts.sum())
         attended = float((counts * (section.extend_starts + counts / 2)).sum()) / tokens
         is_mixed = len(section.decode_slots) > 0 and len(self._decode_steps) > 0
-        if self._has_mixed and not is_mixed:
+        if not is_mixed:
+            if not self._has_mixed:
+                self._largest = max(tokens, MEMORY * self._largest)
+                self._take_alone(step_us / tokens, attended)
             return
-        if is_mixed and not self._has_mixed:
+        if not self._has_mixed:
             self._has_mixed = True
-            self._sums, self._largest = [0.0] * 5, 0.0
+            self._largest = 0.0
         self._largest = max(tokens, MEMORY * self._largest)
-        us = max(step_us - self.decode_us, 0.0) / tokens if is_mixed else step_us / tokens
+        us = max(step_us - self.decode_us, 0.0) / tokens
         new = (1.0, attended, attended * attended, us, attended * us)
         self._sums = [MEMORY * old + one for old, one in zip(self._sums, new, strict=True)]
         self._fit()
@@ -91,6 +95,12 @@ class StepTimes:
         a, b = self.per_pair / 2, self.per_token + self.per_pair * start
         count = 2 * budget_us / (b + math.sqrt(b * b + 4 * a * budget_us))
         return max(int(count), LEAST_CHUNK)
+
+    def _take_alone(self, us: float, attended: float) -> None:
+        """A token took so long at most, the step's own cost included: one that attends to less does not take more, and one that
+        attends to more takes more in proportion at most."""
+        if self.per_token == 0.0 or us < self.per_token:
+            self.per_token, self.per_pair = us, us / attended
 
     def _fit(self) -> None:
         """Least squares; a part that came out negative is nothing, and the other is fitted alone."""

@@ -56,6 +56,16 @@ def test_prompts_go_on_whatever_it_costs() -> None:
     assert times.tokens_within(times.budget_us(8), 0) == LEAST_CHUNK
 
 
+def test_what_steps_of_prompts_alone_cost_beside_the_tokens_makes_no_token_seem_cheap() -> None:
+    """The first of two such steps took 10 ms of its own: that is not due to how far its tokens look back."""
+    times = StepTimes(0)
+    times.take(section([], 8), 10_000)
+    times.take(section([(0, 300), (0, 300), (0, 159)], 0), 10_000 + 759 * 50)
+    times.take(section([(0, 230)] * 60, 0), 10_000 + 230 * 60 * 50)
+    for start, count in ((0, 20), (0, 250), (1000, 100)):
+        assert times.cost_us(start, count) >= count * 50
+
+
 def test_a_step_that_compiled_kernels_is_soon_forgotten() -> None:
     times = StepTimes(0)
     times.take(section([(0, 2000)], 0), 5_000_000)
