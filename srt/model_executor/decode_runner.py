@@ -87,6 +87,8 @@ class DecodeRunner:
         num_rows = len(step.slots)
         size = None if self.graphs is None else self.graphs.size_for(num_rows)
         self.buffers.tell(step.slots, step.new_pages)
+        if self._plans_on_host and step.new_pages is not None:
+            self.buffers.enter_pages()
         self._size, self._is_replayed = size or num_rows, size is not None
         if self.graphs is None or size is None:
             batch = self._batch(num_rows)

@@ -56,6 +56,13 @@ class GraphInputBuffers:
         """Nothing but padding: a run that leaves the tables as they are."""
         self.tell(np.zeros(0, np.int64), None)
 
+    def enter_pages(self) -> None:
+        """Enter the told pages at once, for whoever reads the page table before `gather`; it enters the same again."""
+        tables, slots = self._tables, self.row_slots
+        columns = tables.seq_lens[slots] // tables.page_size
+        pages = torch.where(self._new_pages >= 0, self._new_pages, tables.page_table[slots, columns])
+        tables.write_pages(slots, columns, pages)
+
     def gather(self, num_rows: int) -> None:
         """Enter new pages, look up the first `num_rows` rows, and let their slots grow by one."""
         rows = slice(0, num_rows)

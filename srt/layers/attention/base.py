@@ -23,7 +23,7 @@ class AttentionBackend(ABC):
     can_capture_decodes: bool = False
     """Whether a decode step can be captured in a graph."""
     plans_decodes_on_host: bool = False
-    """Whether a replayed graph of decodes needs `init_forward_metadata_replay_cuda_graph` first."""
+    """Whether a decode's plan reads the rows' pages, and a replayed graph needs `init_forward_metadata_replay_cuda_graph` first."""
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Work out whatever all layers of this step share: indices, masks, plans. Never waits for the device."""

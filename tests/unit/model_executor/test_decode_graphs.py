@@ -6,14 +6,18 @@ A capture that only remembers the work stands in for CUDA's: what is replayed is
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from srt.layers.attention.torch_native import TorchNativeBackend
+from srt.layers.attention import backend_choice
+from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
 from srt.model_executor.cuda_graph_runner import CudaGraphRunner, graph_sizes
+from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.input_buffers import GraphInputBuffers, Ints
 from srt.model_executor.model_runner import DecodeOutput, ModelRunner
 from srt.protocol.messages import (
@@ -34,11 +38,19 @@ EMPTY = int32_array()
 SIZES = (1, 2, 4, 8, 16)
 
 
-@pytest.fixture(autouse=True)
-def _attention_that_plans_before_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchNativeBackend, "can_capture_decodes", True)
-    monkeypatch.setattr(TorchNativeBackend, "plans_decodes_on_host", True)
-    monkeypatch.setattr(TorchNativeBackend, "init_forward_metadata_replay_cuda_graph", TorchNativeBackend.plan_decode)
+class PlansAtOnce(TorchNativeBackend):
+    """Reads the page table when a decode is planned, and lengths from the host, as flashinfer does."""
+
+    can_capture_decodes = True
+    plans_decodes_on_host = True
+
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        rows = np.arange(batch.num_extend_rows, batch.batch_size)
+        told = replace(batch, seq_lens=torch.from_numpy(batch.seq_lens_cpu))
+        self._decodes = {None: _group_rows(told, rows, rows - batch.num_extend_rows, None)}
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
+        self.plan_decode(batch)
 
 
 def jobs(count: int) -> list[Job]:
@@ -67,9 +79,33 @@ def plain_jobs(count: int) -> list[Job]:
     ]
 
 
+def planning_at_once(folder: Path, page_size: int, **options: Any) -> ModelRunner:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend_choice, "TorchNativeBackend", PlansAtOnce)
+        return make_runner(folder, page_size, **options)
+
+
 def with_graphs(checkpoint: CheckpointFactory, page_size: int, recorder: Recorder, **options: Any) -> ModelRunner:
     options = {"piecewise_cuda_graph_max_tokens": 0} | options
-    return make_runner(checkpoint("qwen3"), page_size, capture=recorder, cuda_graph_bs=SIZES, **options)
+    return planning_at_once(checkpoint("qwen3"), page_size, capture=recorder, cuda_graph_bs=SIZES, **options)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_plan_that_is_made_before_a_step_knows_the_pages_that_the_step_begins(
+    checkpoint: CheckpointFactory, page_size: int, captures: bool
+) -> None:
+    """The expected tokens are of plans that are made at the first layer."""
+    expected, found = ([Job([7 + i, 8, 9] * (2 + 3 * i), greedy(40)) for i in range(4)] for _ in range(2))
+    PlanDriver(make_runner(checkpoint("qwen3"), page_size), page_size).run(expected)
+    if captures:
+        runner = with_graphs(checkpoint, page_size, Recorder())
+        while runner.num_graphs_left:
+            runner.capture_graph()
+    else:
+        runner = planning_at_once(checkpoint("qwen3"), page_size)
+    PlanDriver(runner, page_size).run(found)
+    assert [job.outputs for job in found] == [job.outputs for job in expected]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
