@@ -215,6 +215,8 @@ class ServerArgs:
             "dist_timeout",
         ):
             self._at_least(name, 1)
+        if not all(self.model_names()):
+            raise ArgumentError("--served-model-name must not be empty.")
         for name in ("max_queued_requests", "base_gpu_id"):
             self._at_least(name, 0)
         for name in ("context_length", "max_total_tokens"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from srt.managers.native_shapes import GenerateBody
-from srt.managers.request_schema import LEAF, NEUTRAL, RequestBody
+from srt.managers.request_schema import LEAF, RequestBody, neutral_values
 from srt.sampling.sampling_params import PARAMETERS, UNSUPPORTED
 
 Schema = dict[str, Any]
@@ -60,10 +60,10 @@ def _sampling_parameter(name: str) -> Schema:
     return _or_null({**schema, "description": parameter.text})
 
 
-def _unsupported(neutral: Sequence[Any]) -> Schema:
+def _unsupported(neutral: tuple[Any, ...] | None) -> Schema:
     """NEUTRAL has both False and 0, which are two values in JSON."""
     return {
-        "enum": [*NEUTRAL, *neutral],
+        "enum": list(neutral_values(neutral)),
         "description": "Not supported yet: refused, unless the value asks for nothing.",
     }
 

@@ -98,6 +98,8 @@ class Exchange:
         body = await self.read_body()
         if kind != b"application/json" and not kind.endswith(b"+json"):
             raise RequestError(415, "Content-Type must be application/json.")
+        if (self.header(b"content-encoding") or b"identity").strip().lower() != b"identity":
+            raise RequestError(415, "A body with a Content-Encoding is not read here: send it as it is.")
         if not body:
             if if_empty is not None:
                 return if_empty

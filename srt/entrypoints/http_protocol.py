@@ -1,10 +1,10 @@
-"""uvicorn's HTTP/1.1 parser and connection, with three differences that a serving engine needs."""
+"""uvicorn's HTTP/1.1 parser and connection, with what a serving engine needs beyond it."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -26,6 +26,7 @@ class HttpProtocol(HttpToolsProtocol):
     - A client that leaves is noticed by every request of the connection, not only by the last one that it pipelined.
     - Greedy headers are refused, slow ones are not waited for, nor are bodies that stop coming.
     - What is refused here, or is no HTTP, is answered in the shape of every other error.
+    - HTTP/1.0, which many proxies speak to what is behind them, gets streams as it knows them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,6 +72,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         extensions: Any = {EXTENSION: DirectWriter(self.cycle)}
         self.scope["extensions"] = extensions
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _send_unchunked(self.cycle)  # type: ignore[method-assign, assignment]
         self._open_cycles = [cycle for cycle in self._open_cycles if not cycle.response_complete]
         self._open_cycles.append(self.cycle)
 
@@ -140,6 +143,23 @@ class HttpProtocol(HttpToolsProtocol):
         self._header_bytes += sum(map(len, parts))
         if self._header_bytes > MAX_HEADER_BYTES:
             raise ValueError(f"headers of more than {MAX_HEADER_BYTES} bytes")  # the parser makes it an HttpParserError
+
+
+def _send_unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """HTTP/1.0 knows no chunks: a body whose length nobody knows ends with the connection."""
+    send, is_endless = cycle.send, False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal is_endless
+        if message["type"] == "http.response.start":
+            is_endless = all(name != b"content-length" for name, _ in message["headers"])
+            if is_endless:
+                cycle.chunked_encoding = False
+        elif is_endless:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_unchunked
 
 
 def http_config(app: Any, args: ServerArgs) -> uvicorn.Config:

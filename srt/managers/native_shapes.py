@@ -82,7 +82,7 @@ class GenerateBody(RequestBody):
     no_logs: bool = described("Do not log this request, whatever the server logs.", False)
     log_metrics: bool = described("Count this request in /metrics.", True)
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = dict.fromkeys(
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = dict.fromkeys(
         "input_embeds image_data video_data audio_data lora_path lora_id session_id session_params custom_logit_processor"
         " routed_dp_rank data_parallel_rank bootstrap_host bootstrap_port bootstrap_room return_hidden_states"
         " require_reasoning modalities".split(),

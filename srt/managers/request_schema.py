@@ -64,8 +64,8 @@ class RequestBody(BaseModel):
         return schema
 
     # Known to other servers, not to this one yet: only a value that asks for nothing is accepted. Where neutral values are
-    # more than the empty ones, they are listed.
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    # more than the empty ones, they are listed; where even an empty one asks for something, there is None.
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = {}
     # Without meaning for the answer: accepted, whatever they say.
     MEANINGLESS: ClassVar[frozenset[str]] = frozenset()
     # Fields that are sampling parameters, and what the engine calls them.
@@ -79,7 +79,7 @@ class RequestBody(BaseModel):
         given = {}
         for name, value in body.items():
             if name in cls.UNSUPPORTED:
-                if not _is_one_of(value, (*NEUTRAL, *cls.UNSUPPORTED[name])):
+                if not _is_one_of(value, neutral_values(cls.UNSUPPORTED[name])):
                     raise bad_parameter(str(name), "is not supported yet")
             elif name in cls.model_fields:
                 if value is not None:
@@ -90,6 +90,11 @@ class RequestBody(BaseModel):
             return cls.model_validate(given)
         except ValidationError as error:
             raise _explain(cls, error) from error
+
+
+def neutral_values(more: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    """Values of an unsupported parameter that ask for nothing; `more` is what UNSUPPORTED says of it."""
+    return (None,) if more is None else (*NEUTRAL, *more)
 
 
 def bad_parameter(name: str, reason: str) -> RequestError:

@@ -49,6 +49,7 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
         ([], "--model-path is missing"),
         ([*MODEL, "--port", "70000"], "--port must lie between 0 and 65535, not 70000"),
         ([*MODEL, "--port", "many"], "--port"),
+        ([*MODEL, "--served-model-name", ""], "--served-model-name must not be empty"),
         ([*MODEL, "--tp", "0"], "--tp-size must be at least 1, not 0"),
         ([*MODEL, "--tp"], "--tp"),
         ([*MODEL, "--page-size", "0"], "--page-size must be at least 1"),

@@ -64,6 +64,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = described("Send a last chunk with the usage.")
     continuous_usage_stats: bool | None = described("Write the usage so far into every chunk.")
+    include_obfuscation: bool | None = described("Only false: chunks are not padded against listeners.")
 
 
 class OpenAIBody(RequestBody):
@@ -103,7 +104,7 @@ class OpenAIBody(RequestBody):
     no_logs: bool = described("Do not log this request, whatever the server logs.", False)
     log_metrics: bool = described("Count this request in /metrics.", True)
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = {
         **dict.fromkeys(
             "json_schema regex ebnf structural_tag lora_path session_params session_id custom_logit_processor custom_params"
             " return_hidden_states return_meta_info return_token_ids bootstrap_host bootstrap_port bootstrap_room"
@@ -141,6 +142,8 @@ class OpenAIBody(RequestBody):
             return StreamOptions()
         if not self.stream:
             raise bad_parameter("stream_options", "may be given only with stream: true")
+        if self.stream_options.include_obfuscation:
+            raise bad_parameter("stream_options.include_obfuscation", "is not supported yet")
         return self.stream_options
 
 
@@ -156,7 +159,7 @@ class CompletionBody(OpenAIBody):
     )
     best_of: int | None = described("Must equal n, if it is given.", integer={"minimum": 1, "maximum": MAX_CHOICES})
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {**OpenAIBody.UNSUPPORTED, "suffix": ()}
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = {**OpenAIBody.UNSUPPORTED, "suffix": ()}
 
     def logprob_request(self) -> LogprobRequest:
         if self.logprobs is None:
@@ -182,7 +185,7 @@ class ChatBody(OpenAIBody):
     continue_final_message: bool = described("Go on with the last message, which must be the assistant's.", False)
     chat_template_kwargs: dict[str, Any] = described("Variables for the model's chat template.", {})
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = {
         **OpenAIBody.UNSUPPORTED,
         "tools": (),
         "tool_choice": ("none", "auto"),
@@ -194,7 +197,7 @@ class ChatBody(OpenAIBody):
         "prediction": (),
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
-        "web_search_options": (),
+        "web_search_options": None,
         "moderation": (),
         "separate_reasoning": (True,),
         "stream_reasoning": (True,),

@@ -308,3 +308,51 @@ def test_a_pipelined_mess_does_not_write_into_an_answer_that_is_on_its_way(monke
             writer.close()
 
     asyncio.run(go())
+
+
+def test_pipelined_requests_are_answered_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            whole, streamed = b'{"text": "hi"}', b'{"text": "hi", "stream": true}'
+            head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+            ping = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
+            sent = [head % (len(whole), whole), ping, head % (len(streamed), streamed), ping]
+            answers = (await everything(process, b"".join(sent)[:-2] + b"connection: close\r\n\r\n")).split(
+                b"HTTP/1.1 "
+            )
+            assert [answer[:3] for answer in answers] == [b"", b"200", b"200", b"200", b"200"]
+            assert [b'"text":"Hello!"' in answer for answer in answers[1:]] == [True, False, True, False]
+            assert [b'"ready":true' in answer for answer in answers[1:]] == [False, True, False, True]
+            assert b"[DONE]" in answers[3]
+
+    asyncio.run(go())
+
+
+def test_a_stream_to_http_1_0_has_no_chunks_and_ends_with_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            for body in (b'{"text": "hi", "stream": true}', b'{"text": "hi"}', b"{}"):
+                head = b"POST /generate HTTP/1.0\r\ncontent-length: %d\r\nconnection: keep-alive\r\n\r\n%b"
+                answer = await everything(process, head % (len(body), body))
+                headers, _, told = answer.partition(b"\r\n\r\n")
+                assert b"transfer-encoding" not in headers and b"connection: close" in headers
+                if b"stream" in body:
+                    events = told.split(b"\n\n")
+                    assert all(event.startswith(b"data: ") for event in events[:-1])
+                    assert events[-2:] == [b"data: [DONE]", b""]
+                else:
+                    assert b"content-length: %d\r\n" % len(told) in headers + b"\r\n"
+
+    asyncio.run(go())
+
+
+async def everything(process: Process, sent: bytes) -> bytes:
+    """What the server says to this until it closes the connection."""
+    host, port = process.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    told = await reader.read()
+    writer.close()
+    return told

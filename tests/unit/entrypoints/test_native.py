@@ -224,3 +224,11 @@ def test_a_default_limit_is_not_a_wish() -> None:
     refused = world.post("/generate", {"text": "x" * 4000, "sampling_params": {"max_new_tokens": 128}})
     assert refused.status_code == 400
     assert "max_new_tokens" in refused.json()["error"]["message"]
+
+
+def test_a_body_in_a_content_encoding_is_refused_by_that_name() -> None:
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    refused = World().call("POST", "/generate", content=b"\x1f\x8b", headers=headers)
+    assert (refused.status_code, "Content-Encoding" in refused.json()["error"]["message"]) == (415, True)
+    headers["content-encoding"] = "identity"
+    assert World().call("POST", "/generate", content=b'{"text": "hi"}', headers=headers).status_code == 200

@@ -145,6 +145,7 @@ def test_usage_comes_in_a_last_chunk_if_asked_for() -> None:
 @pytest.mark.parametrize(
     "neutral",
     [
+        {"stream": False, "web_search_options": None},
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"}},
         {"tools": None, "tool_choice": "none", "modalities": ["text"], "audio": None, "function_call": "none"},
         {"user": "me", "metadata": {}, "store": False, "safety_identifier": "x", "prompt_cache_key": "k"},
@@ -188,6 +189,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"tool_choice": "required"}, "tool_choice", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "not supported"),
+        ({"web_search_options": {}}, "web_search_options", "not supported"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options", "not supported"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs", "at most"),
