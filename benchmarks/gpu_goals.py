@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_goals [part …] [--models qwen3-8b …] [--folder FOLDER]
     python -m benchmarks.gpu_goals --table [--folder FOLDER]        only what earlier runs have left there
 
-Parts in the order of their worth: throughput, steps, serving, rate, starts, cold-starts, attention, wishes, tests. Each is commands of
-their own, as a user would run them; one that fails or takes too long is said so, and the next goes on. Lines of JSON and the output of
-all commands are kept in the folder. The last figure of a kind counts.
+Parts in the order of their worth: throughput, steps, serving, rate, starts, cold-starts, memory, attention, wishes, tests. Each is
+commands of their own, as a user would run them; one that fails or takes too long is said so, and the next goes on. Lines of JSON and
+the output of all commands are kept in the folder. The last figure of a kind counts.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ def commands(names: Sequence[str], results: Path, figures: Figures) -> Iterator[
     # The first of these starts leaves its kernels to the second.
     yield from (bench("starts", "startup", model, "--runs", "2") for model in names)
     yield from (bench("cold-starts", "startup", model, "--runs", "1", "--no-caches") for model in names)
+    yield from (bench("memory", "worst_mix", model) for model in names[:1])
     for chunk in (64, 512, 2048):
         yield module("attention", f"attention {chunk}", "benchmarks.mixed_attention", "--chunk", str(chunk), *to)
     wishes = '{"repetition_penalty": 1.1, "frequency_penalty": 0.1, "logit_bias": {"5": 1.0}, "temperature": 0.6}'
@@ -175,7 +176,7 @@ def commands(names: Sequence[str], results: Path, figures: Figures) -> Iterator[
     yield module("tests", "tests", "pytest", "-q", "-m", "gpu", "tests/gpu")
 
 
-PARTS = ("throughput", "steps", "serving", "rate", "starts", "cold-starts", "attention", "wishes", "tests")
+PARTS = ("throughput", "steps", "serving", "rate", "starts", "cold-starts", "memory", "attention", "wishes", "tests")
 
 
 def run(command: Command, log: Path) -> str:
