@@ -6,6 +6,10 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
+import socket
+import subprocess
+import sys
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -86,3 +90,45 @@ def test_clients_that_leave_at_random_points_leave_nothing_behind(server: Server
         assert {name: value for name, value in info["frontend"].items() if name.startswith("live_") and value} == {}
         assert state["num_running"] == state["num_waiting"] == state["num_pinned"] == 0
         assert (state["num_free_pages"], state["num_free_slots"]) == (state["num_total_pages"], state["num_slots"])
+
+
+def test_a_client_program_that_is_killed_leaves_nothing_running(server: Server, client: httpx.Client) -> None:
+    program = (
+        "import httpx, sys\n"
+        "body = {'text': 'x', 'stream': True, 'sampling_params': {'max_new_tokens': 4000, 'ignore_eos': True}}\n"
+        "with httpx.stream('POST', sys.argv[1] + '/generate', json=body, timeout=60) as answer:\n"
+        "    for _ in answer.iter_raw():\n"
+        "        print('chunk', flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, server.url], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"chunk\n"
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert client.post("/flush_cache", params={"timeout": 60}).status_code == 200
+
+
+def test_who_does_not_read_holds_up_nobody_and_gets_all_of_it_in_fewer_pieces(
+    server: Server, client: httpx.Client
+) -> None:
+    params = {"max_new_tokens": 300, "ignore_eos": True, "sampling_seed": 3}
+    body = {"text": "Once", "sampling_params": params, "return_logprob": True, "top_logprobs_num": 20}
+    content = json.dumps({**body, "stream": True}).encode()  # each chunk has all there is so far: many megabytes
+    parts = urlsplit(server.url)
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect((parts.hostname, parts.port))
+        head = b"POST /generate HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        reader.sendall(head % len(content) + content)
+        reader.recv(100)  # it has begun
+        whole = client.post("/generate", json=body).json()
+        assert client.post("/flush_cache", params={"timeout": 60}).status_code == 200  # the other has ended too
+        told = bytearray()
+        while part := reader.recv(1 << 16):
+            told += part
+    *events, done, end = bytes(told).partition(b"\r\n\r\n")[2].split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    assert len(events) < 300
+    last = json.loads(events[-1].removeprefix(b"data: "))
+    assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"])
+    assert len(last["meta_info"]["output_top_logprobs"]) == 300
