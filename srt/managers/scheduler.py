@@ -98,10 +98,8 @@ class SchedulerProcess:
 
     def _tick(self) -> bool:
         now = time.monotonic()
-        effects = self._scheduler.tick(now)
-        if self._trace.is_on:
-            self._trace.planned(now, effects)
-        return self._apply(effects)
+        watch = self._trace.watch_tick(now) if self._trace.is_on else None
+        return self._apply(self._scheduler.tick(now, watch))
 
     def _publish(self) -> None:
         """Leave the counters where others look, if it is time."""

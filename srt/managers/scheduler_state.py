@@ -9,6 +9,7 @@ its frontend has acknowledged the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import assert_never
 
 import numpy as np
@@ -41,6 +42,7 @@ from srt.protocol.messages import (
     RequestDone,
     Scalar,
     StepAck,
+    StepPlan,
     StepResult,
     WorkDone,
     WorkerFault,
@@ -146,14 +148,17 @@ class Scheduler:
             case _:
                 assert_never(source)
 
-    def tick(self, now: float) -> list[Effect]:
-        """Plan steps until the window is full, then send the frontends what is new."""
+    def tick(self, now: float, watch: Callable[[StepPlan], None] | None = None) -> list[Effect]:
+        """Plan steps until the window is full, then send the frontends what is new.
+
+        `watch` is shown each plan while `request_in` still says who is in it.
+        """
         self._now = now
         if self._replica is None:
             return []
         if self._deadlines.are_set:
             self._end_overdue(self._replica, now)
-        effects = self._plan(self._replica, now)
+        effects = self._plan(self._replica, now, watch)
         effects += self._send_batches(self._replica)
         effects += self._tell_load(self._replica, now)
         return effects
@@ -407,7 +412,7 @@ class Scheduler:
             replica.counters.num_timed_out += 1
             self._end(request, "error", status=503 if request.started_s is None else 504, message=reason)
 
-    def _plan(self, replica: Replica, now: float) -> list[Effect]:
+    def _plan(self, replica: Replica, now: float, watch: Callable[[StepPlan], None] | None) -> list[Effect]:
         effects: list[Effect] = []
         while replica.stream.num_in_flight < replica.window and not self._paused_by:
             planned = replica.planner.plan(replica.stream.next_step, now)
@@ -415,6 +420,8 @@ class Scheduler:
                 break
             replica.stream.submit(planned)
             effects.append(ToWorkers(planned.plan))
+            if watch is not None:
+                watch(planned.plan)
         for request in replica.planner.preempted.take_new():
             self._clients[request.frontend].outbox.add_waiting(request)
         if replica.stream.num_in_flight == 0:

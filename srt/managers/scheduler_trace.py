@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from srt.managers.control_words import ControlWords
-from srt.managers.effects import Effect, ToWorkers
 from srt.managers.request import Request
 from srt.managers.tracer import BATCH, REQUEST, STATE, STEP, Tracer, batch_number, request_number
 from srt.protocol.messages import Abort, GenerateRequest, PlanSection, StepPlan, StepResult, TokenBatch
@@ -23,6 +22,7 @@ class SchedulerTrace:
         self._request_in = request_in
         self._open: dict[int, str] = {}  # whether a request waits or runs, as the trace with this number tells it
         self._number = 0
+        self._planning_since_s = 0.0
 
     @property
     def is_on(self) -> bool:
@@ -42,16 +42,14 @@ class SchedulerTrace:
         self._tracer.arrow("t", REQUEST, number, began_s)
         self._enter(number, "waiting", began_s)
 
-    def planned(self, began_s: float, effects: Sequence[Effect]) -> None:
-        """A tick took from `began_s` until now, and this came of it."""
-        plans = [effect.message for effect in effects if isinstance(effect, ToWorkers)]
-        steps = [plan for plan in plans if isinstance(plan, StepPlan)]
-        if not steps:
-            return
-        now_s = time.monotonic()
-        share_s = (now_s - began_s) / len(steps)
-        for place, plan in enumerate(steps):
-            self._plan(plan, began_s + place * share_s, began_s + (place + 1) * share_s)
+    def watch_tick(self, began_s: float) -> Callable[[StepPlan], None]:
+        """To be called with each plan of the tick that begins now, before the next is made: that one may preempt who is in this."""
+        self._planning_since_s = began_s
+        return self._planned
+
+    def _planned(self, plan: StepPlan) -> None:
+        began_s, self._planning_since_s = self._planning_since_s, time.monotonic()
+        self._plan(plan, began_s, self._planning_since_s)
 
     def answered(self, result: StepResult, began_s: float) -> None:
         self._tracer.slice("result", began_s, step=result.step, num_tokens=len(result.ids), step_us=result.step_us)
