@@ -25,6 +25,7 @@ the limits of its model. Requests are described by the classes that parse them; 
 - An error behind the first token of a stream comes as an event, and `data: [DONE]` ends the stream all the same.
 - `null` means default, wherever there is one.
 - With `--api-key`, everything but health and the page's files needs `Authorization: Bearer KEY`.
+- A web page of another origin is refused (403), unless `--cors-allow-origins` names it.
 - `/abort_request` reaches a request through any frontend. The prompts of a batch that is named `x` are `x_0`, `x_1`, …: `x` names all.
 """
 

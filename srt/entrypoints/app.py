@@ -57,7 +57,6 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/stop_profile": {"POST": profiling.stop_profile},
     "/openapi.json": {"GET": _describe},
 }
-OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate", *web_page.FILES))
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +103,7 @@ class App:
         if self._cors.is_preflight(exchange):
             await self._cors.answer_preflight(exchange)
             return
+        self._cors.check(exchange, changes_something=path in operations.ADMIN)
         self._check_key(exchange)
         if path.startswith(_MODELS + "/"):
             methods: Mapping[str, Handler] = {"GET": models.one_model}
@@ -144,7 +144,7 @@ class App:
 
     def _check_key(self, exchange: Exchange) -> None:
         args, path = self._service.args, exchange.path
-        if path in OPEN_TO_ALL or (path == "/metrics" and args.enable_metrics):
+        if path in operations.OPEN_TO_ALL or (path == "/metrics" and args.enable_metrics):
             return
         is_for_admin = path in operations.ADMIN and args.admin_api_key is not None
         if args.api_key is None and not is_for_admin:

@@ -1,9 +1,10 @@
-"""Web pages of other origins: a browser lets them use the API only if the answers say so."""
+"""Web pages of other origins: they may use the API only if --cors-allow-origins names them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from srt.entrypoints.errors import ApiError
 from srt.entrypoints.exchange import Exchange, Header
 
 MAX_AGE_S = 600  # a browser need not ask again for so long
@@ -13,7 +14,8 @@ _EXPOSED = b"x-request-id, retry-after"
 
 
 class Cors:
-    """`*` allows all origins. The key travels in a header that pages must set themselves, so no cookie can be abused."""
+    """`*` allows all origins. A browser keeps answers from pages that are not allowed, but sends some of their requests all the same:
+    what those ask for would be done, on a server that the page could not reach by itself. So they are refused."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._origins = frozenset(origin.rstrip("/").encode() for origin in origins)
@@ -28,6 +30,23 @@ class Cors:
             return vary
         allowed = b"*" if self._allows_all else origin
         return [(b"access-control-allow-origin", allowed), (b"access-control-expose-headers", _EXPOSED), *vary]
+
+    def check(self, exchange: Exchange, changes_something: bool) -> None:
+        """Raise ApiError 403 where a page asks that is neither our own nor allowed. Links and images of any page may read, as they
+        carry no origin and their answer shows nothing to the page, but not change something."""
+        origin = exchange.header(b"origin")
+        if self._allows_all or (origin is not None and origin in self._origins):
+            return
+        relation = exchange.header(b"sec-fetch-site")  # browsers tell it, if not on plain HTTP between hosts
+        if relation is not None:
+            is_own = relation in (b"same-origin", b"none")
+        else:
+            is_own = origin is None or origin.partition(b"://")[2].lower() == (exchange.header(b"host") or b"?").lower()
+        if is_own or (origin is None and not changes_something):
+            return
+        who = "another origin" if origin is None else origin.decode("latin-1")[:200]
+        sentence = f"A web page of {who} asks, which --cors-allow-origins does not name."
+        raise ApiError(403, sentence, code="origin_not_allowed")
 
     def is_preflight(self, exchange: Exchange) -> bool:
         """Does a browser ask whether an allowed page may send a request?"""

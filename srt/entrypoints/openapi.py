@@ -29,7 +29,7 @@ JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain; char
 STATUSES = {
     400: "Something in the request is wrong, and the message names it.",
     401: "The API key is missing or wrong.",
-    403: "The admin API key is needed.",
+    403: "The admin API key is needed; or a web page asks whose origin is not allowed.",
     404: "There is no such model.",
     413: "The body is too large.",
     415: "The body is not JSON.",
@@ -231,7 +231,7 @@ def _responses(path: str, known: Operation) -> dict[str, Any]:
             "x-event": known.chunk,
         }
     responses: dict[str, Any] = {"200": {"description": "The answer.", "headers": _REQUEST_ID, "content": content}}
-    for status in sorted({*known.errors, 401, *([403] if path in operations.ADMIN else [])}):
+    for status in sorted({*known.errors, 403, *(() if path in operations.OPEN_TO_ALL else (401,))}):
         responses[str(status)] = _error(path, status)
     return responses
 
@@ -241,7 +241,7 @@ def _missing(reason: str) -> dict[str, Any]:
         "tags": ["Not supported"],
         "summary": f"Not supported: this server {reason}",
         "description": f"Answers 501: this server {reason}.",
-        "responses": {"501": _error("/", 501), "401": _error("/", 401)},
+        "responses": {str(status): _error("/", status) for status in (501, 401, 403)},
     }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from srt.entrypoints import web_page
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.service import Service
 from srt.managers.control_words import NO_REQUEST_LOG
 from srt.managers.request_schema import RequestBody
 
+OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate", *web_page.FILES))
 # Who looks after the server. They need the admin key, where there is one.
 ADMIN = frozenset(
     (

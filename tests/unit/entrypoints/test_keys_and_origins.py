@@ -46,8 +46,49 @@ def test_metrics_need_the_key_unless_they_are_asked_to_be_open(is_open: bool) ->
 def test_pages_of_other_origins_may_not_ask_unless_they_are_allowed() -> None:
     asked = {"origin": PAGE, "access-control-request-method": "POST"}
     world = World()
-    assert world.call("OPTIONS", "/generate", headers=asked).status_code == 405
-    assert "access-control-allow-origin" not in world.get("/v1/models", headers={"origin": PAGE}).headers
+    for method, path in (("OPTIONS", "/generate"), ("GET", "/v1/models")):
+        answer = world.call(method, path, headers=asked)
+        assert answer.status_code == 403
+        assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", [PAGE, "null", "http://test.example", "http://test:81"])
+def test_what_a_page_sends_without_a_preflight_has_no_effect(origin: str) -> None:
+    """A Blob without a type is sent without a Content-Type, and without asking first."""
+    world = World()
+    for path, body in (("/pause_generation", b'{"mode":"abort"}'), ("/abort_request", b'{"abort_all":true}')):
+        answer = world.call("POST", path, headers={"origin": origin}, content=body)
+        assert answer.status_code == 403
+        sentence = f"A web page of {origin} asks, which --cors-allow-origins does not name."
+        assert answer.json()["error"]["message"] == sentence
+    assert world.call("POST", "/generate", headers={"origin": origin}, content=b'{"text":"x"}').status_code == 403
+    assert (world.engine.paused, world.engine.aborted_labels, world.engine.handles) == ("", [], [])
+
+
+@pytest.mark.parametrize("relation", ["cross-site", "same-site"])
+def test_an_image_or_a_link_of_another_page_changes_nothing(relation: str) -> None:
+    """Browsers send no Origin with these."""
+    world = World()
+    foreign = {"sec-fetch-site": relation}
+    for path in ("/flush_cache", "/freeze_gc"):
+        assert world.get(path, headers=foreign).status_code == 403
+        assert world.get(path, headers={"sec-fetch-site": "none"}).status_code == 200
+    assert world.service.control.gc_freezes == 1
+    assert world.get("/", headers=foreign).status_code == 200  # a link to the page
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://test"},
+        {"origin": "https://test"},  # behind a proxy that speaks TLS
+        {"origin": "https://chat.example", "sec-fetch-site": "same-origin"},  # and one that tells another Host
+        {"sec-fetch-site": "same-origin"},
+        {},
+    ],
+)
+def test_the_servers_own_page_and_programs_may_ask(headers: dict[str, str]) -> None:
+    assert World().post("/pause_generation", {}, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("origins", [("*",), (PAGE, "http://localhost:3000")])
@@ -72,8 +113,9 @@ def test_an_allowed_page_may_ask_and_read_the_answer(origins: tuple[str, ...]) -
 def test_where_some_pages_are_allowed_others_are_not() -> None:
     world = World(cors_allow_origins=(PAGE,))
     other = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
-    assert world.call("OPTIONS", "/generate", headers=other).status_code == 405
+    assert world.call("OPTIONS", "/generate", headers=other).status_code == 403
     answer = world.get("/v1/models", headers=other)
+    assert answer.status_code == 403
     assert "access-control-allow-origin" not in answer.headers
     assert answer.headers["vary"] == "origin"
 

@@ -50,7 +50,17 @@ def test_every_route_is_described() -> None:
         for operation in paths[path].values():
             assert operation["summary"], path
     for path in UNSUPPORTED:
-        assert set(paths[path]["post"]["responses"]) == {"501", "401"}
+        assert set(paths[path]["post"]["responses"]) == {"501", "401", "403"}
+
+
+def test_it_tells_which_routes_need_a_key_and_that_foreign_pages_are_refused() -> None:
+    world = World(api_key="user", ready=False)  # so that nothing waits for what the engine says
+    for path, methods in description(World())["paths"].items():
+        for method, operation in methods.items():
+            status = world.call(method.upper(), path).status_code if path != "/v1/models/{model}" else 401
+            assert ("401" in operation["responses"]) == (status == 401), path
+            assert world.call(method.upper(), path, headers={"origin": "https://a.example"}).status_code == 403
+            assert "403" in operation["responses"]
 
 
 def test_every_field_is_described() -> None:
