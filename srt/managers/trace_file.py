@@ -44,7 +44,7 @@ def missing_parts(run_dir: Path, number: int, processes: Iterable[str]) -> list[
 
 
 def merge(run_dir: Path, number: int, processes: Sequence[str], missing: Sequence[str], path: Path) -> dict[str, Any]:
-    """Write the trace, delete the parts, and say how much there is."""
+    """Write the trace, delete the parts, and say how much there is. OSError, and no file, if there is no room for it."""
     names: list[Event] = []
     events: list[Event] = []
     num_dropped = 0
@@ -59,9 +59,12 @@ def merge(run_dir: Path, number: int, processes: Sequence[str], missing: Sequenc
         names += _names(part, place)
         events += _on_one_clock(part)
     events = [*names, *_whole(sorted(events, key=_time))]
-    path.write_bytes(
-        orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"num_dropped_events": num_dropped}})
-    )
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"num_dropped_events": num_dropped}}
+    try:
+        path.write_bytes(orjson.dumps(trace))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     return {
         "path": str(path),
         "num_events": len(events),

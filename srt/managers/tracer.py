@@ -5,9 +5,11 @@ While none is, a caller that asks `is_on` first pays for reading one number.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,14 @@ REQUEST, STATE, STEP, BATCH, HTTP = "request", "state", "step", "batch", "http"
 
 Event = dict[str, Any]
 NO_SWITCH = memoryview(bytes(8)).cast("d")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Recording:
+    events: list[Event] = field(default_factory=list)
+    num_dropped: int = 0
 
 
 class Tracer:
@@ -44,10 +54,8 @@ class Tracer:
         self._switch = NO_SWITCH if control is None else control.trace_switch
         self._now_s = now_s
         self._pid = pid or os.getpid()
-        self._recording = 0
-        self._events: list[Event] = []
-        self._num_dropped = 0
-        self._written = 0 if control is None else -min(control.trace, 0)
+        self._recordings: dict[int, _Recording] = {}  # by number: a new one may begin before the last is written
+        self._written = 0 if control is None else _last_ended(control)
 
     @property
     def is_on(self) -> bool:
@@ -75,15 +83,16 @@ class Tracer:
         self._add(event | ({"bp": "e"} if phase == "f" else {}))
 
     def tend(self) -> None:
-        """Write down what was recorded when the recording has ended."""
+        """Write down what was recorded when the recording has ended. Where that is not possible, the trace does without it."""
         if self._control is None:
             return
-        number = self._control.trace
-        if number > 0:
-            self._follow(number)
-        elif -number != self._written:
-            self._follow(-number)
-            self._write(-number)
+        last = _last_ended(self._control)
+        while self._written < last:
+            self._written += 1
+            try:
+                self._write(self._written, self._recordings.pop(self._written, _Recording()))
+            except (OSError, orjson.JSONEncodeError) as error:
+                logger.error("Trace %d does without what this process has recorded: %s", self._written, error)
 
     def _async(
         self, phase: str, kind: str, number: int, name: str, at_s: float | None, args: Mapping[str, object]
@@ -94,31 +103,36 @@ class Tracer:
     def _add(self, event: Event) -> None:
         assert self._control is not None, "nothing is recorded without control words"
         number = self._control.trace
-        if number <= 0:
+        if number <= self._written:
             return  # it has ended just now
-        self._follow(number)
-        if len(self._events) < MAX_EVENTS:
-            self._events.append(event)
+        recording = self._recordings.get(number) or self._recordings.setdefault(number, _Recording())
+        if len(recording.events) < MAX_EVENTS:
+            recording.events.append(event)
         else:
-            self._num_dropped += 1
+            recording.num_dropped += 1
 
-    def _follow(self, number: int) -> None:
-        if self._recording != number:
-            self._recording, self._events, self._num_dropped = number, [], 0
-
-    def _write(self, number: int) -> None:
-        events, self._events = self._events, []
+    def _write(self, number: int, recording: _Recording) -> None:
+        """All of it, or nothing."""
         part = {
             "process": self._process,
             "pid": self._pid,
-            "num_dropped": self._num_dropped,
-            "events": events,
+            "num_dropped": recording.num_dropped,
+            "events": recording.events,
         }
         path = self._run_dir / f"{PART_PREFIX}{number}-{self._process.replace(' ', '-')}"
         fresh = path.with_name(f".{path.name}")
-        fresh.write_bytes(orjson.dumps(part, default=str))
-        fresh.rename(path)
-        self._written = number
+        data = orjson.dumps(part, default=str)
+        try:
+            fresh.write_bytes(data)
+            fresh.rename(path)
+        except OSError:
+            fresh.unlink(missing_ok=True)  # it would leave no room for the word that it is missing
+            raise
+
+
+def _last_ended(control: ControlWords) -> int:
+    number = control.trace
+    return number - 1 if number > 0 else -number
 
 
 def request_number(frontend: int, rid: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 from srt.managers import tracer as tracer_module
 from srt.managers.control_words import ControlWords
 from srt.managers.trace_file import default_folder, merge, missing_parts, new_file, read_summary, write_summary
-from srt.managers.tracer import DEVICE, REQUEST, STEP, Tracer, request_number
+from srt.managers.tracer import DEVICE, PART_PREFIX, REQUEST, STEP, Tracer, request_number
 from srt.server_args import ServerArgs
 from tests.support.trace_checks import check_trace
 
@@ -89,6 +89,63 @@ def test_a_trace_does_not_hold_what_an_earlier_one_recorded(tmp_path: Path) -> N
     server.worker.slice("second", 1.0)
     names = [event["name"] for event in server.finish()["traceEvents"]]
     assert ("first" in names, "second" in names) == (False, True)
+
+
+def test_a_trace_that_begins_before_the_last_is_written_erases_nothing(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.control.start_trace(num_steps=1)
+    server.worker.slice("first", 1.0)
+    server.control.count_traced_step()
+    assert server.control.start_trace(None) == 2
+    server.worker.slice("second", 2.0)
+    for tracer in (server.worker, server.frontend):
+        tracer.tend()
+    assert missing_parts(tmp_path, 1, ["worker 0", "frontend 0"]) == []
+    path = new_file(tmp_path / "out")
+    merge(tmp_path, 1, ["worker 0"], [], path)
+    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+    assert ("first" in names, "second" in names) == (True, False)
+    names = [event["name"] for event in server.finish()["traceEvents"]]
+    assert ("first" in names, "second" in names) == (False, True)
+
+
+def test_a_part_that_cannot_be_written_is_missed_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(tmp_path)
+    number = server.control.start_trace(None)
+    server.worker.slice("step", 1.0)
+    server.control.stop_trace()
+    hindrance = tmp_path / f"{PART_PREFIX}{number}-worker-0"
+    hindrance.mkdir()  # as a full disk, of which root takes notice too
+    files = sorted(tmp_path.iterdir())
+    server.worker.tend()
+    assert "Trace 1 does without what this process has recorded: [Errno" in caplog.text
+    assert sorted(tmp_path.iterdir()) == files
+    server.worker.tend()
+    assert len(caplog.records) == 1
+    hindrance.rmdir()
+    server.control.start_trace(None)
+    server.worker.slice("step", 1.0)
+    assert "step" in [event["name"] for event in server.finish()["traceEvents"]]
+
+
+def test_a_trace_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        merge(tmp_path, 1, [], [], path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_starts_while_others_record_has_no_earlier_traces_to_tell_of(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.control.start_trace(None)
+    server.finish()
+    server.control.start_trace(None)
+    late = Tracer("worker 1", tmp_path, ControlWords.open(tmp_path, ARGS))
+    late.tend()
+    assert missing_parts(tmp_path, 1, ["worker 1"]) == ["worker 1"]
 
 
 def test_memory_is_bounded_and_what_was_dropped_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
