@@ -251,8 +251,8 @@ MORE_MUTATIONS = (
     Mutation(
         "prompts take all the time that there is",
         "managers/step_times.py",
-        "return self.decode_us + self._stall_us if num_decodes",
-        "return 8 * self.decode_us + self._stall_us if num_decodes",
+        "return self.decode_us + self._stall_us if num_streams",
+        "return 8 * self.decode_us + self._stall_us if num_streams",
     ),
     Mutation(
         "every request counts as watched",

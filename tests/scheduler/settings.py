@@ -64,20 +64,20 @@ class Settings:
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
         page_size = rng.choice((1, 4, 16, 16))
-        num_slots = rng.choice((1, 4, 16, 24, 32, 112, 128, 128, 160, 160))
+        num_slots = rng.choice((1, 4, 16, 24, 32, 112, 128, 160, 160, 160))
         if num_slots <= 4:
             longest_prompt, longest_answer = rng.choice(((12, 8), (60, 20)))
         else:
             longest_prompt, longest_answer = rng.choice(
-                ((12, 8), (60, 160), (100, 320), (300, 100), (20, 320), (60, 640))
+                ((12, 8), (60, 160), (100, 240), (300, 100), (20, 240), (60, 320))
             )
         least_pages = -(-(longest_prompt + longest_answer) // page_size) + 2
         used_pages = num_slots * (longest_prompt + longest_answer) * 0.5 / page_size
-        memory = rng.choice((0.0, 0.4, 0.6, 0.6, 0.8, 1.0, 3.0) if num_slots < 32 else (0.7, 0.9, 1.0, 1.5, 3.0))
+        memory = rng.choice((0.0, 0.4, 0.6, 0.6, 0.8, 1.0, 3.0) if num_slots < 32 else (0.6, 0.8, 1.0, 1.5, 3.0))
         num_pages = max(least_pages, int(used_pages * memory))
         step_time = 0.01
-        num_requests = 10 + num_slots * (rng.choice((2, 3, 4)) if num_slots < 64 else rng.choice((3, 4)))
-        load = rng.choice((0.0, 0.2, 0.4, 0.6) if num_slots < 64 else (0.0, 0.05, 0.1))
+        num_requests = 10 + num_slots * (rng.choice((4, 5, 6)) if num_slots < 64 else rng.choice((4, 5)))
+        load = rng.choice((0.0, 0.1, 0.2, 0.4) if num_slots < 64 else (0.0, 0.05, 0.1))
         policy = rng.choice(("fcfs", "fcfs", "lpm", "priority"))
         if policy == "priority":  # the important come when the others run
             load = rng.choice((load, 0.3, 0.6))
@@ -123,7 +123,7 @@ class Settings:
             abort_share=rng.choice((0.0, 0.1, 0.2, 0.5)),
             lost_share=rng.choice((0.0, 0.0, 0.0, 0.03)),
             num_deaths=rng.choice((0, 1, 2, 3, 5)),
-            num_returns=rng.choice((0, 0, 0, 1, 3)),
+            num_returns=rng.choice((0, 0, 1, 1, 3)),
             num_questions=rng.choice((0, 4, 10)),
             drains=rng.random() < 0.05,
             stream_share=rng.choice((0.0, 0.1, 0.5, 1.0, 1.0)),
