@@ -32,7 +32,8 @@ class Runtime:
     Without `model_path` it is the model that ships with the project.
 
     Any thread may call any method. `RequestError` names the parameter that is wrong; `EngineDied` comes from every call that runs
-    when the engine ends. Only errors are printed, unless `log_level` is "info" or "debug".
+    when the engine ends. Only errors are printed, unless `log_level` is "info" or "debug", and what
+    `log_requests` and `decode_log_interval` ask for.
     """
 
     def __init__(self, **server_args: Any) -> None:

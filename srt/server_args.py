@@ -215,6 +215,10 @@ class ServerArgs:
             "dist_timeout",
         ):
             self._at_least(name, 1)
+        for name in ("api_key", "admin_api_key"):
+            key = getattr(self, name)
+            if key is not None and (not key or key != key.strip()):
+                raise ArgumentError(f"--{name.replace('_', '-')} must not be empty, nor begin or end with a space.")
         if not all(self.model_names()):
             raise ArgumentError("--served-model-name must not be empty.")
         for name in ("max_queued_requests", "base_gpu_id"):

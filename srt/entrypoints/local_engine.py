@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from srt.entrypoints.native import server_facts
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import Pacer, run_all
+from srt.managers import request_watch
 from srt.managers.engine_process import EngineProcess
 from srt.managers.io_struct import ChoiceUpdate, EngineDied, RequestError
 from srt.managers.native_shapes import NativeAnswer, parse_generate
@@ -22,6 +23,7 @@ from srt.managers.tokenizer_manager import RequestHandle, TokenizerManager
 from srt.protocol.messages import EngineStarted, Failed, ServerReady
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from srt.utils.logs import show_lines_of
 
 Result = TypeVar("Result")
 Answer = dict[str, Any]
@@ -47,6 +49,7 @@ class LocalEngine:
         """Wait until the engine takes requests; StartError with the reason if it never will."""
         self.started = self.process.wait_started()
         self._service = Service(self._args, self.started.frontend, Path(self.started.run_dir))
+        show_lines_of(request_watch.__name__, f"frontend {self.started.frontend}", self._args.log_format)
         self._thread.start()
         self.run(self._connect())
 

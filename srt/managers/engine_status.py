@@ -25,7 +25,9 @@ class EngineStatus:
     """`counters` are the Scheduler's own; they are looked at every PUBLISH_S at most."""
 
     def __init__(self, run_dir: str | Path, decode_log_interval: int | None) -> None:
-        """A line every `decode_log_interval` steps, if that is given."""
+        """A line every `decode_log_interval` steps, if that is given, whatever --log-level says."""
+        if decode_log_interval is not None:
+            logger.setLevel(logging.INFO)
         self._path = Path(run_dir) / STATE_FILE
         self._log_interval = decode_log_interval
         self._numbers: SharedNumbers | None = None

@@ -21,6 +21,7 @@ SHORT_TEXT = 2048
 PARAMETERS, SHORT, WHOLE = 1, 2, 3  # what a log level adds to names and counts
 
 logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)  # its lines are asked for by name: --log-level does not silence them
 
 
 @dataclass(slots=True)

@@ -23,11 +23,24 @@ def set_up_logging(process: str, level: str, log_format: str, stream: TextIO | N
     """From now on this process, a child of the supervisor's, writes its lines to standard error (or `stream`), looking as asked for;
     the last ones are kept for a bug report."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
+    handler.setFormatter(_formatter(process, log_format))
     logging.raiseExceptions = False  # a server does not end because nobody reads its log, or complain about it there
     logging.captureWarnings(True)
     threading.excepthook = _log_end_of_thread
     logging.basicConfig(level=level.upper(), handlers=[handler, log_file_handler(process, os.getppid())], force=True)
+
+
+def show_lines_of(name: str, process: str, log_format: str) -> None:
+    """In a program that is not ours, what the logger `name` says goes to standard error; as the program likes if it has set up logging."""
+    logger = logging.getLogger(name)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(_formatter(process, log_format))
+        logger.addHandler(handler)
+
+
+def _formatter(process: str, log_format: str) -> logging.Formatter:
+    return JsonFormatter(process) if log_format == "json" else TextFormatter(process)
 
 
 def _log_end_of_thread(end: threading.ExceptHookArgs) -> None:

@@ -57,6 +57,8 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
         ([*MODEL, "--mem-fraction-static", "1.5"], "--mem-fraction-static must lie between 0 and 1"),
         ([*MODEL, "--watchdog-timeout", "0"], "--watchdog-timeout must be positive"),
         ([*MODEL, "--device", "tpu"], "--device"),
+        ([*MODEL, "--api-key", ""], "--api-key must not be empty"),
+        ([*MODEL, "--admin-api-key", " x"], "--admin-api-key must not be empty, nor begin or end with a space"),
         ([*MODEL, "--dtype", "int8"], "--dtype"),
         ([*MODEL, "--json-model-override-args", "{"], "--json-model-override-args is not JSON"),
         ([*MODEL, "--json-model-override-args", "[]"], "--json-model-override-args must be a JSON object"),

@@ -109,8 +109,11 @@ def test_idle_time_does_not_count_and_makes_no_lines(tmp_path: Path, caplog: pyt
     assert 5.0 < line.fields["gen_throughput"] < 12.0  # type: ignore[attr-defined]
 
 
-def test_a_line_can_be_had_every_so_many_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_can_be_had_every_so_many_steps_at_every_log_level(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World(tmp_path, interval=4)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.ERROR, "srt"):
+        caplog.handler.setLevel(logging.NOTSET)
         world.run(10)
     assert len(caplog.records) == 2

@@ -107,6 +107,13 @@ def test_a_log_level_says_how_much_of_a_request_is_logged(
         assert ended["output"][0].endswith("…" if level == 2 else "x")
 
 
+def test_lines_that_were_asked_for_come_at_every_log_level(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "srt"):
+        caplog.handler.setLevel(logging.NOTSET)
+        World(0).run(1, "stop", "ab")
+    assert len(caplog.records) == 2
+
+
 def test_a_client_may_ask_not_to_be_logged_or_counted(caplog: pytest.LogCaptureFixture) -> None:
     world = World(3)
     quiet = replace(INPUT, is_logged=False, is_counted=False)

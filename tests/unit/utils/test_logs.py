@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from srt.utils.logs import REQUEST_ID, details, fields, set_up_logging
+from srt.utils.logs import REQUEST_ID, details, fields, set_up_logging, show_lines_of
 
 
 @pytest.fixture
@@ -80,3 +80,18 @@ def test_warnings_of_libraries_are_lines_too(output: io.StringIO) -> None:
         logging.captureWarnings(True)
         warnings.warn("old", stacklevel=1)
     assert "old" in json.loads(output.getvalue())["message"]
+
+
+def test_in_another_program_lines_go_to_standard_error_unless_it_has_set_up_logging(
+    output: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    root.handlers[:] = [logging.StreamHandler(output)]
+    show_lines_of("someone.else", "frontend 1", "text")
+    assert not logging.getLogger("someone.else").handlers
+    root.handlers[:] = []
+    for _ in range(2):  # one Runtime after the other
+        show_lines_of("someone", "frontend 1", "text")
+    logging.getLogger("someone").warning("A sentence.")
+    assert capsys.readouterr().err.endswith(" frontend 1 WARNING someone: A sentence.\n")
+    assert len(logging.getLogger("someone").handlers) == 1
