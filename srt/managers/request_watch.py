@@ -35,7 +35,7 @@ class Watched:
     metrics: FrontendMetrics
     request_id: str = ""  # of the HTTP request
     first_s: float | None = None
-    last_s: float = 0.0
+    last_s: dict[int, float] = field(default_factory=dict)  # by choice
     num_tokens: int = 0
     cached: int = 0
     log_level: int = NO_REQUEST_LOG
@@ -114,15 +114,16 @@ class RequestWatch:
         if not ids:
             return
         count = len(ids)
+        last_s = one.last_s.get(choice)
+        one.last_s[choice] = now
         if one.first_s is None:
             one.first_s = now
             one.metrics.first_token_s.take(now - one.began_s)
             if self._tracer.is_on:
                 self._tracer.mark(REQUEST, request_number(self._frontend, one.rid), "first token", now)
-        elif one.metrics is self._metrics:
-            gap_s = (now - one.last_s) / count
+        elif last_s is not None and one.metrics is self._metrics:
+            gap_s = (now - last_s) / count
             self._new_gaps[gap_s] = self._new_gaps.get(gap_s, 0) + count
-        one.last_s = now
         one.num_tokens += count
         if one.metrics is self._metrics:
             self._num_new_tokens += count

@@ -67,6 +67,19 @@ def test_times_and_tokens_of_a_request_are_counted() -> None:
     assert world.watch.num_watched == 0
 
 
+def test_the_time_between_tokens_is_that_of_a_choice_whatever_the_others_do() -> None:
+    world = World()
+    watched = world.watch.began(INPUT, request(1, [1]), 100.0)
+    assert watched is not None
+    for now in (101.0, 101.5, 102.0):
+        for choice in range(4):
+            world.watch.tokens(watched, choice, [5], now)
+    world.watch.took(Refused(7, 429, "full"), 102.0)
+    assert world.value("inter_token_latency_sum") == 4 * (102.0 - 101.0)
+    assert world.value("inter_token_latency_to_0.4") == 0
+    assert world.value("time_to_first_token_sum") == 1.0
+
+
 @pytest.mark.parametrize(
     ("how", "counter"),
     [("abort", "num_aborted_requests"), ("error", "num_failed_requests"), ("refused", "num_refused_requests")],
