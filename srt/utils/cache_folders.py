@@ -4,11 +4,13 @@ SRT_CACHE_DIR/huggingface   checkpoints (HF_HOME)
 SRT_CACHE_DIR/triton        compiled kernels (TRITON_CACHE_DIR)
 SRT_CACHE_DIR/inductor      compiled graphs (TORCHINDUCTOR_CACHE_DIR)
 SRT_CACHE_DIR/cuda          kernels that the driver compiled (CUDA_CACHE_PATH)
+SRT_CACHE_DIR/tokenizers    those that were converted (own_folder)
 SRT_CACHE_DIR               flashinfer makes a folder of its own in it (FLASHINFER_WORKSPACE_BASE)
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -34,6 +36,19 @@ def cache_environment(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     base = _made(Path(chosen)) if chosen else _temporary()
     return {name: str(base / folder) for name, folder in FOLDERS.items() if name not in environment}
+
+
+def own_folder(name: str, environment: Mapping[str, str]) -> Path:
+    """A folder of ours among the caches, by the same rule; it is made if need be. StartError if there is no place."""
+    if chosen := environment.get(VARIABLE):
+        return _made(_made(Path(chosen)) / name)
+    home = Path(environment.get("HOME") or "~").expanduser()
+    folder = Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "srt" / name
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    return _made(_temporary() / name)
 
 
 def _can_write(home: Path) -> bool:

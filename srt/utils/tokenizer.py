@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from srt.utils.cache_folders import own_folder
 from srt.utils.chat_template import ChatTemplate, ChatTemplateError
 from srt.utils.errors import StartError
 from srt.utils.text_stream import ByteLevelStream, ByteTable, TextStream, TextTable, WindowStream
@@ -221,7 +221,7 @@ def _converted(folder: Path) -> Path:
     digest = hashlib.sha256(version("transformers").encode())
     for path in parts:
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    target = _cache_folder() / f"{digest.hexdigest()[:32]}.json"
+    target = own_folder("tokenizers", os.environ) / f"{digest.hexdigest()[:32]}.json"
     if not target.is_file():
         _convert(folder, target)
     return target
@@ -239,16 +239,3 @@ def _convert(folder: Path, target: Path) -> None:
         lines = done.stderr.strip().splitlines()
         reason = (lines[-1] if lines else f"exit code {done.returncode}").rstrip(".")
     raise StartError(f"{folder} has no tokenizer.json, and its tokenizer could not be converted to one: {reason}.")
-
-
-def _cache_folder() -> Path:
-    """Where converted tokenizers are kept: the user's cache folder, else (read-only home) a temporary one."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    for candidate in (Path(home) / "srt" / "tokenizers", Path(tempfile.gettempdir()) / f"srt-tokenizers-{os.getuid()}"):
-        try:
-            candidate.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(candidate, os.W_OK) and candidate.stat().st_uid == os.getuid():
-            return candidate
-    raise StartError("No folder for converted tokenizers can be written: set XDG_CACHE_HOME to one.")

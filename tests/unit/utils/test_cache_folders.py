@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from srt.utils.cache_folders import FOLDERS, cache_environment
+from srt.utils.cache_folders import FOLDERS, cache_environment, own_folder
 from srt.utils.errors import StartError
 
 READ_ONLY = "/proc/nowhere"  # for root too
@@ -43,6 +43,17 @@ def test_caches_can_be_moved(tmp_path: Path) -> None:
     given = cache_environment({"HOME": str(tmp_path), "SRT_CACHE_DIR": str(tmp_path / "a/b")})
     assert given["HF_HOME"] == str(tmp_path / "a/b/huggingface")
     assert (tmp_path / "a/b").is_dir()
+
+
+def test_what_we_keep_ourselves_follows_the_same_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    home = {"HOME": str(tmp_path / "home")}
+    assert own_folder("tokenizers", home) == tmp_path / "home/.cache/srt/tokenizers"
+    assert own_folder("tokenizers", {**home, "XDG_CACHE_HOME": f"{tmp_path}/x"}) == tmp_path / "x/srt/tokenizers"
+    assert own_folder("tokenizers", {**home, "SRT_CACHE_DIR": f"{tmp_path}/a"}) == tmp_path / "a/tokenizers"
+    assert own_folder("tokenizers", {"HOME": READ_ONLY}) == tmp_path / f"srt-cache-{os.getuid()}" / "tokenizers"
+    with pytest.raises(StartError, match="see SRT_CACHE_DIR"):
+        own_folder("tokenizers", {**home, "SRT_CACHE_DIR": READ_ONLY})
 
 
 def test_a_place_that_cannot_be_written_is_refused_in_a_sentence() -> None:

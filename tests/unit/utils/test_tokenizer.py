@@ -224,7 +224,7 @@ def test_a_broken_file_is_named(checkpoint: CheckpointFactory, tmp_path: Path, n
 def test_older_files_are_converted_once_in_a_process_of_their_own(
     checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = tmp_path / "old"
     folder.mkdir()
