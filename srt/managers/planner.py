@@ -93,7 +93,8 @@ class Planner:
                 self._queue.note_end()
         else:
             self._vacate(request, keep_prefix=keep_prefix)
-            self._forecast.note_end(len(request.outputs), request.sampling.max_new_tokens)
+            if not request.urgent:
+                self._forecast.note_end(len(request.outputs), request.sampling.max_new_tokens)
 
     def request_in(self, slot: int) -> Request:
         request = self._running[slot]
@@ -394,7 +395,8 @@ class Planner:
         self._prefilling.append(request)
         if request.started_s is None:
             request.started_s = self._now
-            self._counters.count_wait(self._now - request.arrived_s)
+            if not request.urgent:
+                self._counters.count_wait(self._now - request.arrived_s)
         if request.num_preempted:
             self.preempted.remove(request)
             self._counters.num_recomputed_tokens += request.num_known - num_cached

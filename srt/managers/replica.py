@@ -119,7 +119,7 @@ class Replica:
             "num_promised_pages": memory.num_promised,
             "num_in_flight": self.stream.num_in_flight,
             "num_graphs_left": self.stream.num_graphs_left,
-            "expected_share_of_max_new_tokens": self._forecast.share,
+            "expected_share_of_max_new_tokens": self._forecast.latest_share,
             "decode_step_us": round(self._step_times.decode_us),
             "prompt_token_ns": round(1000 * self._step_times.per_token),
         }

@@ -315,7 +315,8 @@ class Scheduler:
         assert self._replica is not None
         self._replica.planner.end(request, keep_prefix=reason != "error")
         self._labels.leave(request)
-        self._pace.note_end(self._now)
+        if not request.urgent:
+            self._pace.note_end(self._now)
         if not tell:
             return
         request.done = RequestDone(

@@ -21,6 +21,16 @@ def test_answers_are_expected_to_be_as_long_as_nine_of_ten_were() -> None:
     assert forecast.expected_outputs(1) == 1
 
 
+def test_requests_that_may_use_little_say_nothing_about_those_that_may_use_much() -> None:
+    forecast = OutputForecast(1.0)
+    for _ in range(NUM_NEEDED):
+        forecast.note_end(200, 2000)
+        for _ in range(9):
+            forecast.note_end(1, 1)
+            forecast.note_end(10, 20)
+    assert [forecast.expected_outputs(most) for most in (1, 2, 30, 2000, 3000)] == [1, 2, 15, 200, 300]
+
+
 def test_the_latest_is_preempted_when_memory_runs_out_and_every_answer_is_whole() -> None:
     host = Host(hello=worker_hello(num_pages=12), schedule_conservativeness=BOLD)
     made = [request(rid, [rid] * 7, max_new=24) for rid in (1, 2, 3)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from srt.managers.forecast import NUM_NEEDED
 from srt.protocol.messages import Refused
-from tests.unit.managers.scheduler_host import Host, expected_ids, request, worker_hello
+from tests.unit.managers.scheduler_host import VOCAB, Host, expected_ids, request, worker_hello
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
@@ -47,3 +48,33 @@ def test_urgent_requests_do_not_take_each_others_places() -> None:
     host.run()
     assert host.value("num_preempted") == 0
     assert [len(host.ids(rid)) for rid in (1, 2)] == [3, 3]
+
+
+def test_urgent_requests_leave_no_trace_in_what_is_told_and_expected_of_others() -> None:
+    host, names = Host(), ("expected_share_of_max_new_tokens", "queue_ms_to_1", "queue_ms_above")
+    for rid in range(1, NUM_NEEDED + 1):
+        host.say(request(rid, [rid], max_new=3, stop_ids=list(range(VOCAB))))
+        host.run()
+    before = [host.value(name) for name in names]
+    for rid in range(100, 200):
+        host.now += 60.0
+        host.say(request(rid, [1], max_new=2, urgent=True))
+        host.tick()
+        host.now += 60.0
+        host.run()
+    assert [host.value(name) for name in names] == before == [1 / 3, NUM_NEEDED, 0]
+
+
+def test_urgent_requests_do_not_make_others_come_back_sooner() -> None:
+    host = Host(hello=worker_hello(num_slots=1), max_queued_requests=1)
+    host.say(request(1, [1], max_new=1))
+    host.run()
+    for rid in range(2, 200):
+        host.now += 10.0
+        host.say(request(rid, [2], max_new=1, urgent=True))
+        host.run()
+    for rid in range(200, 203):
+        host.say(request(rid, [3]))
+        host.tick()
+    (refused,) = host.of_type(Refused)
+    assert refused.retry_after_s == 60
