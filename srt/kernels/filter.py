@@ -246,6 +246,67 @@ def _part(
     return values, is_real
 
 
+@jit
+def _nucleus(
+    keys: tl.tensor, weights: tl.tensor, above: tl.tensor, smallest: tl.tensor, wanted: tl.tensor
+) -> tl.tensor:
+    """The largest key from which on the weights, with those `above`, are as much as is wanted; keys under `smallest` are none."""
+    found = tl.zeros([], tl.uint32)
+    for bit in range(32):
+        higher = found | (tl.full([], 0x80000000, tl.uint32) >> bit)
+        if above + tl.sum(tl.where(keys >= tl.maximum(higher, smallest), weights, 0.0), 0) >= wanted:
+            found = higher
+    return found
+
+
+@jit
+def _nucleus_of_row(
+    logits_ptr: tl.tensor, row: tl.tensor, near_ptr: tl.tensor, size: tl.tensor, temperature: tl.tensor,
+    best: tl.tensor, smallest: tl.tensor, wanted: tl.tensor, distance: tl.tensor, ROOM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The same for a whole row. Halves the range of values that the boundary lies in until there is room for all of them.
+
+    `distance` from the best the boundary is expected.
+    """
+    low = tl.zeros([], tl.float32) - float("inf")
+    high = _value(_key(best) + 1)
+    above = tl.zeros([], tl.float64)  # the weights from `high` on
+    num_between = size
+    num_above = tl.zeros([], tl.int32)
+    tried = best - tl.where(distance < float("inf"), distance, 16.0)
+    while num_between > ROOM and low < tried and tried < high:
+        masses = tl.zeros([ROOM], tl.float64)
+        counts = tl.zeros([ROOM], tl.int32)
+        for start in range(0, size, ROOM):
+            values, is_real = _part(logits_ptr, row, near_ptr, start, size, temperature, True, ROOM)
+            is_from = is_real & (values >= tried) & (_key(values) >= smallest)
+            masses += tl.where(is_from, _weight(values, best), 0.0)
+            counts += is_from.to(tl.int32)
+        mass = tl.sum(masses, 0)
+        count = tl.sum(counts, 0)
+        if mass >= wanted:
+            low = tried
+            num_between = count - num_above
+        else:
+            num_between -= count - num_above
+            high = tried
+            above = mass
+            num_above = count
+        tried = tl.where(low > float("-inf"), low + (high - low) * 0.5, best - (best - high) * 16)
+    if num_between > ROOM:
+        return _key(low)  # there are no others between: they are all alike
+    filled = tl.zeros([], tl.int32)
+    for start in range(0, size, ROOM):
+        values, is_real = _part(logits_ptr, row, near_ptr, start, size, temperature, True, ROOM)
+        is_between = is_real & (values >= low) & (values < high) & (_key(values) >= smallest)
+        ranks = tl.cumsum(is_between.to(tl.int32), 0)
+        tl.store(near_ptr + filled + ranks - 1, values, mask=is_between)
+        filled += tl.max(ranks, 0)
+    tl.debug_barrier()
+    values, is_real = _part(logits_ptr, row, near_ptr, 0, filled, temperature, False, ROOM)
+    return _nucleus(_key(values), tl.where(is_real, _weight(values, best), 0.0), above, smallest, wanted)
+
+
 @kernel(one_variant_for=(*_FILTERS, "best_ptr", "masses_ptr", "counts_ptr", "thresholds_ptr", "num_blocks"))
 def filter_threshold_kernel(
     logits_ptr: tl.tensor,
@@ -283,7 +344,7 @@ def filter_threshold_kernel(
     top_p = tl.load(top_ps_ptr + place)
     min_p = tl.load(min_ps_ptr + place)
     best = _best_of(best_ptr, place, num_blocks, NUM_BLOCKS)
-    _, count, total = _choose_level(masses_ptr, counts_ptr, place, num_blocks, top_k, top_p, min_p, NUM_BLOCKS)
+    level, count, total = _choose_level(masses_ptr, counts_ptr, place, num_blocks, top_k, top_p, min_p, NUM_BLOCKS)
     size = num_columns if WHOLE else count
     if (count <= ROOM) == WHOLE:
         return
@@ -310,19 +371,15 @@ def filter_threshold_kernel(
                 others, are_real = _part(logits_ptr, row, near, start, size, temperature, WHOLE, ROOM)
                 kept += tl.where(are_real & (_key(others) >= threshold), _weight(others, best), 0.0)
         total = tl.sum(kept, 0)
-    smallest = threshold
     if top_p < 1:
-        nucleus = tl.zeros([], tl.uint32)
-        for bit in range(32):
-            higher = nucleus | (tl.full([], 0x80000000, tl.uint32) >> bit)
-            lowest = tl.maximum(higher, smallest)
-            above = tl.where(keys >= lowest, weights, 0.0)
-            if WHOLE:
-                for start in range(ROOM, size, ROOM):
-                    others, are_real = _part(logits_ptr, row, near, start, size, temperature, WHOLE, ROOM)
-                    above += tl.where(are_real & (_key(others) >= lowest), _weight(others, best), 0.0)
-            if tl.sum(above, 0) >= top_p * total:
-                nucleus = higher
+        wanted = top_p * total
+        if WHOLE:
+            distance = _distance(level)
+            nucleus = _nucleus_of_row(
+                logits_ptr, row, near, size, temperature, best, threshold, wanted, distance, ROOM
+            )  # fmt: skip
+        else:
+            nucleus = _nucleus(keys, weights, 0.0, threshold, wanted)
         threshold = tl.maximum(threshold, nucleus)
     if min_p > 0:
         likely = tl.where(weights >= min_p, values, float("inf"))

@@ -211,7 +211,10 @@ def _filters(dtype: torch.dtype) -> list[KernelBuild]:
         types = {argument: kind for argument, kind in _FILTER_TYPES.items() if argument in kernel.arg_names}
         types["logits_ptr"] = f"*{TYPE_NAMES[dtype]}"
         constants = {constant: value for constant, value in values.items() if constant in kernel.arg_names}
-        builds.append(_build(f"{name}[{TYPE_NAMES[dtype]}]", kernel, types, constants))
+        options = {"num_warps": 16} if name == "filter_threshold" else {}
+        builds.append(_build(f"{name}[{TYPE_NAMES[dtype]}]", kernel, types, constants, **options))
+    # As it is launched a second time, for rows that had no room.
+    builds.append(_build(f"{name}[{TYPE_NAMES[dtype]}, whole]", kernel, types, {**constants, "WHOLE": True}, **options))
     return builds
 
 

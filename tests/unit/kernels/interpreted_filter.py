@@ -19,13 +19,15 @@ SPECS = [
     (50, 0.9, 0.01),
     (NO_TOP_K, 0.9, 0.05),
     (NO_TOP_K, 0.3, 0.0001),
+    (NO_TOP_K, 1 - 1e-10, 0.0),
+    (2000, 0.7, 0.0),
 ]
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "spread", "room"),
-    [(2500, 2.0, 1024), (2500, 0.3, 1024), (300, 2.0, 512)],
-    ids=["near the best", "too many near the best", "a small vocabulary"],
+    [(2500, 2.0, 1024), (2500, 0.3, 512), (2500, 6.0, 256), (300, 2.0, 512)],
+    ids=["near the best", "too many near the best", "far from the best", "a small vocabulary"],
 )
 def test_the_same_tokens_pass_as_by_sorting(
     vocab_size: int, spread: float, room: int, monkeypatch: pytest.MonkeyPatch
@@ -38,8 +40,9 @@ def test_the_same_tokens_pass_as_by_sorting(
     logits[7, ::2] = float("-inf")
     rows = torch.randperm(num_rows)[: len(SPECS)]
     temperatures = torch.rand(len(SPECS)) + 0.3
-    top_ks, top_ps, min_ps = (torch.tensor(values) for values in zip(*SPECS, strict=True))
-    arguments = (logits, rows, temperatures, top_ks, top_ps.double(), min_ps.double())
+    top_ks, *others = zip(*SPECS, strict=True)
+    top_ps, min_ps = (torch.tensor(values, dtype=torch.float64) for values in others)
+    arguments = (logits, rows, temperatures, torch.tensor(top_ks), top_ps, min_ps)
 
     expected = sampler.filter_thresholds(*arguments)
     got = filter_kernels.filter_thresholds(*arguments)
