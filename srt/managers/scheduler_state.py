@@ -425,13 +425,8 @@ class Scheduler:
                 watch(planned.plan)
         for request in replica.planner.preempted.take_new():
             self._clients[request.frontend].outbox.add_waiting(request)
-        if replica.stream.num_in_flight == 0:
-            effects += [
-                ToFrontend(n, ControlReply(call, True, "", {}))
-                for n, call in self._asked_to_pause
-                if n in self._clients
-            ]
-            self._asked_to_pause.clear()
+        if self._asked_to_pause and (replica.stream.num_in_flight == 0 or not self._paused_by):
+            effects += self._answer_pauses()
         for number, call in self._asked_deep:
             effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "inspect")))
             replica.stream.submit_inspection(Inspection(number, call, replica.slots.tables_hash()))
@@ -440,6 +435,12 @@ class Scheduler:
             effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "capture")))
             replica.stream.submit_capture()
         return effects
+
+    def _answer_pauses(self) -> list[Effect]:
+        """No step is in flight, or somebody has let generation go on before that."""
+        refusal = "" if self._paused_by else "Generation was continued before its last step had ended."
+        asked, self._asked_to_pause = self._asked_to_pause, []
+        return [ToFrontend(n, ControlReply(call, not refusal, refusal, {})) for n, call in asked if n in self._clients]
 
     def _send_batches(self, replica: Replica) -> list[Effect]:
         slots = replica.slots

@@ -150,7 +150,7 @@ class GetState(Wire, frozen=True, tag=8):
 
 
 class PauseGeneration(Wire, frozen=True, tag=9):
-    """Make no more plans until ContinueGeneration. Answered by ControlReply once no step is in flight.
+    """Make no more plans until ContinueGeneration. Answered by ControlReply once no step is in flight; not ok if that came earlier.
 
     What runs: `abort` ends it, as well as all that waits; `retract` preempts it, so that the cache can be flushed; `in_place`
     leaves it where it is.

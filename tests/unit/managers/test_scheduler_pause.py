@@ -89,3 +89,21 @@ def test_any_frontend_may_end_a_pause() -> None:
     host.say(ContinueGeneration(1), frontend=1)
     host.run()
     assert host.ids(1) == expected_ids(MADE)
+
+
+def test_a_pause_that_another_ends_before_its_steps_are_back_is_answered_so() -> None:
+    host = paused("in_place")
+    host.say(ContinueGeneration(8))
+    host.tick()
+    assert replies(host) == {7: False, 8: True}
+    assert host.plans, "generation goes on"
+    host.say(PauseGeneration(9, "in_place"))
+    host.run()
+    assert replies(host) == {7: False, 8: True, 9: True}
+
+
+def test_a_pause_that_a_drain_ends_before_its_steps_are_back_is_answered_so() -> None:
+    host = paused("in_place")
+    host.scheduler.drain()
+    host.tick()
+    assert replies(host) == {7: False}
