@@ -189,7 +189,8 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
         ),
         "n": Parameter(Integer(1, MAX_CHOICES), "How many outputs to draw for the prompt."),
         "sampling_seed": Parameter(
-            Seed(), "The same request with the same seed draws the same output; drawn if absent."
+            Seed(),
+            "The same request with the same seed draws the same output, up to the rounding of its logits; drawn if absent.",
         ),
     }
 )
