@@ -270,6 +270,7 @@ class World:
         self._links[number] = Link(self._links[number].cut_at)
         self._server_of[number] = self._server
         self._say(new, [FrontendHello(number, PROTOCOL)])
+        self.at(self.now + self.rng.random(), self._arrive)  # those who lost their answer ask again
 
     def _die(self) -> None:
         """The scheduler or a worker dies, or hangs. Of what it had sent, each frontend still hears a part; then all begin anew."""
