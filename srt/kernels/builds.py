@@ -1,12 +1,13 @@
 """Every kernel, in the shapes that a GPU will be asked for, compiled without a GPU.
 
-    python -m srt.kernels.builds
+    python -m srt.kernels.builds [--capability 80 89 90] [name …]
 
-prints a line per build. A kernel that is missing here is one that nothing proves to compile.
+prints a line per build, by default those of Hopper. A kernel that is missing here is one that nothing proves to compile.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import torch
@@ -17,26 +18,29 @@ from srt.kernels.extend_attention import ExtendTiles, extend_kernel
 from srt.kernels.gather_decode import gather_decode_kernel, store_draws_kernel
 from srt.kernels.gather_pages import gather_pages_kernel
 from srt.kernels.jit import block_dim
-from srt.kernels.kernel_build import TYPE_NAMES, KernelBuild
+from srt.kernels.kernel_build import HOPPER, TYPE_NAMES, KernelBuild
 from srt.kernels.layer_builds import layer_builds
+from srt.kernels.shared_memory import SHARED_BYTES
 from srt.kernels.write_kv import write_kv_kernel
 
 _DOT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def all_builds() -> list[KernelBuild]:
-    """Each kernel for bfloat16 heads of 64 and 128, and once for float16 and float32."""
-    cases = [(torch.bfloat16, 64, 4), (torch.bfloat16, 128, 5), (torch.float16, 128, 1), (torch.float32, 128, 4)]
-    builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), *layer_builds()]
+def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
+    """Each kernel for bfloat16 heads of 64, 128 and 256, and once for float16 and float32, with the tiles of such a GPU."""
+    bf16 = torch.bfloat16
+    cases = [(bf16, 64, 4), (bf16, 128, 5), (bf16, 256, 2), (torch.float16, 128, 1), (torch.float32, 128, 4)]
+    shared = SHARED_BYTES[capability]
+    builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), *layer_builds(shared)]
     for dtype, head_dim, group in cases:
         builds.append(_write_kv(dtype, head_dim))
         builds.append(_decode_attention(dtype, head_dim, group))
-        builds.append(_extend(dtype, head_dim, group))
+        builds.append(_extend(dtype, head_dim, group, shared))
     for kv in (torch.bfloat16, torch.float8_e4m3fn):
         builds.append(_decode_attention(torch.bfloat16, 128, 4, kv))
-        builds.append(_extend(torch.bfloat16, 128, 4, kv, has_window=True))
+        builds.append(_extend(torch.bfloat16, 128, 4, shared, kv, has_window=True))
         builds.append(_write_kv(torch.bfloat16, 128, kv))
-    return builds
+    return [build for build in builds if build.can_be_for(capability)]
 
 
 def _label(kernel: str, dtype: torch.dtype, head_dim: int) -> str:
@@ -145,9 +149,14 @@ def _decode_attention(dtype: torch.dtype, head_dim: int, group: int, kv: torch.d
 
 
 def _extend(
-    dtype: torch.dtype, head_dim: int, group: int, kv: torch.dtype | None = None, has_window: bool = False
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    shared_bytes: int,
+    kv: torch.dtype | None = None,
+    has_window: bool = False,
 ) -> KernelBuild:
-    kv, tiles = kv or dtype, ExtendTiles.choose(dtype, head_dim, pairs=1 << 14)
+    kv, tiles = kv or dtype, ExtendTiles.choose(dtype, head_dim, 1 << 14, shared_bytes)
     strides = ("q_token_stride", "out_token_stride", "k_location_stride", "v_location_stride", "page_table_stride")
     rows = ("req_pool_indices_ptr", "prefix_lens_ptr", "extend_lens_ptr", "start_locs_ptr")
     return KernelBuild(
@@ -175,13 +184,23 @@ def _extend(
     )
 
 
-def main() -> None:
-    for build in all_builds():
-        compiled = build.compile()
-        size, shared = len(compiled.asm["cubin"]), compiled.metadata.shared
-        sys.stdout.write(f"{build.name}: cubin of {size} bytes, {shared} bytes of shared memory\n")
-        sys.stdout.flush()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*", help="how names begin; all, unless given")
+    parser.add_argument("--capability", nargs="+", type=int, choices=sorted(SHARED_BYTES), default=[HOPPER])
+    options = parser.parse_args()
+    is_over = False
+    for capability in options.capability:
+        for build in all_builds(capability):
+            if not options.kernels or build.name.startswith(tuple(options.kernels)):
+                compiled = build.compile(capability)
+                size, shared = len(compiled.asm["cubin"]), compiled.metadata.shared
+                is_over |= shared > SHARED_BYTES[capability]
+                said = f"sm_{capability} {build.name}: cubin of {size} bytes, {shared} bytes of shared memory"
+                sys.stdout.write(f"{said}{' of which there are fewer' if shared > SHARED_BYTES[capability] else ''}\n")
+                sys.stdout.flush()
+    return int(is_over)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from srt.kernels.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.paged_kv import PagedKV, check_heads
+from srt.kernels.shared_memory import SHARED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,15 @@ class ExtendTiles:
     num_stages: int = 3
 
     @classmethod
-    def choose(cls, dtype: torch.dtype, head_dim: int, pairs: int) -> ExtendTiles:
+    def choose(cls, dtype: torch.dtype, head_dim: int, pairs: int, shared_bytes: int) -> ExtendTiles:
         """For rows of up to so many pairs, as measured on an H200. float32 is multiplied without tensor cores: larger tiles
-        spill, and take seconds to compile."""
+        spill, and take seconds to compile. Large heads take 107 KB (165 on Hopper) of shared memory, or half of it."""
+        is_tight = head_dim > 128 and shared_bytes < SHARED_BYTES[80]
         if dtype is torch.float32:
-            return cls(block_m=32, block_n=32)
-        return cls(block_m=128) if pairs > 64 and head_dim <= 128 else cls()
+            return cls(block_m=32, block_n=16 if is_tight else 32)
+        if head_dim > 128:
+            return cls(block_n=32 if is_tight else 64)
+        return cls(block_m=128) if pairs > 64 else cls()
 
 
 @jit

@@ -10,7 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-HOPPER: Final = GPUTarget("cuda", 90, 32)
+HOPPER: Final = 90
+FIRST_WITH_FP8: Final = 89
 TYPE_NAMES: Final = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"
 }  # fmt: skip
@@ -26,10 +27,18 @@ class KernelBuild:
     constants: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
 
-    def compile(self, target: GPUTarget = HOPPER) -> Any:
-        """Triton's CompiledKernel, down to the target's machine code; no GPU is touched."""
+    def can_be_for(self, capability: int) -> bool:
+        """float8_e4m3fn is a type of GPUs from 8.9 on."""
+        return capability >= FIRST_WITH_FP8 or not any("fp8" in kind for kind in self.types.values())
+
+    def compile(self, capability: int) -> Any:
+        """Triton's CompiledKernel, down to the machine code of GPUs of that compute capability; no GPU is touched."""
+        constants, options = self.constants, self.options
+        if capability < HOPPER:  # where kernels are launched one after the other
+            constants = {**constants, "PDL": False} if "PDL" in constants else constants
+            options = {name: value for name, value in options.items() if name != "launch_pdl"}
         signature = {name: self.types.get(name, "constexpr") for name in self.kernel.arg_names}
-        missing = [name for name, kind in signature.items() if kind == "constexpr" and name not in self.constants]
+        missing = [name for name, kind in signature.items() if kind == "constexpr" and name not in constants]
         assert not missing, f"{self.name}: neither a type nor a value for {missing}"
         # What Triton finds at a real launch: aligned tensors, and strides of whole heads.
         aligned = [
@@ -37,5 +46,5 @@ class KernelBuild:
             for name, kind in signature.items()
         ]
         attrs = {(index,): [["tt.divisibility", 16]] for index, is_aligned in enumerate(aligned) if is_aligned}
-        source = ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=attrs)
-        return triton.compile(source, target=target, options=self.options)
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attrs)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

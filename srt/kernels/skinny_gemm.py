@@ -93,16 +93,27 @@ class SkinnyTiles:
     def fits(self, n: int, k: int) -> bool:
         return n % self.block_n == 0 and k % (self.splits * self.block_k) == 0 and n // self.block_n <= _MAX_TILES
 
+    def shared_bytes(self, num_rows: int) -> int:
+        """At most: each stage holds a block of x and one of the weights."""
+        return 2 * self.num_stages * (block_rows(num_rows) + self.block_n) * self.block_k
+
     @classmethod
-    def choose(cls, num_rows: int, n: int, k: int) -> SkinnyTiles | None:
-        """For products of 2-byte weights; None where cuBLAS is as fast, or the shape does not fit. Measured on an H200."""
+    def choose(cls, num_rows: int, n: int, k: int, shared_bytes: int) -> SkinnyTiles | None:
+        """For products of 2-byte weights; None where cuBLAS is as fast, or the shape does not fit, or the device's memory is too
+        small. Measured on an H200."""
         if n <= 2048:
             tiles = cls(32, 128, 4, 4) if num_rows <= 16 else cls(32, 256, 4, 3)
         elif n <= 4096 and num_rows <= 16:
             tiles = cls(64, 256, 2, 4)
         else:
             return None
-        return tiles if num_rows <= MAX_ROWS and tiles.fits(n, k) else None
+        is_possible = num_rows <= MAX_ROWS and tiles.fits(n, k) and tiles.shared_bytes(num_rows) <= shared_bytes
+        return tiles if is_possible else None
+
+
+def block_rows(num_rows: int) -> int:
+    """Of a program's block."""
+    return max(16, int(triton.next_power_of_2(num_rows)))
 
 
 def take_counters(device: torch.device) -> torch.Tensor:
@@ -125,7 +136,7 @@ def skinny_gemm(
     for tensor in (x, weight, residual):
         assert tensor.is_contiguous(), tensor.stride()
     assert 0 < num_rows <= MAX_ROWS and weight.shape[1] == k and tiles.fits(n, k), (x.shape, weight.shape, tiles)
-    block_m = max(16, triton.next_power_of_2(num_rows))
+    block_m = block_rows(num_rows)
     num_tiles = n // tiles.block_n
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     partial = torch.empty(num_tiles * tiles.splits * block_m * tiles.block_n, dtype=torch.float32, device=x.device)

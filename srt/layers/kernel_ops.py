@@ -11,6 +11,7 @@ from srt.kernels.gemv import GemvTiles, gemv, max_rows
 from srt.kernels.pdl import MOST_ROWS, has_pdl
 from srt.kernels.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.rotary import angles, prepare_qkv
+from srt.kernels.shared_memory import shared_bytes
 from srt.kernels.silu_and_mul import silu_and_mul
 from srt.kernels.skinny_gemm import SkinnyTiles, skinny_gemm, take_counters
 from srt.layers.attention.radix_attention import RadixAttention
@@ -25,6 +26,7 @@ class KernelOps(LayerOps):
 
     def __init__(self, device: torch.device) -> None:
         self._has_pdl = has_pdl(device)
+        self._shared_bytes = shared_bytes(device)
         self._counters = take_counters(device)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -62,9 +64,11 @@ class KernelOps(LayerOps):
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine) -> Stream:
         if _is_few(x, affine.weight):
             return Stream(self._gemv(x, affine, residual=hidden))
-        tiles = SkinnyTiles.choose(len(x), *affine.weight.shape) if x.element_size() == 2 else None
-        if tiles is not None and len(x):
-            return Stream(skinny_gemm(hidden, x, affine.weight, affine.bias, tiles, self._counters, self._pdl(x)))
+        if x.element_size() == 2 and len(x):
+            n, k = affine.weight.shape
+            tiles = SkinnyTiles.choose(len(x), n, k, self._shared_bytes)
+            if tiles is not None:
+                return Stream(skinny_gemm(hidden, x, affine.weight, affine.bias, tiles, self._counters, self._pdl(x)))
         return super().linear_onto(hidden, x, affine)
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:

@@ -20,6 +20,7 @@ from srt.kernels.extend_attention import ExtendTiles, extend_attention
 from srt.kernels.fused_decode import can_fuse_decode, fused_decode
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.pdl import MOST_ROWS, has_pdl
+from srt.kernels.shared_memory import shared_bytes
 from srt.kernels.triton_support import require_triton
 from srt.kernels.write_kv import write_kv
 from srt.layers.attention.base import AttentionBackend
@@ -50,6 +51,7 @@ class TritonAttentionBackend(AttentionBackend):
         else:
             self._num_processors = INTERPRETER_PROCESSORS
         self._pdl = has_pdl(device)
+        self._shared_bytes = shared_bytes(device)
         self._max_extend_len = 0
         self._num_splits = 1
         self._scratch: DecodeScratch | None = None
@@ -82,7 +84,7 @@ class TritonAttentionBackend(AttentionBackend):
             self._max_extend_len,
             layer.scale,
             out,
-            ExtendTiles.choose(q.dtype, layer.head_dim, pairs),
+            ExtendTiles.choose(q.dtype, layer.head_dim, pairs, self._shared_bytes),
             layer.window,
         )
 
