@@ -84,7 +84,11 @@ class Service:
         """Why the engine cannot serve now, by what is known without asking it; None if nothing speaks against it."""
         if self.has_lost_engine:
             return "The engine has ended."
-        return None if self._vitals is None else self._vitals.trouble(vitals, f"frontend {self.index}")
+        if self._vitals is None:
+            return None
+        workers = [f"worker {rank}" for rank in range(self.args.tp_size)]
+        expected = [] if self.status == STARTING else ["supervisor", "scheduler 0", *workers]
+        return self._vitals.trouble(vitals, f"frontend {self.index}", expected)
 
     def frontend_numbers(self) -> dict[str, float]:
         """What all frontends have counted together."""

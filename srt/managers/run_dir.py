@@ -26,7 +26,7 @@ class RunDir:
     """Made on entry with mode 0700, gone after `remove`. Holds the lock as long as this object's process lives."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        self._lock_fd = -1
+        self._lock_fd = self._folder_fd = -1
         try:
             parent = parent or Path(tempfile.gettempdir())
             sweep(parent)
@@ -47,12 +47,14 @@ class RunDir:
         try:
             self._lock_fd = os.open(fresh / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+            # systemd-tmpfiles, which deletes what has grown old, leaves alone a folder that is locked itself.
+            self._folder_fd = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._folder_fd, fcntl.LOCK_EX)
             self.path = fresh.with_name(PREFIX + fresh.name.removeprefix(_UNLOCKED))
             fresh.rename(self.path)
         except OSError:
             shutil.rmtree(fresh, ignore_errors=True)
-            if self._lock_fd >= 0:
-                os.close(self._lock_fd)
+            self._unlock()
             raise
 
     def remove(self) -> None:
@@ -60,8 +62,13 @@ class RunDir:
         if self._lock_fd < 0:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock_fd)
-        self._lock_fd = -1
+        self._unlock()
+
+    def _unlock(self) -> None:
+        for fd in (self._lock_fd, self._folder_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock_fd = self._folder_fd = -1
 
 
 def sweep(parent: Path) -> list[Path]:

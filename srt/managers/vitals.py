@@ -6,6 +6,7 @@ A process that is stopped or hangs cannot answer a question; but that its sign g
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,13 @@ class VitalsReader:
             if values["beat_s"] > 0
         ]
 
-    def trouble(self, vitals: list[Vital], frontend: str) -> str | None:
-        """Why requests of this frontend cannot be served now; None if nothing speaks against it. Other frontends do not matter."""
+    def trouble(self, vitals: list[Vital], frontend: str, expected: Sequence[str] = ()) -> str | None:
+        """Why requests of this frontend cannot be served now; None if nothing speaks against it. Other frontends do not matter.
+        Of those that are `expected` there must be a sign at all."""
+        seen = {vital.process for vital in vitals}
+        for process in expected:
+            if process not in seen:
+                return f"{process.capitalize()} has left no sign of life."
         for vital in vitals:
             role = vital.process.partition(" ")[0]
             if role != "frontend" or vital.process == frontend:

@@ -70,7 +70,8 @@ class SharedNumbers:
 
 
 class NumberFiles:
-    """All files of a folder whose names begin alike, as they are now: a file that was replaced is opened anew."""
+    """All files of a folder whose names begin alike. One that was replaced is opened anew; one that was deleted, by who tidies up the
+    folder of temporary files, is read on: its process goes on writing it."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self._folder = folder
@@ -79,18 +80,15 @@ class NumberFiles:
 
     def read(self) -> dict[str, dict[str, float]]:
         """By what follows the prefix in the file's name, in order."""
-        found: dict[str, tuple[int, SharedNumbers]] = {}
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
+            for entry in entries:
                 if entry.name.startswith(self._prefix) and not entry.name.endswith(".part"):
                     name, inode = entry.name.removeprefix(self._prefix), entry.inode()
                     known = self._open.get(name)
-                    if known is not None and known[0] == inode:
-                        found[name] = known
-                    elif (numbers := SharedNumbers.open(Path(entry.path))) is not None:
-                        found[name] = (inode, numbers)
-        self._open = found
-        return {name: numbers.values() for name, (_, numbers) in found.items()}
+                    is_new = known is None or known[0] != inode
+                    if is_new and (numbers := SharedNumbers.open(Path(entry.path))) is not None:
+                        self._open[name] = (inode, numbers)
+        return {name: numbers.values() for name, (_, numbers) in sorted(self._open.items())}
 
 
 def _head(names: tuple[str, ...]) -> bytes:

@@ -33,6 +33,16 @@ def test_it_is_private_and_gone_after_remove(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_who_tidies_up_temporary_files_sees_that_it_is_in_use(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    folder_fd = os.open(run_dir.path, os.O_RDONLY | os.O_DIRECTORY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    run_dir.remove()
+    fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder_fd)
+
+
 def test_the_next_start_sweeps_what_a_killed_server_left(tmp_path: Path) -> None:
     left = leave_behind(tmp_path, "srt-dead")
     run_dir = RunDir(tmp_path)

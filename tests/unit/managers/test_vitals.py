@@ -41,6 +41,20 @@ def test_who_gives_signs_but_makes_no_progress_is_not_healthy(tmp_path: Path) ->
     assert trouble(tmp_path, 300.5) == "Scheduler 0 waits for a step that takes too long."
 
 
+def test_who_should_give_signs_and_has_left_none_is_in_trouble(tmp_path: Path) -> None:
+    VitalsWriter(tmp_path, "scheduler 0").beat(100.0)
+    VitalsWriter(tmp_path, "worker 0")
+    reader, expected = VitalsReader(tmp_path, WORKER_STUCK_S), ["scheduler 0", "worker 0"]
+    sentence = reader.trouble(reader.read(100.5), "frontend 0", expected)
+    assert sentence == "Worker 0 has left no sign of life."
+    VitalsWriter(tmp_path, "worker 0").beat(100.0)
+    assert reader.trouble(reader.read(100.5), "frontend 0", expected) is None
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert reader.trouble(reader.read(100.5), "frontend 0", expected) is None
+    assert reader.trouble(reader.read(110.5), "frontend 0", expected) is not None
+
+
 def test_other_frontends_do_not_matter(tmp_path: Path) -> None:
     VitalsWriter(tmp_path, "frontend 0").beat(100.0)
     VitalsWriter(tmp_path, "frontend 1").beat(1.0)

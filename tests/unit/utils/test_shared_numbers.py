@@ -49,8 +49,17 @@ def test_a_file_that_takes_the_place_of_another_is_found(tmp_path: Path) -> None
     SharedNumbers.create(tmp_path / "kind-a", ["z"]).set("z", 2.0)
     first.set("x", 3.0)
     assert files.read() == {"a": {"z": 2.0}}
+
+
+def test_a_file_that_was_deleted_is_read_on_as_its_process_writes_on(tmp_path: Path) -> None:
+    files = NumberFiles(tmp_path, "kind-")
+    numbers = SharedNumbers.create(tmp_path / "kind-a", ["x"])
+    files.read()
     (tmp_path / "kind-a").unlink()
-    assert files.read() == {}
+    numbers.set("x", 1.0)
+    assert files.read() == {"a": {"x": 1.0}}
+    tmp_path.rename(tmp_path.with_name("gone"))
+    assert files.read() == {"a": {"x": 1.0}}
 
 
 def test_what_is_no_such_file_is_said(tmp_path: Path) -> None:
