@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from srt.managers.engine_process import EngineProcess
@@ -26,6 +26,15 @@ HTTP_ONLY = (
     *("enable_metrics", "cors_allow_origins", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"),
 )
 
+ELSEWHERE = MappingProxyType(
+    {
+        "add_request": "async_generate with stream=True does the same",
+        "endpoint": "this engine has no language for programs of its own; url and generate_url are there",
+        "collective_rpc": "this engine runs nothing but its own steps in its workers",
+        "save_sharded_model": "this engine writes no checkpoints",
+    }
+)
+
 
 class Runtime:
     """A running engine. The keywords are the server's options (`tp_size=2` is `--tp-size 2`); `port=` serves HTTP as well.
@@ -36,8 +45,11 @@ class Runtime:
     `log_requests` and `decode_log_interval` ask for.
     """
 
-    def __init__(self, **server_args: Any) -> None:
-        """Start the engine and wait until it takes requests. StartError or ArgumentError say in a sentence why it cannot."""
+    def __init__(self, *, launch_timeout: float | None = None, **server_args: Any) -> None:
+        """Start the engine and wait until it takes requests. StartError or ArgumentError say in a sentence why it cannot, or that it
+        does not within `launch_timeout` seconds; then nothing of it is left."""
+        if launch_timeout is not None and not (type(launch_timeout) in (int, float) and launch_timeout > 0):
+            raise ArgumentError(f"launch_timeout must be a positive number of seconds, not {launch_timeout!r}.")
         http = "port" in server_args
         for name in HTTP_ONLY:
             if name in server_args and not http:
@@ -50,7 +62,7 @@ class Runtime:
         # Also at the interpreter's end, and when the last reference is dropped. It must not refer to self.
         self._finalizer = weakref.finalize(self, self._engine.shutdown)
         try:
-            self._engine.start()
+            self._engine.start(launch_timeout)
         except BaseException:
             self.shutdown()
             raise
@@ -129,6 +141,22 @@ class Runtime:
         """The same as GET /server_info: options, limits, counters."""
         return self._engine.run(self._engine.server_info())
 
+    def get_model_info(self) -> dict[str, Any]:
+        """The same as GET /model_info."""
+        return self._engine.run(self._engine.model_info())
+
+    def start_profile(self, output_dir: str | None = None, num_steps: int | None = None) -> str:
+        """Record what the engine's processes do, until `stop_profile` or for so many steps. Returns the file that it will be."""
+        return self._engine.run(self._engine.start_profile(output_dir, num_steps))
+
+    def stop_profile(self) -> dict[str, Any]:
+        """End the recording and wait until its file is written: `path`, `num_events` and what is missing."""
+        return self._engine.run(self._engine.stop_profile())
+
+    def freeze_gc(self) -> None:
+        """Have the engine's processes leave what they hold out of later garbage collections."""
+        self._engine.run(self._engine.freeze_gc())
+
     def get_tokenizer(self) -> Any:
         """The model's tokenizer as transformers has it. The first call loads transformers, which takes seconds."""
         folder = self.server_args.tokenizer_path or self._engine.started.model_folder
@@ -143,11 +171,12 @@ class Runtime:
         """What engines with the same interface have, and this one has not, is refused with the reason."""
         from srt.entrypoints.native import UNSUPPORTED
 
-        paths = (path for path in UNSUPPORTED if path.rpartition("/")[2] == name)
-        for path in paths:
-            raise AttributeError(f"Runtime.{name} is not supported: this engine {UNSUPPORTED[path]}.")
-        if name == "add_request":
-            raise AttributeError("Runtime.add_request is not supported: async_generate with stream=True does the same.")
+        plain = name.removeprefix("async_").removesuffix("_async")
+        reason = ELSEWHERE.get(name) or next(
+            (f"this engine {why}" for path, why in UNSUPPORTED.items() if path.rpartition("/")[2] == plain), None
+        )
+        if reason is not None:
+            raise AttributeError(f"Runtime.{name} is not supported: {reason}.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __enter__(self) -> Runtime:

@@ -6,12 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from srt.entrypoints.native import server_facts
+from srt.entrypoints.native import model_facts, server_facts
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import Pacer, run_all
 from srt.managers import request_watch
@@ -45,13 +46,21 @@ class LocalEngine:
         self._death: str | None = None  # why the engine is gone
         self._dead = asyncio.Event()
 
-    def start(self) -> None:
-        """Wait until the engine takes requests; StartError with the reason if it never will."""
-        self.started = self.process.wait_started()
+    def start(self, timeout_s: float | None = None) -> None:
+        """Wait until the engine takes requests; StartError with the reason if it never will, or does not within `timeout_s`."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        too_late = StartError(f"The engine did not start within launch_timeout ({timeout_s} s).")
+        started = self.process.wait_started(timeout_s)
+        if started is None:
+            raise too_late
+        self.started = started
         self._service = Service(self._args, self.started.frontend, Path(self.started.run_dir))
         show_lines_of(request_watch.__name__, f"frontend {self.started.frontend}", self._args.log_format)
         self._thread.start()
-        self.run(self._connect())
+        try:
+            self.run(asyncio.wait_for(self._connect(), None if deadline_s is None else deadline_s - time.monotonic()))
+        except TimeoutError:
+            raise too_late from None
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Wait for `work` in this thread. Whatever ends the waiting early (a KeyboardInterrupt) cancels it."""
@@ -147,6 +156,18 @@ class LocalEngine:
     async def server_info(self) -> dict[str, Any]:
         return await server_facts(self._service)
 
+    async def model_info(self) -> dict[str, Any]:
+        return model_facts(self._service)
+
+    async def start_profile(self, output_dir: str | None, num_steps: int | None) -> str:
+        return str(self._service.profiler.start(output_dir, num_steps))
+
+    async def stop_profile(self) -> dict[str, Any]:
+        return await self._service.profiler.stop()
+
+    async def freeze_gc(self) -> None:
+        self._service.control.freeze_gc()
+
     # ---- The link's beginning and end, on the loop
 
     async def _connect(self) -> None:
@@ -162,7 +183,11 @@ class LocalEngine:
                 args=self._args,
             )
         )
-        await asyncio.wait((ready, connecting), return_when=asyncio.FIRST_EXCEPTION)
+        try:
+            await asyncio.wait((ready, connecting), return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:  # it takes too long
+            connecting.cancel()
+            raise
         # Both are done, or one has failed: then its error is raised here.
         startup_s = ready.result() if ready.done() else 0.0
         self._manager = await connecting

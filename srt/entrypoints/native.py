@@ -87,28 +87,31 @@ async def generate(exchange: Exchange, service: Service) -> None:
 
 
 async def model_info(exchange: Exchange, service: Service) -> None:
+    await exchange.send_json(model_facts(service))
+
+
+def model_facts(service: Service) -> dict[str, Any]:
+    """All of /model_info."""
     model, args = service.engine().model, service.args
-    await exchange.send_json(
-        {
-            "model_path": args.model_path,
-            "served_model_name": args.model_names()[0],
-            "tokenizer_path": args.tokenizer_path or args.model_path,
-            "is_generation": True,
-            "preferred_sampling_params": model.sampling_defaults or None,
-            "weight_version": WEIGHT_VERSION,
-            "load_format": args.load_format,
-            "reasoning_parser": None,
-            "tool_call_parser": None,
-            "disaggregation_mode": "null",
-            "has_image_understanding": False,
-            "has_audio_understanding": False,
-            "model_type": model.model_type,
-            "architectures": list(model.architectures),
-            "context_length": model.context_length,
-            "vocab_size": model.vocab_size,
-            "has_chat_template": model.has_chat_template,
-        }
-    )
+    return {
+        "model_path": args.model_path,
+        "served_model_name": args.model_names()[0],
+        "tokenizer_path": args.tokenizer_path or args.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": model.sampling_defaults or None,
+        "weight_version": WEIGHT_VERSION,
+        "load_format": args.load_format,
+        "reasoning_parser": None,
+        "tool_call_parser": None,
+        "disaggregation_mode": "null",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": model.model_type,
+        "architectures": list(model.architectures),
+        "context_length": model.context_length,
+        "vocab_size": model.vocab_size,
+        "has_chat_template": model.has_chat_template,
+    }
 
 
 async def server_info(exchange: Exchange, service: Service) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import weakref
@@ -60,8 +61,12 @@ class EngineProcess:
     def fileno(self) -> int:
         return self._lifeline.fileno()
 
-    def wait_started(self) -> EngineStarted:
-        """Where the engine is to be found; StartError with its sentence if it cannot start."""
+    def wait_started(self, timeout_s: float | None = None) -> EngineStarted | None:
+        """Where the engine is to be found; None if that is not known in time. StartError with its sentence if it cannot start."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLIN)
+        if not poll.poll(None if timeout_s is None else timeout_s * 1e3):
+            return None
         try:
             message = self._lifeline.receive_blocking()
         except (PeerGone, LinkBroken) as error:

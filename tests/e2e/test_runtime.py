@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from srt.server_args import ArgumentError, from_keywords
 from srt.utils.errors import StartError
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.server_process import END_S, ROOT, all_gone
+from tests.support.trace_checks import check_trace
 
 pytestmark = pytest.mark.e2e
 
@@ -193,7 +195,15 @@ def test_a_prefix_can_be_cached_ahead(runtime: srt.Runtime) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("encode", "generates text only"), ("load_lora_adapter", "no LoRA"), ("add_request", "async_generate")],
+    [
+        ("encode", "generates text only"),
+        ("async_encode", "generates text only"),
+        ("load_lora_adapter", "no LoRA"),
+        ("load_lora_adapter_async", "no LoRA"),
+        ("add_request", "async_generate"),
+        ("collective_rpc", "nothing but its own steps"),
+        ("endpoint", "no language"),
+    ],
 )
 def test_what_it_cannot_do_is_refused_by_name(runtime: srt.Runtime, name: str, reason: str) -> None:
     with pytest.raises(AttributeError, match=f"Runtime.{name} is not supported: .*{reason}"):
@@ -209,6 +219,21 @@ def test_server_info_and_the_tokenizer(runtime: srt.Runtime) -> None:
     assert info["device"] == "cpu"
     assert info["startup"]["children"]["worker 0"]["ready_s"] <= info["startup_time"]
     assert runtime.get_tokenizer().decode(runtime.get_tokenizer().encode("a b")) == "a b"
+
+
+def test_the_model_is_described_and_a_trace_recorded(runtime: srt.Runtime, tmp_path: Path) -> None:
+    model = runtime.get_model_info()
+    assert (model["model_type"], model["is_generation"], model["context_length"]) == ("qwen3", True, 200_000)
+    runtime.freeze_gc()
+    path = runtime.start_profile(output_dir=str(tmp_path))
+    runtime.generate(PROMPT, GREEDY)
+    told = runtime.stop_profile()
+    assert (told["path"], told["missing_processes"]) == (path, [])
+    trace = json.loads(Path(path).read_text())
+    check_trace(trace)
+    assert {"plan", "forward", "result"} <= {event["name"] for event in trace["traceEvents"]}
+    with pytest.raises(RequestError, match="must be an absolute path"):
+        runtime.start_profile(output_dir="here")
 
 
 def test_this_process_has_no_torch_and_no_port(qwen3_checkpoint: Path) -> None:
@@ -333,6 +358,7 @@ def test_nothing_survives_a_program_that_is_killed(qwen3_checkpoint: Path, kind:
         ({"tp_size": "2"}, ArgumentError, "tp_size must be int, not str"),
         ({"colour": 1}, ArgumentError, "Unknown option colour"),
         ({"host": "0.0.0.0"}, ArgumentError, "host needs port"),
+        ({"launch_timeout": 0}, ArgumentError, "launch_timeout must be a positive number of seconds, not 0"),
         ({"max_total_tokens": 1}, StartError, "max-total-tokens"),
     ],
     ids=str,
@@ -347,6 +373,14 @@ def test_a_start_that_fails_raises_the_sentence(
     with pytest.raises(error, match=said):
         srt.Runtime(**{"model_path": str(qwen3_checkpoint), "device": "cpu", **options})
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("timeout_s", [0.001, 0.4], ids=["before anything is known", "while processes start"])
+def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing(qwen3_checkpoint: Path, timeout_s: float) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(StartError, match=rf"did not start within launch_timeout \({timeout_s} s\)"):
+        srt.Runtime(launch_timeout=timeout_s, model_path=str(qwen3_checkpoint), device="cpu")
+    assert all_gone(list(set(psutil.Process().children(recursive=True)) - before))
 
 
 def test_a_start_that_is_interrupted_leaves_nothing(qwen3_checkpoint: Path) -> None:
