@@ -29,6 +29,7 @@ class _Item:
     planned: Planned | None = None
     inspection: Inspection | None = None  # neither: a capture
     num_answers: int = 0
+    num_graphs_left: int | None = None  # as the first rank that answered says
     ids_hash: tuple[int, int] | None = None  # the rank that answered first, and its hash
 
 
@@ -104,12 +105,13 @@ class WorkerStream:
         return item.inspection if item.num_answers == self._num_ranks else None
 
     def _take_capture(self, rank: int, item: _Item, done: WorkDone) -> None:
-        if done.values.get("num_left") != self._num_graphs - 1:
-            raise BrokenReplica(
-                f"Worker {rank} has {done.values.get('num_left')} graphs left to capture, not {self._num_graphs - 1}."
-            )
+        left = done.values.get("num_left")
+        if item.num_graphs_left is None:  # none is left where a capture failed
+            item.num_graphs_left = 0 if left == 0 else self._num_graphs - 1
+        if left != item.num_graphs_left:
+            raise BrokenReplica(f"Worker {rank} has {left} graphs left to capture, not {item.num_graphs_left}.")
         if item.num_answers == self._num_ranks:
-            self._num_graphs -= 1
+            self._num_graphs = item.num_graphs_left
             self._is_capturing = False
 
     def _answer(self, rank: int, step: int, ids_hash: int | None) -> _Item:

@@ -73,6 +73,12 @@ class CudaGraphRunner:
         self._replays[size] = [self._capture(work) for work in self._works(size)]
         self._captured = sorted(self._replays)
 
+    def give_up(self, size: int) -> None:
+        """Capture nothing more, and forget this size if it was captured."""
+        self._replays.pop(size, None)
+        self._captured = sorted(self._replays)
+        self.sizes = tuple(self._captured)
+
     def replay(self, size: int, index: int) -> None:
         self._replays[size][index]()
 

@@ -151,10 +151,15 @@ class DecodeRunner:
                 self._parts.attn_backend.init_forward_metadata(batch)
                 self._run_forward(size)
 
+    @property
+    def next_size(self) -> int:
+        assert self.graphs is not None
+        return self.graphs.next_size
+
     def capture_next(self) -> int:
         """Capture graphs of one more size, and return it. The tables stay as they are: only padding runs."""
         assert self.graphs is not None
-        size = self.graphs.next_size
+        size = self.next_size
         self.buffers.tell_padding()
         batch = self._batch(size)
         self._pad_host_rows(batch, NO_ROWS, NO_ROWS)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from srt.distributed.errors import CollectiveError
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.backend_choice import choose_backends, make_backend
@@ -433,13 +434,39 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graph(self) -> int:
-        """Capture steps of one more size, those of decodes first; returns how many rows or tokens. All that was launched is done."""
-        graphs = self._decode_runner.graphs
-        with self.memory.region("cuda_graph"):
-            if graphs is not None and graphs.num_left:
-                return self._decode_runner.capture_next()
-            assert self._pieces is not None
-            return self._pieces.capture_next()
+        """Capture steps of one more size, those of decodes first; returns how many rows or tokens. All that was launched is done.
+
+        What fails on a rank is a warning, and ends the captures of all: steps without a graph are launched kernel by kernel.
+        """
+        graphs, pieces = self._decode_runner.graphs, self._pieces
+        runner = self._decode_runner if graphs is not None and graphs.num_left else pieces
+        assert runner is not None
+        size = runner.next_size
+        if not self._tp.min_int(int(self._tries(runner.capture_next, size))):
+            if graphs is not None:
+                graphs.give_up(size if runner is self._decode_runner else 0)
+            if pieces is not None:
+                pieces.give_up(size if runner is pieces else 0)
+        return size
+
+    def _tries(self, capture: Callable[[], int], size: int) -> bool:
+        """Whether it could be captured. A GPU that cannot go on afterwards raises."""
+        try:
+            with self.memory.region("cuda_graph"):
+                capture()
+            return True
+        except CollectiveError:
+            raise
+        except Exception as error:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            logger.warning(
+                "A graph of steps of %d rows or tokens could not be captured, so no more are: %s: %s",
+                size,
+                type(error).__name__,
+                error,
+            )
+            return False
 
     def inspect(self) -> dict[str, Scalar]:
         """What the tables hold, as WorkDone describes it."""

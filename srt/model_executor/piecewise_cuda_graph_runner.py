@@ -119,9 +119,19 @@ class PiecewiseCudaGraphRunner:
         place = bisect_left(self._sizes, num_tokens)
         return place < len(self._sizes) and self._sizes[place] in self._pieces
 
+    @property
+    def next_size(self) -> int:
+        """The largest that is left."""
+        return self._sizes[self.num_left - 1]
+
+    def give_up(self, size: int) -> None:
+        """Capture nothing more, and forget this size if it was captured."""
+        self._pieces.pop(size, None)
+        self._sizes = tuple(sorted(self._pieces))
+
     def capture_next(self) -> int:
-        """Capture the largest size that is left; returns it. Tables stay as they are: only padding runs."""
-        size = self._sizes[self.num_left - 1]
+        """Capture one more size; returns it. Tables stay as they are: only padding runs."""
+        size = self.next_size
         self._fill(size, None)
         breaks: list[_Breaks] = []
 

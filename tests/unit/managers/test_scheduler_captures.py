@@ -78,6 +78,19 @@ def test_a_rank_that_has_other_graphs_than_the_others_ends_the_replica() -> None
     assert host.fatal == "Worker 1 has 0 graphs left to capture, not 1."
 
 
+def test_no_more_is_captured_once_a_capture_has_failed_on_all_ranks() -> None:
+    host = Host(tp_size=2, hello=worker_hello(num_graphs=7))
+    host.now = 1.0
+    host.tick()
+    capture(host, 0)
+    assert host.value("num_graphs_left") == 0
+    host.now = 100.0
+    host.say(request(1, PROMPT))
+    host.run()
+    assert kinds(host) == []
+    assert host.fatal is None
+
+
 def test_workers_without_graphs_are_never_asked_to_capture() -> None:
     host = Host()
     host.now = 100.0

@@ -6,6 +6,7 @@ A capture that only remembers the work stands in for CUDA's: what is replayed is
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from srt.layers.attention import backend_choice
 from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
-from srt.model_executor.cuda_graph_runner import CudaGraphRunner, graph_sizes
+from srt.model_executor.cuda_graph_runner import CudaGraphRunner, Work, graph_sizes
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.input_buffers import GraphInputBuffers, Ints
 from srt.model_executor.model_runner import DecodeOutput, ModelRunner
@@ -290,6 +291,39 @@ def test_prompts_logits_are_padded_to_sizes_that_decodes_have(checkpoint: Checkp
             logits = decodes.logits_of(hidden, torch.tensor(rows))
             assert logits.shape == (len(rows), runner.config.vocab_size)
             torch.testing.assert_close(logits, head.logits(hidden[rows]), atol=1e-5, rtol=1e-5)
+
+
+class Failing(Recorder):
+    """Has room for so many captures."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = room
+
+    def pieces(self, work: Callable[[Work], None]) -> list[Work]:
+        if self.num_captures == self._room:
+            raise RuntimeError("out of shared memory")
+        return super().pieces(work)
+
+
+@pytest.mark.parametrize(("room", "kept"), [(0, ()), (6, (16,)), (4 * len(SIZES), SIZES)])
+def test_a_capture_that_fails_ends_capturing_and_nothing_else(
+    checkpoint: CheckpointFactory, caplog: pytest.LogCaptureFixture, room: int, kept: tuple[int, ...]
+) -> None:
+    """The first; the third graph of a second size; and the first of prompts, behind those of all decodes."""
+    expected, found = plain_jobs(6), plain_jobs(6)
+    PlanDriver(make_runner(checkpoint("qwen3"), 4), 4).run(expected)
+    runner = with_graphs(checkpoint, 4, recorder := Failing(room), piecewise_cuda_graph_max_tokens=64)
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    assert recorder.num_captures == room
+    assert [record.message for record in caplog.records if "out of shared memory" in record.message] != []
+    graphs = runner._decode_runner.graphs
+    assert graphs is not None
+    assert graphs.sizes == kept
+    PlanDriver(runner, 4).run(found)
+    assert [job.outputs for job in found] == [job.outputs for job in expected]
+    assert (recorder.num_replays > 0) == bool(kept)
 
 
 def make_graphs(sizes: tuple[int, ...], pads: bool = True) -> CudaGraphRunner:
