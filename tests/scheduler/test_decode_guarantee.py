@@ -209,3 +209,17 @@ def test_prompts_use_the_time_that_they_may_take() -> None:
     mixed = [step for step in replica.run(200) if step.num_prompt_tokens]
     used = sum(step.prompts_us for step in mixed[8:])
     assert used >= 0.85 * sum(step.decodes_us + STALL_US for step in mixed[8:])
+
+
+def test_a_batch_that_nobody_watches_is_computed_in_as_few_steps_as_its_prompts_fill() -> None:
+    """Small chunks beside decodes would keep the last ones waiting, for nobody's sake."""
+    watched, unwatched = Replica(Gpu(), num_slots=128, chunk=8192), Replica(Gpu(), num_slots=128, chunk=8192)
+    lengths = np.random.default_rng(0).integers(100, 1025, 128).tolist()
+    for replica in (watched, unwatched):
+        for rid, length in enumerate(lengths):
+            replica.ask(rid, length, 100, stream=replica is watched)
+    num_steps = {}
+    for replica in (watched, unwatched):
+        num_steps[replica is watched] = sum(1 for step in replica.run(10_000) if step.num_prompt_tokens)
+    assert num_steps[False] == -(-sum(lengths) // 8192)
+    assert num_steps[True] > 2 * num_steps[False]
