@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import srt
+from srt.managers import scheduler_state
 from srt.managers.preflight import check_model, check_surroundings, listen, runs_on_cpu
 from srt.managers.run_dir import PREFIX, RunDir, is_in_use
 from srt.managers.vitals import VitalsReader
@@ -29,6 +30,7 @@ from srt.server_args import ArgumentError, ServerArgs, make_parser, parse_args
 from srt.utils.cache_folders import VARIABLE as CACHE_VARIABLE
 from srt.utils.cache_folders import cache_environment
 from srt.utils.checkpoint import DEFAULT_MODEL
+from srt.utils.compiled import is_compiled
 from srt.utils.errors import StartError
 from srt.utils.host import available_memory_bytes, usable_cores
 from srt.utils.log_files import last_lines, log_folder
@@ -135,6 +137,7 @@ def _options(words: list[str]) -> tuple[ServerArgs, str | None]:
 
 def _versions(torch: dict[str, Any] | str) -> Iterator[Line]:
     yield "srt", f"{srt.__version__} in {Path(srt.__file__).parent}"
+    yield "scheduler", "compiled" if is_compiled(scheduler_state) else "plain Python: `make compile` makes it quicker"
     yield "Python", f"{platform.python_version()} at {sys.executable}"
     for name in [*_required(), *USEFUL]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -35,6 +35,7 @@ def test_a_healthy_machine_passes_every_check(capsys: pytest.CaptureFixture[str]
     for title in ("srt", "This machine", "Environment", "Options", "Folders", "Running servers", "Checks", "Last log"):
         assert re.search(rf"^{title}", page, re.MULTILINE), title
     assert re.search(r"^  transformers +\d", page, re.MULTILINE)
+    assert re.search(r"^  scheduler +(compiled|plain Python)", page, re.MULTILINE)
     assert re.search(r"^  --device +cpu  \(not the default\)$", page, re.MULTILINE)
     assert re.search(r"^  --page-size +16$", page, re.MULTILINE)
 
