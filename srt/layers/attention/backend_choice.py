@@ -18,6 +18,7 @@ from srt.layers.attention.torch_native import TorchNativeBackend
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 
+FIRST_WITH_FP8 = (8, 9)  # compute capability
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 KERNELS = {"flashinfer": "fa2", "fa3": "fa3"}  # which of flashinfer's a backend's prefill uses
 
@@ -37,6 +38,8 @@ class BackendChoice:
 
 def choose_backends(args: ServerArgs, spec: AttentionSpec, device: torch.device) -> BackendChoice:
     """StartError for what was asked for and cannot be."""
+    if device.type == "cuda" and spec.kv_dtype == torch.float8_e4m3fn:
+        _check_fp8(torch.cuda.get_device_capability(device))
     prefill = args.prefill_attention_backend or args.attention_backend
     decode = args.decode_attention_backend or ("triton" if args.attention_backend == "fa3" else args.attention_backend)
     reason = ""
@@ -49,6 +52,15 @@ def choose_backends(args: ServerArgs, spec: AttentionSpec, device: torch.device)
         if obstacle is not None:
             raise StartError(f"The attention backend {name} cannot serve here: {obstacle}; choose another one.")
     return BackendChoice(prefill, decode, reason)
+
+
+def _check_fp8(capability: tuple[int, int]) -> None:
+    """For every backend: it is the kernels of the layers that store keys and values."""
+    if capability < FIRST_WITH_FP8:
+        raise StartError(
+            f"--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9, and this one has"
+            f" {capability[0]}.{capability[1]}: leave it at auto."
+        )
 
 
 def make_backend(choice: BackendChoice, spec: AttentionSpec, device: torch.device) -> AttentionBackend:

@@ -111,6 +111,16 @@ def test_what_cannot_serve_is_refused_by_name(
     assert str(caught.value).startswith(f"The attention backend {next(iter(options.values()))} cannot serve here: ")
 
 
+@pytest.mark.parametrize("options", [{}, *({"attention_backend": n} for n in ("triton", "fa3", "torch_native"))])
+def test_a_memory_of_fp8_is_refused_by_name_where_the_gpu_lacks_the_type(options: dict[str, Any], host: Any) -> None:
+    for capability in ((8, 0), (8, 6)):
+        host(capability)
+        with pytest.raises(StartError, match=rf"^--kv-cache-dtype fp8_e4m3 needs .* has 8\.{capability[1]}:"):
+            choose(FP8, **options)
+    host((8, 9))
+    assert choose(FP8) == ("flashinfer", "triton")
+
+
 def test_flashinfer_on_a_cpu_is_refused() -> None:
     with pytest.raises(StartError, match="needs a CUDA device"):
         choose(device=CPU, attention_backend="flashinfer")
