@@ -130,6 +130,13 @@ class KvMemory:
         request.node = None
         request.own_copies = NO_PAGES
 
+    def distrust(self, request: Request) -> None:
+        """It has ended, and what it computed may be wrong: the cache forgets it as far back as no other request made use of it."""
+        ids = request.bytes_with_outputs()
+        node, _ = self.tree.pin_prefix(ids, request.salt, len(ids) // ITEM // self.page_size)
+        self.tree.unpin(node)
+        self._allocator.free(self.tree.drop(node))
+
     def flush(self) -> None:
         """Forget the prefix cache. No request may be running."""
         self._allocator.free(self.tree.clear())

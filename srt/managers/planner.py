@@ -95,6 +95,8 @@ class Planner:
             self._vacate(request, keep_prefix=keep_prefix)
             if not request.urgent:
                 self._forecast.note_end(len(request.outputs), request.sampling.max_new_tokens)
+        if not keep_prefix:
+            self._memory.distrust(request)
 
     def request_in(self, slot: int) -> Request:
         request = self._running[slot]

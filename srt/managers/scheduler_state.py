@@ -313,7 +313,7 @@ class Scheduler:
     ) -> None:
         """The one place where a choice ends: it leaves the planner, and its frontend is told."""
         assert self._replica is not None
-        self._replica.planner.end(request, keep_prefix=reason != "error")
+        self._replica.planner.end(request, keep_prefix=status != 500)
         self._labels.leave(request)
         if not request.urgent:
             self._pace.note_end(self._now)

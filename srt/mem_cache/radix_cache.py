@@ -170,6 +170,18 @@ class RadixCache:
         self.num_evicted += count
         return b"".join(evicted)
 
+    def drop(self, node: RadixNode) -> bytes:
+        """Forget the prefix that ends here, as far back as nobody has pinned it or goes on from it; its pages are the caller's."""
+        dropped = list[bytes]()
+        while node.parent is not None and not node.pins and not node.children:
+            parent = node.parent
+            dropped.append(node.pages)
+            self.num_pages -= node.num_pages
+            self.num_evictable -= node.num_pages
+            self._remove(node)
+            node = parent
+        return b"".join(dropped)
+
     def clear(self) -> bytes:
         """Forget everything; the pages are the caller's. Nothing may be pinned."""
         assert self.num_evictable == self.num_pages, "the prefix cache is cleared while prefixes are pinned"

@@ -69,6 +69,23 @@ def test_a_match_ends_where_the_caller_says() -> None:
     assert tree.find("abcdef", max_pages=0) == []
 
 
+def test_a_dropped_prefix_is_forgotten_as_far_back_as_nobody_holds_it_or_goes_on_from_it() -> None:
+    tree = Tree()
+    first, second = tree.put("abcdefgh"), tree.put("abcdXYZW")
+    node, _ = tree.cache.pin_prefix(ids("abcdefgh"), "", FAR)
+    assert tree.cache.drop(node) == b"", "somebody holds it"
+    tree.cache.unpin(node)
+    assert sorted(numbers(tree.cache.drop(node))) == first[2:]
+    assert tree.cache.drop(tree.cache.root) == b""
+    tree.cache.check([])
+    assert tree.find("abcdefgh") == tree.find("abcd")
+    node, _ = tree.cache.pin_prefix(ids("abcdXYZW"), "", FAR)
+    tree.cache.unpin(node)
+    assert len(tree.cache.drop(node)) == 4 * 4, "with what only the first had beside it"
+    assert (tree.cache.num_pages, tree.cache.num_evictable, len(second)) == (0, 0, 4)
+    tree.cache.check([])
+
+
 def test_texts_that_part_inside_an_edge_share_what_comes_before() -> None:
     tree = Tree()
     first, second = tree.put("abcdef"), tree.put("abcdXY")
