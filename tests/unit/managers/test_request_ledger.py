@@ -110,6 +110,26 @@ def test_tokens_are_handed_on_once_and_the_end_behind_them() -> None:
     assert is_empty(ledger)
 
 
+def test_what_one_effect_says_may_end_others_before_they_are_made() -> None:
+    ledger = ledger_with(new_request(), new_request(2), new_request(3))
+    ends = [done(2, num_output=1), done(3, num_output=1)]
+    effects = ledger.effects_of(batch((1, 0, 0, [10]), (2, 0, 0, [20]), (3, 0, 0, [30]), done=ends))
+    assert next(effects) == NewTokens(1, 0, [10])
+    ledger.end(2)
+    assert next(effects) == NewTokens(3, 0, [30])
+    ledger.end(3)
+    assert list(effects) == []
+    assert (ledger.live_rids(), ledger.num_surplus_tokens) == ([1], 1)
+
+
+def test_news_carry_the_reader_that_the_request_was_added_with() -> None:
+    ledger, reader = RequestLedger(), object()
+    ledger.add(new_request(), reader)
+    for ids, first in (([10], 0), ([11], 1)):
+        (news,) = ledger.handle(batch((1, 0, first, ids)))
+        assert isinstance(news, NewTokens) and news.reader is reader
+
+
 def test_tokens_that_are_known_are_dropped_and_the_rest_of_their_range_is_taken() -> None:
     ledger = ledger_with(new_request())
     ledger.handle(batch((1, 0, 0, [10, 11])))
