@@ -36,7 +36,17 @@ class StepTimes:
         self._largest = 0.0  # number of tokens that were timed in one step; decaying
         self._sums = [0.0] * 5  # decaying: 1, attended, attended², µs, attended * µs; of a token, one entry a step
         self._has_mixed = False
-        self.per_token = self.per_pair = 0.0
+        self._prices: list[
+            tuple[float, float]
+        ] = []  # of a token and of a pair, each as things may be: the dearest counts
+
+    @property
+    def per_token(self) -> float:
+        return self._prices[0][0] if self._prices else 0.0
+
+    @property
+    def per_pair(self) -> float:
+        return self._prices[0][1] if self._prices else 0.0
 
     @property
     def decode_us(self) -> float:
@@ -86,31 +96,38 @@ class StepTimes:
         return self.decode_us + self._stall_us if num_streams else math.inf
 
     def cost_us(self, start: int, count: int) -> float:
-        return count * (self.per_token + self.per_pair * (start + count / 2))
+        return max((count * (token + pair * (start + count / 2)) for token, pair in self._prices), default=0.0)
 
     def tokens_within(self, budget_us: float, start: int) -> int:
         """So many tokens from position `start` on fit into the budget; at least LEAST_CHUNK."""
-        if math.isinf(budget_us) or self.per_token + self.per_pair == 0.0:
-            return 1 << 40
-        a, b = self.per_pair / 2, self.per_token + self.per_pair * start
-        count = 2 * budget_us / (b + math.sqrt(b * b + 4 * a * budget_us))
-        return max(int(count), LEAST_CHUNK)
+        count = 1 << 40
+        if math.isinf(budget_us):
+            return count
+        for token, pair in self._prices:
+            if token + pair > 0.0:
+                a, b = pair / 2, token + pair * start
+                count = min(count, int(2 * budget_us / (b + math.sqrt(b * b + 4 * a * budget_us))))
+        return max(count, LEAST_CHUNK)
 
     def _take_alone(self, us: float, attended: float) -> None:
-        """A token took so long at most, the step's own cost included: one that attends to less does not take more, and one that
-        attends to more takes more in proportion at most."""
-        if self.per_token == 0.0 or us < self.per_token:
-            self.per_token, self.per_pair = us, us / attended
+        """A token took so long at most, since the step's own cost is in it."""
+        if not self._prices or us < self.per_token:
+            self._know_one(us, attended)
+
+    def _know_one(self, us: float, attended: float) -> None:
+        """Tokens that attend to so much take so long. Less may cost as much, and more may cost more in proportion."""
+        self._prices = [(us, 0.0), (0.0, us / attended)]
 
     def _fit(self) -> None:
         """Least squares; a part that came out negative is nothing, and the other is fitted alone."""
         n, x, xx, u, xu = self._sums
         det = n * xx - x * x
-        if det > 1e-6 * n * xx:
-            self.per_token, self.per_pair = (u * xx - xu * x) / det, (xu * n - u * x) / det
-            if self.per_token >= 0.0 and self.per_pair >= 0.0:
-                return
-            if self.per_token < 0.0:
-                self.per_token, self.per_pair = 0.0, xu / xx
-                return
-        self.per_token, self.per_pair = u / n, 0.0
+        if det <= 1e-6 * n * xx:
+            self._know_one(u / n, x / n)
+            return
+        token, pair = (u * xx - xu * x) / det, (xu * n - u * x) / det
+        if token < 0.0:
+            token, pair = 0.0, xu / xx
+        elif pair < 0.0:
+            token, pair = u / n, 0.0
+        self._prices = [(token, pair)]

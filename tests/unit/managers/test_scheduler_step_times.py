@@ -66,6 +66,16 @@ def test_what_steps_of_prompts_alone_cost_beside_the_tokens_makes_no_token_seem_
         assert times.cost_us(start, count) >= count * 50
 
 
+def test_one_timed_step_says_nothing_about_tokens_that_look_back_further() -> None:
+    times = StepTimes(0)
+    times.take(section([], 8), 10_000)
+    times.take(section([(0, 100)], 8), 12_500)
+    assert times.cost_us(0, 10) == 250, "may be due to the tokens"
+    assert times.cost_us(1000, 10) == 25 * 10 * 1005 / 50, "or to what they attend to"
+    times.take(section([(900, 100)], 8), 12_600)
+    assert times.cost_us(1000, 10) == pytest.approx(260, rel=0.01)
+
+
 def test_a_step_that_compiled_kernels_is_soon_forgotten() -> None:
     times = StepTimes(0)
     times.take(section([(0, 2000)], 0), 5_000_000)
