@@ -168,7 +168,7 @@ class ServerArgs:
         None, "most rows of decode steps that are captured as CUDA graphs (default: 256)", group=DEVICE
     )
     cuda_graph_bs: tuple[int, ...] = option(
-        (), "numbers of rows of these graphs (default: 1 2 4 8 16 … up to the most)", group=DEVICE
+        (), "numbers of rows of these graphs, of more than 256 too (default: 1 2 4 8 16 … up to the most)", group=DEVICE
     )
     disable_cuda_graph_padding: bool = option(
         False, "use graphs only for steps of exactly as many rows, never padded", group=DEVICE
@@ -247,6 +247,10 @@ class ServerArgs:
             )
         if any(not 1 <= size <= MOST for size in self.cuda_graph_bs):
             raise ArgumentError(f"--cuda-graph-bs takes numbers of rows from 1 on, not {min(self.cuda_graph_bs)}.")
+        for name in ("max_running_requests", "cuda_graph_max_bs"):
+            most, largest = getattr(self, name), max(self.cuda_graph_bs, default=0)
+            if most is not None and largest > most:
+                raise ArgumentError(f"--cuda-graph-bs {largest} is more than --{name.replace('_', '-')} {most}.")
         if self.chunked_prefill_size not in (None, -1):
             self._at_least("chunked_prefill_size", 1)
         if not 0 <= self.port <= 65535:

@@ -52,12 +52,17 @@ def kv_bytes(args: ServerArgs, free: int, total: int, other_bytes: int) -> int:
     return min(left, int(total * args.mem_fraction_static) - (total - free))
 
 
+def most_graph_rows(args: ServerArgs) -> int:
+    """Rows of the largest graph of decodes."""
+    return max(args.cuda_graph_bs, default=min(args.cuda_graph_max_bs or MOST_GRAPH_ROWS, args.max_running_requests))
+
+
 def graph_bytes(args: ServerArgs, config: ModelConfig) -> int:
     """To be kept free for graphs."""
     if args.disable_cuda_graph:
         return 0
     # Rows with wishes are sampled from a copy of their logits.
-    copied_logits = 4 * config.vocab_size * (args.cuda_graph_max_bs or MOST_GRAPH_ROWS)
+    copied_logits = 4 * config.vocab_size * most_graph_rows(args)
     return GRAPHS_BYTES + GRAPHS_BYTES_PER_CHANNEL * config.num_layers * config.hidden_size + copied_logits
 
 

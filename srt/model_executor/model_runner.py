@@ -23,12 +23,12 @@ from srt.model_executor.device_memory import DeviceMemory
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
 from srt.model_executor.logprob_plan import LogprobPlan, LogprobSegment
 from srt.model_executor.memory_profile import (
-    MOST_GRAPH_ROWS,
     admission_bytes,
     check_pages,
     check_tables,
     check_weights,
     graph_bytes,
+    most_graph_rows,
     out_of_step_memory,
     profile_max_num_token,
     table_bytes,
@@ -243,7 +243,6 @@ class ModelRunner:
 
     def _init_decode_runner(self, capture: Capture | None) -> DecodeRunner:
         args = self._args
-        most = min(args.cuda_graph_max_bs or MOST_GRAPH_ROWS, self.num_slots)
         return DecodeRunner(
             DecodeParts(
                 self._model,
@@ -257,7 +256,7 @@ class ModelRunner:
             self.num_slots,
             args.window,
             self.device,
-            sizes=tuple(size for size in args.cuda_graph_bs if size <= most) or graph_sizes(most),
+            sizes=args.cuda_graph_bs or graph_sizes(most_graph_rows(args)),
             pads=not args.disable_cuda_graph_padding,
             capture=capture if self._attn_backend.can_capture_decodes else None,
         )

@@ -131,6 +131,12 @@ def test_options_that_are_lists_of_numbers_are_read_and_checked() -> None:
         from_keywords({"model_path": "m", "cuda_graph_bs": ["4"]})
     with pytest.raises(ArgumentError, match="--cuda-graph-bs takes numbers of rows from 1 on, not 0"):
         parse_args(["--model-path", "m", "--cuda-graph-bs", "0", "8"])
+    more = ["--model-path", "m", "--max-running-requests", "600", "--cuda-graph-bs", "8", "512"]
+    assert parse_args(more).cuda_graph_bs == (8, 512)
+    with pytest.raises(ArgumentError, match="--cuda-graph-bs 512 is more than --max-running-requests 256"):
+        parse_args(["--model-path", "m", "--cuda-graph-bs", "8", "512"])
+    with pytest.raises(ArgumentError, match="--cuda-graph-bs 512 is more than --cuda-graph-max-bs 300"):
+        parse_args([*more, "--cuda-graph-max-bs", "300"])
 
 
 def test_the_help_fits_a_terminal_and_tells_every_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
 from srt.model_executor.cuda_graph_runner import CudaGraphRunner, Work, graph_sizes
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.input_buffers import GraphInputBuffers, Ints
+from srt.model_executor.memory_profile import graph_bytes
 from srt.model_executor.model_runner import DecodeOutput, ModelRunner
 from srt.protocol.messages import (
     Admission,
@@ -30,6 +31,7 @@ from srt.protocol.messages import (
     int32_array,
 )
 from srt.sampling.sampling_batch_info import SamplingKind
+from srt.server_args import ServerArgs
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, run_section
 from tests.support.recorder import Recorder
@@ -87,8 +89,8 @@ def planning_at_once(folder: Path, page_size: int, **options: Any) -> ModelRunne
 
 
 def with_graphs(checkpoint: CheckpointFactory, page_size: int, recorder: Recorder, **options: Any) -> ModelRunner:
-    options = {"piecewise_cuda_graph_max_tokens": 0} | options
-    return planning_at_once(checkpoint("qwen3"), page_size, capture=recorder, cuda_graph_bs=SIZES, **options)
+    options = {"piecewise_cuda_graph_max_tokens": 0, "cuda_graph_bs": SIZES} | options
+    return planning_at_once(checkpoint("qwen3"), page_size, capture=recorder, **options)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -272,7 +274,7 @@ def test_penalties_biases_and_held_back_stops_are_a_graph_of_their_own(checkpoin
     alone = PlanDriver(make_runner(checkpoint("qwen3"), 4, max_running_requests=8), 4)
     for job in first + later:
         alone.run([job])
-    runner = with_graphs(checkpoint, 4, recorder := Recorder(), max_running_requests=8)
+    runner = with_graphs(checkpoint, 4, recorder := Recorder(), max_running_requests=8, cuda_graph_bs=SIZES[:-1])
     while runner.num_graphs_left:
         runner.capture_graph()
     driver = PlanDriver(runner, 4)
@@ -291,6 +293,16 @@ def test_prompts_logits_are_padded_to_sizes_that_decodes_have(checkpoint: Checkp
             logits = decodes.logits_of(hidden, torch.tensor(rows))
             assert logits.shape == (len(rows), runner.config.vocab_size)
             torch.testing.assert_close(logits, head.logits(hidden[rows]), atol=1e-5, rtol=1e-5)
+
+
+def test_sizes_that_were_asked_for_are_captured_however_large(checkpoint: CheckpointFactory) -> None:
+    options: dict[str, Any] = {"cuda_graph_bs": (8, 300), "max_running_requests": 600}
+    runner = with_graphs(checkpoint, 4, Recorder(), **options)
+    assert [runner.capture_graph() for _ in range(runner.num_graphs_left)] == [300, 8]
+    extra = graph_bytes(ServerArgs(model_path="x", **options), runner.config) - graph_bytes(
+        ServerArgs(model_path="x"), runner.config
+    )
+    assert extra == 4 * runner.config.vocab_size * (300 - 256)
 
 
 class Failing(Recorder):
