@@ -28,7 +28,7 @@ WORKDIR /home/srt
 EXPOSE 30000
 # The first start may download a model.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:30000/health', timeout=4)"]
+    CMD ["srt", "health"]
 # srt is process 1: it passes SIGTERM on, lets requests finish for up to 25 s, and reaps. Stop it with --time 40.
 STOPSIGNAL SIGTERM
 # What follows the image's name is added; of an option that comes twice, the last counts.

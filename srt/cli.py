@@ -1,4 +1,4 @@
-"""The console command `srt`: it serves, talks, generates, and tells what a bug report needs."""
+"""The console command `srt`: it serves, talks, generates, tells what a bug report needs, and whether a server is well."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ usage: srt COMMAND [options]
   srt chat                        talk to a model in the terminal
   srt generate "Once upon a time" continue a prompt, for scripts
   srt doctor                      what a bug report needs, and whether a server could start here
+  srt health                      whether the servers that run here are well, for scripts
   srt --version                   print the version
 
 Each command lists its options with --help."""
@@ -24,6 +25,7 @@ COMMANDS = {
     "chat": "srt.chat",
     "generate": "srt.generate",
     "doctor": "srt.doctor",
+    "health": "srt.health",
 }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from srt.utils.errors import StartError
 
 PREFIX = "srt-"
+ADDRESS_FILE = "address"  # where HTTP is served, if it is
 _UNLOCKED = ".srt-new-"  # a folder has this name until its lock is held, so that no sweep takes it for a dead server's
 _LOCK = "lock"
 _LONGEST_PATH = 107  # bytes that the kernel takes for a socket's path

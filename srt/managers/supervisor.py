@@ -32,7 +32,7 @@ from srt.managers.replacer import (
     Stopping,
     Tell,
 )
-from srt.managers.run_dir import RunDir
+from srt.managers.run_dir import ADDRESS_FILE, RunDir
 from srt.managers.service_manager import ServiceManager
 from srt.managers.signal_pipe import STOP_SIGNALS, SignalPipe
 from srt.managers.startup_report import STARTUP_FILE, StartupReport
@@ -96,6 +96,9 @@ class Supervisor:
 
     def _tell_who_they_are(self) -> None:
         num_http = self._plan.num_http_frontends
+        if self._plan.url is not None:
+            with contextlib.suppress(OSError):  # then `srt health` does not find this server
+                (self._run_dir.path / ADDRESS_FILE).write_text(self._plan.url, "ascii")
         for key, stream in self._streams.items():
             start = ChildStart(
                 role=key.role,

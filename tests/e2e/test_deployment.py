@@ -98,11 +98,13 @@ def test_the_container_serves_is_healthy_and_stops_in_order(image: Path, tmp_pat
     ) as server:
         server.wait_ready()
         check = json.loads(the_one("HEALTHCHECK").split("CMD ", 1)[1])
-        command = [sys.executable, *(word.replace(":30000", f":{port}") for word in check[1:])]
-        assert subprocess.run(command, timeout=60).returncode == 0
+        assert check[0] == "srt"
+        command = [sys.executable, "-m", *check]
+        environment |= {"TMPDIR": str(tmp_path)}
+        assert subprocess.run(command, env=environment, timeout=60).returncode == 0
         server.send(getattr(signal, the_one("STOPSIGNAL")))
         assert server.wait() == 0, server.lines
-        assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60).returncode != 0
+        assert subprocess.run(command, env=environment, timeout=60).returncode == 1
 
 
 # ---- systemd

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -93,6 +96,14 @@ def wait_for(client: httpx.Client, path: str, status: int) -> httpx.Response:
     return answer
 
 
+def srt_health(operated: Operated) -> tuple[int, str]:
+    """It finds the server, its port and its TLS by itself."""
+    environment = os.environ | {"TMPDIR": str(operated.process.tmp)}
+    command = [sys.executable, "-m", "srt", "health"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=END_S)
+    return done.returncode, done.stdout
+
+
 def test_systemd_is_told_when_the_server_is_ready(operated: Operated) -> None:
     assert operated.notified.recv(200) == f"READY=1\nSTATUS=Ready at {operated.url}".encode()
 
@@ -108,8 +119,11 @@ def test_a_server_with_a_frozen_process_does_not_call_itself_healthy(operated: O
         assert told["ready"] is False
         assert [client.get(path).status_code for path in ("/health", "/ping")] == [503, 503]
         assert operated.metric("srt:is_ready") == 0
+        code, said = srt_health(operated)
+        assert (code, said.startswith(f"{operated.url}: {name.capitalize()} has given no")) == (1, True)
     wait_for(client, "/ready", 200)
     assert [client.get(path).status_code for path in ("/health", "/health_generate")] == [200, 200]
+    assert srt_health(operated) == (0, f"{operated.url}: well\n")
 
 
 def test_a_full_house_is_healthy(operated: Operated) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 import srt
 from srt import cli
+from srt.managers.run_dir import ADDRESS_FILE, RunDir
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +22,20 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_is_named_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["swerve"]) == 2
     assert "'swerve'" in capsys.readouterr().err
+
+
+def test_where_no_server_runs_none_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run_dir = RunDir(tmp_path)
+    assert cli.main(["health"]) == 1
+    assert capsys.readouterr().out == "No server of this user listens on this host.\n"
+    (run_dir.path / ADDRESS_FILE).write_text("http://127.0.0.1:1")
+    assert cli.main(["health"]) == 1
+    assert "refused" in capsys.readouterr().out
+    run_dir.remove()
+    assert [cli.main(["health", word]) for word in ("--help", "--port")] == [0, 2]
 
 
 def test_no_command_prints_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,4 +67,6 @@ def test_every_command_is_in_the_usage_and_has_its_own_help(command: str, capsys
     except SystemExit as end:  # argparse ends so
         status = end.code
     assert status == 0
-    assert "--model-path" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "usage:" in said
+    assert ("--model-path" in said) == (command != "health")
