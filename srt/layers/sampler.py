@@ -61,7 +61,7 @@ class Sampler:
         `allowed` [R, columns] bool, if given, says which tokens a row may draw at all.
         """
         if len(info.arrays.wish_rows):
-            self._apply_wishes(logits, info)
+            self._wishes(logits)(logits, info.slots, info.positions, *self._wish_tables())
         if allowed is not None:
             logits.masked_fill_(~allowed, MINUS_INF)
         return self._draw(logits, self._rows(logits, info))
@@ -88,16 +88,6 @@ class Sampler:
         whole = gather_vocabulary(self._tp, logits, self._vocab_size)
         thresholds = self._thresholds(whole, None, rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
         return self._draw(logits, DrawRows(rows.temperatures, rows.seeds, positions, thresholds))
-
-    def _apply_wishes(self, logits: torch.Tensor, info: SamplingBatchInfo) -> None:
-        """On a CPU to the rows alone that have some; kernels find them by themselves."""
-        if logits.is_cuda:
-            self._wishes(logits)(logits, info.slots, info.positions, *self._wish_tables())
-            return
-        rows = info.arrays.wish_rows
-        wished = logits[rows]
-        apply_wishes(wished, info.slots[rows], info.positions[rows], *self._wish_tables())
-        logits[rows] = wished
 
     def _wishes(self, logits: torch.Tensor) -> Callable[..., None]:
         if not logits.is_cuda:

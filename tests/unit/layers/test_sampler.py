@@ -11,7 +11,7 @@ import torch
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.sampler import Draws, Sampler, filter_threshold
-from srt.mem_cache.memory_pool import ReqToTokenPool
+from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 from srt.protocol.messages import Admission, LogprobSpec, SamplingSpec, int32_array
 from srt.sampling.no_filter import NO_TOP_P
 from srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingTable
@@ -55,8 +55,11 @@ class SamplingWorld:
         self.ids = random.integers(0, 60, (len(specs), PROMPT_LEN + num_outputs))
         self.logits = torch.from_numpy(random.normal(0, 2, (len(specs), VOCABULARY)).astype(np.float32))
 
-    def draw(self, tp: TensorParallel, rows: list[int]) -> Draws:
-        """The draws of these rows, in a batch of their own; slots are not in the order of rows."""
+    def draw(self, tp: TensorParallel, rows: list[int], by_tables: bool = False) -> Draws:
+        """The draws of these rows, in a batch of their own; slots are not in the order of rows.
+
+        `by_tables`: as a graph draws them, by what the device's tables say alone.
+        """
         columns = -(-VOCABULARY // tp.size)
         start = tp.rank * columns
         tables = ReqToTokenPool(len(rows), 100, 1, 16, CPU)
@@ -75,7 +78,13 @@ class SamplingWorld:
         logits = torch.full((len(rows), columns), float("-inf"))
         mine = self.logits[rows, start : start + columns]
         logits[:, : mine.shape[1]] = mine
-        return Sampler(tp, VOCABULARY, start, tables).draw(logits, info)
+        sampler = Sampler(tp, VOCABULARY, start, tables)
+        if by_tables:
+            draws = DrawTables(
+                *(torch.from_numpy(getattr(params.draws_of(slots), name)) for name in DrawTables._fields)
+            )
+            return sampler.draw_wished(logits, info.slots, draws, positions)
+        return sampler.draw(logits, info)
 
     def expected(self, row: int) -> int:
         ids = self.ids[row].tolist()
@@ -92,6 +101,15 @@ def test_every_kind_of_row_draws_what_the_slow_rule_says() -> None:
     draws = world.draw(single_rank(), rows)
     assert draws.ids.tolist() == [world.expected(row) for row in rows]
     assert draws.is_valid.all()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_tables_alone_say_enough_for_every_kind_of_row(size: int, tmp_path: Path) -> None:
+    world = SamplingWorld(every_kind() * 2)
+    rows = list(range(len(world.specs)))
+    expected = world.draw(single_rank(), rows).ids.tolist()
+    for draws in run_ranks(size, tmp_path, lambda tp: world.draw(tp, rows, by_tables=True)):
+        assert draws.ids.tolist() == expected
 
 
 def test_a_row_draws_the_same_alone_and_in_any_company() -> None:
