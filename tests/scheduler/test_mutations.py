@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from srt.utils.compiled import SWITCH
 from tests.scheduler.mutations import MORE_MUTATIONS, MUTATIONS, PACKAGE, Mutation
 
 MOST_SEEDS = 60
@@ -39,9 +40,18 @@ def test_every_bug_can_still_be_planted() -> None:
         compile(mutation.text(), mutation.file, "exec")
 
 
+def test_a_bug_is_planted_without_what_was_built_before_it(tmp_path: Path) -> None:
+    MUTATIONS[0].plant(tmp_path)
+    assert not [*(tmp_path / "srt").rglob("*.so"), *(tmp_path / "srt/compiled").glob("*")]
+
+
 def _simulate(folder: Path) -> str:
     """With the package in this folder, at the default settings."""
-    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{PACKAGE.parent}", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{folder}{os.pathsep}{PACKAGE.parent}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        SWITCH: "0",
+    }
     program = "import sys, srt; from tests.scheduler.simulate import main; print(srt.__file__, file=sys.stderr); sys.exit(main())"
     command = [sys.executable, "-c", program, "--seeds", str(MOST_SEEDS)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
