@@ -49,9 +49,14 @@ class Shape:
 
     def decode_s(self, device: Device, rows: int, context: float) -> float:
         """A step of `rows` tokens, each behind `context` others: all weights and all KV read once, or the products."""
-        read = (self.linear_weights + self.head_weights) * BYTES + rows * context * self.kv_bytes_per_token
-        products = 2 * rows * (self.linear_weights + self.head_weights)
-        return max(read / device.read_bytes_s, products / device.matmul_flops_s)
+        return max(self.read_s(device, rows, context), self.products_s(device, rows))
+
+    def read_s(self, device: Device, rows: int, context: float) -> float:
+        weights = (self.linear_weights + self.head_weights) * BYTES
+        return (weights + rows * context * self.kv_bytes_per_token) / device.read_bytes_s
+
+    def products_s(self, device: Device, rows: int) -> float:
+        return 2 * rows * (self.linear_weights + self.head_weights) / device.matmul_flops_s
 
     def prefill_s(self, device: Device, rows: int, length: int) -> float:
         """Prompts of `length` tokens, causal."""

@@ -2,9 +2,9 @@
 
     python -m benchmarks.offline_throughput --model-path qwen3-8b --load-format dummy [any option of the server]
 
-256 requests of 100 to 1,024 tokens in and out, temperature 0.6, all sent at the start. The limit counts each step's weights and KV at
-the measured bandwidth (or its products at the measured rate), as if all requests ran from the start and no prompt cost more than its
-products.
+256 requests of 100 to 1,024 tokens in and out, temperature 0.6, all sent at the start. The limit is a bound on the whole run, not on its
+steps one by one: all bytes that it must read (weights once in each of the fewest possible steps, KV of every decode) at the measured
+bandwidth, or all its products at the measured rate, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -68,12 +68,18 @@ def main() -> int:
 
 
 def shape_limit_s(shape: limits.Shape, device: limits.Device, lengths_in: np.ndarray, lengths_out: np.ndarray) -> float:
-    prefill_s = sum(shape.prefill_s(device, 1, int(n)) for n in lengths_in)
-    decode_s = 0.0
-    for step in range(int(lengths_out.max())):
+    """The longer of all reads and all products: both can go on at the same time, since prompts are mixed into decode steps.
+
+    The fewest steps are as many as the longest answer has tokens. Each reads all weights; its decodes read their KV.
+    """
+    products_s = sum(shape.prefill_s(device, 1, int(n)) for n in lengths_in)
+    read_s = shape.read_s(device, 0, 0.0)  # the step of the prompts, which gives each request its first token
+    for step in range(1, int(lengths_out.max())):
         running = lengths_out > step
-        decode_s += shape.decode_s(device, int(running.sum()), float((lengths_in[running] + step).mean()))
-    return prefill_s + decode_s
+        num_rows, context = int(running.sum()), float((lengths_in[running] + step).mean())
+        read_s += shape.read_s(device, num_rows, context)
+        products_s += shape.products_s(device, num_rows)
+    return max(read_s, products_s)
 
 
 if __name__ == "__main__":

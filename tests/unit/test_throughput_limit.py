@@ -1,0 +1,23 @@
+"""The limit that the offline throughput is shown beside."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.limits import Device, Shape
+from benchmarks.offline_throughput import shape_limit_s
+
+SHAPE = Shape(linear_weights=900, head_weights=100, kv_bytes_per_token=8, attention_flops_per_pair=0)
+LENGTHS_IN, LENGTHS_OUT = np.array([10, 20]), np.array([3, 2])
+
+
+def test_slow_memory_reads_weights_once_a_step_and_the_kv_of_every_decode() -> None:
+    kv = (10 + 1) + (20 + 1) + (10 + 2)
+    limit_s = shape_limit_s(SHAPE, Device("x", read_bytes_s=1.0, matmul_flops_s=1e9), LENGTHS_IN, LENGTHS_OUT)
+    assert limit_s == pytest.approx(3 * 2 * 1000 + 8 * kv)
+
+
+def test_slow_products_are_those_of_prompts_and_decodes_together() -> None:
+    limit_s = shape_limit_s(SHAPE, Device("x", read_bytes_s=1e9, matmul_flops_s=1.0), LENGTHS_IN, LENGTHS_OUT)
+    assert limit_s == pytest.approx(2 * (30 * 900 + 2 * 100) + 2 * 3 * 1000)
