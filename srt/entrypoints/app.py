@@ -15,6 +15,7 @@ from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
 from srt.entrypoints.openai import chat, completions, models
 from srt.entrypoints.service import Service
 from srt.managers.io_struct import RequestError
+from srt.managers.preflight import is_loopback
 from srt.managers.tracer import HTTP
 from srt.utils.logs import REQUEST_ID
 
@@ -66,7 +67,7 @@ class App:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._cors = Cors(service.args.cors_allow_origins)
+        self._cors = Cors(service.args.cors_allow_origins, is_loopback(service.args.host))
         self._num_traced = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -52,7 +52,7 @@ def test_pages_of_other_origins_may_not_ask_unless_they_are_allowed() -> None:
         assert "access-control-allow-origin" not in answer.headers
 
 
-@pytest.mark.parametrize("origin", [PAGE, "null", "http://test.example", "http://test:81"])
+@pytest.mark.parametrize("origin", [PAGE, "null", "http://test.example", "http://test:81", "x://[", "localhost"])
 def test_what_a_page_sends_without_a_preflight_has_no_effect(origin: str) -> None:
     """A Blob without a type is sent without a Content-Type, and without asking first."""
     world = World()
@@ -80,9 +80,10 @@ def test_an_image_or_a_link_of_another_page_changes_nothing(relation: str) -> No
 @pytest.mark.parametrize(
     "headers",
     [
-        {"origin": "http://test"},
-        {"origin": "https://test"},  # behind a proxy that speaks TLS
-        {"origin": "https://chat.example", "sec-fetch-site": "same-origin"},  # and one that tells another Host
+        {"origin": "http://localhost:30000", "host": "localhost:30000"},
+        {"origin": "http://127.0.0.1:30000", "host": "127.0.0.1:30000"},
+        {"origin": "http://[::1]:30000", "host": "[::1]:30000"},
+        {"origin": "https://chat.example", "sec-fetch-site": "same-origin"},  # behind a proxy that tells another Host
         {"sec-fetch-site": "same-origin"},
         {},
     ],
@@ -108,6 +109,17 @@ def test_an_allowed_page_may_ask_and_read_the_answer(origins: tuple[str, ...]) -
         assert answer.status_code == status
         assert answer.headers["access-control-allow-origin"] == ("*" if origins == ("*",) else PAGE)
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_a_name_that_its_owner_leads_to_this_host_is_not_ours() -> None:
+    """The page and the server have the same name then. Where the server listens to others, that name may be its own."""
+    for name in ("[", "[::1", "localhost.evil.example", ""):
+        odd = {"origin": f"x://{name}", "host": name}
+        assert World().post("/flush_cache", None, headers=odd).status_code == 403
+    headers = {"origin": "http://evil.example:30000", "host": "evil.example:30000"}
+    assert World().post("/pause_generation", {}, headers=headers).status_code == 403
+    assert World(host="0.0.0.0").post("/pause_generation", {}, headers=headers).status_code == 200
+    assert World(cors_allow_origins=(headers["origin"],)).post("/flush_cache", {}, headers=headers).status_code == 200
 
 
 def test_where_some_pages_are_allowed_others_are_not() -> None:
