@@ -120,7 +120,8 @@ class TpWorker:
         if self._trace.is_on:
             self._trace.slice("launch", arrived_s, step=plan.step)
             self._trace.arrow("t", STEP, plan.step, arrived_s)
-        self._times.launched(plan.step, arrived_s, time.monotonic(), is_busy=bool(self._in_flight))
+        num_decodes = 0 if len(plan.sections[0].extend_slots) else len(plan.sections[0].decode_slots)
+        self._times.launched(plan.step, num_decodes, arrived_s, time.monotonic(), is_busy=bool(self._in_flight))
         self._in_flight.append(_InFlight(plan.step, output, arrived_s))
 
     def _answer_all(self) -> None:
@@ -145,7 +146,7 @@ class TpWorker:
         self._link.send(answer)
         if self._trace.is_on:
             self._trace.slice("answer", now_s, step=done.step)
-        self._times.answered(done.step, now_s, time.monotonic())
+        self._times.answered(done.step, begun_s, now_s, time.monotonic())
 
     def _work(self, kind: str) -> dict[str, Scalar]:
         match kind:
@@ -153,7 +154,7 @@ class TpWorker:
                 self._runner.reset()
                 return {}
             case "inspect":
-                return self._runner.inspect() | self._compiled_steps() | self._times.values()
+                return self._runner.inspect() | self._compiled_steps() | self._times.take()
             case "capture":
                 size = self._runner.capture_graph()
                 if not self._runner.num_graphs_left:

@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from srt.protocol.messages import Scalar
 
-REMEMBERED = 2048  # steps that the figures are about
+REMEMBERED = 2048  # steps of each size
+
+
+def _latest() -> deque[float]:
+    return deque(maxlen=REMEMBERED)
+
+
+@dataclass(slots=True)
+class _Seconds:
+    """Of decode steps with one number of rows."""
+
+    launch: deque[float] = field(default_factory=_latest)
+    answer: deque[float] = field(default_factory=_latest)
+    loop: deque[float] = field(default_factory=_latest)
+    step: deque[float] = field(default_factory=_latest)
 
 
 class WorkerTimes:
-    """Microseconds of the latest steps. Reading a clock is all that it costs while steps run.
+    """Microseconds of decode steps. Reading a clock is all that it costs while steps run.
 
-    `launch`: from a plan's arrival until its work is enqueued. `answer`: from a result's arrival until it is sent. `loop`: from a
-    result's arrival until the plan that it led to is launched, while a step is in flight; beyond one step's time the device waits.
+    `launch`: from a plan's arrival until its work, sampling included, is enqueued. `answer`: from a result's arrival until it is
+    sent. `loop`: from a result's arrival until the plan that it led to is launched, while a step is in flight; beyond one step's
+    time the device waits. `step`: how long the device had it.
     """
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self._launch: deque[float] = deque(maxlen=REMEMBERED)
-        self._answer: deque[float] = deque(maxlen=REMEMBERED)
-        self._loop: deque[float] = deque(maxlen=REMEMBERED)
+        self._by_rows: defaultdict[int, _Seconds] = defaultdict(_Seconds)
+        self._rows: dict[int, int] = {}  # of decode steps in flight
         self._ready_s: deque[tuple[int, float]] = deque(maxlen=8)
 
-    def launched(self, step: int, arrived_s: float, now_s: float, is_busy: bool) -> None:
-        self._launch.append(now_s - arrived_s)
+    def launched(self, step: int, num_decodes: int, arrived_s: float, now_s: float, is_busy: bool) -> None:
+        """`num_decodes` are the step's rows, or 0 where not all of them decode."""
         while self._ready_s and self._ready_s[0][0] < step - self._window:
             self._ready_s.popleft()
+        if not num_decodes:
+            return
+        self._rows[step] = num_decodes
+        seconds = self._by_rows[num_decodes]
+        seconds.launch.append(now_s - arrived_s)
         if is_busy and self._ready_s and self._ready_s[0][0] == step - self._window:
-            self._loop.append(now_s - self._ready_s[0][1])
+            seconds.loop.append(now_s - self._ready_s[0][1])
 
-    def answered(self, step: int, ready_s: float, now_s: float) -> None:
-        self._answer.append(now_s - ready_s)
+    def answered(self, step: int, begun_s: float, ready_s: float, now_s: float) -> None:
         self._ready_s.append((step, ready_s))
+        if (num_decodes := self._rows.pop(step, 0)) != 0:
+            self._by_rows[num_decodes].answer.append(now_s - ready_s)
+            self._by_rows[num_decodes].step.append(ready_s - begun_s)
 
-    def values(self) -> dict[str, Scalar]:
-        values: dict[str, Scalar] = {}
-        for name, seconds in (("launch", self._launch), ("answer", self._answer), ("loop", self._loop)):
-            if seconds:
-                p50, p99 = np.percentile(np.array(seconds), (50, 99))
+    def take(self) -> dict[str, Scalar]:
+        """Of the steps since the last call: those of the number of rows that came most often, `step` of all. Empty if none came."""
+        by_rows, self._by_rows = self._by_rows, defaultdict(_Seconds)
+        if not by_rows:
+            return {}
+        rows = max(by_rows, key=lambda rows: len(by_rows[rows].launch))
+        most = by_rows[rows]
+        steps = [second for seconds in by_rows.values() for second in seconds.step]
+        values: dict[str, Scalar] = {"decode_rows": rows}
+        kinds = {"launch": most.launch, "answer": most.answer, "loop": most.loop, "step": steps}
+        for name, found in kinds.items():
+            if found:
+                p50, p99 = np.percentile(np.array(found), (50, 99))
                 values |= {f"{name}_us_p50": round(p50 * 1e6), f"{name}_us_p99": round(p99 * 1e6)}
         return values
