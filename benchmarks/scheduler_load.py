@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from srt.managers.effects import Effect, Frontend, ToFrontend, ToWorkers, Worker
 from srt.managers.scheduler_state import Scheduler
-from srt.protocol.codec import decode, encode
+from srt.protocol.codec import decode, decode_view, encode
 from srt.protocol.messages import (
     AckBatch,
     FrontendHello,
@@ -28,6 +28,7 @@ from srt.protocol.messages import (
     WorkerHello,
     int32_array,
 )
+from srt.protocol.views import RequestView
 from srt.server_args import ServerArgs
 
 PHASES = (
@@ -93,7 +94,7 @@ class LoadedScheduler:
         acks, self._acks = self._acks, []
         times = [time.thread_time_ns()]
         for data in arrivals:
-            handle(Frontend(0), decode(data).message, now)
+            handle(Frontend(0), decode_view(data).message, now)
         times.append(time.thread_time_ns())
         if result is not None:
             handle(Worker(0), decode(result).message, now)
@@ -105,7 +106,7 @@ class LoadedScheduler:
                 encode(effect.message, 1, 0)
         times.append(time.thread_time_ns())
         for data in acks:
-            handle(Frontend(0), decode(data).message, now)
+            handle(Frontend(0), decode_view(data).message, now)
         times.append(time.thread_time_ns())
         self._take(effects)
         return [(end - begin) / 1000 for begin, end in pairwise(times)]
@@ -134,7 +135,7 @@ class LoadedScheduler:
         length = 2 * PAGE_SIZE
         later = self._num_to_arrive
         for i in range(pages * PAGE_SIZE // length):
-            self.scheduler.handle(Frontend(0), self._request_of(length, 1), 0.0)
+            self.scheduler.handle(Frontend(0), as_received(self._request_of(length, 1)), 0.0)
             if i % 64 == 0:
                 self._num_to_arrive = 0
                 self._step()
@@ -146,6 +147,13 @@ class LoadedScheduler:
 
 def generate(rid: int, prompt: NDArray[np.int32], sampling: SamplingSpec) -> GenerateRequest:
     return GenerateRequest(rid, str(rid), prompt, int32_array([0]), [int32_array()], sampling, LogprobSpec(), rid)
+
+
+def as_received(request: GenerateRequest) -> RequestView:
+    """As the scheduler's link decodes it."""
+    message = decode_view(encode(request, 1, 0)).message
+    assert isinstance(message, RequestView)
+    return message
 
 
 def answer(plan: StepPlan, rng: np.random.Generator) -> bytes:

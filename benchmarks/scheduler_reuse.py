@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.scheduler_load import PAGE_SIZE, VOCAB, answer, generate, messages_of
+from benchmarks.scheduler_load import PAGE_SIZE, VOCAB, answer, as_received, generate, messages_of
 from srt.managers.effects import Frontend, Worker
 from srt.managers.scheduler_state import Scheduler
 from srt.protocol.codec import decode
@@ -65,7 +65,7 @@ class Chats:
     def run(self, prompt: Ids) -> tuple[Ids, int]:
         """The answer, and how many tokens of the prompt were in the cache."""
         self._rid += 1
-        self._scheduler.handle(Frontend(0), generate(self._rid, prompt, SamplingSpec(ANSWER_LEN)), 0.0)
+        self._scheduler.handle(Frontend(0), as_received(generate(self._rid, prompt, SamplingSpec(ANSWER_LEN))), 0.0)
         plans: deque[StepPlan] = deque()
         ids: list[Ids] = []
         while True:

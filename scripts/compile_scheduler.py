@@ -25,6 +25,8 @@ follow_imports = skip
 disable_error_code = attr-defined, index, var-annotated, valid-type, misc, call-arg, union-attr
 [mypy-srt.protocol.messages]
 follow_imports = silent
+[mypy-srt.protocol.views]
+follow_imports = silent
 [mypy-msgspec.*]
 follow_imports = silent
 """

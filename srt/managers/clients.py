@@ -29,9 +29,10 @@ class Client:
 
     def forget(self, request: Request) -> None:
         choices = self._requests[request.rid]
-        choices.remove(request)
-        if not choices:
+        if len(choices) == 1:
             del self._requests[request.rid]
+        else:
+            choices.remove(request)
 
     def all_requests(self) -> list[Request]:
         return [request for choices in self._requests.values() for request in choices]
@@ -65,5 +66,6 @@ class Labels:
 
     def leave(self, request: Request) -> None:
         """This choice has ended."""
-        if request.label and not self.live(request.label):
-            self._live.pop(request.label, None)
+        choices = self._live.get(request.label)
+        if choices is not None and (len(choices) == 1 or not self.live(request.label)):
+            del self._live[request.label]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field, fields
 
 from srt.protocol.messages import Scalar
@@ -16,7 +15,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def take(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
+        place = 0
+        while place < len(self._bounds) and self._bounds[place] < value:
+            place += 1
+        self._counts[place] += 1
 
     def values(self, name: str) -> dict[str, Scalar]:
         labels = [*(f"{name}_to_{bound:g}" for bound in self._bounds), f"{name}_above"]
@@ -67,7 +69,7 @@ class Counters:
             self.max_rows_in_step = rows
 
     def count_wait(self, seconds: float) -> None:
-        self.queue_us += round(seconds * 1e6)
+        self.queue_us += int(seconds * 1e6 + 0.5)
         self.queue_ms.take(seconds * 1000)
 
     def count_prompt_step(self, num_tokens: int, step_us: int) -> None:
@@ -76,8 +78,10 @@ class Counters:
         self.prompt_step_us += step_us
 
     def count_prompt(self, num_chunks: int, num_pages: int) -> None:
-        self.max_chunks_of_a_prompt = max(self.max_chunks_of_a_prompt, num_chunks)
-        self.max_pages_of_a_prompt = max(self.max_pages_of_a_prompt, num_pages)
+        if num_chunks > self.max_chunks_of_a_prompt:
+            self.max_chunks_of_a_prompt = num_chunks
+        if num_pages > self.max_pages_of_a_prompt:
+            self.max_pages_of_a_prompt = num_pages
 
     def values(self) -> dict[str, Scalar]:
         """By name; a histogram has one for each of its ranges."""

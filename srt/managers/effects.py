@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from srt.protocol import messages
 from srt.protocol.messages import Scalar
 
 
-@dataclass(frozen=True, slots=True)
-class Frontend:
+class Frontend(Struct, frozen=True, gc=False):
     """Source of a message: the frontend (or Runtime) with this number."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(Struct, frozen=True, gc=False):
     """Source of a message: the worker of this rank."""
 
     rank: int
@@ -25,30 +23,26 @@ class Worker:
 Source = Frontend | Worker
 
 
-@dataclass(frozen=True, slots=True)
-class ToFrontend:
+class ToFrontend(Struct, frozen=True, gc=False):
     """Send this message to the frontend with this number."""
 
     frontend: int
     message: messages.ToFrontend
 
 
-@dataclass(frozen=True, slots=True)
-class ToWorkers:
+class ToWorkers(Struct, frozen=True, gc=False):
     """Send this message to every rank, in the order of the effects."""
 
     message: messages.ToWorker
 
 
-@dataclass(frozen=True, slots=True)
-class HandshakeDone:
+class HandshakeDone(Struct, frozen=True, gc=False):
     """All ranks are there and agree: the replica serves from now on. `values` are facts for the start-up report."""
 
     values: dict[str, Scalar]
 
 
-@dataclass(frozen=True, slots=True)
-class Fatal:
+class Fatal(Struct, frozen=True, gc=False):
     """The replica cannot go on. The sentence says why; no later effect means anything."""
 
     reason: str

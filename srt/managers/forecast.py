@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from typing import Final
 
-NUM_REMEMBERED = 128
-NUM_NEEDED = 16  # fewer say nothing: until then all that a request may use counts
-TENTH_LONGEST = 0.9
-NUM_KINDS = 33  # a request's tokens are counted with 64 bits
+import numpy as np
+
+NUM_REMEMBERED: Final = 128
+NUM_NEEDED: Final = 16  # fewer say nothing: until then all that a request may use counts
+TENTH_LONGEST: Final = 0.9
+NUM_KINDS: Final = 33  # a request's tokens are counted with 64 bits
 
 
 class OutputForecast:
@@ -20,13 +23,18 @@ class OutputForecast:
 
     def __init__(self, conservativeness: float) -> None:
         self._conservativeness = conservativeness
-        self._used: list[deque[float]] = [deque(maxlen=NUM_REMEMBERED) for _ in range(NUM_KINDS)]
+        self._used: list[list[float]] = [[] for _ in range(NUM_KINDS)]  # each a ring, once it is full
+        self._num_ends = [0] * NUM_KINDS
         self._shares: list[float | None] = [None] * NUM_KINDS  # None: to be found anew
         self._last_kind = 0
 
     def note_end(self, num_output: int, max_new: int) -> None:
         self._last_kind = kind = _kind(max_new)
-        self._used[kind].append(num_output / max_new)
+        used, place = self._used[kind], self._num_ends[kind] % NUM_REMEMBERED
+        if place == len(used):
+            used.append(0.0)
+        used[place] = num_output / max_new
+        self._num_ends[kind] += 1
         self._shares[kind] = None
 
     @property
@@ -36,7 +44,7 @@ class OutputForecast:
 
     def expected_outputs(self, max_new: int) -> int:
         """Between 1 and `max_new`."""
-        return max(1, min(max_new, -int(-self._share(_kind(max_new)) * max_new // 1)))
+        return max(1, min(max_new, math.ceil(self._share(_kind(max_new)) * max_new)))
 
     def _share(self, kind: int) -> float:
         share = self._shares[kind]
@@ -45,8 +53,11 @@ class OutputForecast:
         return share
 
     def _forecast(self, kind: int) -> float:
-        used = sorted(self._used[kind])
-        most = used[int(len(used) * TENTH_LONGEST)] if len(used) >= NUM_NEEDED else 1.0
+        used, most = np.array(self._used[kind]), 1.0
+        if len(used) >= NUM_NEEDED:
+            place = int(len(used) * TENTH_LONGEST)
+            used.partition(place)
+            most = float(used[place])
         return min(1.0, self._conservativeness * most)
 
 

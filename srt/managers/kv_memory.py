@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from srt.managers.request import Request
 from srt.managers.slots import SlotTable
 from srt.mem_cache.allocator import TokenToKVPoolAllocator
 from srt.mem_cache.radix_cache import ITEM, NO_PAGES, NoPrefixCache, RadixCache, RadixNode
-from srt.protocol.messages import Int64Array
 
-EVICTED_SHARE = 256  # of all pages so small a part, at least, is evicted at a time
+# Beyond what is missing, so many are evicted at a time that most takes then find free pages: this part of all pages in a large
+# memory, in a small one a larger part of it.
+LEAST_SHARE: Final = 256
+MOST_SHARE: Final = 32
+ENOUGH: Final = 64
+
+
+def _evicted_at_once(num_pages: int) -> int:
+    return max(num_pages // LEAST_SHARE, min(num_pages // MOST_SHARE, ENOUGH))
 
 
 class KvMemory:
@@ -29,11 +38,10 @@ class KvMemory:
         self._slots = slots
         self._allocator = TokenToKVPoolAllocator(num_pages)
         self.tree = RadixCache(page_size, by_frequency=by_frequency) if prefix_cache else NoPrefixCache(page_size)
-        self._expected: Int64Array = np.zeros(slots.num_slots, np.int64)  # pages of the slot's request, by the forecast
-        self._most: Int64Array = np.zeros(slots.num_slots, np.int64)  # and at the very most; 0: no request has the slot
-        self._expected_of: memoryview[int] = self._expected.data
-        self._most_of: memoryview[int] = self._most.data
+        self._expected = [0] * slots.num_slots  # pages of the slot's request, by the forecast
+        self._most = [0] * slots.num_slots  # and at the very most
         self.num_promised = 0
+        self._evicted_at_once = _evicted_at_once(num_pages)
 
     @property
     def num_pages(self) -> int:
@@ -50,7 +58,7 @@ class KvMemory:
 
     def capacity(self, slot: int) -> int:
         """Positions that the slot could have if it got all that is available."""
-        return (self._slots.num_pages_at[slot] + self.num_available) * self.page_size
+        return (self._slots.num_pages_of(slot) + self.num_available) * self.page_size
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -73,37 +81,35 @@ class KvMemory:
 
     def held_by(self, slot: int) -> int:
         """Pages that its end would set free, shared ones and promises included."""
-        return self._slots.num_pages_at[slot] + self._promised_to(slot)
+        return self._slots.num_pages_of(slot) + self._promised_to(slot)
 
     def admit(self, request: Request, node: RadixNode, cached: bytes, expected_tokens: int) -> None:
         """Promise the request its pages. It has a slot, and its pinned prefix is its first pages."""
         slot = request.slot
         request.node = node
         request.num_in_tree = len(cached) // ITEM
-        self._expected_of[slot] = self.pages_for(expected_tokens)
-        self._most_of[slot] = self.pages_for(request.max_tokens)
-        if len(cached):
-            self._slots.append_pages(slot, cached)
-            self.tree.note_hit(node)
+        self._expected[slot] = self.pages_for(expected_tokens)
+        self._most[slot] = self.pages_for(request.max_tokens)
         self.num_promised += self._promised_to(slot)
+        if cached:
+            self.tree.note_hit(node)
 
     def grow(self, slot: int, tokens: int) -> bytes:
         """Give the slot the pages that it lacks for `tokens` positions, and say which."""
-        missing = self.pages_for(tokens) - self._slots.num_pages_at[slot]
+        missing = self.pages_for(tokens) - self._slots.num_pages_of(slot)
         if missing <= 0:
             return NO_PAGES
         pages = self._take(missing)
-        self.num_promised -= self._promised_to(slot)
-        self._slots.append_pages(slot, pages)
-        self.num_promised += self._promised_to(slot)
+        self._append(slot, pages)
         return pages
 
-    def grow_by_one_each(self, slots: Int64Array) -> bytes:
+    def grow_by_one_each(self, slots: list[int]) -> bytes:
         """Give each of these slots one more page, and say which."""
         pages = self._take(len(slots))
-        self.num_promised -= int(self._promised_to_each(slots).sum())
-        self._slots.append_page_each(slots, np.frombuffer(pages, np.int32))
-        self.num_promised += int(self._promised_to_each(slots).sum())
+        start = 0
+        for slot in slots:
+            self._append(slot, pages[start : start + ITEM])
+            start += ITEM
         return pages
 
     def insert_computed(self, request: Request, ids: bytes, computed: int) -> None:
@@ -114,18 +120,19 @@ class KvMemory:
         assert request.node is not None
         pages = self._slots.pages_of(request.slot, first, end)
         ids = ids[first * self.page_size * ITEM : end * self.page_size * ITEM]
-        request.node, given_up, not_taken = self.tree.extend(request.node, request.salt, ids, pages)
+        extension = self.tree.extend(request.node, request.salt, ids, pages)
+        request.node = extension.end
         request.num_in_tree = end
-        self._allocator.free(given_up)
-        request.own_copies += not_taken
+        self._allocator.free(extension.given_up)
+        if extension.not_taken:
+            request.own_copies += extension.not_taken
 
     def release(self, request: Request) -> None:
         """Everything that the request holds. What the cache has taken over stays there, without its pin."""
         assert request.node is not None
-        slot = request.slot
+        slots, slot = self._slots, request.slot
         self.num_promised -= self._promised_to(slot)
-        self._expected_of[slot] = self._most_of[slot] = 0
-        self._allocator.free(request.own_copies + self._slots.pages_of(slot, request.num_in_tree))
+        self._allocator.free(request.own_copies + slots.pages_of(slot, request.num_in_tree, slots.num_pages_of(slot)))
         self.tree.unpin(request.node)
         request.node = None
         request.own_copies = NO_PAGES
@@ -142,31 +149,31 @@ class KvMemory:
         self._allocator.free(self.tree.clear())
 
     def check(self, running: list[Request]) -> None:
-        """AssertionError unless every page is free, cached or one request's, exactly once, and the promises are counted right."""
+        """AssertionError unless every page is free, cached or one request's, exactly once, and promised to those that run."""
+        slots = self._slots
         self._allocator.check()
         owned = [self.tree.check([r.node for r in running if r.node is not None])]
         for request in running:
-            owned += [self._slots.pages_of(request.slot, request.num_in_tree), request.own_copies]
+            slot = request.slot
+            owned += [slots.pages_of(slot, request.num_in_tree, slots.num_pages_of(slot)), request.own_copies]
         promised = sum(self._promised_to(request.slot) for request in running)
         in_use = np.frombuffer(b"".join(owned), np.int32)
         everything = np.sort(np.concatenate((self._allocator.free_pages(), in_use)))
         assert np.array_equal(everything, np.arange(self.num_pages)), "a page is lost, or has two owners"
-        assert promised == self.num_promised, f"{self.num_promised} pages are promised, by the requests {promised} are"
+        assert promised == self.num_promised, f"{self.num_promised} pages are promised, to the requests {promised} are"
 
     def _promised_to(self, slot: int) -> int:
-        has, expected = self._slots.num_pages_at[slot], self._expected_of[slot]
-        return expected - has if has < expected else (self._most_of[slot] - has + 1) // 2
+        has, expected = self._slots.num_pages_of(slot), self._expected[slot]
+        return expected - has if has < expected else (self._most[slot] - has + 1) // 2
 
-    def _promised_to_each(self, slots: Int64Array) -> Int64Array:
-        has, expected = self._slots.num_pages[slots], self._expected[slots]
-        promised: Int64Array = np.where(has < expected, expected - has, (self._most[slots] - has + 1) // 2)
-        return promised
+    def _append(self, slot: int, pages: bytes) -> None:
+        self.num_promised -= self._promised_to(slot)
+        self._slots.append_pages(slot, pages)
+        self.num_promised += self._promised_to(slot)
 
     def _take(self, count: int) -> bytes:
         missing = count - self._allocator.num_free
         if missing > 0:
-            some = max(
-                missing, self.num_pages // EVICTED_SHARE
-            )  # beyond what is missing: most takes then find free pages
-            self._allocator.free(self.tree.evict(min(some, self.tree.num_evictable)))
+            some = min(max(missing, self._evicted_at_once), self.tree.num_evictable)
+            self._allocator.free(self.tree.evict(some))
         return self._allocator.allocate(count)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from srt.managers.request import Request, Status
 from srt.managers.slots import SlotTable
+from srt.mem_cache.radix_cache import ITEM
 from srt.protocol.messages import Int32Array, Int64Array, RequestDone, TokenBatch, TokenLogprobs
 
-MAX_UNACKNOWLEDGED = 8
+MAX_UNACKNOWLEDGED: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
 class _Sent:
     """What is forgotten when this batch is acknowledged."""
 
-    number: int
-    ended: list[Request]
-    logged: list[tuple[Request, int]]  # with the number of logprob chunks that were sent by then
+    def __init__(self, number: int, ended: list[Request], logged: list[tuple[Request, int]]) -> None:
+        self.number = number
+        self.ended = ended
+        self.logged = logged  # with the number of logprob chunks that were sent by then
 
 
 class Outbox:
@@ -29,9 +31,10 @@ class Outbox:
     def __init__(self) -> None:
         self._next_number = 0
         self._unacknowledged: deque[_Sent] = deque()
-        self._ended: dict[tuple[int, int], Request] = {}  # their RequestDone is to be sent
-        self._logged: dict[tuple[int, int], Request] = {}  # have logprobs to be sent
-        self._waiting: dict[tuple[int, int], Request] = {}  # lost their slots, with tokens that are to be sent
+        # All by serial:
+        self._ended: dict[int, Request] = {}  # their RequestDone is to be sent
+        self._logged: dict[int, Request] = {}  # have logprobs to be sent
+        self._waiting: dict[int, Request] = {}  # lost their slots, with tokens that are to be sent
 
     @property
     def is_open(self) -> bool:
@@ -52,15 +55,15 @@ class Outbox:
 
     def add_end(self, request: Request) -> None:
         """The request has ended: its last tokens and its `done` are to be sent."""
-        self._ended[request.key] = request
+        self._ended[request.serial] = request
 
     def add_waiting(self, request: Request) -> None:
         """It was preempted: tokens that are not sent yet are no longer in the slot table."""
-        if request.sent < len(request.outputs):
-            self._waiting[request.key] = request
+        if request.sent < request.num_output:
+            self._waiting[request.serial] = request
 
     def add_logs(self, request: Request) -> None:
-        self._logged[request.key] = request
+        self._logged[request.serial] = request
 
     def send_end_again(self, request: Request) -> None:
         request.done_batch = -1
@@ -79,30 +82,18 @@ class Outbox:
     def make_batch(self, slots: SlotTable, rows: Int64Array) -> TokenBatch:
         """All that is not sent yet: the tokens of this frontend's running requests in `rows`, then those of requests without a slot,
         and the ends, in order of arrival."""
-        ended = sorted(self._ended.values(), key=_serial)
+        ended = [self._ended[serial] for serial in sorted(self._ended)]
         number = self._next_number
         self._next_number += 1
         logs, logged = self._take_logs()
-        without_slot = [*ended, *self._take_waiting()]
-        rids, columns, ids = _ranges(slots, rows, [r for r in without_slot if r.sent < len(r.outputs)])
-        slots.sent[rows] = slots.num_output[rows]
-        for request in without_slot:
-            request.sent = len(request.outputs)
+        ranges = _Ranges(slots, rows)
+        for request in [*ended, *self._take_waiting()]:
+            ranges.add(request)
         for request in ended:
             request.done_batch = number
         self._unacknowledged.append(_Sent(number, ended, logged))
         self._ended.clear()
-        return TokenBatch(
-            number=number,
-            rids=rids,
-            choices=columns[0],
-            first=columns[1],
-            counts=columns[2],
-            cached=columns[3],
-            ids=ids,
-            logprobs=logs,
-            done=[_done(request) for request in ended],
-        )
+        return ranges.batch(number, logs, [_done(request) for request in ended])
 
     def _take_waiting(self) -> list[Request]:
         if not self._waiting:
@@ -114,14 +105,10 @@ class Outbox:
     def _take_logs(self) -> tuple[list[TokenLogprobs], list[tuple[Request, int]]]:
         if not self._logged:
             return [], []
-        requests = sorted(self._logged.values(), key=_serial)
+        requests = [self._logged[serial] for serial in sorted(self._logged)]
         self._logged.clear()
         chunks = [chunk for request in requests for chunk in request.take_unsent_logs()]
         return chunks, [(request, request.logs_sent) for request in requests]
-
-
-def _serial(request: Request) -> int:
-    return request.serial
 
 
 def _done(request: Request) -> RequestDone:
@@ -129,22 +116,44 @@ def _done(request: Request) -> RequestDone:
     return request.done
 
 
-def _ranges(slots: SlotTable, rows: Int64Array, others: list[Request]) -> tuple[Int64Array, Int32Array, Int32Array]:
-    """Of all ranges the rids, the columns (choice, first, count, cached), and the ids end to end."""
-    first = slots.sent[rows]
-    counts = slots.num_output[rows] - first
-    rids, columns = slots.rid[rows], np.array((slots.choice[rows], first, counts, slots.cached[rows]), np.int32)
-    ids = _outputs(slots, rows, first, counts)
-    if not others:
-        return rids, columns, ids
-    more = [(r.choice, r.sent, len(r.outputs) - r.sent, r.cached_tokens) for r in others]
-    rids = np.concatenate((rids, np.array([r.rid for r in others], np.int64)))
-    columns = np.concatenate((columns, np.array(more, np.int32).T), axis=1)
-    return rids, columns, np.concatenate((ids, *[r.outputs[r.sent :] for r in others]))
+class _Ranges:
+    """The tokens of a batch: those of the slots in `rows`, then those of requests without a slot. They count as sent."""
+
+    def __init__(self, slots: SlotTable, rows: Int64Array) -> None:
+        first = slots.sent[rows]
+        end = slots.num_output[rows]
+        slots.sent[rows] = end
+        counts = end - first
+        self._rids = slots.rid[rows]
+        self._columns = [slots.choice[rows], first, counts, slots.cached[rows]]
+        self._ids = slots.outputs_from(rows, first, counts)
+        self._more_rids: list[int] = []
+        self._more_choices: list[int] = []
+        self._more_first: list[int] = []
+        self._more_counts: list[int] = []
+        self._more_cached: list[int] = []
+        self._more_ids: list[bytes] = []
+
+    def add(self, request: Request) -> None:
+        end, sent = request.num_output, request.sent
+        if sent < end:
+            self._more_rids.append(request.rid)
+            self._more_choices.append(request.choice)
+            self._more_first.append(sent)
+            self._more_counts.append(end - sent)
+            self._more_cached.append(request.cached_tokens)
+            self._more_ids.append(request.outputs[sent * ITEM :])
+            request.sent = end
+
+    def batch(self, number: int, logs: list[TokenLogprobs], ends: list[RequestDone]) -> TokenBatch:
+        rids, columns, ids = self._rids, self._columns, self._ids
+        if self._more_ids:
+            rids = np.frombuffer(rids.tobytes() + array("q", self._more_rids).tobytes(), np.int64)
+            more = self._more_choices, self._more_first, self._more_counts, self._more_cached
+            columns = [_joined(columns[i], array("i", more[i]).tobytes()) for i in range(4)]
+            ids = _joined(ids, b"".join(self._more_ids))
+        return TokenBatch(number, rids, columns[0], columns[1], columns[2], columns[3], ids, logs, ends)
 
 
-def _outputs(slots: SlotTable, rows: Int64Array, first: Int64Array, counts: Int64Array) -> Int32Array:
-    if len(rows) == 0 or counts.max() == 1:
-        return slots.outputs[rows, first]
-    ranges = zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True)
-    return np.concatenate([slots.outputs[slot, start : start + count] for slot, start, count in ranges])
+def _joined(numbers: Int32Array, more: bytes) -> Int32Array:
+    return np.frombuffer(numbers.tobytes() + more, np.int32)

@@ -11,7 +11,8 @@ and pages are taken, its computed prefix stays in the cache, and it waits again 
 from __future__ import annotations
 
 import itertools
-from math import inf
+from array import array
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +28,13 @@ from srt.managers.slots import SlotTable
 from srt.managers.step_times import StepTimes
 from srt.managers.waiting import WaitingQueue
 from srt.mem_cache.radix_cache import ITEM, RadixNode
-from srt.protocol.messages import Admission, Int64Array, PlanSection, StepPlan, int32_array
+from srt.protocol.messages import Admission, Int32Array, Int64Array, PlanSection, StepPlan, int32_array
+from srt.protocol.views import AdmissionView
 
-UNLIMITED = 1 << 40
+UNLIMITED: Final = 1 << 40
 NO_SLOTS: Int64Array = np.zeros(0, np.int64)
+NO_NUMBERS = int32_array()
+NO_EXTENDS: dict[int, int] = {}
 
 
 class Planner:
@@ -94,7 +98,7 @@ class Planner:
         else:
             self._vacate(request, keep_prefix=keep_prefix)
             if not request.urgent:
-                self._forecast.note_end(len(request.outputs), request.sampling.max_new_tokens)
+                self._forecast.note_end(request.num_output, request.max_new)
         if not keep_prefix:
             self._memory.distrust(request)
 
@@ -116,7 +120,7 @@ class Planner:
         self._answered_step = planned.plan.step
         self._step_times.take(section, step_us)
         if len(section.extend_counts):
-            self._counters.count_prompt_step(int(section.extend_counts.sum()), step_us)
+            self._counters.count_prompt_step(sum(section.extend_counts.tolist()), step_us)
         for request in self.preempted.note_answered(planned.plan.step):
             self._queue.push(request)
 
@@ -132,24 +136,25 @@ class Planner:
         self._forget_ended()
         self._queue.begin_plan()
         is_short = self._preempt_for_room(step)
-        must_measure = self._step_times.must_measure(len(self._decode_rows(step)))
-        if not is_short and not must_measure and (self._ranking.has_priorities or self._does_urgent_wait()):
-            self._displace()
         rows = self._decode_rows(step)
+        must_measure = self._step_times.must_measure(len(rows))
+        if not is_short and not must_measure and (self._ranking.has_priorities or self._does_urgent_wait()):
+            if self._displace():
+                rows = self._decode_rows(step)
         times, num_streams = self._step_times, int(np.count_nonzero(self._slots.stream[rows]))
         draft = Draft(min(self._chunk_size, times.most_tokens(num_streams)), times.budget_us(num_streams))
-        decodes = self._plan_decodes(draft, rows)
-        if not must_measure:
+        self._plan_decodes(draft, rows)
+        if not must_measure and (self._prefilling or self.num_waiting):
             self._plan_prompts(step, draft, may_admit=not is_short or self._slots.num_used == 0)
         times.note_planned(len(rows), sum(draft.counts))
         for request in draft.aside:
             self._queue.push(request)
-        if not draft.extends and not len(decodes):
+        if not draft.extends and not len(rows):
             return None
         self._publish(draft)
         self._counters.num_held_back += len(draft.aside)
-        self._counters.count_step(len(draft.extends), len(decodes))
-        return self._finish_plan(step, draft, decodes)
+        self._counters.count_step(len(draft.extends), len(rows))
+        return self._finish_plan(step, draft, rows)
 
     def _forget_ended(self) -> None:
         if self._something_ended:
@@ -169,14 +174,15 @@ class Planner:
             self._urgent = None
         return self._urgent is not None
 
-    def _displace(self) -> None:
-        """Preempt those whose place the first that waits may take, the last in rank first, if that makes it fit."""
+    def _displace(self) -> bool:
+        """Preempt those whose place the first that waits may take, the last in rank first, if that makes it fit. Was anybody?"""
         request = self._queue.first()
         if request is None:
-            return
-        lower = sorted((r for r in self.running() if self._ranking.may_displace(request, r)), key=_order, reverse=True)
+            return False
+        lower = [r for r in self._running if r is not None and self._ranking.may_displace(request, r)]
         if not lower:
-            return
+            return False
+        lower.sort(key=_order, reverse=True)
         expected = self._expected_tokens(request)
         missing = self._memory.pages_for(expected) - self._memory.num_cached(request) // self._memory.page_size
         missing -= self._memory.num_available - self._memory.num_promised
@@ -185,10 +191,12 @@ class Planner:
         while lower and (missing > 0 or (needs_slot and not victims)):
             victims.append(lower.pop(0))
             missing -= self._memory.held_by(victims[-1].slot)
-        if missing <= 0:
-            for victim in victims:
-                self._preempt(victim)
-            self._forget_ended()
+        if missing > 0:
+            return False
+        for victim in victims:
+            self._preempt(victim)
+        self._forget_ended()
+        return True
 
     def _is_short(self, step: int) -> bool:
         available = self._memory.num_available
@@ -202,7 +210,7 @@ class Planner:
 
     def _lacks_page(self, slot: int) -> bool:
         computed: int = self._slots.computed_at[slot]
-        return computed >= self._slots.num_pages_at[slot] * self._memory.page_size
+        return computed >= self._slots.num_pages_of(slot) * self._memory.page_size
 
     def _preempt(self, request: Request) -> None:
         """Take its slot and pages. It may come back when all its rows in flight are answered, which are entered as if it still ran."""
@@ -217,7 +225,8 @@ class Planner:
 
     def _decode_rows(self, step: int) -> Int64Array:
         rows = self._decoding
-        wanting: Int64Array = rows[self._slots.submitted[rows] < self._slots.max_new[rows]]
+        wants = self._slots.computed[rows] < self._slots.most_computed[rows]
+        wanting: Int64Array = rows[wants] if 0 in wants.tobytes() else rows
         return wanting if self._num_stages == 1 else self._whose_turn_it_is(step, wanting)
 
     def _whose_turn_it_is(self, step: int, rows: Int64Array) -> Int64Array:
@@ -236,13 +245,13 @@ class Planner:
         back: NDArray[np.bool_] = planned_at <= max(step - self._num_stages, self._answered_step)
         return back
 
-    def _ends(self, rows: Int64Array) -> Int64Array:
-        """How many positions each of these has after the step at most. Nobody guesses beyond `max_new`."""
-        slots = self._slots
+    def _ends(self, rows: Int64Array) -> Int32Array:
+        """How many positions each of these has after the step at most. Nobody guesses beyond what it may have."""
+        ends: Int32Array = self._slots.computed[rows]
         if self._max_row_tokens == 1:
-            ends: Int64Array = slots.computed[rows] + 1
+            ends += 1
         else:
-            ends = slots.computed[rows] + np.minimum(slots.max_new[rows] - slots.submitted[rows], self._max_row_tokens)
+            ends += np.minimum(self._slots.most_computed[rows] - ends, self._max_row_tokens)
         return ends
 
     def _num_lacking(self, rows: Int64Array) -> int:
@@ -250,26 +259,28 @@ class Planner:
         missing = -(-self._ends(rows) // self._memory.page_size) - self._slots.num_pages[rows]
         return int(missing.clip(0).sum())
 
-    def _plan_decodes(self, draft: Draft, rows: Int64Array) -> Int64Array:
+    def _plan_decodes(self, draft: Draft, rows: Int64Array) -> None:
         """The next tokens of every request that wants some: its last id is on the device already, or will be."""
         slots = self._slots
         if not len(rows):
-            return NO_SLOTS
+            return
         ends = self._ends(rows)
         is_lacking = ends > slots.num_pages[rows] * self._memory.page_size
-        if is_lacking.any():
+        if 1 in is_lacking.tobytes():
             self._grow(draft, rows[is_lacking], ends[is_lacking])
-        slots.submitted[rows] += self._max_row_tokens
-        slots.computed[rows] += self._max_row_tokens
-        return rows
+        if self._max_row_tokens == 1:
+            slots.computed[rows] = ends
+        else:
+            slots.computed[rows] += self._max_row_tokens
 
-    def _grow(self, draft: Draft, lacking: Int64Array, ends: Int64Array) -> None:
+    def _grow(self, draft: Draft, lacking: Int64Array, ends: Int32Array) -> None:
         if self._max_row_tokens > 1:
             for slot, end in zip(lacking.tolist(), ends.tolist(), strict=True):
                 draft.add_pages(slot, self._memory.grow(slot, end))
             return
-        draft.pages.append(self._memory.grow_by_one_each(lacking))
-        draft.page_slots += lacking.tolist()
+        slots = lacking.tolist()
+        draft.pages.append(self._memory.grow_by_one_each(slots))
+        draft.page_slots += slots
         draft.page_counts += [1] * len(lacking)
 
     def _plan_prompts(self, step: int, draft: Draft, *, may_admit: bool) -> None:
@@ -279,12 +290,11 @@ class Planner:
             (long if self._count_within(draft, request) < self._missing(request) else short).append(request)
         kept, kept_us = 0, 0.0
         if long:
-            kept, kept_us = (draft.budget + 1) // 2, draft.budget_us / 2 if draft.budget_us != inf else 0.0
+            kept, kept_us = (draft.budget + 1) // 2, draft.budget_us / 2 if draft.is_timed else 0.0
             draft.budget -= kept
             draft.budget_us -= kept_us
         for request in long:
-            assert request.node is not None
-            draft.coming.add(self._next_page(request, request.node, request.num_in_tree))
+            draft.coming.add(self._page_behind(request))
         for request in short:
             if draft.has_budget:
                 self._plan_chunk(draft, request)
@@ -300,8 +310,7 @@ class Planner:
             return self._prefilling
         is_back = self._is_back(step, np.array([request.slot for request in self._prefilling]))
         for request in itertools.compress(self._prefilling, ~is_back):
-            assert request.node is not None
-            draft.coming.add(self._next_page(request, request.node, request.num_in_tree))
+            draft.coming.add(self._page_behind(request))
         return list(itertools.compress(self._prefilling, is_back))
 
     def _missing(self, request: Request) -> int:
@@ -309,63 +318,68 @@ class Planner:
         return request.num_known - computed
 
     def _count_within(self, draft: Draft, request: Request) -> int:
+        if not draft.is_timed:
+            return draft.budget
         start = self._slots.computed_at[request.slot]
         return min(draft.budget, self._step_times.tokens_within(draft.budget_us, start))
 
     def _plan_chunk(self, draft: Draft, request: Request) -> None:
         """The next known ids of this request, as far as budget and memory go."""
-        slots, slot = self._slots, request.slot
+        slots, memory, slot = self._slots, self._memory, request.slot
         start = slots.computed_at[slot]
-        count = min(self._count_within(draft, request), self._missing(request), self._memory.capacity(slot) - start)
+        count = self._count_within(draft, request)
+        end = min(request.num_known, memory.capacity(slot))
+        if start + count > end:
+            count = end - start
         if count <= 0:
             return
         draft.budget -= count
-        draft.budget_us -= self._step_times.cost_us(start, count)
+        if draft.is_timed:
+            draft.budget_us -= self._step_times.cost_us(start, count)
         end = start + count
-        pages = self._memory.grow(slot, end)
-        draft.add_pages(slot, slots.pages_of(slot) if request.num_chunks == 0 else pages)
+        had = slots.num_pages_of(slot) if request.num_chunks == 0 else 0  # of a prefix: the workers do not know them
+        pages = memory.grow(slot, end)
+        draft.add_pages(slot, slots.pages_of(slot, 0, had) + pages if had else pages)
         slots.computed_at[slot] = end
-        samples = end == request.num_known
-        if samples:
-            slots.submitted_at[slot] += 1
         request.num_chunks += 1
-        assert request.node is not None
-        if self._memory.caches:
-            draft.coming.add(self._next_page(request, request.node, request.num_in_tree))
+        if memory.caches:
+            draft.coming.add(self._page_behind(request))
         draft.extends.append(request)
         draft.starts.append(start)
         draft.counts.append(count)
-        draft.samples.append(int(samples))
+        draft.samples.append(1 if end == request.num_known else 0)
 
     def _admit(self, draft: Draft) -> None:
         """Give slots to those who wait, in order, while there is room and something left of the budget."""
-        while draft.has_budget and self._slots.num_free > 0:
+        slots, memory = self._slots, self._memory
+        while draft.has_budget and slots.num_free > 0:
             request = self._queue.first()
             if request is None or request is self._no_room_for:
                 return
-            node, cached = self._memory.pin_prefix(request)
+            node, cached = memory.pin_prefix(request)
             num_cached = len(cached) // ITEM
             if self._is_coming(draft, request, node, num_cached):
-                self._memory.unpin(node)
+                memory.unpin(node)
                 self._queue.pop()
                 draft.aside.append(request)
-                if len(draft.aside) == self._slots.num_free:
+                if len(draft.aside) == slots.num_free:
                     return  # more than these cannot be admitted next time
-            elif self._memory.has_room(expected := self._expected_tokens(request), num_cached):
-                self._queue.pop()
-                self._start(request, node, cached, expected)
-                draft.admissions.append(self._admission(request))
-                self._plan_chunk(draft, request)
-            else:
-                self._memory.unpin(node)
+                continue
+            expected = self._expected_tokens(request)
+            if not memory.has_room(expected, num_cached):
+                memory.unpin(node)
                 self._no_room_for = request
                 return
+            self._queue.pop()
+            self._start(request, node, cached, expected)
+            draft.admissions.append(self._admission(request, num_cached * memory.page_size))
+            self._plan_chunk(draft, request)
 
     def _expected_tokens(self, request: Request) -> int:
         """Prompt and output. Whoever was preempted comes back only when there is room for all that it may need."""
         if request.num_preempted:
             return request.max_tokens
-        expected = self._forecast.expected_outputs(request.sampling.max_new_tokens)
+        expected = self._forecast.expected_outputs(request.max_new)
         return max(request.prompt_len + expected, request.num_known + 1)
 
     def _is_coming(self, draft: Draft, request: Request, node: RadixNode, num_cached: int) -> bool:
@@ -376,6 +390,11 @@ class Planner:
         if not self._memory.caches or num_cached >= request.cacheable_pages(self._memory.page_size):
             return False
         return self._next_page(request, node, num_cached) in draft.coming
+
+    def _page_behind(self, request: Request) -> NextPage:
+        """The page behind what the tree has of a running request."""
+        assert request.node is not None
+        return self._next_page(request, request.node, request.num_in_tree)
 
     def _next_page(self, request: Request, node: RadixNode, num_pages: int) -> NextPage:
         """The page behind the request's first `num_pages`, which end at `node`."""
@@ -391,7 +410,7 @@ class Planner:
         num_cached = len(cached) // ITEM * self._memory.page_size
         if not request.num_preempted:
             request.cached_tokens = num_cached
-        self._slots.fill(request, num_cached)
+        self._slots.fill(request, cached, num_cached)
         self._memory.admit(request, node, cached, expected_tokens)
         self._running[request.slot] = request
         self._prefilling.append(request)
@@ -406,58 +425,60 @@ class Planner:
         self._counters.num_prompt_tokens += request.num_known
         self._counters.num_cached_tokens += num_cached
 
-    def _admission(self, request: Request) -> Admission:
-        return Admission(
-            slot=request.slot,
-            ids=request.known_ids,
-            prompt_len=request.prompt_len,
-            cached=self._slots.computed_at[request.slot],
-            seed=request.seed,
-            sampling=request.sampling,
-            logprobs=request.logprobs,
+    def _admission(self, request: Request, num_cached: int) -> AdmissionView:
+        return AdmissionView(
+            request.slot,
+            request.id_bytes,
+            request.prompt_len,
+            num_cached,
+            request.seed,
+            request.sampling,
+            request.logprobs,
         )
 
     def _publish(self, draft: Draft) -> None:
         """The plan stands: what it writes is in the prefix cache for later plans, and prompts that end in it decode from then on."""
-        for request in draft.extends:
-            computed = self._slots.computed_at[request.slot]
-            self._memory.insert_computed(request, request.id_bytes, computed)
-            request.prompt_done = computed == request.num_known
-        if any(draft.samples):
-            finished = [request for request in draft.extends if request.prompt_done]
-            self._prefilling = [request for request in self._prefilling if not request.prompt_done]
-            self._decoding = np.concatenate((self._decoding, np.array([request.slot for request in finished])))
-            for request in finished:
+        finished: list[int] = []
+        for i, request in enumerate(draft.extends):
+            self._memory.insert_computed(request, request.id_bytes, draft.starts[i] + draft.counts[i])
+            if draft.samples[i]:
+                request.prompt_done = True
+                finished.append(request.slot)
                 self._counters.count_prompt(request.num_chunks, self._memory.pages_for(request.prompt_len))
+        if finished:
+            self._prefilling = [request for request in self._prefilling if not request.prompt_done]
+            self._decoding = np.concatenate((self._decoding, np.frombuffer(array("q", finished), np.int64)))
 
     def _finish_plan(self, step: int, draft: Draft, decodes: Int64Array) -> Planned:
         self._planned_step = step
-        extend_slots = [request.slot for request in draft.extends]
-        section = PlanSection(
-            admissions=draft.admissions,
-            pages=[draft.page_delta()],
-            extend_slots=int32_array(extend_slots),
-            extend_starts=int32_array(draft.starts),
-            extend_counts=int32_array(draft.counts),
-            extend_samples=int32_array(draft.samples),
-            decode_slots=decodes.astype(np.int32),
-        )
-        sampling = [slot for slot, samples in zip(extend_slots, draft.samples, strict=True) if samples]
-        rows = np.concatenate((np.array(sampling, np.int64), decodes)) if sampling else decodes
+        slots, rows = self._slots, decodes
+        columns, extends, num_prompt_ends = [NO_NUMBERS] * 4, NO_EXTENDS, 0
+        if draft.extends:
+            extend_slots = [request.slot for request in draft.extends]
+            numbers = array("i", extend_slots + draft.starts + draft.counts + draft.samples)
+            columns = list(np.frombuffer(numbers, np.int32).reshape(4, -1))
+            extends = {request.slot: request.incarnation for request in draft.extends}
+            sampling = [request.slot for request in draft.extends if request.prompt_done]
+            num_prompt_ends = len(sampling)
+            rows = np.concatenate((np.frombuffer(array("q", sampling), np.int64), decodes))
+            if self._num_stages > 1:
+                slots.planned_at[extend_slots] = step
         if self._num_stages > 1:
-            self._slots.planned_at[decodes] = step
-            self._slots.planned_at[extend_slots] = step
-        return Planned(
-            plan=StepPlan(step, [section]),
-            sampling_slots=rows,
-            sampling_incarnations=self._slots.incarnation[rows],
-            num_prompt_ends=len(sampling),
-            extends={request.slot: request.incarnation for request in draft.extends},
+            slots.planned_at[decodes] = step
+        section = PlanSection(
+            cast("list[Admission]", draft.admissions),  # which they are on the wire
+            [draft.page_delta()],
+            columns[0],
+            columns[1],
+            columns[2],
+            columns[3],
+            decodes.astype(np.int32),
         )
+        return Planned(StepPlan(step, [section]), rows, slots.incarnation[rows], num_prompt_ends, extends)
 
     def _vacate(self, request: Request, *, keep_prefix: bool) -> None:
         slots, slot = self._slots, request.slot
-        request.outputs = slots.outputs_of(slot).copy()
+        request.outputs = slots.outputs_of(slot)
         request.sent = slots.sent_at[slot]
         if keep_prefix:
             self._memory.insert_computed(request, request.bytes_with_outputs(), self._num_written(request))
@@ -473,7 +494,7 @@ class Planner:
         computed: int = self._slots.computed_at[request.slot]
         if self._max_row_tokens == 1:
             return computed
-        return min(computed, max(request.num_known, request.prompt_len + len(request.outputs) - 1))
+        return min(computed, max(request.num_known, request.prompt_len + request.num_output - 1))
 
     def check(self) -> None:
         """AssertionError if slots, pages, promises and lists of requests do not agree."""

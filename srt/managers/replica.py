@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final, cast
+
 import numpy as np
 
 from srt.managers.counters import Counters
@@ -10,13 +12,19 @@ from srt.managers.forecast import OutputForecast
 from srt.managers.kv_memory import KvMemory
 from srt.managers.planner import Planner
 from srt.managers.policy import Ranking
+from srt.managers.request import Request
 from srt.managers.results import ResultReader
 from srt.managers.slots import SlotTable
 from srt.managers.step_times import StepTimes
 from srt.managers.waiting import LongestPrefixQueue, WaitingQueue
 from srt.managers.worker_stream import WorkerStream
-from srt.protocol.messages import ControlReply, GenerateRequest, Load, Scalar, SchedulerHello, WorkerHello
+from srt.mem_cache.radix_cache import ITEM
+from srt.protocol.arrays import CODES, FLOAT32
+from srt.protocol.messages import ControlReply, Load, Scalar, SchedulerHello, WorkerHello
+from srt.protocol.views import RequestView
 from srt.server_args import ServerArgs
+
+FLOAT32_CODE: Final = CODES[FLOAT32]
 
 
 class Replica:
@@ -76,23 +84,30 @@ class Replica:
     def load(self) -> Load:
         return Load(self.slots.num_used, self.planner.num_waiting, self.memory.num_free, self.counters.num_steps)
 
-    def reason_to_refuse(self, message: GenerateRequest) -> tuple[int, str] | None:
-        """Status and sentence if this request cannot be taken, ever or now; None if it can."""
-        broken = _what_is_broken(message, self._hello.vocab_size)
+    def reason_to_refuse(self, message: RequestView, requests: list[Request]) -> tuple[int, str] | None:
+        """Status and sentence if this request cannot be taken, ever or now; None if it can. `requests` are its choices."""
+        broken = _what_is_broken(message, requests)
         if broken is not None:
             return 400, broken
-        if message.priority and not self._has_priorities:
+        request = requests[0]
+        if request.priority and not self._has_priorities:
             return 400, "priority means something only with --enable-priority-scheduling or --schedule-policy priority."
-        num_prompt, num_new = len(message.prompt_ids), message.sampling.max_new_tokens
-        if num_prompt + num_new > self.max_request_tokens:
+        if request.max_tokens > self.max_request_tokens:
             return 400, (
-                f"The prompt has {num_prompt} tokens and {num_new} more are asked for: {num_prompt + num_new} in all,"
+                f"The prompt has {request.prompt_len} tokens and {request.max_new} more are asked for: {request.max_tokens} in all,"
                 f" but a request may have at most {self.max_request_tokens}."
             )
-        is_bounded = not (message.resumed or message.urgent)
-        if is_bounded and self.planner.num_waiting >= self._max_queued + self.slots.num_free:
+        is_full = self.planner.num_waiting >= self._max_queued + self.slots.num_free
+        if is_full and not (message.resumed or message.urgent):
             return 429, f"{self.planner.num_waiting} requests are waiting already, and at most {self._max_queued} may."
         return None
+
+    def reason_to_refuse_ids(self, ids: bytes) -> str | None:
+        """A sentence about a request that has these, or several, joined; None if the workers' model knows all of them."""
+        unsigned = np.frombuffer(ids, np.uint32)  # so one look finds negative ones too
+        if int(unsigned[unsigned.argmax()]) < self._hello.vocab_size:
+            return None
+        return f"A token id lies outside the vocabulary of {self._hello.vocab_size}."
 
     def flush(self, call: int, *, is_paused: bool) -> ControlReply:
         """Forget the prefix cache, unless a request is there that uses it, or will at once. Workers need not know."""
@@ -126,19 +141,32 @@ class Replica:
         return values | self.counters.values()
 
 
-def _what_is_broken(message: GenerateRequest, vocab_size: int) -> str | None:
+def _what_is_broken(message: RequestView, requests: list[Request]) -> str | None:
     """A sentence about a request that no frontend should have sent."""
-    if len(message.prompt_ids) == 0:
-        return "The prompt is empty."
-    if len(message.choices) == 0 or len(message.choices) != len(message.output_ids):
-        return f"{len(message.choices)} choices came with {len(message.output_ids)} lists of output ids."
-    if len(message.choices) > 1 and len(set(message.choices.tolist())) != len(message.choices):
+    num_choices = len(message.choices) // ITEM
+    if num_choices == 0 or num_choices != len(requests):
+        return f"{num_choices} choices came with {len(requests)} lists of output ids."
+    if num_choices > 1 and len({request.choice for request in requests}) != num_choices:
         return "A choice is asked for twice."
-    if message.sampling.max_new_tokens < 1:
-        return f"max_new_tokens must be at least 1, not {message.sampling.max_new_tokens}."
-    for ids in (message.prompt_ids, *message.output_ids):
-        if len(ids):
-            unsigned = ids.view(np.uint32)  # so one look finds negative ones too
-            if int(unsigned[unsigned.argmax()]) >= vocab_size:
-                return f"A token id lies outside the vocabulary of {vocab_size}."
+    for request in requests:
+        if len(request.id_bytes) % ITEM or len(request.outputs) % ITEM:
+            return "A list of ids ends within one."
+    request = requests[0]
+    if not _can_workers_decode(request):
+        return "An array in its parameters is none."
+    if not request.prompt_len:
+        return "The prompt is empty."
+    if request.max_new < 1:
+        return f"max_new_tokens must be at least 1, not {request.max_new}."
     return None
+
+
+def _can_workers_decode(request: Request) -> bool:
+    """A part of an id in what they are sent unseen would be the end of the replica."""
+    sampling = request.sampling
+    values = sampling.bias_values
+    biases: bytes = sampling.bias_ids
+    asked_for: bytes = request.logprobs.ids
+    code: int = values.code
+    lengths = len(request.stop_ids) | len(biases) | len(asked_for) | len(cast("bytes", values.data))
+    return lengths % ITEM == 0 and code == FLOAT32_CODE

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
-import numpy as np
 from msgspec.structs import replace
 
 from srt.mem_cache.radix_cache import ITEM, NO_PAGES, RadixNode
-from srt.protocol.messages import (
-    GenerateRequest,
-    Int32Array,
-    LogprobSpec,
-    RequestDone,
-    SamplingSpec,
-    TokenLogprobs,
-)
+from srt.protocol.messages import RequestDone, TokenLogprobs
+from srt.protocol.views import LogprobView, RequestView, SamplingView
 from srt.sampling.sampling_params import choice_seed
+
+FIRST_CHOICE: Final = b"\0\0\0\0"
 
 
 class Status(Enum):
@@ -26,7 +22,7 @@ class Status(Enum):
 
 
 class Request:
-    """One choice. What changes at every step lies in the SlotTable while it runs."""
+    """One choice. What changes at every step lies in the SlotTable while it runs. Ids are bytes, int32 values end to end."""
 
     __slots__ = (
         "arrived_s",
@@ -37,15 +33,17 @@ class Request:
         "frontend",
         "id_bytes",
         "incarnation",
-        "known_ids",
         "label",
         "logprobs",
         "logs",
         "logs_acked",
         "logs_sent",
+        "max_new",
         "node",
         "num_chunks",
         "num_in_tree",
+        "num_known",
+        "num_matched",
         "num_preempted",
         "order",
         "outputs",
@@ -62,31 +60,36 @@ class Request:
         "slot",
         "started_s",
         "status",
+        "stop_ids",
         "stream",
         "urgent",
     )
 
-    def __init__(self, frontend: int, message: GenerateRequest, index: int, serial: int, now: float = 0.0) -> None:
+    def __init__(self, frontend: int, message: RequestView, index: int, serial: int, now: float = 0.0) -> None:
         self.frontend = frontend
         self.rid = message.rid
         self.label = message.label
-        self.choice = int(message.choices[index])
+        choices: bytes = message.choices
+        self.choice = 0 if choices == FIRST_CHOICE else id_at(choices, index)
         self.serial = serial  # order of arrival
         self.arrived_s = now
         self.started_s: float | None = None  # first admission
         self.priority = message.priority
         self.urgent = message.urgent
         self.stream = message.stream
-        self.seed = choice_seed(message.seed, self.choice)
+        self.seed: int = choice_seed(message.seed, self.choice) if self.choice else message.seed
         self.salt = message.cache_salt
-        self.sampling: SamplingSpec = message.sampling
-        self.logprobs: LogprobSpec = message.logprobs
-        self.prompt_len = len(message.prompt_ids)
-        self.outputs: Int32Array = message.output_ids[index]  # while waiting: what it comes with; when ended: all
-        self.known_ids = np.concatenate((message.prompt_ids, self.outputs)) if len(self.outputs) else message.prompt_ids
-        self.id_bytes = self.known_ids.tobytes()
+        self.sampling: SamplingView = message.sampling
+        self.max_new: int = self.sampling.max_new_tokens
+        self.stop_ids: bytes = self.sampling.stop_ids
+        self.logprobs: LogprobView = message.logprobs
+        prompt: bytes = message.prompt_ids
+        self.prompt_len = len(prompt) // ITEM
+        self.outputs: bytes = message.output_ids[index]  # while waiting: what it comes with; when ended: all
+        self.id_bytes = prompt + self.outputs  # known when it was admitted last, or is to be
+        self.num_known = len(self.id_bytes) // ITEM
         self.status = Status.WAITING
-        self.sent = len(self.outputs)  # while it runs, the SlotTable counts
+        self.sent = len(self.outputs) // ITEM  # while it runs, the SlotTable counts
         self.done: RequestDone | None = None
         self.done_batch = -1  # number of the batch that carried `done` last
         self.logs: list[TokenLogprobs] = []  # not acknowledged yet; the first is number `logs_acked`
@@ -99,6 +102,7 @@ class Request:
         self.incarnation = 0
         self.node: RadixNode | None = None  # the pinned end of its prefix in the tree, `num_in_tree` pages deep
         self.num_in_tree = 0
+        self.num_matched = 0  # tokens that the cache had of it when it waited and was looked at last
         self.num_preempted = 0
         self.order: tuple[float, int] = (0.0, serial)  # by the Ranking
         self.own_copies = NO_PAGES  # of its first `num_in_tree` pages, those that the tree has twice
@@ -110,22 +114,22 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        return self.prompt_len + self.sampling.max_new_tokens
+        return self.prompt_len + self.max_new
 
     @property
-    def num_known(self) -> int:
-        """Ids that were known when it was admitted."""
-        return len(self.known_ids)
+    def num_output(self) -> int:
+        return len(self.outputs) // ITEM
 
     def cacheable_pages(self, page_size: int) -> int:
         """At most so many pages can come from the cache: the last known position is computed in any case, and those whose
         logprobs are asked for."""
         tokens = self.num_known - 1
-        if self.logprobs.prompt_start >= 0:
-            tokens = min(tokens, max(self.logprobs.prompt_start - 1, 0))
+        start: int = self.logprobs.prompt_start
+        if start >= 0:
+            tokens = min(tokens, max(start - 1, 0))
         return tokens // page_size
 
-    def lose_slot(self, outputs: Int32Array, sent: int, computed: int) -> None:
+    def lose_slot(self, outputs: bytes, sent: int, computed: int) -> None:
         """Preempted: it waits again, with what it has. Prompt logprobs that workers have been told to send are not asked for twice."""
         self.status = Status.WAITING
         self.outputs, self.sent = outputs, sent
@@ -140,16 +144,16 @@ class Request:
 
     def append(self, token: int) -> None:
         """A token that was in flight when it was preempted."""
-        self.outputs = np.append(self.outputs, np.int32(token))
+        self.outputs += token.to_bytes(ITEM, "little", signed=True)
 
     def know_all(self) -> None:
         """Nothing of it is in flight: it may be admitted again, with all its tokens."""
-        self.known_ids = np.concatenate((self.known_ids[: self.prompt_len], self.outputs))
-        self.id_bytes = self.known_ids.tobytes()
+        self.id_bytes = self.bytes_with_outputs()
+        self.num_known = len(self.id_bytes) // ITEM
 
     def bytes_with_outputs(self) -> bytes:
         """The prompt and all outputs so far, which it has again when it runs no more."""
-        return self.id_bytes[: self.prompt_len * ITEM] + self.outputs.tobytes()
+        return self.id_bytes[: self.prompt_len * ITEM] + self.outputs
 
     def log(self, chunk: TokenLogprobs) -> None:
         self.logs.append(chunk)
@@ -178,6 +182,10 @@ class Request:
             self.logs_sent += 1
 
 
-def expand(frontend: int, message: GenerateRequest, next_serial: int, now: float = 0.0) -> list[Request]:
+def expand(frontend: int, message: RequestView, next_serial: int, now: float = 0.0) -> list[Request]:
     """One Request for each choice, in order."""
-    return [Request(frontend, message, index, next_serial + index, now) for index in range(len(message.choices))]
+    return [Request(frontend, message, index, next_serial + index, now) for index in range(len(message.output_ids))]
+
+
+def id_at(ids: bytes, index: int) -> int:
+    return int.from_bytes(ids[index * ITEM : (index + 1) * ITEM], "little", signed=True)

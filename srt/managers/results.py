@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from srt.managers.counters import Counters
 from srt.managers.plan_draft import Planned
 from srt.managers.planner import Planner
-from srt.managers.request import Request
+from srt.managers.request import Request, id_at
 from srt.managers.slots import SlotTable
 from srt.managers.worker_stream import BrokenReplica
+from srt.mem_cache.radix_cache import ITEM
 from srt.protocol.messages import Int32Array, Int64Array, RowLogprobs, StepResult, TokenLogprobs
 
 ONE = np.ones(1, np.int32).tobytes()
 NOT_FINITE = "The model produced no finite logits for this request."
 
 
-@dataclass(slots=True)
 class End:
     """A request that this result ends."""
 
-    request: Request
-    reason: str  # stop, length or error
-    matched: int = -1
-    status: int = 0
-    message: str = ""
+    def __init__(self, request: Request, reason: str, matched: int = -1, status: int = 0, message: str = "") -> None:
+        self.request = request
+        self.reason = reason  # stop, length or error
+        self.matched = matched
+        self.status = status
+        self.message = message
 
 
-@dataclass(frozen=True, slots=True)
 class Outcome:
-    ends: list[End]
-    logged: list[Request]  # have new logprobs
-    late: list[Request]  # were preempted, and have a new token all the same
+    def __init__(self, ends: list[End], logged: list[Request], late: list[Request]) -> None:
+        self.ends = ends
+        self.logged = logged  # have new logprobs
+        self.late = late  # were preempted, and have a new token all the same
 
 
 class ResultReader:
@@ -55,7 +54,7 @@ class ResultReader:
         self._counters.step_us += result.step_us
         logged = [self._log(planned, row) for row in result.logprobs]
         alive = self._slots.incarnation[rows] == planned.sampling_incarnations
-        num_dropped = len(rows) - int(np.count_nonzero(alive))
+        num_dropped = alive.tobytes().count(0)
         self._counters.num_dropped_rows += num_dropped
         if has_one_each and self._max_row_tokens == 1:
             ends = self._append(rows[alive], ids[alive]) if num_dropped else self._append(rows, ids)
@@ -81,13 +80,12 @@ class ResultReader:
 
     def _append_any(self, planned: Planned, result: StepResult, alive: NDArray[np.bool_]) -> list[End]:
         """Rows that have any number of ids: first the first of each, then the second of those that go on, and so on."""
-        slots, rows, counts = self._slots, planned.sampling_slots, result.counts.clip(0)
+        rows, counts = planned.sampling_slots, result.counts.clip(0)
         places = np.cumsum(counts) - counts
         decoding = alive.copy()
         decoding[: planned.num_prompt_ends] = False
         missing = self._max_row_tokens - counts[decoding]
-        slots.submitted[rows[decoding]] -= missing
-        slots.computed[rows[decoding]] -= missing
+        self._slots.computed[rows[decoding]] -= missing
         ends: list[End] = []
         for round_ in range(int(counts.max(initial=0))):
             going = np.flatnonzero(alive & (counts > round_))
@@ -114,10 +112,10 @@ class ResultReader:
             for token in result.ids[places[row] : places[row] + result.counts[row]].tolist():
                 request.append(token)
                 self._counters.num_generated_tokens += 1
-                if token in request.sampling.stop_ids:
+                if is_stop(request, token):
                     ends.append(End(request, "stop", token))
                     break
-                if len(request.outputs) >= request.sampling.max_new_tokens:
+                if request.num_output >= request.max_new:
                     ends.append(End(request, "length"))
                     break
         self._counters.num_dropped_rows -= len(late) + sum(end.reason == "error" for end in ends)
@@ -127,25 +125,24 @@ class ResultReader:
         if not len(rows):
             return []
         slots = self._slots
-        places = slots.num_output[rows]
-        lengths = places + 1
-        slots.make_room_for_outputs(int(lengths.max()))
-        slots.outputs[rows, places] = ids
-        slots.num_output[rows] = lengths
+        lengths = slots.append_outputs(rows, ids)
         self._counters.num_generated_tokens += len(rows)
-        stopped = slots.stops[rows, 0] == ids
+        stopped = slots.stops[0][rows] == ids
         for column in range(1, slots.most_stops):
-            stopped |= slots.stops[rows, column] == ids
+            stopped |= slots.stops[column][rows] == ids
         if slots.has_many_stops:
-            for i in np.flatnonzero(slots.many_stops[rows]):
-                stopped[i] = ids[i] in self._planner.request_in(int(rows[i])).sampling.stop_ids
-        ended = np.flatnonzero(stopped | (lengths >= slots.max_new[rows]))
-        columns = zip(rows[ended].tolist(), stopped[ended].tolist(), ids[ended].tolist(), strict=True)
-        return [self._end(slot, is_stop, token) for slot, is_stop, token in columns]
+            for i in np.flatnonzero(slots.many_stops[rows]).tolist():
+                stopped[i] = is_stop(self._planner.request_in(int(rows[i])), int(ids[i]))
+        stopped_or_full = stopped | (lengths >= slots.max_new[rows])
+        places = stopped_or_full.nonzero()[0]
+        if not len(places):
+            return []
+        columns = zip(rows[places].tolist(), stopped[places].tolist(), ids[places].tolist(), strict=True)
+        return [self._end(slot, has_stopped, token) for slot, has_stopped, token in columns]
 
-    def _end(self, slot: int, stopped: bool, token: int) -> End:
+    def _end(self, slot: int, has_stopped: bool, token: int) -> End:
         request = self._planner.request_in(slot)
-        return End(request, "stop", token) if stopped else End(request, "length")
+        return End(request, "stop", token) if has_stopped else End(request, "length")
 
     def _log(self, planned: Planned, row: RowLogprobs) -> Request | None:
         """Keep the row's logprobs with its request. Comes before the row's token is appended."""
@@ -157,15 +154,21 @@ class ResultReader:
                 raise BrokenReplica(f"Step {planned.plan.step} has logprobs for slot {slot}, which was not in it.")
             incarnation = int(planned.sampling_incarnations[at[0]])
         if self._slots.incarnation[slot] == incarnation:
-            request, num_output = self._planner.request_in(slot), int(self._slots.num_output[slot])
+            request, num_output = self._planner.request_in(slot), self._slots.num_output_at[slot]
         else:
             away = self._planner.preempted.find(incarnation)
             if away is None:
                 return None
-            request, num_output = away, len(away.outputs)
+            request, num_output = away, away.num_output
         first = row.first if row.is_prompt else num_output
         chunk = TokenLogprobs(
             request.rid, request.choice, row.is_prompt, first, row.chosen, row.top_ids, row.top, row.of_ids
         )
         request.log(chunk)
         return request
+
+
+def is_stop(request: Request, token: int) -> bool:
+    """Is this one of the ids that the request stops at?"""
+    stops = request.stop_ids
+    return any(id_at(stops, i) == token for i in range(len(stops) // ITEM))

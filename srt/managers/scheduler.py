@@ -20,12 +20,11 @@ from srt.managers.engine_status import EngineStatus
 from srt.managers.scheduler_state import Scheduler
 from srt.managers.scheduler_trace import SchedulerTrace
 from srt.managers.step_deadline import StepDeadline
-from srt.protocol.codec import protocol_hash
+from srt.protocol.codec import decode_view, protocol_hash
 from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, worker_path
 from srt.protocol.messages import (
     Abort,
     FrontendHello,
-    GenerateRequest,
     Message,
     Rejected,
     ServerReady,
@@ -37,6 +36,7 @@ from srt.protocol.messages import (
     WorkDone,
     WorkerHello,
 )
+from srt.protocol.views import RequestView
 from srt.utils.compiled import is_compiled
 from srt.utils.errors import StartError
 
@@ -54,8 +54,9 @@ class SchedulerProcess:
         start = child.start
         self._child = child
         self._scheduler = Scheduler(start.args, protocol_hash())
-        self._frontends = RouterLink(context, frontend_path(start.run_dir, start.generation), start.generation)
-        self._workers = RouterLink(context, worker_path(start.run_dir, start.generation), start.generation)
+        paths = frontend_path(start.run_dir, start.generation), worker_path(start.run_dir, start.generation)
+        self._frontends = RouterLink(context, paths[0], start.generation, read=decode_view)
+        self._workers = RouterLink(context, paths[1], start.generation)
         self._peer_of_frontend: dict[int, bytes] = {}
         self._frontend_of_peer: dict[bytes, int] = {}
         self._rank_of_peer: dict[bytes, int] = {}
@@ -174,7 +175,7 @@ class SchedulerProcess:
             return
         now = time.monotonic()
         self._apply(self._scheduler.handle(Frontend(number), message, now))
-        if self._trace.is_on and isinstance(message, GenerateRequest | Abort):
+        if self._trace.is_on and isinstance(message, RequestView | Abort):
             self._trace.heard(number, message, now)
 
     def _meet(self, peer: bytes, number: int) -> None:

@@ -16,10 +16,11 @@ import numpy as np
 
 from srt.managers.clients import Client, Labels
 from srt.managers.deadlines import Deadlines
-from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers, Worker
+from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers
 from srt.managers.pace import Pace
 from srt.managers.replica import Replica
-from srt.managers.request import Request, Status, expand
+from srt.managers.request import Request, Status, expand, id_at
+from srt.managers.results import is_stop
 from srt.managers.worker_stream import BrokenReplica, Handshake, Inspection
 from srt.protocol.messages import (
     Abort,
@@ -29,10 +30,8 @@ from srt.protocol.messages import (
     ContinueGeneration,
     ControlReply,
     FlushCache,
-    FromFrontend,
     FromWorker,
     FrontendHello,
-    GenerateRequest,
     GetState,
     Load,
     Message,
@@ -49,6 +48,7 @@ from srt.protocol.messages import (
     WorkerHello,
     WorkPlan,
 )
+from srt.protocol.views import FromFrontendView, RequestView
 from srt.server_args import ServerArgs
 
 LOAD_INTERVAL_S = 0.2
@@ -56,7 +56,6 @@ CAPTURE_AFTER_S = 0.5  # from the workers' hello on, unless a step is done befor
 PAUSE_MODES = ("abort", "retract", "in_place")
 _FROM_FRONTEND = (
     FrontendHello,
-    GenerateRequest,
     Abort,
     AbortLabel,
     AckBatch,
@@ -79,7 +78,8 @@ class Scheduler:
         self._replica: Replica | None = None
         self._clients: dict[int, Client] = {}
         self._labels = Labels()
-        self._early: list[tuple[int, FromFrontend]] = []  # came before the workers were ready
+        self._early: list[tuple[int, FromFrontendView]] = []  # came before the workers were ready
+        self._arrived: list[Request] = []  # since the last tick: their ids are still to be looked at
         self._next_serial = 1
         self._is_draining = False
         self._paused_by: set[int] = set()  # frontends: a pause ends with the one that asked for it
@@ -130,23 +130,21 @@ class Scheduler:
         assert self._replica is not None, "there are no slots yet"
         return self._replica.planner.request_in(slot)
 
-    def handle(self, source: Source, message: Message, now: float) -> list[Effect]:
+    def handle(self, source: Source, message: Message | RequestView, now: float) -> list[Effect]:
         """Take in one message. Its consequences are sent at once where it asks for an answer, else by the next `tick`."""
         self._now = now
-        match source:
-            case Frontend(number):
-                if not isinstance(message, _FROM_FRONTEND):
-                    return [ToFrontend(number, Rejected(f"{type(message).__name__} is no message for a scheduler."))]
-                return self._from_frontend(number, message, now)
-            case Worker(rank):
-                if not isinstance(message, _FROM_WORKER):
-                    return [Fatal(f"Worker {rank} sent {type(message).__name__}, which is no message for a scheduler.")]
-                try:
-                    return self._from_worker(rank, message, now)
-                except BrokenReplica as error:
-                    return [Fatal(str(error))]
-            case _:
-                assert_never(source)
+        if isinstance(source, Frontend):
+            if not isinstance(message, RequestView) and not isinstance(message, _FROM_FRONTEND):
+                rejected = Rejected(f"{type(message).__name__} is no message for a scheduler.")
+                return [ToFrontend(source.number, rejected)]
+            return self._from_frontend(source.number, message, now)
+        rank = source.rank
+        if not isinstance(message, _FROM_WORKER):
+            return [Fatal(f"Worker {rank} sent {type(message).__name__}, which is no message for a scheduler.")]
+        try:
+            return self._from_worker(rank, message, now)
+        except BrokenReplica as error:
+            return [Fatal(str(error))]
 
     def tick(self, now: float, watch: Callable[[StepPlan], None] | None = None) -> list[Effect]:
         """Plan steps until the window is full, then send the frontends what is new.
@@ -156,9 +154,10 @@ class Scheduler:
         self._now = now
         if self._replica is None:
             return []
+        effects = self._refuse_unknown_ids(self._replica)
         if self._deadlines.are_set:
             self._end_overdue(self._replica, now)
-        effects = self._plan(self._replica, now, watch)
+        effects += self._plan(self._replica, now, watch)
         effects += self._send_batches(self._replica)
         effects += self._tell_load(self._replica, now)
         return effects
@@ -199,7 +198,7 @@ class Scheduler:
 
     # ---- Frontends
 
-    def _from_frontend(self, number: int, message: FromFrontend, now: float) -> list[Effect]:
+    def _from_frontend(self, number: int, message: FromFrontendView, now: float) -> list[Effect]:
         if isinstance(message, FrontendHello):
             return self._welcome(number, message)
         client = self._clients.get(number)
@@ -208,9 +207,9 @@ class Scheduler:
         if self._replica is None:
             self._early.append((number, message))
             return []
+        if isinstance(message, RequestView):
+            return self._accept(self._replica, client, message, now)
         match message:
-            case GenerateRequest():
-                return self._accept(self._replica, client, message, now)
             case Abort(rid, choice):
                 self._abort_live([r for r in client.choices(rid) if choice in (-1, r.choice)])
                 return []
@@ -249,43 +248,66 @@ class Scheduler:
             return [ToFrontend(number, Rejected(reason))]
         self.frontend_gone(number)
         self._clients[number] = Client(number)
+        self._last_load = None  # what this one is told now the others are told with the next tick
         return [] if self._replica is None else self._replica.greeting(number)
 
-    def _accept(self, replica: Replica, client: Client, message: GenerateRequest, now: float) -> list[Effect]:
+    def _accept(self, replica: Replica, client: Client, message: RequestView, now: float) -> list[Effect]:
         if client.knows(message.rid):
             return [ToFrontend(client.number, Rejected(f"Request {message.rid} is here already."))]
-        refusal = self._reason_to_refuse(replica, message)
+        requests = expand(client.number, message, self._next_serial, now)
+        refusal = self._reason_to_refuse(replica, message, requests)
         if refusal is not None:
             replica.counters.num_refused += 1
             retry_after_s = self._retry_after_s(replica) if refusal[0] == 429 else 0
             return [ToFrontend(client.number, Refused(message.rid, *refusal, retry_after_s))]
-        requests = expand(client.number, message, self._next_serial, now)
         self._next_serial += len(requests)
         client.enter(requests)
         self._labels.enter(requests)
+        self._arrived += requests
         for request in requests:
             replica.planner.add(request)
             self._deadlines.add(request)
-            self._end_if_complete(request)
+            if request.outputs:
+                self._end_if_complete(request)
         return []
 
-    def _reason_to_refuse(self, replica: Replica, message: GenerateRequest) -> tuple[int, str] | None:
+    def _reason_to_refuse(
+        self, replica: Replica, message: RequestView, requests: list[Request]
+    ) -> tuple[int, str] | None:
         """Status and sentence, or None: welcome."""
         if self._is_draining and not message.resumed:
             return 503, "The server is shutting down."
         if self._labels.is_taken(message.label):
             return 400, f"A request with the id {message.label!r} is being processed already."
-        return replica.reason_to_refuse(message)
+        return replica.reason_to_refuse(message, requests)
+
+    def _refuse_unknown_ids(self, replica: Replica) -> list[Effect]:
+        """Of those that have arrived since the last tick: looked at one by one only if there is any such id."""
+        arrived, self._arrived = self._arrived, []
+        if not arrived or replica.reason_to_refuse_ids(b"".join([request.id_bytes for request in arrived])) is None:
+            return []
+        effects: list[Effect] = []
+        for request in arrived:
+            reason = replica.reason_to_refuse_ids(request.id_bytes)
+            client = self._clients.get(request.frontend)
+            if reason is None or client is None or client.find(request.rid, request.choice) is not request:
+                continue
+            effects.append(ToFrontend(client.number, Refused(request.rid, 400, reason)))
+            replica.counters.num_refused += 1
+            for choice in client.choices(request.rid):
+                self._end(choice, "error", tell=False)
+                client.forget(choice)
+        return effects
 
     def _retry_after_s(self, replica: Replica) -> int:
         return self._pace.retry_after_s(replica.planner.num_waiting, self._now)
 
     def _end_if_complete(self, request: Request) -> None:
         """A resumed request may have all its tokens already: only the word that it ended was lost."""
-        outputs, sampling = request.outputs, request.sampling
-        if len(outputs) and outputs[-1] in sampling.stop_ids:
-            self._end(request, "stop", matched=int(outputs[-1]))
-        elif len(outputs) >= sampling.max_new_tokens:
+        count = request.num_output
+        if count and is_stop(request, last := id_at(request.outputs, count - 1)):
+            self._end(request, "stop", matched=last)
+        elif count >= request.max_new:
             self._end(request, "length")
 
     def _send_again(self, replica: Replica, client: Client, ask: AskRange) -> list[Effect]:
@@ -297,7 +319,7 @@ class Scheduler:
         if request.has_unsent_logs:
             client.outbox.add_logs(request)
         if request.status is Status.RUNNING:
-            replica.slots.sent[request.slot] = min(first, int(replica.slots.sent[request.slot]))
+            replica.slots.sent_at[request.slot] = min(first, replica.slots.sent_at[request.slot])
         else:
             request.sent = min(first, request.sent)
         if request.status is Status.WAITING:
@@ -319,18 +341,19 @@ class Scheduler:
             self._pace.note_end(self._now)
         if not tell:
             return
+        started_s = request.started_s
         request.done = RequestDone(
-            rid=request.rid,
-            choice=request.choice,
-            reason=reason,
-            matched=matched,
-            num_output=len(request.outputs),
-            cached_tokens=request.cached_tokens,
-            status=status,
-            message=message,
-            num_preempted=request.num_preempted,
-            retry_after_s=self._retry_after_s(self._replica) if status == 503 else 0,
-            queue_s=-1.0 if request.started_s is None else request.started_s - request.arrived_s,
+            request.rid,
+            request.choice,
+            reason,
+            matched,
+            request.num_output,
+            request.cached_tokens,
+            status,
+            message,
+            request.num_preempted,
+            self._retry_after_s(self._replica) if status == 503 else 0,
+            -1.0 if started_s is None else started_s - request.arrived_s,
         )
         self._clients[request.frontend].outbox.add_end(request)
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from srt.managers.control_words import ControlWords
 from srt.managers.request import Request
 from srt.managers.tracer import BATCH, REQUEST, STATE, STEP, Tracer, batch_number, request_number
-from srt.protocol.messages import Abort, GenerateRequest, PlanSection, StepPlan, StepResult, TokenBatch
+from srt.mem_cache.radix_cache import ITEM
+from srt.protocol.messages import Abort, PlanSection, StepPlan, StepResult, TokenBatch
+from srt.protocol.views import RequestView
 
 MAX_NAMES = 32  # of requests that decode, on one step
 
@@ -28,7 +30,7 @@ class SchedulerTrace:
     def is_on(self) -> bool:
         return self._tracer.is_on
 
-    def heard(self, frontend: int, message: GenerateRequest | Abort, began_s: float) -> None:
+    def heard(self, frontend: int, message: RequestView | Abort, began_s: float) -> None:
         if self._number != self._control.trace:
             self._number = self._control.trace
             self._open.clear()
@@ -38,7 +40,7 @@ class SchedulerTrace:
                 self._tracer.slice("abort", began_s)
                 self._leave(number, began_s, reason="abort")
             return
-        self._tracer.slice("receive", began_s, request=message.label, prompt_tokens=len(message.prompt_ids))
+        self._tracer.slice("receive", began_s, request=message.label, prompt_tokens=len(message.prompt_ids) // ITEM)
         self._tracer.arrow("t", REQUEST, number, began_s)
         self._enter(number, "waiting", began_s)
 

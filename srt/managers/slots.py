@@ -1,68 +1,74 @@
-"""The counters of all running requests, one column a slot, so that a step handles its rows at once."""
+"""The counters of all running requests, one column a number, so that a step handles its rows at once."""
 
 from __future__ import annotations
 
 import struct
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from srt.managers.request import Request
-from srt.mem_cache.radix_cache import ITEM
+from srt.mem_cache.radix_cache import ITEM, NO_PAGES
 from srt.mem_cache.tables_hash import tables_hash
 from srt.protocol.messages import Int32Array, Int64Array
 
-NUM_STOPS = 8  # stop ids of a request that are checked for all rows at once; who has more is looked at alone
-NO_STOPS = b"\xff" * 4 * NUM_STOPS  # no token has the id -1
-_ROW = struct.Struct("12q")
+NUM_STOPS: Final = 8  # stop ids of a request that are checked for all rows at once; who has more is looked at alone
+NO_STOP: Final = b"\xff\xff\xff\xff"  # no token has the id -1
+ONE = np.ones(1, np.int32).tobytes()
+ROW = struct.Struct("3q10i4s4x")  # of the table: columns of int64, of int32, and the bytes of a stop id
+ROW_BYTES: Final = 72
 
 
 class SlotTable:
-    """What the scheduler counts per slot. A column is meaningful while its `incarnation` is not 0.
+    """What the scheduler counts per slot. A number is meaningful while the slot's `incarnation` is not 0.
 
     Steps read and write columns, at an index of rows. One slot's number is had by the memoryview of its column (`computed_at` is
     that of `computed`), which costs a fraction of an array's item.
 
-    Of a request's positions, `computed` have been given to the workers; its prompt and `num_output` sampled tokens are known,
-    `submitted` samples are known or on their way. Where a step may bring a row several ids, or none, these two count the most that
-    is possible, until its result is here. The row of `pages` stays as sent until the slot is admitted anew: that is what
-    the workers hold too.
+    Of a request's positions, `computed` have been given to the workers; its prompt and `num_output` sampled tokens are known.
+    A row decodes until `computed` is `most_computed`: then all samples that it may have are known or on their way. Where a step
+    may bring a row several ids, or none, `computed` counts the most that is possible, until its result is here. A slot's pages stay
+    as sent until it is filled anew: that is what the workers hold too.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._table: Int64Array = np.zeros((num_slots, 12), np.int64)
-        (
-            self.incarnation,  # number of the admission that has the slot; 0: the slot is free
-            self.frontend,
-            self.rid,
-            self.choice,
-            self.max_new,
-            self.num_output,
-            self.cached,  # tokens that it found in the prefix cache
-            self.sent,  # outputs that the frontend was sent
-            self.submitted,
-            self.computed,
-            self.num_pages,
-            self.planned_at,  # the last step that had the row
-        ) = self._table.T
-        self._table_bytes = self._table.data.cast("B")
+        table = np.zeros((num_slots, ROW_BYTES), np.uint8)
+        self._table_bytes = table.data.cast("B")
+        self._pack_row = ROW.pack_into
+        numbers: Int64Array = table.view(np.int64).T
+        self.incarnation: Int64Array = numbers[0]  # number of its admission; 0: the slot is free
+        self.rid: Int64Array = numbers[1]
+        self.planned_at: Int64Array = numbers[2]  # the last step that had the row
+        columns: Int32Array = table.view(np.int32).T[6:]
+        self.frontend: Int32Array = columns[0]
+        self.choice: Int32Array = columns[1]
+        self.max_new: Int32Array = columns[2]
+        self.num_output: Int32Array = columns[3]
+        self.cached: Int32Array = columns[4]  # tokens that it found in the prefix cache
+        self.sent: Int32Array = columns[5]  # outputs that the frontend was sent
+        self.computed: Int32Array = columns[6]
+        self.most_computed: Int32Array = columns[7]
+        self.num_pages: Int32Array = columns[8]
+        self.stream: Int32Array = columns[9]
         self.incarnation_at: memoryview[int] = self.incarnation.data
         self.num_output_at: memoryview[int] = self.num_output.data
         self.sent_at: memoryview[int] = self.sent.data
-        self.submitted_at: memoryview[int] = self.submitted.data
         self.computed_at: memoryview[int] = self.computed.data
-        self.num_pages_at: memoryview[int] = self.num_pages.data
-        self.stream: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        self.stops: Int32Array = np.full((num_slots, NUM_STOPS), -1, np.int32)
-        self._stops_bytes = self.stops.data.cast("B")
+        self._num_pages_at: memoryview[int] = self.num_pages.data
+        self.pages = [NO_PAGES] * num_slots
+        stops: Int32Array = np.full((NUM_STOPS, num_slots), -1, np.int32)
+        self.stops = [columns[10], *stops[1:]]
         self.many_stops: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.has_many_stops = False  # any slot, ever
         self.most_stops = 1  # of those, so many columns of `stops` were ever used
-        self.pages: Int32Array = np.zeros((num_slots, 16), np.int32)
-        self._pages_bytes = self.pages.data.cast("B")
-        self.outputs: Int32Array = np.zeros((num_slots, 64), np.int32)
-        self._was_admitted: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self._outputs_width = 64
+        self._outputs_bytes = bytearray(num_slots * 64 * ITEM)
+        self._outputs: Int32Array = np.frombuffer(self._outputs_bytes, np.int32)
+        self._most_output = 0  # at most so many has any slot that is used
+        self._is_used = [False] * num_slots
+        self._was_admitted = [False] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -75,97 +81,109 @@ class SlotTable:
 
     def take(self) -> int:
         slot = self._free.pop()
-        self._was_admitted[slot] = True
+        self._is_used[slot] = self._was_admitted[slot] = True
         return slot
 
-    def fill(self, request: Request, num_cached: int) -> None:
-        """Everything about the request that has been given this slot, and how many of its tokens the cache has."""
-        slot, outputs, sampling = request.slot, request.outputs, request.sampling
-        count = len(outputs)
-        _ROW.pack_into(
+    def fill(self, request: Request, cached: bytes, num_cached: int) -> None:
+        """Everything about the request that has been given this slot, and the pages and tokens of it that the cache has."""
+        slot, stops, num_output = request.slot, request.stop_ids, request.num_output
+        self._pack_row(
             self._table_bytes,
-            slot * _ROW.size,
+            slot * ROW_BYTES,
             request.incarnation,
-            request.frontend,
             request.rid,
+            0,  # planned at
+            request.frontend,
             request.choice,
-            sampling.max_new_tokens,
-            count,
+            request.max_new,
+            num_output,
             request.cached_tokens,
             request.sent,
-            count,  # submitted
             num_cached,  # computed
-            0,  # pages
-            0,  # planned at
+            request.max_tokens - 1,
+            len(cached) // ITEM,
+            request.stream,
+            stops[:ITEM] if stops else NO_STOP,
         )
-        if count:
-            self.make_room_for_outputs(count)
-            self.outputs[slot, :count] = outputs
-        self.stream[slot] = request.stream
-        self._fill_stops(slot, sampling.stop_ids.tobytes())
+        self.pages[slot] = cached
+        if num_output:
+            self._most_output = max(self._most_output, num_output)
+            self._make_room_for_outputs(num_output)
+            start = slot * self._outputs_width * ITEM
+            self._outputs_bytes[start : start + len(request.outputs)] = request.outputs
+        if self.most_stops > 1 or len(stops) > ITEM:
+            self._fill_stops(slot, np.frombuffer(stops, np.int32).tolist())
 
-    def _fill_stops(self, slot: int, stops: bytes) -> None:
-        num_stops, start = len(stops) // ITEM, slot * len(NO_STOPS)
-        self._stops_bytes[start : start + len(NO_STOPS)] = (stops + NO_STOPS)[: len(NO_STOPS)]
-        self.most_stops = max(self.most_stops, min(num_stops, NUM_STOPS))
-        if num_stops > NUM_STOPS or self.has_many_stops:
-            self.has_many_stops = True
-            self.many_stops[slot] = num_stops > NUM_STOPS
+    def _fill_stops(self, slot: int, stops: list[int]) -> None:
+        self.most_stops = max(self.most_stops, min(len(stops), NUM_STOPS))
+        for column in range(1, self.most_stops):
+            self.stops[column][slot] = stops[column] if column < len(stops) else -1
+        self.has_many_stops |= len(stops) > NUM_STOPS
+        self.many_stops[slot] = len(stops) > NUM_STOPS
 
     def release(self, slot: int) -> None:
-        assert self.incarnation_at[slot] != 0, f"slot {slot} is released twice"
+        assert self._is_used[slot], f"slot {slot} is released twice"
+        self._is_used[slot] = False
         self.incarnation_at[slot] = 0
-        self.sent_at[slot] = self.num_output_at[slot] = 0
+        self.num_output_at[slot] = 0  # so nothing of it is to be sent
         self._free.append(slot)
 
+    def num_pages_of(self, slot: int) -> int:
+        return len(self.pages[slot]) // ITEM
+
+    def pages_of(self, slot: int, first: int, end: int) -> bytes:
+        """Those from number `first` up to `end`."""
+        return self.pages[slot][first * ITEM : end * ITEM]
+
     def append_pages(self, slot: int, pages: bytes) -> None:
-        first = self.num_pages_at[slot]
-        end = first + len(pages) // ITEM
-        self._make_room_for_pages(end)
-        start = (slot * self.pages.shape[1] + first) * ITEM
-        self._pages_bytes[start : start + len(pages)] = pages
-        self.num_pages_at[slot] = end
+        self.pages[slot] += pages
+        self._num_pages_at[slot] = len(self.pages[slot]) // ITEM
 
-    def append_page_each(self, slots: Int64Array, pages: Int32Array) -> None:
-        """One more page for each of these slots."""
-        places = self.num_pages[slots]
-        self._make_room_for_pages(int(places.max()) + 1)
-        self.pages[slots, places] = pages
-        self.num_pages[slots] = places + 1
+    def append_outputs(self, rows: Int64Array, ids: Int32Array) -> Int32Array:
+        """One more id for each of these slots. How many each has then."""
+        lengths = self.num_output[rows]
+        self._most_output += 1
+        if self._most_output > self._outputs_width:
+            self._most_output = int(self.num_output.max()) + 1
+            self._make_room_for_outputs(self._most_output)
+        self._outputs[rows * self._outputs_width + lengths] = ids
+        lengths += 1
+        self.num_output[rows] = lengths
+        return lengths
 
-    def pages_of(self, slot: int, first: int = 0, end: int | None = None) -> bytes:
-        """Those from number `first` up to `end`; all that it has, if nobody says otherwise."""
-        start = slot * self.pages.shape[1]
-        end = self.num_pages_at[slot] if end is None else end
-        return self._pages_bytes[(start + first) * ITEM : (start + end) * ITEM].tobytes()
+    def outputs_of(self, slot: int) -> bytes:
+        start = slot * self._outputs_width
+        return self._outputs[start : start + self.num_output_at[slot]].tobytes()
 
-    def outputs_of(self, slot: int) -> Int32Array:
-        return self.outputs[slot, : self.num_output_at[slot]]
-
-    def make_room_for_outputs(self, width: int) -> None:
-        if width > self.outputs.shape[1]:
-            self.outputs = _widened(self.outputs, width)
+    def outputs_from(self, rows: Int64Array, first: Int32Array, counts: Int32Array) -> Int32Array:
+        """`counts[i]` outputs of the slot `rows[i]`, from number `first[i]` on, end to end."""
+        starts = rows * self._outputs_width + first
+        if counts.tobytes() == ONE * len(rows):
+            one_each: Int32Array = self._outputs[starts]
+            return one_each
+        ranges = zip(starts.tolist(), counts.tolist(), strict=True)
+        return np.concatenate([self._outputs[start : start + count] for start, count in ranges])
 
     def tables_hash(self) -> str:
         """The digest of the page tables that workers have who did everything they were told."""
-        slots = np.flatnonzero(self._was_admitted).tolist()
-        return tables_hash({slot: np.frombuffer(self.pages_of(slot), np.int32) for slot in slots})
+        slots = [slot for slot in range(self.num_slots) if self._was_admitted[slot]]
+        return tables_hash({slot: np.frombuffer(self.pages[slot], np.int32) for slot in slots})
 
     def used_slots(self) -> list[int]:
         return [int(slot) for slot in np.flatnonzero(self.incarnation)]
 
     def check(self) -> None:
-        """AssertionError unless every slot is free or used, once."""
-        assert sorted([*self._free, *self.used_slots()]) == list(range(self.num_slots)), "a slot is lost or doubled"
+        """AssertionError unless every slot is free or used, once, and has as many pages as are counted."""
+        used = self.used_slots()
+        assert sorted([*self._free, *used]) == list(range(self.num_slots)), "a slot is lost or doubled"
+        assert all(self.num_pages_of(slot) == int(self.num_pages[slot]) for slot in used), (
+            "a slot's pages are counted wrong"
+        )
 
-    def _make_room_for_pages(self, width: int) -> None:
-        if width > self.pages.shape[1]:
-            self.pages = _widened(self.pages, width)
-            self._pages_bytes = self.pages.data.cast("B")
-
-
-def _widened(table: Int32Array, width: int) -> Int32Array:
-    """The table with at least `width` columns; doubled, so that a column costs little however many come."""
-    wider: Int32Array = np.zeros((table.shape[0], max(width, 2 * table.shape[1])), np.int32)
-    wider[:, : table.shape[1]] = table
-    return wider
+    def _make_room_for_outputs(self, width: int) -> None:
+        """At least so much; doubled, so that a column costs little however many come."""
+        if width > self._outputs_width:
+            before, self._outputs_width = self._outputs.reshape(self.num_slots, -1), max(width, 2 * self._outputs_width)
+            self._outputs_bytes = bytearray(self.num_slots * self._outputs_width * ITEM)
+            self._outputs = np.frombuffer(self._outputs_bytes, np.int32)
+            self._outputs.reshape(self.num_slots, -1)[:, : before.shape[1]] = before

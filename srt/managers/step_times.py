@@ -73,9 +73,12 @@ class StepTimes:
         if not len(section.extend_slots):
             self._decode_steps.append((step_us, len(section.decode_slots)))
             return
-        counts = section.extend_counts.astype(float)
-        tokens = float(counts.sum())
-        attended = float((counts * (section.extend_starts + counts / 2)).sum()) / tokens
+        starts: list[int] = section.extend_starts.tolist()
+        counts: list[int] = section.extend_counts.tolist()
+        tokens = float(sum(counts))
+        attended = (
+            sum([count * start + count * count / 2 for start, count in zip(starts, counts, strict=True)]) / tokens
+        )
         is_mixed = len(section.decode_slots) > 0 and len(self._decode_steps) > 0
         if not is_mixed:
             if not self._has_mixed:

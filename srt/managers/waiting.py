@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from srt.managers.request import Request, Status
 
 Order = tuple[float, int]  # unique: comparisons never get to the request behind it
-_Near = tuple[int, Order, Request]  # less the tokens that the cache has of it, as far as is known
-NUM_COMPARED = 32  # so many of the earliest are compared by what the cache has of them
-NUM_MATCHED_AGAIN = 2  # of these per plan: the cache may have more of them, or less, than when they came
-MAX_PASSED = 64  # so many may be admitted before the earliest
+NUM_COMPARED: Final = 32  # so many of the earliest are compared by what the cache has of them
+NUM_MATCHED_AGAIN: Final = 2  # of these per plan: the cache may have more of them, or less, than when they came
+MAX_PASSED: Final = 64  # so many may be admitted before the earliest
 
 
 class WaitingQueue:
@@ -25,12 +24,14 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._line: deque[Request] = deque()
+        self._last: Request | None = None  # to enter the line
         self._heap: list[tuple[Order, Request]] = []
         self._num_dead = 0
 
     def push(self, request: Request) -> None:
-        if not self._line or self._line[-1].order < request.order:
+        if not self._line or (self._last is not None and _comes_before(self._last, request)):
             self._line.append(request)
+            self._last = request
         else:
             heapq.heappush(self._heap, (request.order, request))
 
@@ -69,6 +70,13 @@ class WaitingQueue:
         return bool(self._heap) and (not self._line or self._heap[0][0] < self._line[0].order)
 
 
+def _comes_before(one: Request, other: Request) -> bool:
+    """By `order`; comparing the tuples themselves would make them objects first."""
+    if one.order[0] != other.order[0]:
+        return one.order[0] < other.order[0]
+    return one.order[1] < other.order[1]
+
+
 class LongestPrefixQueue(WaitingQueue):
     """Of the 32 earliest, first the one of which the cache has most; but nobody is passed by more than 64.
 
@@ -78,9 +86,8 @@ class LongestPrefixQueue(WaitingQueue):
     def __init__(self, num_cached: Callable[[Request], int]) -> None:
         super().__init__()
         self._num_cached = num_cached
-        self._near: dict[int, _Near] = {}  # by serial, in the order in which they were matched; some may have ended
-        self._by_match: list[_Near] = []  # the same, sorted
-        self._by_order: list[tuple[Order, Request]] = []
+        self._near: list[Request] = []  # in order; some may have ended
+        self._turn = 0  # place among them of who was matched anew last
         self._best: Request | None = None  # None: to be found
         self._num_passed = 0  # admitted before the earliest, since it is that
         self._earliest: Request | None = None
@@ -98,54 +105,47 @@ class LongestPrefixQueue(WaitingQueue):
     def pop(self) -> None:
         assert self._best is not None
         self._num_passed += self._best is not self._earliest
-        self._forget(self._best)
+        self._near.remove(self._best)
         self._best = None
 
     def begin_plan(self) -> None:
-        for _, _, request in list(self._near.values()):
-            if request.status is not Status.WAITING:
-                self._forget(request)
-        for _, _, request in list(self._near.values())[:NUM_MATCHED_AGAIN]:
-            self._forget(request)
-            self._enter(request)  # behind the others: each has its turn
+        self._near = [request for request in self._near if request.status is Status.WAITING]
+        for _ in range(min(NUM_MATCHED_AGAIN, len(self._near))):
+            self._turn = (self._turn + 1) % len(self._near)
+            request = self._near[self._turn]
+            request.num_matched = self._num_cached(request)
         self._best = None
 
     def _come_near(self) -> None:
+        near = self._near
         while (coming := super().first()) is not None:
-            if len(self._near) == NUM_COMPARED:
-                order, last = self._by_order[-1]
-                if order < coming.order:
+            if len(near) == NUM_COMPARED:
+                last = near[-1]
+                if _comes_before(last, coming):
                     return
-                self._forget(last)
+                near.pop()
                 if last.status is Status.WAITING:
                     super().push(last)
             super().pop()
-            self._enter(coming)
+            coming.num_matched = self._num_cached(coming)
+            place = len(near)
+            while place > 0 and _comes_before(coming, near[place - 1]):
+                place -= 1
+            near.insert(place, coming)
 
     def _choose(self) -> Request | None:
-        while self._by_order and self._by_order[0][1].status is not Status.WAITING:
-            self._forget(self._by_order[0][1])
-        if not self._near:
+        earliest: Request | None = None
+        best: Request | None = None
+        for request in self._near:
+            if request.status is not Status.WAITING:
+                continue
+            if earliest is None:
+                earliest = request
+            if best is None or request.num_matched > best.num_matched:
+                best = request
+        if earliest is None:
             return None
-        _, earliest = self._by_order[0]
         if self._earliest is None or self._earliest.status is not Status.WAITING:
-            self._earliest, self._num_passed = (
-                earliest,
-                0,
-            )  # else it is that one, or stands aside and is passed all the same
-        if self._num_passed >= MAX_PASSED or earliest.urgent:
-            return earliest
-        while self._by_match[0][2].status is not Status.WAITING:
-            self._forget(self._by_match[0][2])
-        return self._by_match[0][2]
-
-    def _enter(self, request: Request) -> None:
-        near = (-self._num_cached(request), request.order, request)
-        self._near[request.serial] = near
-        insort(self._by_match, near)
-        insort(self._by_order, (request.order, request))
-
-    def _forget(self, request: Request) -> None:
-        near = self._near.pop(request.serial)
-        del self._by_match[bisect_left(self._by_match, near)]
-        del self._by_order[bisect_left(self._by_order, (request.order, request))]
+            # Else it is that one, or stands aside and is passed all the same.
+            self._earliest, self._num_passed = earliest, 0
+        return earliest if self._num_passed >= MAX_PASSED or earliest.urgent else best

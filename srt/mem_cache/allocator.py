@@ -1,72 +1,88 @@
-"""Which pages of KV memory are free: a stack of page numbers."""
+"""Which pages of KV memory are free."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from srt.mem_cache.radix_cache import ITEM
+from srt.mem_cache.radix_cache import ITEM, NO_PAGES
 from srt.protocol.messages import Int32Array
 
-FEW = 32  # pages that are looked at one by one
+NUM_READY: Final = 256  # pages that nobody had yet are made ready so many at a time
 
 
 class TokenToKVPoolAllocator:
-    """Every page is free or allocated: never both, never neither. The page freed last is given out first.
+    """Every page is free or allocated: never both, never neither. What was given back is checked before any of it is given out again.
 
-    Page numbers come and go as bytes, int32 values end to end.
+    Page numbers come and go as bytes, int32 values end to end. The next pages to be given out lie ready. When these run out, those
+    that were given back meanwhile come first, the last of them before the others; then those that nobody had yet.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._stack: Int32Array = np.arange(num_pages, dtype=np.int32)  # the free pages are those from `_top` on
-        self._stack_bytes = self._stack.data.cast("B")
-        self._top = 0
-        self._is_free = bytearray(b"\1" * num_pages)
-
-    @property
-    def num_free(self) -> int:
-        return self.num_pages - self._top
+        self.num_free = num_pages
+        self._fresh = 0  # from this page on nobody had one yet
+        self._ready = NO_PAGES
+        self._next = 0  # of the bytes in `_ready`: those before it are given out
+        self._given_back: list[bytes] = []
+        self._is_free: NDArray[np.bool_] = np.ones(num_pages, np.bool_)  # when `_settle` was called last
+        self._num_flagged = num_pages
 
     def allocate(self, count: int) -> bytes:
         """Take `count` pages. Whoever asks has made sure that they are there."""
         assert count <= self.num_free, f"{count} pages asked for, {self.num_free} are free"
-        start = self._top
-        self._top += count
-        pages = self._stack_bytes[start * ITEM : self._top * ITEM].tobytes()
-        self._mark(pages, 0)
-        return pages
+        self.num_free -= count
+        if self._next + count * ITEM > len(self._ready):
+            self._settle()
+            missing = count - len(self._ready) // ITEM
+            if missing > 0:
+                self._ready += self._take_fresh(max(missing, NUM_READY))
+        start = self._next
+        self._next += count * ITEM
+        return self._ready[start : self._next]
 
     def free(self, pages: bytes) -> None:
-        """Give pages back: each must have been allocated, and comes back once."""
-        count = len(pages) // ITEM
-        if count == 0:
-            return
-        self._mark(pages, 1)
-        end = self._top
-        self._top -= count
-        self._stack_bytes[self._top * ITEM : end * ITEM] = pages
+        """Give pages back: each must have been allocated, and comes back once. An AssertionError about it may come later."""
+        if pages:
+            self.num_free += len(pages) // ITEM
+            self._given_back.append(pages)
 
     def free_pages(self) -> Int32Array:
-        return np.sort(self._stack[self._top :])
+        self._settle()
+        ready = np.frombuffer(self._ready, np.int32)
+        return np.sort(np.concatenate((ready, np.arange(self._fresh, self.num_pages, dtype=np.int32))))
 
     def check(self) -> None:
-        """AssertionError if the stack and the flags disagree."""
-        flagged = np.flatnonzero(np.frombuffer(self._is_free, np.uint8))
-        assert np.array_equal(self.free_pages(), flagged), "the stack of free pages holds a page twice or lost one"
+        """AssertionError if what lies ready, the flags and the count disagree."""
+        pages = self.free_pages()
+        assert np.array_equal(pages, np.flatnonzero(self._is_free)), "a page is free twice"
+        assert len(pages) == self.num_free, f"{len(pages)} pages are free, the count says {self.num_free}"
 
-    def _mark(self, pages: bytes, is_free: int) -> None:
-        """AssertionError if one of them is marked so already."""
-        flags = self._is_free
-        if len(pages) > FEW * ITEM:
-            self._mark_many(np.frombuffer(pages, np.int32), is_free)
-            return
-        for page in memoryview(pages).cast("i"):
-            assert flags[page] != is_free, f"page {page} is {'freed' if is_free else 'given out'} twice"
-            flags[page] = is_free
+    def _settle(self) -> None:
+        """Flag what was given out and given back since this was called last, and let the latter lie ready."""
+        given_out, rest = self._ready[: self._next], self._ready[self._next :]
+        if given_out:
+            self._is_free[_numbers(given_out)] = False
+            self._num_flagged -= len(given_out) // ITEM
+        self._given_back.reverse()
+        back = b"".join(self._given_back)
+        self._given_back.clear()
+        self._ready, self._next = back + rest, 0
+        if back:
+            pages = _numbers(back)
+            were_free = self._is_free[pages]
+            assert 1 not in were_free.tobytes(), f"pages {pages[were_free].tolist()} are freed twice"
+            self._is_free[pages] = True
+            self._num_flagged += len(pages)
+            flagged = int(np.count_nonzero(self._is_free))
+            assert flagged == self._num_flagged, f"of the pages {pages.tolist()} one is freed twice"
 
-    def _mark_many(self, pages: Int32Array, is_free: int) -> None:
-        flags: NDArray[np.uint8] = np.frombuffer(self._is_free, np.uint8)
-        twice = pages[flags[pages] == is_free]
-        assert not len(twice), f"pages {twice.tolist()} are {'freed' if is_free else 'given out'} twice"
-        flags[pages] = is_free
+    def _take_fresh(self, most: int) -> bytes:
+        first, self._fresh = self._fresh, min(self._fresh + most, self.num_pages)
+        return np.arange(first, self._fresh, dtype=np.int32).tobytes()
+
+
+def _numbers(pages: bytes) -> NDArray[np.intp]:
+    return np.frombuffer(pages, np.int32).astype(np.intp)

@@ -13,19 +13,32 @@ values end to end as they travel: cut, compared and joined they cost a tenth of 
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from typing import Final
 
 import numpy as np
 
-ITEM = 4  # bytes of an id or a page number
-NO_PAGES = b""
+ITEM: Final = 4  # bytes of an id or a page number
+NO_PAGES: Final = b""
 _Offer = tuple[int, int, int, "RadixNode"]  # hits, last use, serial: the smallest goes first
 
 
 class RadixNode:
     """The end of a prefix, with the edge that leads to it from `parent`."""
 
-    __slots__ = ("children", "ids", "key", "last_used", "num_hits", "num_pages", "pages", "parent", "pins", "serial")
+    __slots__ = (
+        "children",
+        "ids",
+        "key",
+        "last_used",
+        "newer",
+        "num_hits",
+        "num_pages",
+        "older",
+        "pages",
+        "parent",
+        "pins",
+        "serial",
+    )
 
     def __init__(self, serial: int, parent: RadixNode | None, key: bytes, ids: bytes, pages: bytes) -> None:
         self.serial = serial
@@ -38,6 +51,8 @@ class RadixNode:
         self.pins = 0
         self.last_used = 0
         self.num_hits = 0
+        self.older: RadixNode | None = None  # neighbours in the line of leaves that can be evicted
+        self.newer: RadixNode | None = None
 
     def become(self, ids: bytes, pages: bytes) -> None:
         """Another edge to the same end."""
@@ -46,12 +61,15 @@ class RadixNode:
         self.num_pages = len(pages) // ITEM
 
 
-class Extension(NamedTuple):
+class Extension:
     """What became of pages that were handed to the tree."""
 
-    end: RadixNode  # pinned instead of the node before
-    given_up: bytes  # pages that the tree had for the same ids, and has no longer: the caller's to free
-    not_taken: bytes  # stay the caller's
+    __slots__ = ("end", "given_up", "not_taken")
+
+    def __init__(self, end: RadixNode, given_up: bytes, not_taken: bytes) -> None:
+        self.end = end  # pinned instead of the node before
+        self.given_up = given_up  # pages that the tree had for the same ids, and has no longer: the caller's to free
+        self.not_taken = not_taken  # stay the caller's
 
 
 class RadixCache:
@@ -70,7 +88,11 @@ class RadixCache:
         self._num_nodes = 1
         self._clock = 0
         self._serial = 0
-        self._evictable: list[_Offer] = []  # heap; entries may be out of date
+        # What can be evicted: by frequency, a heap. By last use a line suffices, as whoever is unpinned was used last; but a
+        # node that loses its last child has its place in the middle, so that one goes to the heap as well.
+        self._evictable: list[_Offer] = []  # the heap; entries may be out of date
+        self._line = RadixNode(-1, None, b"", NO_PAGES, NO_PAGES)  # closes the line to a ring
+        self._line.older = self._line.newer = self._line
         self.root = RadixNode(0, None, b"", NO_PAGES, NO_PAGES)
 
     def pin_prefix(self, ids: bytes, salt: str, max_pages: int) -> tuple[RadixNode, bytes]:
@@ -146,7 +168,10 @@ class RadixCache:
             step.last_used = self._clock
             if step.pins == 0 and step is not self.root:
                 self.num_evictable += step.num_pages
-                self._offer(step)
+                if self._by_frequency:
+                    self._offer(step)
+                elif not step.children:
+                    _put_before(self._line, step)
             step = step.parent
 
     def evict(self, count: int) -> bytes:
@@ -154,9 +179,7 @@ class RadixCache:
         assert count <= self.num_evictable, f"{count} pages to evict, {self.num_evictable} are evictable"
         evicted, missing = list[bytes](), count
         while missing > 0:
-            _, last_used, _, node = heapq.heappop(self._evictable)
-            if node.parent is None or node.pins or node.children or node.last_used != last_used:
-                continue
+            node = self._take_least()
             kept = max(node.num_pages - missing, 0)
             evicted.append(node.pages[kept * ITEM :])
             missing -= node.num_pages - kept
@@ -176,6 +199,8 @@ class RadixCache:
         while node.parent is not None and not node.pins and not node.children:
             parent = node.parent
             dropped.append(node.pages)
+            if node.newer is not None:
+                _take_out(node)
             self.num_pages -= node.num_pages
             self.num_evictable -= node.num_pages
             self._remove(node)
@@ -264,6 +289,23 @@ class RadixCache:
         parent.children[key] = node
         return node
 
+    def _take_least(self) -> RadixNode:
+        """The leaf that is worth least, of which the line or the heap has none any more."""
+        heap, oldest = self._evictable, self._line.newer
+        assert oldest is not None
+        while heap:
+            _, last_used, _, node = heap[0]
+            if node.parent is None or node.pins or node.children or node.last_used != last_used:
+                heapq.heappop(heap)
+            elif oldest is self._line or last_used < oldest.last_used:
+                heapq.heappop(heap)
+                return node
+            else:
+                break
+        assert oldest is not self._line, "pages are counted as evictable, but no leaf is"
+        _take_out(oldest)
+        return oldest
+
     def _remove(self, node: RadixNode) -> None:
         parent = node.parent
         assert parent is not None
@@ -282,19 +324,37 @@ class RadixCache:
     def _add_pin(self, node: RadixNode) -> None:
         if node.pins == 0 and node is not self.root:
             self.num_evictable -= node.num_pages
+            if node.newer is not None:
+                _take_out(node)
         node.pins += 1
 
     def _offer(self, node: RadixNode) -> None:
-        """Let `node` be found by `evict`, if it is a leaf."""
+        """Let `node` be found by `evict`, by the heap, if it is a leaf."""
         if node.children:
             return
         heapq.heappush(self._evictable, self._offer_of(node))
         if len(self._evictable) > 4 * self._num_nodes + 256:
-            self._evictable = [self._offer_of(n) for n in self.nodes() if not n.pins and not n.children and n.parent]
+            self._evictable = [
+                self._offer_of(n) for n in self.nodes() if not n.pins and not n.children and n.parent and not n.newer
+            ]
             heapq.heapify(self._evictable)
 
     def _offer_of(self, node: RadixNode) -> _Offer:
         return node.num_hits if self._by_frequency else 0, node.last_used, node.serial, node
+
+
+def _put_before(place: RadixNode, node: RadixNode) -> None:
+    older = place.older
+    assert older is not None
+    node.older, node.newer = older, place
+    older.newer = place.older = node
+
+
+def _take_out(node: RadixNode) -> None:
+    older, newer = node.older, node.newer
+    assert older is not None and newer is not None
+    older.newer, newer.older = newer, older
+    node.older = node.newer = None
 
 
 class NoPrefixCache(RadixCache):

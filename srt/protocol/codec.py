@@ -13,6 +13,7 @@ import msgspec
 
 from srt.protocol.arrays import pack_array, unpack_array, unpack_extension
 from srt.protocol.messages import MESSAGE_TYPES, Message, Wire
+from srt.protocol.views import FromFrontendView
 
 
 class DecodeError(Exception):
@@ -25,6 +26,14 @@ class Envelope(Wire, frozen=True):
     message: Message
 
 
+class EnvelopeView(Wire, frozen=True):
+    """What a frontend sends, as the scheduler sees it."""
+
+    generation: int
+    sequence: int
+    message: FromFrontendView
+
+
 def encode(message: Message, generation: int, sequence: int) -> bytes:
     return _ENCODER.encode(Envelope(generation, sequence, message))
 
@@ -35,6 +44,14 @@ def decode(data: bytes | memoryview) -> Envelope:
         return _DECODER.decode(data)
     except Exception as error:  # besides its own errors, those of broken text and of nesting without end
         raise DecodeError(f"not a message: {error}") from error
+
+
+def decode_view(data: bytes | memoryview) -> EnvelopeView:
+    """What a frontend says, for the scheduler; DecodeError if it is anything else."""
+    try:
+        return _VIEW_DECODER.decode(data)
+    except Exception as error:
+        raise DecodeError(f"not a message of a frontend: {error}") from error
 
 
 def protocol_hash() -> str:
@@ -52,3 +69,4 @@ def _describe(kind: Any) -> str:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=pack_array)
 _DECODER = msgspec.msgpack.Decoder(Envelope, dec_hook=unpack_array, ext_hook=unpack_extension)
+_VIEW_DECODER = msgspec.msgpack.Decoder(EnvelopeView)

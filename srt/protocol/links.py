@@ -7,15 +7,17 @@ that is not the expected one means that something was lost; between scheduler an
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
-from srt.protocol.codec import DecodeError, Envelope, decode, encode
+from srt.protocol.codec import DecodeError, Envelope, EnvelopeView, decode, encode
 from srt.protocol.link_errors import LinkBroken as LinkBroken
 from srt.protocol.link_errors import PeerGone as PeerGone
 from srt.protocol.messages import Message
+from srt.protocol.views import RequestView
 from srt.utils.errors import StartError
 
 MAX_SOCKET_PATH = 107  # bytes: what the kernel takes
@@ -24,7 +26,7 @@ MAX_SOCKET_PATH = 107  # bytes: what the kernel takes
 @dataclass(frozen=True, slots=True)
 class Received:
     peer: bytes
-    message: Message
+    message: Message | RequestView
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,15 @@ def _ipc(run_dir: str, name: str) -> str:
 
 
 class RouterLink:
-    """The binding end, with one numbered stream to and from every peer."""
+    """The binding end, with one numbered stream to and from every peer. `read` decodes what comes."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, generation: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        generation: int,
+        read: Callable[[bytes], Envelope | EnvelopeView] = decode,
+    ) -> None:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -67,6 +75,7 @@ class RouterLink:
         except zmq.ZMQError as error:
             raise StartError(f"The socket {endpoint} cannot be made: {error}.") from error
         self._generation = generation
+        self._read = read
         self._sent: defaultdict[bytes, int] = defaultdict(int)
         self._expected: defaultdict[bytes, int] = defaultdict(int)
 
@@ -91,13 +100,13 @@ class RouterLink:
         try:
             if len(parts) != 1:
                 raise DecodeError(f"{len(parts)} parts instead of one")
-            envelope = decode(parts[0])
+            envelope = self._read(parts[0])
         except DecodeError as error:
             self._expected[peer] += 1  # it had a number, we only cannot read it
             return Broken(peer, str(error))
         return self._in_order(peer, envelope)
 
-    def _in_order(self, peer: bytes, envelope: Envelope) -> Received | Broken:
+    def _in_order(self, peer: bytes, envelope: Envelope | EnvelopeView) -> Received | Broken:
         if envelope.generation != self._generation:
             return Broken(peer, f"generation {envelope.generation}, but this is {self._generation}")
         if envelope.sequence == 0 and self._expected[peer] != 0:

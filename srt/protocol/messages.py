@@ -25,7 +25,7 @@ def int32_array(values: object = ()) -> Int32Array:
     return np.asarray(values, dtype=np.int32)
 
 
-class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A message, which `tag` numbers, or a part of one. Its fields travel as a list in this order, and all of them must be there."""
 
 

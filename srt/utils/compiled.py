@@ -25,10 +25,10 @@ MODULES = (
     "srt.managers.clients",
     "srt.managers.counters",
     "srt.managers.deadlines",
-    "srt.managers.effects",
     "srt.managers.forecast",
     "srt.managers.kv_memory",
     "srt.managers.outbox",
+    "srt.managers.pace",
     "srt.managers.plan_draft",
     "srt.managers.planner",
     "srt.managers.policy",
@@ -56,7 +56,7 @@ def built_folder() -> Path:
     import hashlib  # everybody imports this module, few ask
 
     digest = hashlib.blake2b(SUFFIX.encode(), digest_size=8)
-    for name in (*MODULES, "srt.protocol.messages"):  # whose types are compiled in
+    for name in (*MODULES, "srt.protocol.messages", "srt.protocol.views"):  # whose types are compiled in
         digest.update(source(name).read_bytes())
     return PACKAGE / "compiled" / digest.hexdigest()
 

@@ -7,7 +7,9 @@ from math import inf
 
 from srt.managers.replica import Replica
 from srt.managers.request import Request, Status
-from srt.managers.scheduler_state import Scheduler
+from srt.managers.scheduler_state import LOAD_INTERVAL_S, Scheduler
+from srt.protocol.messages import Load
+from srt.mem_cache.radix_cache import ITEM
 from tests.scheduler.settings import Settings
 
 MAX_PASSED = 64  # by `lpm`
@@ -43,6 +45,10 @@ class Fairness:
     - Whoever loses its slot is the last in rank of all that run, or less important than one that comes.
     - Nobody is displaced but by one that is more important by the threshold.
     - Nobody waits or runs beyond its time.
+    - Urgent requests come before all others, and are never displaced.
+    - Nobody is turned away for want of room while a slot is free, or few wait.
+    - What was computed for a request that failed is not cached, unless others made use of it.
+    - A frontend is told the load not long after it has changed.
     - A frontend that has acknowledged enough is sent all that is known.
     - Of the prefixes that nobody uses, the one used longest ago (or least often) is evicted first.
     """
@@ -56,6 +62,8 @@ class Fairness:
 
     def rank(self, request: Request) -> tuple[float, int]:
         s = self._settings
+        if request.urgent:
+            return -inf, request.serial
         if s.policy != "priority":
             return 0.0, request.serial
         if s.aging == inf:
@@ -108,6 +116,8 @@ class Fairness:
         """By one that is admitted, or waits for its turn."""
         everybody = [request for client in scheduler._clients.values() for request in client.all_requests()]
         coming = [r for r in everybody if r.status is Status.WAITING and r not in victims]
+        if any(request.urgent for request in (*admitted, *coming)):
+            return
         highest = max(request.priority for request in (*admitted, *coming))
         for victim in victims:
             assert highest - victim.priority >= self._settings.threshold, (
@@ -118,12 +128,13 @@ class Fairness:
         """May it be that another request computes what this one needs first? Whoever has had a token has computed its prompt."""
         if not self._settings.caches:
             return False
-        page = request.known_ids[: self._settings.page_size].tobytes()
+        size = ITEM * self._settings.page_size
+        page = request.id_bytes[:size]
         num_output = replica.slots.num_output
         return any(
             other.salt == request.salt
             and other.prompt_len + int(num_output[other.slot]) == other.num_known
-            and other.known_ids[: self._settings.page_size].tobytes() == page
+            and other.id_bytes[:size] == page
             for other in replica.planner.running()
         )
 
@@ -141,7 +152,7 @@ class Fairness:
                     late = s.running_timeout is not None and now > started + s.running_timeout
                 assert not late, f"the time of request {request.key} was up before {now:.3f} s"
                 if request.status is Status.WAITING and client.number in may_be_sent:
-                    assert request.sent >= len(request.outputs), (
+                    assert request.sent >= request.num_output, (
                         f"frontend {client.number} is not told what is known of request {request.key}, which waits"
                     )
         for request in replica.planner.running():
@@ -203,7 +214,7 @@ class Fairness:
             return
         if any(request.serial < self._earliest.serial for request in admitted):
             self._num_passed = 0  # one that had lost its slot was the earliest for a moment
-        self._num_passed += sum(self._earliest.serial < request.serial for request in admitted)
+        self._num_passed += sum(self._earliest.serial < r.serial and not r.urgent for r in admitted)
         assert self._num_passed <= MAX_PASSED, f"request {self._earliest.key} was passed by {self._num_passed} others"
 
     def check_sent(self, replica: Replica, frontend: int) -> None:
@@ -211,3 +222,31 @@ class Fairness:
         slots = replica.slots
         owed = ((slots.num_output > slots.sent) & (slots.frontend == frontend) & (slots.incarnation != 0)).nonzero()[0]
         assert not len(owed), f"frontend {frontend} is not told what is known of request {slots.rid[owed[0]]}"
+
+    def check_crowded(self, scheduler: Scheduler) -> None:
+        """A request was turned away for want of room."""
+        everybody = [request for client in scheduler._clients.values() for request in client.all_requests()]
+        num_waiting = sum(request.status is Status.WAITING for request in everybody)
+        num_free = self._settings.num_slots - sum(request.status is Status.RUNNING for request in everybody)
+        assert num_waiting - num_free >= self._settings.max_queued, (
+            f"{num_waiting} wait for {num_free} free slots, and a request was turned away"
+        )
+
+    def check_distrusted(self, replica: Replica, failed: Request) -> None:
+        ids, salt = failed.bytes_with_outputs(), failed.salt.encode()
+        for leaf in replica.memory.tree.nodes():
+            if leaf.pins or leaf.children or leaf.parent is None:
+                continue
+            path, node = leaf.ids, leaf
+            while node.parent is not None and node.parent.parent is not None:
+                node = node.parent
+                path = node.ids + path
+            is_of_it = ids.startswith(path) and node.key == salt + path[: len(node.key) - len(salt)]
+            assert not is_of_it, f"what was computed for request {failed.key}, which failed, is cached for others"
+
+    def check_load(self, replica: Replica, told: dict[int, tuple[float, Load]], now: float) -> None:
+        load = replica.load()
+        for number, (told_at, last) in told.items():
+            assert last == load or now - told_at < LOAD_INTERVAL_S, (
+                f"frontend {number} was last told {last}, not {load}"
+            )

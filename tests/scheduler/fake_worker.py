@@ -5,12 +5,13 @@ Its KV memory is known by page: which slots hold the page, and the hash of all t
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 from numpy.typing import NDArray
 
 from srt.mem_cache.tables_hash import tables_hash
 from srt.protocol.messages import (
-    Admission,
     Int32Array,
     Int64Array,
     PageDelta,
@@ -22,9 +23,11 @@ from srt.protocol.messages import (
     WorkPlan,
     int32_array,
 )
+from srt.protocol.views import AdmissionView
 from tests.scheduler.reference import UInt64Array, is_any, logprobs
 from tests.scheduler.settings import Settings
 from tests.scheduler.traffic import Choice
+from tests.support.wire import request_at_scheduler
 
 OVER, ROBBED, EMPTY = 1, 2, 4  # why a slot may be in no plan
 _NOT_WRITTEN = 0
@@ -95,12 +98,13 @@ class FakeWorker:
         """The step's result, as rank 0 would send it. The scheduler has heard the results of all steps up to `answered`."""
         self._count(plan.step)
         (section,) = plan.sections
-        for admission in section.admissions:
+        admissions = cast("list[AdmissionView]", section.admissions)
+        for admission in admissions:
             self._admit(admission)
         (delta,) = section.pages
         if len(delta.slots):
-            self._take_pages(delta, {a.slot: a.cached for a in section.admissions})
-        for admission in section.admissions:
+            self._take_pages(delta, {a.slot: a.cached for a in admissions})
+        for admission in admissions:
             self._check_cached(admission)
         sampling, chosen = self._extend(section)
         decodes = section.decode_slots
@@ -152,8 +156,8 @@ class FakeWorker:
 
     # ---- The delta
 
-    def _admit(self, admission: Admission) -> None:
-        slot, ids = admission.slot, admission.ids
+    def _admit(self, admission: AdmissionView) -> None:
+        slot, ids = admission.slot, np.frombuffer(admission.ids, np.int32)
         choice = self._by_seed.get(admission.seed)
         assert choice is not None, "nobody has the seed of an admission"
         self._leave(slot)
@@ -190,8 +194,8 @@ class FakeWorker:
         self._logging.discard(slot)
         self._prompt_start.pop(slot, None)
 
-    def _check_admission(self, choice: Choice, admission: Admission) -> None:
-        ids, request = admission.ids, choice.request
+    def _check_admission(self, choice: Choice, admission: AdmissionView) -> None:
+        ids, request = np.frombuffer(admission.ids, np.int32), request_at_scheduler(choice.request)
         assert not choice.is_over, f"{choice.name} is admitted after its end"
         if choice.slot >= 0:  # preempted, and its slot was not used since
             choice.num_held = int(self._known[choice.slot])
@@ -201,13 +205,15 @@ class FakeWorker:
             assert len(ids) == choice.num_held, (
                 f"{choice.name} comes back with {len(ids)} ids, it had {choice.num_held}"
             )
+        elif choice.num_cached < 0:
+            choice.num_cached = admission.cached
         assert admission.prompt_len == choice.prompt_len <= len(ids)
         assert not is_any(ids != choice.answer.all_ids[: len(ids)]), f"{choice.name} is admitted with wrong ids"
         assert 0 <= admission.cached < len(ids), (
             f"{admission.cached} of {len(ids)} ids are cached: nothing is left to compute"
         )
         assert admission.cached % self._settings.page_size == 0
-        assert admission.sampling is request.sampling and admission.logprobs.output == request.logprobs.output
+        assert admission.sampling == request.sampling and admission.logprobs.output == request.logprobs.output
 
     def _take_pages(self, delta: PageDelta, cached: dict[int, int]) -> None:
         slots, counts = delta.slots, delta.counts
@@ -248,7 +254,7 @@ class FakeWorker:
         assert not is_any(self._holders[pages] != bits), "a plan gives a page to two slots"
         self._page_hash[pages] = _NOT_WRITTEN
 
-    def _check_cached(self, admission: Admission) -> None:
+    def _check_cached(self, admission: AdmissionView) -> None:
         """What an earlier step wrote there is what this request would write."""
         size, slot = self._settings.page_size, admission.slot
         count = admission.cached // size

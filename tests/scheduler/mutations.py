@@ -44,8 +44,8 @@ MUTATIONS = (
     Mutation(
         "slot reset after reuse",
         "managers/slots.py",
-        "self.sent_at[slot] = self.num_output_at[slot] = 0",
-        "late, self._late = getattr(self, '_late', slot), slot; self.sent_at[late] = self.num_output_at[late] = 0",
+        "self.num_output_at[slot] = 0",
+        "late, self._late = getattr(self, '_late', slot), slot; self.num_output_at[late] = 0",
     ),
     Mutation(
         "forgotten pin",
@@ -96,8 +96,8 @@ MORE_MUTATIONS = (
     Mutation(
         "eviction of a pinned page",
         "mem_cache/radix_cache.py",
-        "if node.parent is None or node.pins or node.children",
-        "if node.parent is None or node.children",
+        "_take_out(node)\n        node.pins += 1",
+        "node.serial % 3 == 0 or _take_out(node)\n        node.pins += 1",
     ),
     Mutation(
         "salt ignored",
@@ -114,8 +114,8 @@ MORE_MUTATIONS = (
     Mutation(
         "most recently used goes first",
         "mem_cache/radix_cache.py",
-        "return node.num_hits if self._by_frequency else 0, node.last_used, node.serial, node",
-        "return node.num_hits if self._by_frequency else 0, node.last_used if node.serial % 7 else 0, node.serial, node",
+        "_put_before(self._line, step)",
+        "_put_before(self._line if step.serial % 7 else self._line.newer, step)",
     ),
     Mutation(
         "flush keeps a page",
@@ -126,14 +126,14 @@ MORE_MUTATIONS = (
     Mutation(
         "pages leak when a prompt is aborted",
         "managers/kv_memory.py",
-        "self._allocator.free(request.own_copies + self._slots.pages_of(slot, request.num_in_tree))",
-        "request.prompt_done and self._allocator.free(request.own_copies + self._slots.pages_of(slot, request.num_in_tree))",
+        "self._allocator.free(request.own_copies + slots",
+        "request.prompt_done and self._allocator.free(request.own_copies + slots",
     ),
     Mutation(
         "own copies forgotten",
         "managers/kv_memory.py",
-        "self._allocator.free(request.own_copies + self._slots",
-        "self._allocator.free(self._slots",
+        "self._allocator.free(request.own_copies + slots",
+        "self._allocator.free(slots",
     ),
     Mutation(
         "page in the tree before it is full",
@@ -156,8 +156,8 @@ MORE_MUTATIONS = (
     Mutation(
         "resumed request counts its answer as prompt",
         "managers/request.py",
-        "self.prompt_len = len(message.prompt_ids)",
-        "self.prompt_len = len(message.prompt_ids) + len(message.output_ids[index])",
+        "self.prompt_len = len(prompt) // ITEM",
+        "self.prompt_len = (len(prompt) + len(message.output_ids[index])) // ITEM",
     ),
     Mutation(
         "token delivered twice by who loses its slot",
@@ -234,13 +234,13 @@ MORE_MUTATIONS = (
     Mutation(
         "guessed tokens lack a page at a boundary",
         "managers/planner.py",
-        "np.minimum(slots.max_new[rows] - slots.submitted[rows], self._max_row_tokens)",
-        "np.minimum(slots.max_new[rows] - slots.submitted[rows], self._max_row_tokens - 1)",
+        "np.minimum(self._slots.most_computed[rows] - ends, self._max_row_tokens)",
+        "np.minimum(self._slots.most_computed[rows] - ends, self._max_row_tokens - 1)",
     ),
     Mutation(
         "guessed tokens enter the tree",
         "managers/planner.py",
-        "return min(computed, max(request.num_known, request.prompt_len + len(request.outputs) - 1))",
+        "return min(computed, max(request.num_known, request.prompt_len + request.num_output - 1))",
         "return computed",
     ),
     Mutation(
@@ -258,8 +258,8 @@ MORE_MUTATIONS = (
     Mutation(
         "every request counts as watched",
         "managers/slots.py",
-        "self.stream[slot] = request.stream",
-        "self.stream[slot] = True",
+        "            request.stream,\n",
+        "            True,\n",
     ),
     Mutation(
         "nobody watches a stream that outlived a scheduler",
@@ -270,8 +270,8 @@ MORE_MUTATIONS = (
     Mutation(
         "a decode left out of a step with prompts",
         "managers/planner.py",
-        "wanting: Int64Array = rows[self._slots.submitted[rows] < self._slots.max_new[rows]]",
-        "wanting: Int64Array = rows[self._slots.submitted[rows] < self._slots.max_new[rows]][len(self._prefilling) > 3 :]",
+        "wanting: Int64Array = rows[wants] if 0 in wants.tobytes() else rows",
+        "wanting: Int64Array = (rows[wants] if 0 in wants.tobytes() else rows)[len(self._prefilling) > 3 :]",
     ),
     Mutation(
         "pause kept by a frontend that is gone",

@@ -15,11 +15,16 @@ from srt.protocol.messages import (
     AbortLabel,
     AckBatch,
     ContinueGeneration,
+    ControlReply,
+    FlushCache,
     FromFrontend,
     FrontendHello,
     GenerateRequest,
+    GetState,
+    Load,
     Message,
     PauseGeneration,
+    Refused,
     StepAck,
     StepPlan,
     StepResult,
@@ -34,12 +39,14 @@ from tests.scheduler.fairness import CHECK_EVERY, Fairness
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.ledger_frontend import LedgerFrontend
 from tests.scheduler.traffic import Choice
+from tests.support.wire import at_scheduler
 
 if TYPE_CHECKING:
     from tests.scheduler.world import World
 
 PROTOCOL = "simulated"
 MAX_UNACKNOWLEDGED = 8
+CALLS = (AbortLabel, FlushCache, GetState, PauseGeneration, ContinueGeneration)
 COUNTED = (
     "num_mixed_steps num_rows num_failed num_aborted_waiting num_aborted_prefill num_aborted_decode num_cached_tokens"
     " num_dropped_rows num_evicted_pages num_held_back num_preempted num_preemptions"
@@ -88,6 +95,9 @@ class Server:
         self._extra_s = 0.0  # that the next step takes longer than it says
         self._paused_by: set[int] = set()
         self._fairness = Fairness(s)
+        self._calls: list[tuple[LedgerFrontend, int]] = []  # that must be answered
+        self._pauses: set[int] = set()  # calls
+        self._told_load: dict[int, tuple[float, Load]] = {}  # by frontend
 
     def start(self) -> None:
         """The workers come up."""
@@ -153,10 +163,13 @@ class Server:
             self._note_abort_by(message.label)
         elif isinstance(message, PauseGeneration):
             self._paused_by.add(number)
+            self._pauses.add(message.call)
             if message.mode == "abort":
                 self._note_abort_by("")
         elif isinstance(message, ContinueGeneration):
             self._paused_by.clear()
+        if isinstance(message, CALLS) and self._connected.get(number) is frontend:
+            self._calls.append((frontend, message.call))
         self._handle(Frontend(number), message, self._settings.tick_delay if isinstance(message, AckBatch) else 0.0)
 
     def lose(self, frontend: LedgerFrontend) -> None:
@@ -173,6 +186,14 @@ class Server:
     @property
     def is_drained(self) -> bool:
         return self._scheduler.is_drained
+
+    def check_answered(self) -> None:
+        """At the end of the world, for all who are still there."""
+        for frontend, call in self._calls:
+            is_there = self._connected.get(frontend.number) is frontend
+            assert not is_there or call in frontend.replies, (
+                f"call {call} of frontend {frontend.number} was not answered"
+            )
 
     def wake(self) -> None:
         when = self._scheduler.next_tick_s if self.is_alive else None
@@ -219,7 +240,8 @@ class Server:
 
     def _handle(self, source: Source, message: Message, tick_within: float) -> None:
         now = self._world.now
-        self._apply(self._scheduler.handle(source, message, now))
+        received = at_scheduler(message) if isinstance(message, GenerateRequest) else message
+        self._apply(self._scheduler.handle(source, received, now))
         # A host process may find more messages before it ticks.
         self._tick_by(now + (tick_within or self._world.rng.choice((0.0, 0.0, 0.002))))
 
@@ -245,6 +267,7 @@ class Server:
             self._fairness.check_sent(replica, number)
         if is_checked:
             self._scheduler.check()
+            self._fairness.check_load(replica, self._told_load, world.now)
             self._worker.check_written([bytes(node.pages) for node in replica.memory.tree.nodes()])
             self._fairness.check_all(self._scheduler, replica, may_be_sent, world.now)
 
@@ -266,12 +289,22 @@ class Server:
         world, receiver = self._world, self._connected.get(number)
         if receiver is None:
             return
+        match message:
+            case Load():
+                self._told_load[number] = world.now, message
+            case Refused(status=429):
+                self._fairness.check_crowded(self._scheduler)
+            case ControlReply(call, True) if call in self._pauses:
+                assert self._paused_by and not self._num_in_flight, "a pause is answered, but generation goes on"
         if isinstance(message, TokenBatch):
             assert message.number - self._last_ack[number] <= MAX_UNACKNOWLEDGED, f"frontend {number} is flooded"
             self._next_batch[number] = message.number + 1
             self._check_ranges(message)
             for done in message.done:
                 choice = world.by_rid[done.rid][done.choice]
+                assert done.cached_tokens == max(choice.num_cached, 0), (
+                    f"{choice.name}: {done}, not {choice.num_cached}"
+                )
                 self._worker.end(choice)
                 choice.is_done = True
                 if world.rng.random() < 0.1 * self._settings.abort_share:  # its client leaves while the end travels
@@ -283,10 +316,15 @@ class Server:
     def _check_ranges(self, batch: TokenBatch) -> None:
         """Each token is sent once, in order, unless it was asked for again."""
         columns = zip(
-            batch.rids.tolist(), batch.choices.tolist(), batch.first.tolist(), batch.counts.tolist(), strict=True
+            *(batch.rids.tolist(), batch.choices.tolist(), batch.first.tolist(), batch.counts.tolist()),
+            batch.cached.tolist(),
+            strict=True,
         )
-        for rid, index, first, count in columns:
+        for rid, index, first, count, cached in columns:
             choice = self._world.by_rid[rid][index]
+            assert cached == choice.num_cached, (
+                f"{choice.name}: {cached} tokens are told to be cached, not {choice.num_cached}"
+            )
             assert first == choice.num_sent or choice.num_sent < 0 or choice.has_asked, (
                 f"{choice.name}: tokens from {first} on were sent, where {choice.num_sent} were sent before"
             )
@@ -340,9 +378,22 @@ class Server:
                 self._num_in_flight -= 1
                 self._busy_since = self._world.now if self._num_in_flight else math.inf
                 self._answered = message.step
+                if message.counts.min(initial=0) < 0:
+                    self._hear_failure(rank, message)
+                    return
             elif isinstance(message, WorkerHello) and self._is_to_abort_all:
                 self._world.note_abort_of_all()
             self._handle(Worker(rank), message, 0.0)
+
+    def _hear_failure(self, rank: int, result: StepResult) -> None:
+        """The model gave no finite logits for some rows."""
+        replica = self._scheduler._replica
+        assert replica is not None
+        started = replica.planner.started()
+        self._handle(Worker(rank), result, 0.0)
+        for request in started:
+            if request.done is not None and request.done.status == 500:
+                self._fairness.check_distrusted(replica, request)
 
 
 def _of_rank(answer: StepResult | WorkDone, rank: int) -> StepResult | StepAck | WorkDone:

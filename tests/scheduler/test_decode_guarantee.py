@@ -25,6 +25,7 @@ from srt.protocol.messages import (
     int32_array,
 )
 from srt.server_args import ServerArgs
+from tests.support.wire import at_scheduler
 
 STALL_US = 5_000
 LONG = 100_000
@@ -94,7 +95,7 @@ class Replica:
             rid,
             stream=stream,
         )
-        self._scheduler.handle(Frontend(0), request, self.now / 1e6)
+        self._scheduler.handle(Frontend(0), at_scheduler(request), self.now / 1e6)
 
     def run(self, num_steps: int) -> list[Step]:
         """So many steps, or until there is nothing to do. What they were."""

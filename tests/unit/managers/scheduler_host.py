@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
 from srt.managers.scheduler_state import Scheduler
 from srt.protocol import messages
+from srt.protocol.codec import decode, encode
 from srt.protocol.messages import (
     AckBatch,
     ControlReply,
@@ -34,6 +35,7 @@ from srt.protocol.messages import (
 from srt.server_args import ServerArgs
 from tests.support.simple_reference import answer
 from tests.support.simple_worker import FakeWorker
+from tests.support.wire import at_scheduler
 
 PROTOCOL = "p1"
 VOCAB = 100
@@ -93,7 +95,7 @@ class Host:
             self.from_worker(replace(self.hello, rank=rank), rank)
 
     def say(self, message: FromFrontend, frontend: int = 0) -> None:
-        self._apply(self.scheduler.handle(Frontend(frontend), message, self.now))
+        self._apply(self.scheduler.handle(Frontend(frontend), at_scheduler(message), self.now))
 
     def from_worker(self, message: FromWorker, rank: int = 0) -> None:
         self._apply(self.scheduler.handle(Worker(rank), message, self.now))
@@ -170,7 +172,9 @@ class Host:
             match effect:
                 case ToFrontend(frontend, message):
                     self.inbox.setdefault(frontend, []).append(message)
-                case ToWorkers(work):
+                case ToWorkers(sent):
+                    work = decode(encode(sent, 0, 0)).message
+                    assert isinstance(work, StepPlan | WorkPlan)
                     self.plans.append(work)
                     if isinstance(work, StepPlan):
                         self.all_plans.append(work.sections[0])

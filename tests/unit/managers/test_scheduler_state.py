@@ -304,9 +304,13 @@ def test_a_label_is_unique_while_its_request_lives() -> None:
 )
 def test_a_request_that_no_frontend_should_send_is_refused(changes: dict[str, Any]) -> None:
     host = Host()
+    host.say(request(2, PROMPT))
     host.say(request(1, PROMPT, **changes))
+    host.run()
     (refused,) = host.of_type(Refused)
-    assert refused.status == 400
+    assert (refused.rid, refused.status) == (1, 400)
+    assert host.all_plans and list(host.ends()) == [(2, 0)]
+    assert host.value("num_refused") == 1
 
 
 def test_who_waits_is_admitted_in_order_of_arrival_and_with_all_the_memory_it_may_need() -> None:

@@ -1,0 +1,93 @@
+"""Two messages as the scheduler sees them: the same bytes on the wire, but arrays that it passes on, or compares, stay bytes.
+
+A request comes as a `RequestView`, which is what a GenerateRequest is encoded to; what the workers decode as an Admission leaves as
+an `AdmissionView`. Arrays are looked at one by one, and each costs as much as all other fields of its message together.
+"""
+
+from __future__ import annotations
+
+from msgspec.msgpack import Ext
+
+from srt.protocol.messages import (
+    Abort,
+    AbortLabel,
+    AckBatch,
+    AskRange,
+    ContinueGeneration,
+    FlushCache,
+    FrontendHello,
+    GenerateRequest,
+    GetState,
+    PauseGeneration,
+    Wire,
+)
+
+
+class SamplingView(Wire, frozen=True):
+    """A SamplingSpec."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    min_new_tokens: int
+    stop_ids: bytes
+    bias_ids: bytes
+    bias_values: Ext
+
+
+class LogprobView(Wire, frozen=True):
+    """A LogprobSpec."""
+
+    output: bool
+    prompt_start: int
+    top: int
+    ids: bytes
+
+
+class RequestView(Wire, frozen=True, tag=GenerateRequest.__struct_config__.tag):
+    """A GenerateRequest."""
+
+    rid: int
+    label: str
+    prompt_ids: bytes
+    choices: bytes
+    output_ids: list[bytes]
+    sampling: SamplingView
+    logprobs: LogprobView
+    seed: int
+    priority: int
+    cache_salt: str
+    resumed: bool
+    urgent: bool
+    stream: bool
+
+
+class AdmissionView(Wire, frozen=True):
+    """An Admission."""
+
+    slot: int
+    ids: bytes
+    prompt_len: int
+    cached: int
+    seed: int
+    sampling: SamplingView
+    logprobs: LogprobView
+
+
+FromFrontendView = (
+    FrontendHello
+    | RequestView
+    | Abort
+    | AbortLabel
+    | AckBatch
+    | AskRange
+    | FlushCache
+    | GetState
+    | PauseGeneration
+    | ContinueGeneration
+)
