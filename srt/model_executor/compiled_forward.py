@@ -29,7 +29,8 @@ class CompiledForward:
     def __init__(self, model: CausalLM, most_tokens: int) -> None:
         """StartError where there is nothing to compile with. Compiles nothing yet: the first calls with one token and with two do."""
         self.most_tokens = most_tokens
-        _require_compiler(next(model.parameters()).device)
+        if next(model.parameters()).device.type == "cpu":
+            _require_compiler()
         self._model = model.model
         self._layers = cast("list[DecoderLayer]", list(self._model.layers))
         self._begin = _compiled(_begin)
@@ -100,7 +101,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def _require_compiler(device: torch.device) -> None:
+def _require_compiler() -> None:
+    """On a GPU kernels are Triton's, which are needed in any case."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -110,5 +112,5 @@ def _require_compiler(device: torch.device) -> None:
         compiler = ""
     if shutil.which(compiler) is None:
         raise StartError(
-            f"--enable-torch-compile needs a C++ compiler on {device}, and there is none: install g++, or leave the option out."
+            "--enable-torch-compile needs a C++ compiler on a CPU, and there is none: install g++, or leave the option out."
         )

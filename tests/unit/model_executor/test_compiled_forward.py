@@ -67,7 +67,7 @@ def test_without_a_compiler_it_is_refused_before_anything_is_served(
     checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(StartError, match=r"^--enable-torch-compile needs a C\+\+ compiler on cpu, and there is none"):
+    with pytest.raises(StartError, match=r"^--enable-torch-compile needs a C\+\+ compiler on a CPU, and there is none"):
         make_runner(checkpoint("qwen3"), 4, enable_torch_compile=True)
 
 
