@@ -7,6 +7,7 @@ srt's own runtime. The draft is scored along them: how many of the answer's toke
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import random
 import re
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer
 
 from recipes.tiny.chat import END, END_OF_TEXT, Exchange, render
 from recipes.tiny.corpus import SKILL_NAMES, Conversation, draw_conversation, held_out_case
-from recipes.tiny.holdout import Split, phrasing_key
+from recipes.tiny.holdout import NothingUnseen, Split, phrasing_key
 from recipes.tiny.model import Model, generate_greedily, load_checkpoint
 from recipes.tiny.skills.stories import follows_grammar
 from recipes.tiny.tokenizer import load_tokenizer, token_id
@@ -56,6 +57,7 @@ class Case:
 @dataclass(slots=True)
 class Score:
     cases: int = 0
+    wordings: int = 0  # how many different ones the cases have
     right: int = 0
     tokens: int = 0
     agreed: int = 0
@@ -78,7 +80,10 @@ def draw_cases(skill: str, count: int, seed: int = 1, split: Split = Split.HELD_
     rng = random.Random(f"{seed} {skill}" + (f" {split.value}" if split is Split.UNSEEN else ""))
     cases: dict[str, Case] = {}
     for _ in range(count * 20):
-        case = Case(held_out_case(rng, skill, split))
+        try:
+            case = Case(held_out_case(rng, skill, split))
+        except NothingUnseen:
+            continue
         cases.setdefault(case.exchange.phrasing if skill == "unknown" else case.prompt(), case)
         if len(cases) == count:
             break
@@ -116,7 +121,8 @@ def _is_closed(exchange: Exchange) -> bool:
 def score(cases: list[Case], tokenizer: Tokenizer, generate: Generate, draft: Model | None) -> Score:
     prompts = [tokenizer.encode(case.prompt(), add_special_tokens=False).ids for case in cases]
     answers = generate(prompts)
-    result = Score(cases=len(cases), wrong=[])
+    wordings = {phrasing_key(case.exchange.phrasing) for case in cases}
+    result = Score(cases=len(cases), wordings=len(wordings), wrong=[])
     for case, ids in zip(cases, answers, strict=True):
         answer = tokenizer.decode(ids, skip_special_tokens=True)
         if case.accepts(answer):
@@ -149,11 +155,21 @@ def count_agreed(draft: Model, prompts: list[list[int]], answers: list[list[int]
 
 
 def markdown_table(scores: dict[str, Score], unseen: dict[str, Score]) -> str:
-    lines = ["| skill | cases | exact | draft agrees | exact, new patterns |", "|---|---:|---:|---:|---:|"]
+    lines = [
+        "| skill | cases | exact | draft agrees | exact, new patterns | wordings of these |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for skill, one in scores.items():
-        new = f"{100 * unseen[skill].accuracy:.1f} %" if skill in unseen else "–"
-        lines.append(f"| {skill} | {one.cases} | {100 * one.accuracy:.1f} % | {100 * one.agreement:.1f} % | {new} |")
+        new = unseen.get(skill)
+        last = f"{100 * new.accuracy:.1f} % | {new.wordings}" if new else "– | –"
+        lines.append(f"| {skill} | {one.cases} | {100 * one.accuracy:.1f} % | {100 * one.agreement:.1f} % | {last} |")
     return "\n".join(lines)
+
+
+def fingerprint(model: Path) -> str:
+    """Of a checkpoint's weights and tokenizer: by it a table can be told from one of other weights."""
+    files = (model / "model.safetensors", model / "tokenizer.json")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def runtime_generate(model: Path, dtype: str) -> tuple[Generate, Callable[[], None]]:
@@ -222,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
     text = (
         f"{markdown_table(scores, new_scores)}\n\nOverlap of these cases with {args.training_conversations} training conversations: "
         + ", ".join(f"{name} {count}" for name, count in overlap.items())
-        + f".\nGreedy, {args.engine}, {args.dtype}, seed {args.seed}."
+        + f".\nGreedy, {args.engine}, {args.dtype}, seed {args.seed}. Weights {fingerprint(args.model)}, draft {fingerprint(args.draft)}."
     )
     print(f"\n{text}\nIt took {time.perf_counter() - began:.0f} s.")
     if args.write:

@@ -54,6 +54,10 @@ def phrasing_key(text: str) -> str:
     return text.lower().rstrip("?.! ")
 
 
+class NothingUnseen(Exception):
+    """All patterns of something are in the training text."""
+
+
 LEAST_TO_SPARE = 8
 """Patterns that say the same, before one in eight of them is kept from training whole."""
 
@@ -78,8 +82,10 @@ class Phrasings:
                 [[text for text in group if phrasing_key(text) in aside] for group in groups]
             ),
         }
-        self._groups[Split.UNSEEN] = new or self._groups[Split.HELD_OUT]
-        self.has_unseen = bool(new)
+        known = {phrasing_key(text) for text in texts}
+        self._groups[Split.UNSEEN] = _without_empty(
+            [[text for text in group if phrasing_key(text) not in known] for group in new]
+        )
         if not self._groups[Split.TRAINING]:
             raise ValueError(f"No phrasing is left for training: {patterns}.")
 
@@ -87,7 +93,12 @@ class Phrasings:
         return [text for group in self._groups[split] for text in group]
 
     def pick(self, rng: random.Random, split: Split) -> str:
-        """One of the texts, each pattern as often as the others. In training it is sometimes said carelessly."""
+        """One of the texts, each pattern as often as the others. In training it is sometimes said carelessly.
+
+        NothingUnseen where no pattern was spared from training and one is asked for.
+        """
+        if not self._groups[split]:
+            raise NothingUnseen
         text = rng.choice(rng.choice(self._groups[split]))
         if split is not Split.TRAINING or rng.random() < 0.65:
             return text

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from recipes.tiny.corpus import SKILL_NAMES, draw_conversation, held_out_case
-from recipes.tiny.evaluate import MANY_PATTERNS, Case, count_overlap, draw_cases
+from recipes.tiny.evaluate import MANY_PATTERNS, MODELS, REPOSITORY, Case, count_overlap, draw_cases, fingerprint
 from recipes.tiny.holdout import Phrasings, Split, draw_operands, expand, is_held_out, phrasing_key
 from recipes.tiny.skills.unknown import normalise, out_of_scope_prompts
 
@@ -85,6 +85,21 @@ def test_the_prompts_written_by_hand_are_many_different_and_never_trained_on() -
     for _ in range(5000):
         trained |= {normalise(exchange.messages[0].content) for exchange in draw_conversation(rng).exchanges}
     assert not trained & set(map(normalise, prompts))
+
+
+def test_cases_of_new_patterns_have_no_wording_of_a_pattern_that_is_trained_on() -> None:
+    rng, trained = random.Random(0), set()
+    for _ in range(5000):
+        trained |= {phrasing_key(exchange.phrasing) for exchange in draw_conversation(rng).exchanges}
+    for skill in MANY_PATTERNS:
+        known = {phrasing_key(case.exchange.phrasing) for case in draw_cases(skill, 200)}
+        new = {phrasing_key(case.exchange.phrasing) for case in draw_cases(skill, 200, split=Split.UNSEEN)}
+        assert new and not new & (known | trained)
+
+
+def test_the_table_is_of_the_weights_that_are_shipped() -> None:
+    table = (REPOSITORY / "recipes/tiny/results/evaluation.md").read_text("utf-8")
+    assert f"Weights {fingerprint(MODELS / 'tiny')}, draft {fingerprint(MODELS / 'tiny-draft')}." in table
 
 
 def test_the_same_seed_gives_the_same_cases() -> None:
