@@ -8,8 +8,8 @@ from math import inf
 from srt.managers.replica import Replica
 from srt.managers.request import Request, Status
 from srt.managers.scheduler_state import LOAD_INTERVAL_S, Scheduler
-from srt.protocol.messages import Load
 from srt.mem_cache.radix_cache import ITEM
+from srt.protocol.messages import Load
 from tests.scheduler.settings import Settings
 
 MAX_PASSED = 64  # by `lpm`

@@ -203,7 +203,7 @@ class LedgerFrontend:
         first = next(iter(choices.values()))
         assert all(choice.num_delivered == 0 for choice in choices.values()), f"{first.name} was refused in the middle"
         num_tokens = first.prompt_len + first.request.sampling.max_new_tokens
-        is_crowded = status == 429 and self._settings.max_queued < 4096
+        is_crowded = status == 429 and self._settings.max_queued < 4096 and not first.request.urgent
         is_too_long = status == 400 and not self._settings.can_fit(num_tokens)
         is_leaving = status == 503 and self._world.is_draining
         assert (refusal.retry_after_s > 0) == (status == 429), f"{first.name}: {refusal}"

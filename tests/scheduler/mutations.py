@@ -315,4 +315,46 @@ MORE_MUTATIONS = (
         "Send(AskRange(rid, index, missing))",
         "Send(AskRange(rid, index, missing + 1))",
     ),
+    Mutation(
+        "no pause is ever answered",
+        "managers/scheduler_state.py",
+        "self._asked_to_pause.append((number, call))",
+        "pass",
+    ),
+    Mutation(
+        "a pause is answered while steps are in flight",
+        "managers/scheduler_state.py",
+        "(replica.stream.num_in_flight == 0 or not self._paused_by)",
+        "replica.stream.num_in_flight < 2",
+    ),
+    Mutation(
+        "cached tokens told wrong",
+        "managers/planner.py",
+        "            request.cached_tokens = num_cached\n",
+        "            request.cached_tokens = 7 * num_cached + 1\n",
+    ),
+    Mutation(
+        "turned away though slots are free",
+        "managers/replica.py",
+        "self.planner.num_waiting >= self._max_queued + self.slots.num_free",
+        "self.planner.num_waiting >= self._max_queued",
+    ),
+    Mutation(
+        "a failed prompt stays in the cache",
+        "managers/scheduler_state.py",
+        "keep_prefix=status != 500",
+        "keep_prefix=True",
+    ),
+    Mutation(
+        "load never told",
+        "managers/scheduler_state.py",
+        "        effects += self._tell_load(self._replica, now)\n",
+        "",
+    ),
+    Mutation(
+        "the urgent wait like all others",
+        "managers/policy.py",
+        "            return -inf, request.serial\n",
+        "            return 0.0, request.serial\n",
+    ),
 )

@@ -215,6 +215,7 @@ class Server:
 
     def _forget(self, frontend: LedgerFrontend) -> None:
         del self._connected[frontend.number]
+        self._told_load.pop(frontend.number, None)
         self._paused_by.discard(frontend.number)
         for choice in frontend.live_choices():
             self._worker.end(choice)

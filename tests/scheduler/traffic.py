@@ -33,6 +33,7 @@ class Choice:
     is_done: bool = False  # and said so
     num_sent: int = -1  # tokens that it has sent, its own and those that the request came with; -1: none yet
     slot: int = -1  # that it was admitted to last
+    num_cached: int = -1  # tokens that the cache had of it when it was admitted first; -1: it never was
     num_held: int = -1  # ids that a worker held when it was admitted elsewhere; -1: was never admitted
 
     @property
@@ -46,7 +47,7 @@ class Choice:
     def begin_anew(self) -> None:
         """A new server knows nothing of it."""
         self.is_over = self.is_done = False
-        self.slot = self.num_held = self.num_sent = -1
+        self.slot = self.num_held = self.num_sent = self.num_cached = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class Traffic:
         self._texts = [self._ids(settings.longest_prompt) for _ in range(3)]  # what prompts begin with
         self._recent: list[_Template] = []
         self._num_requests = 0
+        self._urgent_rng = random.Random(f"urgent of {seed}")
+        self._urgent_share = self._urgent_rng.choice((0.0, 0.0, 0.05))
 
     def next_request(self, rid: int) -> list[Choice]:
         """Its choices; the message is in each of them."""
@@ -85,6 +88,7 @@ class Traffic:
             seed=rng.getrandbits(64),
             priority=rng.choice((0, 0, 1, 2, 5, 7)) if s.policy == "priority" else 0,
             stream=rng.random() < s.stream_share,
+            urgent=self._urgent_rng.random() < self._urgent_share,
         )
         return [
             Choice(request, index, choice_seed(request.seed, index), known, hashes)

@@ -143,6 +143,7 @@ class World:
         wanted |= {f"live_requests_of_frontend_{frontend.number}": 0 for frontend in self._frontends}
         for name, value in wanted.items():
             assert after[name] == value, f"at the end {name} is {after[name]} instead of {value}"
+        self._server.check_answered()
         self._server.count()
 
     def _ask(self, message: GetState | FlushCache) -> ControlReply:
