@@ -290,11 +290,12 @@ class FakeWorker:
             self._check_chunk(section, step)
 
     def _check_chunk(self, section: PlanSection, step: int) -> None:
-        """Never more prompt tokens than allowed; nor less, where nobody watches and a prompt could go on."""
+        """Never more prompt tokens than allowed; nor less, where nobody watches and a prompt could go on, for which it has pages."""
         chunk, num_tokens = self._settings.chunk, int(section.extend_counts.sum())
         assert chunk < 0 or num_tokens <= chunk, "a plan has more prompt tokens than allowed"
         if num_tokens != chunk and not self.num_streams(section.decode_slots):
-            stops = section.extend_samples == 0
+            room = self._num_pages[section.extend_slots] * self._settings.page_size
+            stops = (section.extend_samples == 0) & (section.extend_starts + section.extend_counts < room)
             assert not is_any(stops), f"a prompt stops in step {step} after {num_tokens} tokens, for nobody"
 
     def _check_nobody_stands_still(self, decodes: Int32Array) -> None:
