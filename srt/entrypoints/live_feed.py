@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from srt.managers.io_struct import RequestError
-from srt.managers.vitals import STUCK_S, Vital
+from srt.managers.vitals import Vital
 
 if TYPE_CHECKING:
     from srt.entrypoints.service import Service
@@ -132,8 +132,7 @@ async def _engine_values(engine: TokenizerManager, frontend: int) -> Snapshot:
 
 
 def _process(service: Service, vital: Vital) -> dict[str, Any]:
-    is_sibling = vital.process.startswith("frontend")  # none of this frontend's trouble, but of whoever looks
-    trouble = vital.trouble(STUCK_S) if is_sibling else service.trouble([vital])
+    trouble = service.process_trouble(vital)
     return {
         "name": vital.process,
         "pid": vital.pid,

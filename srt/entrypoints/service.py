@@ -20,7 +20,7 @@ from srt.managers.startup_report import STARTUP_FILE
 from srt.managers.step_deadline import longest_step_s
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.managers.tracer import Tracer
-from srt.managers.vitals import Vital, VitalsReader
+from srt.managers.vitals import STUCK_S, Vital, VitalsReader
 from srt.server_args import ServerArgs
 from srt.utils.shared_numbers import NumberFiles
 
@@ -89,6 +89,12 @@ class Service:
         workers = [f"worker {rank}" for rank in range(self.args.tp_size)]
         expected = [] if self.status == STARTING else ["supervisor", "scheduler 0", *workers]
         return self._vitals.trouble(vitals, f"frontend {self.index}", expected)
+
+    def process_trouble(self, vital: Vital) -> str | None:
+        """The same of one process, a sibling among them."""
+        if self.has_lost_engine and not vital.process.startswith("frontend"):
+            return "The engine has ended."
+        return vital.trouble(STUCK_S) if self._vitals is None else self._vitals.trouble_of(vital)
 
     def frontend_numbers(self) -> dict[str, float]:
         """What all frontends have counted together."""

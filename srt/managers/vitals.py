@@ -89,10 +89,14 @@ class VitalsReader:
         for vital in vitals:
             role = vital.process.partition(" ")[0]
             if role != "frontend" or vital.process == frontend:
-                found = vital.trouble(self._worker_stuck_s if role == "worker" else STUCK_S)
+                found = self.trouble_of(vital)
                 if found is not None:
                     return found
         return None
+
+    def trouble_of(self, vital: Vital) -> str | None:
+        """Why this process cannot be relied upon now."""
+        return vital.trouble(self._worker_stuck_s if vital.process.startswith("worker") else STUCK_S)
 
 
 def as_json(vitals: list[Vital]) -> dict[str, Any]:
