@@ -5,8 +5,8 @@
 
 Starts a server (or uses the one at --url) and sends --requests requests with 100 to 1,024 tokens in and out: all at once (saturation,
 the default), or as a Poisson process of --rate requests a second. Clients are processes of their own that read sockets and no more.
-Prints output tokens/s and the percentiles of TTFT (time to first token), TPOT (mean time per token of a request after its first) and
-ITL (time between chunks).
+Prints output tokens/s, the percentiles of TTFT (time to first token), TPOT (mean time per token of a request after its first) and ITL (time
+between chunks), and how long the server's device had a decode step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import numpy as np
 
@@ -101,14 +102,15 @@ async def _send_all(host: str, port: int, start_s: float, calls: list[Call]) -> 
 
 
 def make_calls(requests: int, rate: float, least: int, most: int, temperature: float, seed: int) -> list[Call]:
-    rng = np.random.default_rng(seed)
+    """Lengths and times of arrival by the seed; prompts are fresh each time, so that a server that runs on has none of them cached."""
+    rng, fresh = np.random.default_rng(seed), np.random.default_rng()
     lengths_in, lengths_out = (rng.integers(least, most + 1, requests).tolist() for _ in range(2))
     gaps = rng.exponential(1 / rate, requests).tolist() if rate else [0.0] * requests
     calls, at_s = [], 0.0
     for length_in, length_out, gap in zip(lengths_in, lengths_out, gaps, strict=True):
         at_s += gap
         sampling = {"temperature": temperature, "max_new_tokens": length_out, "ignore_eos": True}
-        prompt = rng.integers(300, 1000, length_in).tolist()
+        prompt = fresh.integers(300, 1000, length_in).tolist()
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling, "stream": True}).encode()
         calls.append(Call(at_s, body, length_out))
     return calls
@@ -184,7 +186,20 @@ def main() -> int:
 def measure(url: str, options: argparse.Namespace) -> dict[str, float]:
     shape = (options.least, options.most, options.temperature)
     load(url, make_calls(min(options.requests, 64), 0.0, 16, 32, options.temperature, 1), options.clients)  # warm-up
-    return report(*load(url, make_calls(options.requests, options.rate, *shape, options.seed), options.clients))
+    step_ms(url)
+    figures = report(*load(url, make_calls(options.requests, options.rate, *shape, options.seed), options.clients))
+    step = step_ms(url)
+    return figures if step is None else {**figures, "step_p50_ms": step}
+
+
+def step_ms(url: str) -> float | None:
+    """How long the worker's device had a decode step, of those since the last call: the median. None where the server does not say."""
+    try:
+        with urlopen(f"{url}/server_info?deep=true", timeout=60) as answer:
+            (state,) = json.load(answer)["internal_states"]
+            return float(state["worker_step_us_p50"]) / 1e3
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 if __name__ == "__main__":
