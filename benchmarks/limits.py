@@ -6,6 +6,7 @@ python -m benchmarks.limits        measures both and prints them as JSON
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from srt.utils.model_config import ModelConfig
 
+RUN = "BENCHMARK_RUN"  # of the environment: marks the lines of all commands of one run
 BYTES = 2  # of a weight or a key or value element: bfloat16
 
 
@@ -118,9 +120,20 @@ def versions() -> dict[str, str]:
     return found
 
 
+def commit() -> str:
+    """What is checked out here, with a plus if it was changed since; empty where that is not known."""
+    folder = Path(__file__).parent
+    words = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(words, cwd=folder, text=True, capture_output=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def write_jsonl(path: str | None, record: dict[str, object]) -> None:
-    """Append one line to the file, if one was asked for."""
+    """Append one line to the file, if one was asked for: of which run it is, if of one, and of which commit."""
     if path is not None:
+        record = {**record, "run": os.environ.get(RUN, ""), "commit": commit()}
         with Path(path).open("a") as file:
             file.write(json.dumps(record) + "\n")
 

@@ -79,6 +79,8 @@ class Bench:
         """The worker's own time of the latest steps: to launch one, and from a result until the plan that it led to is launched."""
         engine = self._runtime._engine
         (state,) = engine.run(server_facts(engine._service, deep=True))["internal_states"]
+        if state.get("worker_decode_rows") != rows:
+            return []  # other steps came more often
         names = (f"{kind}_us_{percent}" for kind in ("launch", "answer", "loop") for percent in ("p50", "p99"))
         found = ((name, state.get(f"worker_{name}")) for name in names)
         return [Line(f"host, {rows} rows, {name}", "µs", value, None) for name, value in found if value is not None]
