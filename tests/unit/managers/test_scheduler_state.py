@@ -626,6 +626,19 @@ def test_load_is_told_when_it_changes_but_not_too_often() -> None:
     assert host.scheduler.next_tick_s is None
 
 
+def test_whoever_comes_while_the_load_is_untold_learns_how_it_went_on() -> None:
+    host = Host()
+    host.say(PauseGeneration(1, "in_place"))
+    host.tick()
+    host.say(request(1, PROMPT))
+    host.say(FrontendHello(1, PROTOCOL), frontend=1)
+    assert host.of_type(Load, 1)[-1].num_waiting == 1
+    host.say(Abort(1, -1))
+    for host.now in (0.1, 1.0):
+        host.tick()
+    assert [host.of_type(Load, frontend)[-1].num_waiting for frontend in (0, 1)] == [0, 0]
+
+
 def test_a_draining_scheduler_finishes_what_it_has_and_takes_nothing_new() -> None:
     host = Host()
     host.say(request(1, PROMPT))
