@@ -50,7 +50,6 @@ class SamplingArrays(Generic[A]):
     temperatures: A  # [N] float32
     seeds: A  # [N] int64: the 64 bits
     filter_rows: A  # [F] int64: noisy rows with a filter
-    filter_noisy: A  # [F] int64: where they are among the noisy rows
     top_ks: A  # [F] int64
     top_ps: A  # [F] float64
     min_ps: A  # [F] float64
@@ -138,14 +137,13 @@ class SamplingTable:
         """The parameters of the rows that sample, in their order; `slots` are theirs."""
         noisy = np.flatnonzero(self._temperature[slots] > 0)
         noisy_slots = slots[noisy]
-        filter_noisy = np.flatnonzero(self._is_filtered[noisy_slots])
-        filter_slots = noisy_slots[filter_noisy]
+        filtered = noisy[self._is_filtered[noisy_slots]]
+        filter_slots = slots[filtered]
         return SamplingArrays(
             noisy_rows=noisy,
             temperatures=self._temperature[noisy_slots],
             seeds=self._seed[noisy_slots],
-            filter_rows=noisy[filter_noisy],
-            filter_noisy=filter_noisy,
+            filter_rows=filtered,
             top_ks=self._top_k[filter_slots],
             top_ps=self._top_p[filter_slots],
             min_ps=self._min_p[filter_slots],
