@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
+from collections import deque
 from typing import Final
-
-import numpy as np
 
 NUM_REMEMBERED: Final = 128
 NUM_NEEDED: Final = 16  # fewer say nothing: until then all that a request may use counts
@@ -23,19 +23,17 @@ class OutputForecast:
 
     def __init__(self, conservativeness: float) -> None:
         self._conservativeness = conservativeness
-        self._used: list[list[float]] = [[] for _ in range(NUM_KINDS)]  # each a ring, once it is full
-        self._num_ends = [0] * NUM_KINDS
-        self._shares: list[float | None] = [None] * NUM_KINDS  # None: to be found anew
+        self._used: list[deque[float]] = [deque() for _ in range(NUM_KINDS)]
+        self._ordered: list[list[float]] = [[] for _ in range(NUM_KINDS)]  # the same, the smallest first
         self._last_kind = 0
 
     def note_end(self, num_output: int, max_new: int) -> None:
         self._last_kind = kind = _kind(max_new)
-        used, place = self._used[kind], self._num_ends[kind] % NUM_REMEMBERED
-        if place == len(used):
-            used.append(0.0)
-        used[place] = num_output / max_new
-        self._num_ends[kind] += 1
-        self._shares[kind] = None
+        used, ordered, share = self._used[kind], self._ordered[kind], num_output / max_new
+        if len(ordered) == NUM_REMEMBERED:
+            del ordered[bisect_left(ordered, used.popleft())]
+        used.append(share)
+        insort(ordered, share)
 
     @property
     def latest_share(self) -> float:
@@ -47,17 +45,8 @@ class OutputForecast:
         return max(1, min(max_new, math.ceil(self._share(_kind(max_new)) * max_new)))
 
     def _share(self, kind: int) -> float:
-        share = self._shares[kind]
-        if share is None:
-            share = self._shares[kind] = self._forecast(kind)
-        return share
-
-    def _forecast(self, kind: int) -> float:
-        used, most = np.array(self._used[kind]), 1.0
-        if len(used) >= NUM_NEEDED:
-            place = int(len(used) * TENTH_LONGEST)
-            used.partition(place)
-            most = float(used[place])
+        ordered = self._ordered[kind]
+        most = ordered[int(len(ordered) * TENTH_LONGEST)] if len(ordered) >= NUM_NEEDED else 1.0
         return min(1.0, self._conservativeness * most)
 
 
