@@ -195,7 +195,7 @@ async def pause_generation(exchange: Exchange, service: Service) -> None:
     body = PauseBody.parse(await exchange.read_json())
     done, message = await service.engine().pause(body.mode)
     if not done:
-        raise RequestError(400, message, "mode")
+        raise RequestError(400, message)  # somebody else has let it go on
     await exchange.send_text("Generation is paused.")
 
 

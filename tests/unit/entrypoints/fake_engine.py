@@ -110,6 +110,7 @@ class FakeEngine:
         self.is_closed = False
         self.aborted_labels: list[str] = []
         self.num_flushes_refused = 0
+        self.why_not_paused = ""
         self.paused = ""  # or the mode
         self.difference = ""  # between the processes' tables
         self.text = self  # it is its own codec
@@ -174,7 +175,7 @@ class FakeEngine:
 
     async def pause(self, mode: str) -> tuple[bool, str]:
         self.paused = mode
-        return True, ""
+        return not self.why_not_paused, self.why_not_paused
 
     async def resume(self) -> None:
         self.paused = ""

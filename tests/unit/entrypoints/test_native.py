@@ -169,6 +169,9 @@ def test_generation_is_paused_in_one_of_three_ways_and_goes_on() -> None:
     assert (answer.status_code, "mode" in answer.text) == (400, True)
     assert world.post("/continue_generation", {}).status_code == 200
     assert world.engine.paused == ""
+    world.engine.why_not_paused = "Generation was continued."
+    answer = world.post("/pause_generation", {})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "Generation was continued.")
 
 
 def test_flush_cache_is_a_400_while_requests_run() -> None:
