@@ -8,7 +8,7 @@ from collections import Counter
 from tests.scheduler.settings import Settings
 from tests.scheduler.supervision import Supervision
 
-NUM_STORIES = 3000
+NUM_STORIES = 1500
 
 
 def tell(seed: int) -> str:
