@@ -76,7 +76,8 @@ class Settings:
         memory = rng.choice((0.0, 0.4, 0.6, 0.6, 0.8, 1.0, 3.0) if num_slots < 32 else (0.6, 0.8, 1.0, 1.5, 3.0))
         num_pages = max(least_pages, int(used_pages * memory))
         step_time = 0.01
-        num_requests = 10 + num_slots * (rng.choice((4, 5, 6)) if num_slots < 64 else rng.choice((4, 5)))
+        each = rng.choice((4, 5, 6)) if num_slots < 64 else rng.choice((4, 5))
+        num_requests = 10 + int(num_slots * each * min(memory, 1.0))  # where few have room at a time, fewer come
         load = rng.choice((0.0, 0.1, 0.2, 0.4) if num_slots < 64 else (0.0, 0.05, 0.1))
         policy = rng.choice(("fcfs", "fcfs", "lpm", "priority"))
         if policy == "priority":  # the important come when the others run
