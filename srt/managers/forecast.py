@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections import deque
 from typing import Final
 
 NUM_REMEMBERED: Final = 128
@@ -23,17 +21,22 @@ class OutputForecast:
 
     def __init__(self, conservativeness: float) -> None:
         self._conservativeness = conservativeness
-        self._used: list[deque[float]] = [deque() for _ in range(NUM_KINDS)]
+        self._used: list[list[float]] = [[] for _ in range(NUM_KINDS)]  # each a ring, once it is full
+        self._num_ends = [0] * NUM_KINDS
         self._ordered: list[list[float]] = [[] for _ in range(NUM_KINDS)]  # the same, the smallest first
         self._last_kind = 0
 
     def note_end(self, num_output: int, max_new: int) -> None:
         self._last_kind = kind = _kind(max_new)
         used, ordered, share = self._used[kind], self._ordered[kind], num_output / max_new
-        if len(ordered) == NUM_REMEMBERED:
-            del ordered[bisect_left(ordered, used.popleft())]
-        used.append(share)
-        insort(ordered, share)
+        if len(used) < NUM_REMEMBERED:
+            used.append(share)
+        else:
+            oldest = self._num_ends[kind] % NUM_REMEMBERED
+            ordered.pop(_place(ordered, used[oldest]))
+            used[oldest] = share
+        self._num_ends[kind] += 1
+        ordered.insert(_place(ordered, share), share)
 
     @property
     def latest_share(self) -> float:
@@ -48,6 +51,18 @@ class OutputForecast:
         ordered = self._ordered[kind]
         most = ordered[int(len(ordered) * TENTH_LONGEST)] if len(ordered) >= NUM_NEEDED else 1.0
         return min(1.0, self._conservativeness * most)
+
+
+def _place(ordered: list[float], value: float) -> int:
+    """Before all that are not smaller. As bisect_left, which would need objects instead of numbers."""
+    low, high = 0, len(ordered)
+    while low < high:
+        middle = (low + high) // 2
+        if ordered[middle] < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _kind(max_new: int) -> int:
