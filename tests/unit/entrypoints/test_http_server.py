@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
+import tempfile
+import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from srt.managers.child import Child, SupervisorGone
 from srt.managers.io_struct import EngineDied
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.managers.tracer import Tracer
+from srt.managers.vitals import VitalsWriter
 from srt.protocol.messages import ChildStart, ServerReady, Stop
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
@@ -30,7 +33,10 @@ class FakeSupervisor:
 
     def __init__(self) -> None:
         args = ServerArgs(model_path="/m")
-        self.start = ChildStart("frontend", 3, 1, "/nowhere", "/m", 1, args)
+        self._run_dir = tempfile.TemporaryDirectory()
+        for name in ("supervisor", "scheduler 0", "worker 0"):
+            VitalsWriter(self._run_dir.name, name).beat(time.monotonic() + 3600)  # alive, however long a test takes
+        self.start = ChildStart("frontend", 3, 1, self._run_dir.name, "/m", 1, args)
         self.tracer = Tracer()
         self.phases: list[str] = []
         self.is_ready = asyncio.Event()
@@ -68,6 +74,7 @@ class FakeSupervisor:
     def close(self) -> None:
         self._ours.close()
         self._theirs.close()
+        self._run_dir.cleanup()
 
 
 class Process:
