@@ -36,7 +36,7 @@ from schemathesis.core.result import Ok
 from srt.model_loader.random_checkpoint import CheckpointSpec, write_random_checkpoint
 from tests.support.server_process import ServerProcess
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0  # for an answer: the largest case draws 72,500 tokens, which took 26 s on a busy machine alone and more beside others
 RAW_PATIENCE_S = 20.0
 RAW_SHARE = 0.15
 NUM_CLIENTS = 8
