@@ -272,7 +272,7 @@ class SchedulerProcess:
 
 def main(child: Child) -> None:
     if not is_compiled(scheduler_state):
-        logger.info("The scheduler is not compiled, so it takes nearly twice the time: `make compile` compiles it.")
+        logger.info("The scheduler is not compiled, so it takes more than twice the time: `make compile` compiles it.")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     process = SchedulerProcess(child, context)
     try:

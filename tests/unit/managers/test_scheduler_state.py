@@ -4,8 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.msgpack import Ext
 from msgspec.structs import replace
 
+from srt.managers.effects import Frontend, ToFrontend
 from srt.protocol.messages import (
     Abort,
     AbortLabel,
@@ -30,6 +32,7 @@ from srt.protocol.messages import (
     int32_array,
 )
 from srt.sampling.sampling_params import choice_seed
+from tests.support.wire import request_at_scheduler
 from tests.unit.managers.scheduler_host import PROTOCOL, Host, expected_ids, request, worker_hello
 
 PROMPT = list(range(10))
@@ -735,3 +738,23 @@ def test_without_a_prefix_cache_nobody_waits_for_a_prompt_that_begins_alike() ->
         host.say(request(rid, [7] * 60))
     host.run()
     assert host.value("num_held_back") == 0
+
+
+def test_arrays_that_a_worker_cannot_decode_are_refused() -> None:
+    host = Host()
+    made = request_at_scheduler(request(1, PROMPT))
+    sampling, half = made.sampling, b"\0\0"
+    for rid, broken in enumerate(
+        (
+            replace(made, prompt_ids=made.prompt_ids + half, output_ids=[half]),
+            replace(made, output_ids=[half]),
+            replace(made, sampling=replace(sampling, stop_ids=half)),
+            replace(made, sampling=replace(sampling, bias_ids=half)),
+            replace(made, sampling=replace(sampling, bias_values=Ext(2, half))),
+            replace(made, sampling=replace(sampling, bias_values=Ext(9, b""))),
+            replace(made, logprobs=replace(made.logprobs, ids=half)),
+        )
+    ):
+        (effect,) = host.scheduler.handle(Frontend(0), replace(broken, rid=rid), 0.0)
+        assert isinstance(effect, ToFrontend) and isinstance(effect.message, Refused) and effect.message.status == 400
+    assert host.value("num_refused") == 7
