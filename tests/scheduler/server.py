@@ -92,6 +92,7 @@ class Server:
         self._busy_since = math.inf  # the workers, with the step that was not answered for longest
         self._is_mute = False  # a worker
         self._is_to_abort_all = False  # when the workers are ready
+        self._takes_early = False  # all that came before they were, at once: what was in between is not seen
         self._extra_s = 0.0  # that the next step takes longer than it says
         self._paused_by: set[int] = set()
         self._fairness = Fairness(s)
@@ -242,6 +243,7 @@ class Server:
     def _handle(self, source: Source, message: Message, tick_within: float) -> None:
         now = self._world.now
         received = at_scheduler(message) if isinstance(message, GenerateRequest) else message
+        self._takes_early = not self._scheduler.is_ready
         self._apply(self._scheduler.handle(source, received, now))
         # A host process may find more messages before it ticks.
         self._tick_by(now + (tick_within or self._world.rng.choice((0.0, 0.0, 0.002))))
@@ -293,7 +295,7 @@ class Server:
         match message:
             case Load():
                 self._told_load[number] = world.now, message
-            case Refused(status=429):
+            case Refused(status=429) if not self._takes_early:
                 self._fairness.check_crowded(self._scheduler)
             case ControlReply(call, True) if call in self._pauses:
                 assert self._paused_by and not self._num_in_flight, "a pause is answered, but generation goes on"
