@@ -20,6 +20,7 @@ from srt.protocol.messages import (
     TokenLogprobs,
     int32_array,
 )
+from srt.protocol.views import RequestView
 
 Expected = TypeVar("Expected", bound=Message)
 PATIENCE_S = 30
@@ -32,7 +33,7 @@ class FakeScheduler:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._link = RouterLink(self._context, frontend_path(run_dir, generation), generation)
         self._loop = asyncio.get_running_loop()
-        self._received: asyncio.Queue[Message] = asyncio.Queue()
+        self._received: asyncio.Queue[Message | RequestView] = asyncio.Queue()
         self._peer = b""
         self._next_number = 0
         self.acknowledged = -1

@@ -42,6 +42,7 @@ from srt.protocol.messages import (
     int32_array,
 )
 from srt.protocol.stream import MessageStream
+from srt.protocol.views import RequestView
 from srt.server_args import ServerArgs
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.oracle import Oracle
@@ -72,7 +73,7 @@ class Workers:
         ]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = RouterLink(self._context, worker_path(run_dir, 1), 1)
-        self._inbox: list[deque[Message]] = [deque() for _ in self.ranks]
+        self._inbox: list[deque[Message | RequestView]] = [deque() for _ in self.ranks]
         self.streams = [MessageStream(child.socket, 1) for child in self.children]
         for rank, stream in enumerate(self.streams):
             stream.send(ChildStart("worker", rank, 1, run_dir, str(folder), 1, args))
