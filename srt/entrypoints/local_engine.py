@@ -174,15 +174,7 @@ class LocalEngine:
         """Load the tokenizer while the workers load their weights, then wait for them."""
         ready: asyncio.Future[float] = self._loop.create_future()
         self._loop.add_reader(self.process.fileno(), self._hear_supervisor, ready)
-        connecting = asyncio.create_task(
-            TokenizerManager.connect(
-                index=self.started.frontend,
-                generation=self.started.generation,
-                run_dir=self.started.run_dir,
-                model_folder=self.started.model_folder,
-                args=self._args,
-            )
-        )
+        connecting = asyncio.create_task(self._make_manager())
         try:
             await asyncio.wait((ready, connecting), return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:  # it takes too long
@@ -190,9 +182,21 @@ class LocalEngine:
             raise
         # Both are done, or one has failed: then its error is raised here.
         startup_s = ready.result() if ready.done() else 0.0
-        self._manager = await connecting
-        await self._manager.wait_ready()
-        self._service.begin(self._manager, startup_s)
+        manager = await connecting
+        await manager.wait_ready()
+        self._service.begin(manager, startup_s)
+
+    async def _make_manager(self) -> TokenizerManager:
+        """Ours from its first moment on, so that it is closed however the start ends: a socket that nobody closes would hang the
+        program in the garbage collection that finds its context."""
+        self._manager = await TokenizerManager.connect(
+            index=self.started.frontend,
+            generation=self.started.generation,
+            run_dir=self.started.run_dir,
+            model_folder=self.started.model_folder,
+            args=self._args,
+        )
+        return self._manager
 
     def _hear_supervisor(self, ready: asyncio.Future[float]) -> None:
         while (message := self.process.receive()) is not None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from srt.entrypoints.local_engine import LocalEngine
 from srt.managers.engine_process import EngineProcess
+from srt.managers.tokenizer_manager import TokenizerManager
 from srt.server_args import from_keywords
+from srt.utils.errors import StartError
 
 pytestmark = pytest.mark.e2e
 
@@ -37,3 +41,25 @@ def test_an_engine_that_was_ready_before_its_program_looked_is_found_ready(qwen3
         assert len(answer["output_ids"]) == 3
     finally:
         engine.shutdown()
+
+
+def test_a_start_that_fails_once_the_program_is_connected_leaves_no_open_socket(
+    qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: asyncio.Queue[asyncio.Future[float]] = asyncio.Queue()
+    managers: list[TokenizerManager] = []
+    connect = TokenizerManager.connect
+
+    async def connect_and_fail(**words: Any) -> TokenizerManager:
+        managers.append(await connect(**words))
+        (await starts.get()).set_exception(StartError("The engine has ended."))
+        return managers[0]
+
+    monkeypatch.setattr(LocalEngine, "_hear_supervisor", lambda engine, ready: starts.put_nowait(ready))
+    monkeypatch.setattr(TokenizerManager, "connect", connect_and_fail)
+    args = from_keywords({"model_path": str(qwen3_checkpoint), "device": "cpu", "log_level": "error"})
+    engine = LocalEngine(EngineProcess(args, http=False), args)
+    with pytest.raises(StartError, match="has ended"):
+        engine.start()
+    engine.shutdown()
+    assert not managers[0]._link.is_open
