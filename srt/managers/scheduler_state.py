@@ -462,6 +462,8 @@ class Scheduler:
     def _answer_pauses(self) -> list[Effect]:
         """No step is in flight, or somebody has let generation go on before that."""
         refusal = "" if self._paused_by else "Generation was continued before its last step had ended."
+        if self._is_draining and not self._paused_by:
+            refusal = "The server is ending, and finishes what runs."
         asked, self._asked_to_pause = self._asked_to_pause, []
         return [ToFrontend(n, ControlReply(call, not refusal, refusal, {})) for n, call in asked if n in self._clients]
 
@@ -492,7 +494,8 @@ class Scheduler:
     def _pause(self, replica: Replica, number: int, call: int, mode: str) -> list[Effect]:
         if mode not in PAUSE_MODES:
             return [ToFrontend(number, ControlReply(call, False, f"mode must be one of {', '.join(PAUSE_MODES)}.", {}))]
-        self._paused_by.add(number)
+        if not self._is_draining:  # what runs is to end, also for a pause that was asked for before
+            self._paused_by.add(number)
         if mode == "abort":
             self.abort_all()
         elif mode == "retract":

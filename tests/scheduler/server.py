@@ -95,6 +95,7 @@ class Server:
         self._takes_early = False  # all that came before they were, at once: what was in between is not seen
         self._extra_s = 0.0  # that the next step takes longer than it says
         self._paused_by: set[int] = set()
+        self._is_draining = False
         self._fairness = Fairness(s)
         self._calls: list[tuple[LedgerFrontend, int]] = []  # that must be answered
         self._pauses: set[int] = set()  # calls
@@ -163,7 +164,8 @@ class Server:
         elif isinstance(message, AbortLabel):
             self._note_abort_by(message.label)
         elif isinstance(message, PauseGeneration):
-            self._paused_by.add(number)
+            if not self._is_draining:
+                self._paused_by.add(number)
             self._pauses.add(message.call)
             if message.mode == "abort":
                 self._note_abort_by("")
@@ -182,6 +184,7 @@ class Server:
 
     def drain(self) -> None:
         self._scheduler.drain()
+        self._is_draining = True
         self._paused_by.clear()
 
     @property

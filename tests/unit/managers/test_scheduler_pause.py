@@ -107,3 +107,14 @@ def test_a_pause_that_a_drain_ends_before_its_steps_are_back_is_answered_so() ->
     host.scheduler.drain()
     host.tick()
     assert replies(host) == {7: False}
+
+
+def test_a_pause_in_a_drain_is_refused_and_what_runs_is_finished() -> None:
+    host = Host()
+    host.say(MADE)
+    host.tick()
+    host.scheduler.drain()
+    host.say(PauseGeneration(7, "in_place"))
+    host.run()
+    assert replies(host) == {7: False}
+    assert host.ids(1) == expected_ids(MADE)
