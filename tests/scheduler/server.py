@@ -166,7 +166,8 @@ class Server:
         elif isinstance(message, PauseGeneration):
             if not self._is_draining:
                 self._paused_by.add(number)
-            self._pauses.add(message.call)
+            if self._scheduler.is_ready:  # of what came before, a part may be lost with its frontend
+                self._pauses.add(message.call)
             if message.mode == "abort":
                 self._note_abort_by("")
         elif isinstance(message, ContinueGeneration):
