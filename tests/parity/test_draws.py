@@ -56,7 +56,7 @@ def world(checkpoint: CheckpointFactory) -> World:
     eos = tuple(json.loads((folder / "generation_config.json").read_text())["eos_token_id"])
     oracle, rng = Oracle(folder), np.random.default_rng(5)
     targets = [_safe_target(oracle, parameters, eos, rng) for parameters in TARGETS]
-    return World(folder, targets, [_companion(rng, i) for i in range(BATCH - len(targets))])
+    return World(folder, targets, [_companion(rng, i) for i in range(2 * BATCH)])  # some end before others begin
 
 
 def _safe_target(oracle: Oracle, parameters: dict[str, Any], eos: tuple[int, ...], rng: np.random.Generator) -> Target:
@@ -85,7 +85,7 @@ def _companion(rng: np.random.Generator, number: int) -> tuple[list[int], dict[s
         {"temperature": 0.5, "stop_token_ids": [40, 41]},
         {"n": 2},
     ]
-    return prompt, {**choices[number % len(choices)], "max_new_tokens": int(rng.integers(30, 90))}
+    return prompt, {**choices[number % len(choices)], "max_new_tokens": int(rng.integers(40, 90))}
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 
 from recipes.tiny.chat import Exchange, Message
 from recipes.tiny.corpus import SKILLS, held_out_case, with_memory
-from recipes.tiny.holdout import Split
+from recipes.tiny.evaluate import MANY_PATTERNS
+from recipes.tiny.holdout import NothingUnseen, Split
 from recipes.tiny.skills import stories, tools
 from recipes.tiny.skills.calendar import DAYS, MONTHS
 from recipes.tiny.skills.facts import FACTS
 from recipes.tiny.skills.letters import count_letters
 from srt.server_args import make_parser
 
+Drawn = TypeVar("Drawn")
+
+
+def draw_each(split: Split, count: int, make: Callable[[random.Random, Split], Drawn]) -> Iterator[Drawn]:
+    """At least one, and fewer than `count` where not everything has patterns that training does not see."""
+    rng, num_drawn = random.Random(split.value), 0
+    for _ in range(count):
+        with contextlib.suppress(NothingUnseen):
+            yield make(rng, split)
+            num_drawn += 1
+    assert num_drawn == count or (num_drawn and split is Split.UNSEEN)
+
 
 def draw(skill: str, count: int = 300) -> list[Exchange]:
-    rng = random.Random(skill)
-    return [SKILLS[skill][0](rng, split) for split in Split for _ in range(count)]
+    make = SKILLS[skill][0]
+    splits = [Split.TRAINING, Split.HELD_OUT, *([Split.UNSEEN] if skill in MANY_PATTERNS else [])]
+    return [exchange for split in splits for exchange in draw_each(split, count, make)]
 
 
 def test_sums_and_differences_are_right_and_within_three_digits() -> None:
@@ -101,10 +118,8 @@ def test_a_story_follows_its_grammar_and_is_about_whom_it_should_be() -> None:
 
 
 def test_a_tool_is_called_by_the_names_that_its_description_gives() -> None:
-    rng = random.Random(0)
-    for split in Split:
-        for _ in range(200):
-            exchange = tools.call_tool(rng, split)
+    for split in (Split.TRAINING, Split.HELD_OUT):
+        for exchange in draw_each(split, 200, tools.call_tool):
             call = json.loads(exchange.messages[1].content.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
             described = {tool["function"]["name"]: tool["function"]["parameters"] for tool in exchange.tools}
             assert list(call["arguments"]) == list(described[call["name"]]["properties"])
@@ -115,9 +130,8 @@ def test_a_tool_is_called_by_the_names_that_its_description_gives() -> None:
 
 @pytest.mark.parametrize("split", list(Split))
 def test_what_is_remembered_was_told_before(split: Split) -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        messages = with_memory(rng, split, []).messages
+    for conversation in draw_each(split, 200, lambda rng, split: with_memory(rng, split, [])):
+        messages = conversation.messages
         if split is Split.TRAINING and "have not told" in "".join(message.content for message in messages):
             continue
         value = messages[-1].content.rstrip(".").split()[-1]
