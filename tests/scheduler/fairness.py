@@ -147,7 +147,10 @@ class Fairness:
                     continue
                 started = self._started.get(request.serial)
                 if started is None:
-                    late = s.waiting_timeout is not None and now > request.arrived_s + s.waiting_timeout
+                    waits = (
+                        s.waiting_timeout is not None and request.started_s is None
+                    )  # else it has a slot, and no chunk yet
+                    late = waits and now > request.arrived_s + (s.waiting_timeout or 0.0)
                 else:
                     late = s.running_timeout is not None and now > started + s.running_timeout
                 assert not late, f"the time of request {request.key} was up before {now:.3f} s"
