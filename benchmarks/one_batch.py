@@ -69,7 +69,7 @@ class Bench:
     def decode(self, rows: int, length: int, new_tokens: int) -> list[Line]:
         self.seconds(self.prompts(rows, length), 8)
         short_s = min(self.seconds(self.prompts(rows, length), 1) for _ in range(2))
-        long_s = min(self.seconds(self.prompts(rows, length), new_tokens) for _ in range(2))
+        long_s = min(self.seconds(self.prompts(rows, length), new_tokens) for _ in range(3))
         step_s = (long_s - short_s) / (new_tokens - 1)
         limit_s = self._shape.decode_s(self._device, rows, length + new_tokens / 2)
         name = f"{rows} × {length} in, {new_tokens} out"

@@ -34,10 +34,10 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
     builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), *layer_builds(shared)]
     for dtype, head_dim, group in cases:
         builds.append(_write_kv(dtype, head_dim))
-        builds.append(_decode_attention(dtype, head_dim, group))
+        builds.append(_decode_attention(dtype, head_dim, group, shared))
         builds.append(_extend(dtype, head_dim, group, shared))
     for kv in (torch.bfloat16, torch.float8_e4m3fn):
-        builds.append(_decode_attention(torch.bfloat16, 128, 4, kv))
+        builds.append(_decode_attention(torch.bfloat16, 128, 4, shared, kv))
         builds.append(_extend(torch.bfloat16, 128, 4, shared, kv, has_window=True))
         builds.append(_write_kv(torch.bfloat16, 128, kv))
     return [build for build in builds if build.can_be_for(capability)]
@@ -91,7 +91,7 @@ def _store_draws() -> KernelBuild:
         kernel=store_draws_kernel,
         types={
             **dict.fromkeys(("ids_ptr", "row_slots_ptr", "positions_ptr"), "*i64"),
-            "is_valid_ptr": "*u8",
+            "values_ptr": "*fp32",
             **dict.fromkeys(("token_table_ptr", "sampled_ptr"), "*i32"),
             **dict.fromkeys(("num_rows", "token_table_stride"), "i32"),
         },
@@ -115,8 +115,10 @@ def _write_kv(dtype: torch.dtype, head_dim: int, kv: torch.dtype | None = None) 
     )
 
 
-def _decode_attention(dtype: torch.dtype, head_dim: int, group: int, kv: torch.dtype | None = None) -> KernelBuild:
-    tiles = DecodeTiles.choose(dtype, head_dim, MAX_SPLITS, turns=0.1 if kv is None else 2.0)
+def _decode_attention(
+    dtype: torch.dtype, head_dim: int, group: int, shared_bytes: int, kv: torch.dtype | None = None
+) -> KernelBuild:
+    tiles = DecodeTiles.choose(dtype, head_dim, 64, 40_960, 132, shared_bytes)
     kv = kv or dtype
     strides = ("q_row_stride", "k_location_stride", "v_location_stride", "page_table_stride", "out_row_stride")
     return KernelBuild(

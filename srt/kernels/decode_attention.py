@@ -21,7 +21,11 @@ from srt.kernels.pdl import let_next_start, pdl_options, prefetch, wait_for_inpu
 
 MAX_SPLITS: Final = 32  # a power of two
 MIN_SPLIT_TOKENS: Final = 64  # a shorter split costs more to merge than it saves
+PROGRAMS_PER_PROCESSOR: Final = (
+    4  # so many fit on one at a time with a short pipeline: more would wait for a second turn
+)
 NO_WINDOW: Final = 1 << 30
+LONG_PIPELINE_BYTES: Final = 216_576  # of shared memory: three of five stages, heads of 128 in two bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +39,34 @@ class DecodeTiles:
     num_stages: int = 3
 
     @classmethod
-    def choose(cls, dtype: torch.dtype, head_dim: int, num_splits: int, turns: float) -> DecodeTiles:
-        """As measured on an H200, for `turns` times as many rows and KV heads as run at the same time.
+    def choose(
+        cls, dtype: torch.dtype, head_dim: int, num_programs: int, max_context: int, num_processors: int, shared: int
+    ) -> DecodeTiles:
+        """For so many pairs of row and KV head on a device of `num_processors` with `shared` bytes of memory each.
 
-        float32 is multiplied without tensor cores, where larger blocks spill and take seconds to compile.
+        As measured on an H200 with rows of equal and of mixed lengths: long pipelines, three to a processor, are mostly the
+        fastest, and by far where a short one more begins a turn of its own. float32 is multiplied without tensor cores, where
+        larger blocks spill and take seconds to compile.
         """
+        most = most_splits(num_programs, max_context, num_processors)
         if dtype is torch.float32:
-            return cls(num_splits, block_n=32, num_warps=4)
-        return cls(num_splits, num_stages=5) if turns > 1.5 and head_dim <= 128 else cls(num_splits)
+            return cls(most, block_n=32, num_warps=4)
+        if head_dim > 128 or shared < LONG_PIPELINE_BYTES:
+            return cls(most)
+        if 0.8 <= num_programs / (PROGRAMS_PER_PROCESSOR * num_processors) <= 1.0:
+            return cls(1, num_warps=4)
+        at_once = 3 * num_processors - 1
+        wanted = max(1, num_processors // num_programs, min(at_once // num_programs, 8))
+        return cls(min(wanted, most), num_stages=5)
+
+
+def most_splits(num_programs: int, max_context: int, num_processors: int) -> int:
+    """Splits per (row, KV head): as many as run at the same time, no more than the longest context can use.
+
+    A function of the batch's size alone, so that a captured graph serves every step of that size.
+    """
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors // num_programs
+    return max(1, min(wanted, -(-max_context // MIN_SPLIT_TOKENS), MAX_SPLITS))
 
 
 PREFETCHED = tl.constexpr(256)  # positions that a program sends for before it may read its query
@@ -161,10 +185,10 @@ def decode_attention_kernel(
     BLOCK_S: tl.constexpr,  # a power of two, at least the number of splits
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row, KV head, split); zeros for a row of length 0."""
+    """Program (KV head, row, split); zeros for a row of length 0."""
     let_next_start(PDL)
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)  # first, so that a token's heads, which lie side by side, are read at the same time
+    row = tl.program_id(1)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + row).to(tl.int32)
@@ -223,13 +247,13 @@ def decode_attention_kernel(
         tl.store(out_ptr + out_offsets, (attended * v_scale).to(out_ptr.dtype.element_ty), mask=head_mask)
         return
 
-    num_heads = tl.num_programs(1) * GROUP
+    num_heads = tl.num_programs(0) * GROUP
     first_head = (row.to(tl.int64) * num_heads + kv_head * GROUP) * num_splits
     slots = first_head + heads * num_splits + split
     tl.store(lse_ptr + slots, peak + tl.log2(total), mask=heads < GROUP)
     tl.store(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], attended, mask=head_mask)
     tl.debug_barrier()  # the whole program's results are out before it counts as arrived
-    counter_ptr = arrived_ptr + row * tl.num_programs(1) + kv_head
+    counter_ptr = arrived_ptr + row * tl.num_programs(0) + kv_head
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") != num_live - 1:
         return
     tl.store(counter_ptr, 0)
@@ -270,7 +294,7 @@ def decode_attention(
     if tiles.num_splits > 1:
         assert scratch.partial.numel() >= num_rows * num_heads * tiles.num_splits * head_dim, scratch.partial.numel()
         assert scratch.arrived.numel() >= num_rows * kv.num_kv_heads, scratch.arrived.numel()
-    decode_attention_kernel[(num_rows, kv.num_kv_heads, tiles.num_splits)](
+    decode_attention_kernel[(kv.num_kv_heads, num_rows, tiles.num_splits)](
         q, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, seq_lens,
         scratch.partial, scratch.lse, scratch.arrived, out,
         scale * kv.k_scale * math.log2(math.e), kv.v_scale, NO_WINDOW if window is None else window,

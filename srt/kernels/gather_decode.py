@@ -87,7 +87,7 @@ def gather_decode_kernel(
 @kernel(
     one_variant_for=(
         "ids_ptr",
-        "is_valid_ptr",
+        "values_ptr",
         "row_slots_ptr",
         "positions_ptr",
         "sampled_ptr",
@@ -97,11 +97,11 @@ def gather_decode_kernel(
 )
 def store_draws_kernel(
     ids_ptr: tl.tensor,
-    is_valid_ptr: tl.tensor,
+    values_ptr: tl.tensor,  # [rows] float32: what is not finite won nothing
     row_slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     token_table_ptr: tl.tensor,
-    sampled_ptr: tl.tensor,  # [rows] int32: the id, or -1 where it is not valid
+    sampled_ptr: tl.tensor,  # [rows] int32: the id, or -1 where it means nothing
     num_rows: tl.tensor,
     token_table_stride: tl.tensor,
     BLOCK: tl.constexpr,
@@ -110,11 +110,11 @@ def store_draws_kernel(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     ids = tl.load(ids_ptr + rows, mask=inside, other=0).to(tl.int32)
-    is_valid = tl.load(is_valid_ptr + rows, mask=inside, other=0)
+    is_finite = tl.abs(tl.load(values_ptr + rows, mask=inside, other=0.0)) < float("inf")
     slots = tl.load(row_slots_ptr + rows, mask=inside, other=0)
     positions = tl.load(positions_ptr + rows, mask=inside, other=0)
     tl.store(token_table_ptr + slots * token_table_stride + positions, ids, mask=inside)
-    tl.store(sampled_ptr + rows, tl.where(is_valid != 0, ids, -1), mask=inside)
+    tl.store(sampled_ptr + rows, tl.where(is_finite, ids, -1), mask=inside)
 
 
 def gather_decode(
@@ -143,15 +143,15 @@ def gather_decode(
 
 def store_draws(
     ids: torch.Tensor,
-    is_valid: torch.Tensor,
+    values: torch.Tensor,
     row_slots: torch.Tensor,
     positions: torch.Tensor,
     token_table: torch.Tensor,
     sampled: torch.Tensor,
 ) -> None:
-    """Row i drew `ids[i]` for position `positions[i]` of its slot. `is_valid` is bool."""
+    """Row i drew `ids[i]` for position `positions[i]` of its slot, unless `values[i]` is not finite."""
     num_rows = len(row_slots)
     store_draws_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-        ids, is_valid.view(torch.uint8), row_slots, positions, token_table, sampled, num_rows, token_table.stride(0),
+        ids, values, row_slots, positions, token_table, sampled, num_rows, token_table.stride(0),
         BLOCK=_BLOCK,
     )  # fmt: skip

@@ -87,7 +87,7 @@ def _gemv(dtype: torch.dtype, is_gated: bool) -> KernelBuild:
     """Gate and up of a small model, or the output of its attention."""
     tensors = ("x_ptr", "delta_ptr", "norm_weight_ptr", "w_ptr", "bias_ptr", "residual_ptr", "out_ptr", "sum_ptr")
     n, k = (3072, 1024) if is_gated else (1024, 2048)
-    tiles = GemvTiles.choose(k, is_gated)
+    tiles = GemvTiles.choose(n * (2 if is_gated else 1), k, is_gated)
     return _build(
         f"gemv[{TYPE_NAMES[dtype]}, {'gated' if is_gated else 'plain'}]",
         gemv_kernel,

@@ -112,7 +112,7 @@ class KernelOps(LayerOps):
         product, _ = gemv(
             x.contiguous(),
             affine.weight,
-            GemvTiles.choose(affine.weight.shape[1], is_gated=False),
+            _gemv_tiles(affine.weight, is_gated=False),
             bias=affine.bias,
             residual=residual,
             out=out,
@@ -124,7 +124,7 @@ class KernelOps(LayerOps):
         return gemv(
             stream.hidden,
             affine.weight,
-            GemvTiles.choose(affine.weight.shape[1], is_gated),
+            _gemv_tiles(affine.weight, is_gated),
             bias=affine.bias,
             delta=stream.delta,
             norm_weight=norm.weight,
@@ -136,3 +136,8 @@ class KernelOps(LayerOps):
 
 def _is_few(x: Tensor, weight: Tensor) -> bool:
     return 0 < len(x) <= max_rows(weight)
+
+
+def _gemv_tiles(weight: Tensor, is_gated: bool) -> GemvTiles:
+    n, k = weight.shape
+    return GemvTiles.choose(n, k, is_gated)

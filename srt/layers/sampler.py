@@ -27,11 +27,15 @@ MINUS_INF = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """`ids` [R] int64. Where `is_valid` [R] is false the best value was not finite: the model produced no usable logits,
-    and the id, though within the vocabulary, means nothing."""
+    """`ids` [R] int64 and the values that won. Where one is not finite the model produced no usable logits, and the id, though
+    within the vocabulary, means nothing."""
 
     ids: torch.Tensor
-    is_valid: torch.Tensor
+    values: torch.Tensor  # [R] float32
+
+    @property
+    def is_valid(self) -> torch.Tensor:
+        return torch.isfinite(self.values)
 
 
 class Sampler:
@@ -136,7 +140,7 @@ class Sampler:
             winner = values_by_rank.argmax(dim=0, keepdim=True)
             values = values_by_rank.gather(0, winner).squeeze(0)
             ids = gathered[:, 1].gather(0, winner).squeeze(0).long()
-        return Draws(ids, torch.isfinite(values))
+        return Draws(ids, values)
 
 
 def draw_from_shard(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from torch.nn.functional import pad
 
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.logits_processor import LogitsProcessor
-from srt.layers.sampler import Sampler
+from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.compiled_forward import CompiledForward, compiling
 from srt.model_executor.cuda_graph_runner import Capture, CudaGraphRunner, Work
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 NO_ROWS = np.zeros(0, np.int64)
 FORWARD = 0  # of the works that are captured
+MOST_LT_ROWS = 112
 FIRST_SAMPLE = 1  # then one for each kind of sampling, in their order
 
 
@@ -124,10 +126,10 @@ class DecodeRunner:
         parts.logits_processor.logits_into(hidden[rows], parts.model.lm_head, self.logits[: len(rows)])
         return self.logits[:num_rows]
 
-    def store(self, ids: torch.Tensor, is_valid: torch.Tensor) -> torch.Tensor:
+    def store(self, draws: Draws) -> torch.Tensor:
         """The same for ids that were drawn elsewhere."""
-        self.buffers.store(ids, is_valid)
-        return self.buffers.sampled[: len(ids)]
+        self.buffers.store(draws)
+        return self.buffers.sampled[: len(draws.ids)]
 
     def sampling_info(self, step: DecodeStep, arrays: SamplingArrays[torch.Tensor]) -> SamplingBatchInfo:
         num_rows = len(step.slots)
@@ -164,7 +166,8 @@ class DecodeRunner:
         batch = self._batch(size)
         self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
         self._parts.attn_backend.init_forward_metadata_capture_cuda_graph(batch)
-        self.graphs.capture(size)
+        with _quick_products(size, self._device):
+            self.graphs.capture(size)
         return size
 
     # ---- The work, as it is captured
@@ -184,17 +187,17 @@ class DecodeRunner:
     def _run_sample(self, size: int) -> None:
         rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
         draws = self._parts.sampler.draw_plain(self.logits[:size], rows.temperatures, rows.seeds, positions)
-        self.buffers.store(draws.ids, draws.is_valid)
+        self.buffers.store(draws)
 
     def _run_filtered_sample(self, size: int) -> None:
         rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
         draws = self._parts.sampler.draw_filtered(self.logits[:size], rows, positions)
-        self.buffers.store(draws.ids, draws.is_valid)
+        self.buffers.store(draws)
 
     def _run_wished_sample(self, size: int) -> None:
         slots, positions = self.buffers.row_slots[:size], self.buffers.seq_lens[:size]
         draws = self._parts.sampler.draw_wished(self.logits[:size], slots, self.buffers.draws.first(size), positions)
-        self.buffers.store(draws.ids, draws.is_valid)
+        self.buffers.store(draws)
 
     def _pad_host_rows(self, batch: ForwardBatch, slots: Ints, seq_lens: Ints) -> None:
         """What attention that plans on the host sees of padding: one position of the dummy slot each."""
@@ -233,3 +236,20 @@ class DecodeRunner:
             token_to_kv_pool=parts.kv_pool,
             attn_backend=parts.attn_backend,
         )
+
+
+@contextmanager
+def _quick_products(size: int, device: torch.device) -> Iterator[None]:
+    """Of few rows the kernels that cuBLASLt chooses are up to a twentieth faster than cuBLAS's, of more they are not.
+
+    As measured on an H200.
+    """
+    if device.type != "cuda" or size > MOST_LT_ROWS:
+        yield
+        return
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from srt.layers.sampler import Draws
 from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 
 Ints = NDArray[np.int64]
@@ -81,11 +82,11 @@ class GraphInputBuffers:
             self.draws.first(num_rows),
         )
 
-    def store(self, ids: torch.Tensor, is_valid: torch.Tensor) -> None:
+    def store(self, draws: Draws) -> None:
         """The rows' draws, from row 0 on: into the token table, where the next step reads them, and into `sampled`."""
-        rows = slice(0, len(ids))
+        rows = slice(0, len(draws.ids))
         tokens = self._tables.token_table
-        self._store(ids, is_valid, self.row_slots[rows], self.seq_lens[rows], tokens, self.sampled[rows])
+        self._store(draws.ids, draws.values, self.row_slots[rows], self.seq_lens[rows], tokens, self.sampled[rows])
 
 
 class _Staging:
@@ -155,7 +156,7 @@ def gather_decode_reference(
 
 def store_draws_reference(
     ids: torch.Tensor,
-    is_valid: torch.Tensor,
+    values: torch.Tensor,
     row_slots: torch.Tensor,
     positions: torch.Tensor,
     token_table: torch.Tensor,
@@ -163,4 +164,4 @@ def store_draws_reference(
 ) -> None:
     """What the kernel `store_draws` does, in plain PyTorch."""
     token_table[row_slots, positions] = ids.to(torch.int32)
-    sampled.copy_(ids.masked_fill(~is_valid, -1))
+    sampled.copy_(ids.masked_fill(~torch.isfinite(values), -1))

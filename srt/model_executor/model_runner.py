@@ -358,7 +358,7 @@ class ModelRunner:
         info = runner.sampling_info(step, arrays.sampling)
         logits = output.logits.to(torch.float32)
         draws, logprobs = self._draw(logits, info, masks, step.output_logprobs, arrays.output_logprobs)
-        return StepOutput(self._results, runner.store(draws.ids, draws.is_valid), logprobs, self.device)
+        return StepOutput(self._results, runner.store(draws), logprobs, self.device)
 
     def _draw(
         self,

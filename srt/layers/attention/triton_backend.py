@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from srt.kernels.decode_attention import (
-    MAX_SPLITS,
-    MIN_SPLIT_TOKENS,
+    PROGRAMS_PER_PROCESSOR,
     DecodeScratch,
     DecodeTiles,
     decode_attention,
+    most_splits,
 )
 from srt.kernels.extend_attention import ExtendTiles, extend_attention
 from srt.kernels.fused_decode import can_fuse_decode, fused_decode
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from srt.layers.attention.radix_attention import RadixAttention
     from srt.model_executor.forward_batch_info import ForwardBatch
 
-PROGRAMS_PER_PROCESSOR: Final = 4  # so many fit on one at a time: more would wait for a second turn
 MOST_FUSED_ROWS: Final = (
     1  # with more rows the time to start kernels no longer counts: measured, 0.6B and 8B on an H200
 )
@@ -53,16 +52,14 @@ class TritonAttentionBackend(AttentionBackend):
         self._pdl = has_pdl(device)
         self._shared_bytes = shared_bytes(device)
         self._max_extend_len = 0
-        self._num_splits = 1
+        self._max_context = 0
         self._scratch: DecodeScratch | None = None
 
     def plan_extend(self, batch: ForwardBatch) -> None:
         self._max_extend_len = int(batch.extend_seq_lens_cpu.max())
 
     def plan_decode(self, batch: ForwardBatch) -> None:
-        tables, num_kv_heads = batch.req_to_token_pool, batch.token_to_kv_pool.k_buffer[0].shape[1]
-        max_context = tables.max_pages * tables.page_size
-        self._num_splits = choose_num_splits(batch.num_decode_rows * num_kv_heads, max_context, self._num_processors)
+        self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
 
     def forward_extend(
         self,
@@ -89,8 +86,14 @@ class TritonAttentionBackend(AttentionBackend):
         )
 
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
-        capacity = PROGRAMS_PER_PROCESSOR * self._num_processors
-        tiles = DecodeTiles.choose(q.dtype, layer.head_dim, self._num_splits, len(q) * layer.num_kv_heads / capacity)
+        tiles = DecodeTiles.choose(
+            q.dtype,
+            layer.head_dim,
+            len(q) * layer.num_kv_heads,
+            self._max_context,
+            self._num_processors,
+            self._shared_bytes,
+        )
         decode_attention(
             q,
             _paged_kv(layer, batch),
@@ -128,7 +131,7 @@ class TritonAttentionBackend(AttentionBackend):
             batch.req_pool_indices,
             batch.seq_lens,
             layer.scale,
-            self._num_splits,
+            most_splits(len(qkv) * layer.num_kv_heads, self._max_context, self._num_processors),
             self._scratch or self._take_scratch(layer, qkv.device),
             layer.window,
             self._pdl,
@@ -143,16 +146,6 @@ class TritonAttentionBackend(AttentionBackend):
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
         write_kv(layer.split_kv_heads(k), layer.split_kv_heads(v), batch.out_cache_loc, _paged_kv(layer, batch))
-
-
-def choose_num_splits(num_programs: int, max_context: int, num_processors: int) -> int:
-    """Splits per (row, KV head): as many as run at the same time, no more than the longest context can use.
-
-    A function of the batch's size alone, so that a captured graph serves every step of that size.
-    """
-    wanted = PROGRAMS_PER_PROCESSOR * num_processors // num_programs
-    useful = -(-max_context // MIN_SPLIT_TOKENS)
-    return max(1, min(wanted, useful, MAX_SPLITS))
 
 
 def _paged_kv(layer: RadixAttention, batch: ForwardBatch) -> PagedKV:

@@ -64,12 +64,14 @@ def test_rows_are_gathered_pages_entered_and_lengths_grown_but_for_the_dummy(pag
 
 @pytest.mark.parametrize("count", [1, 5, 40])
 def test_draws_reach_the_token_table_and_the_host(count: int) -> None:
-    ids, is_valid = torch.arange(count) * 3, torch.arange(count) % 3 != 1
+    nothing = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    ids, values = torch.arange(count) * 3, torch.arange(count) - 5.0
+    values[1::3] = nothing.repeat(count)[: len(values[1::3])]
     row_slots, positions = torch.randperm(count + 2)[:count], torch.arange(count) % 6
     tables = torch.zeros(2, count + 2, 7, dtype=torch.int32)
     sampled = torch.full((2, count), -5, dtype=torch.int32)
-    store_draws_reference(ids, is_valid, row_slots, positions, tables[0], sampled[0])
-    store_draws(ids, is_valid, row_slots, positions, tables[1], sampled[1])
+    store_draws_reference(ids, values, row_slots, positions, tables[0], sampled[0])
+    store_draws(ids, values, row_slots, positions, tables[1], sampled[1])
     assert torch.equal(tables[0], tables[1])
     assert torch.equal(sampled[0], sampled[1])
     assert sampled[0].tolist() == [3 * i if i % 3 != 1 else -1 for i in range(count)]

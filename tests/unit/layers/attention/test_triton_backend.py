@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from srt.kernels.decode_attention import MAX_SPLITS
-from srt.layers.attention.triton_backend import TritonAttentionBackend, choose_num_splits
+from srt.kernels.decode_attention import MAX_SPLITS, DecodeTiles, most_splits
+from srt.kernels.shared_memory import SHARED_BYTES
+from srt.layers.attention.triton_backend import TritonAttentionBackend
 from srt.utils.errors import StartError
 from tests.unit.kernels.interpreted import run_interpreted
 from tests.unit.layers.attention.attention_world import AttentionWorld
@@ -32,7 +33,17 @@ def test_a_cpu_without_the_interpreter_is_refused_by_name(monkeypatch: pytest.Mo
 def test_splits_fill_the_device_and_no_more_than_the_context_can_use(
     num_programs: int, max_context: int, expected: int
 ) -> None:
-    assert choose_num_splits(num_programs, max_context, num_processors=132) == expected
+    assert most_splits(num_programs, max_context, num_processors=132) == expected
+
+
+def test_tiles_of_decodes_fit_every_gpu_and_the_context() -> None:
+    for shared in SHARED_BYTES.values():
+        for num_programs in range(1, 2100, 7):
+            for max_context in (64, 1000, 40_960):
+                tiles = DecodeTiles.choose(torch.bfloat16, 128, num_programs, max_context, 132, shared)
+                assert 1 <= tiles.num_splits <= most_splits(num_programs, max_context, 132)
+                held = (tiles.num_stages - 1) * tiles.block_n * 2 * 128 * 2
+                assert held <= shared, (tiles, shared)
 
 
 @pytest.mark.gpu
