@@ -49,11 +49,13 @@ def compile_here() -> None:
         config.write_text(CONFIG)
         extensions = mypycify(
             [f"--config-file={config}", f"--cache-dir={scratch}/cache", *SOURCES],
-            opt_level="2",
+            opt_level="3",
             debug_level="0",
             target_dir=f"{scratch}/c",
             group_name="srt_simulation",
         )
+        for extension in extensions:
+            extension.extra_compile_args += ["-fno-plt", "-fno-semantic-interposition"]
         command = Distribution({"ext_modules": extensions}).get_command_obj("build_ext")
         command.build_lib, command.build_temp = f"{scratch}/lib", f"{scratch}/temp"
         command.ensure_finalized()
