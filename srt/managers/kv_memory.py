@@ -158,8 +158,11 @@ class KvMemory:
             owned += [slots.pages_of(slot, request.num_in_tree, slots.num_pages_of(slot)), request.own_copies]
         promised = sum(self._promised_to(request.slot) for request in running)
         in_use = np.frombuffer(b"".join(owned), np.int32)
-        everything = np.sort(np.concatenate((self._allocator.free_pages(), in_use)))
-        assert np.array_equal(everything, np.arange(self.num_pages)), "a page is lost, or has two owners"
+        is_known = np.zeros(self.num_pages, np.bool_)
+        is_known[self._allocator.free_pages()] = True
+        is_known[in_use] = True
+        is_once = self._allocator.num_free + len(in_use) == self.num_pages
+        assert is_once and 0 not in is_known.tobytes(), "a page is lost, or has two owners"
         assert promised == self.num_promised, f"{self.num_promised} pages are promised, to the requests {promised} are"
 
     def _promised_to(self, slot: int) -> int:

@@ -50,15 +50,19 @@ class TokenToKVPoolAllocator:
             self._given_back.append(pages)
 
     def free_pages(self) -> Int32Array:
+        """In no order."""
         self._settle()
         ready = np.frombuffer(self._ready, np.int32)
-        return np.sort(np.concatenate((ready, np.arange(self._fresh, self.num_pages, dtype=np.int32))))
+        return np.concatenate((ready, np.arange(self._fresh, self.num_pages, dtype=np.int32)))
 
     def check(self) -> None:
         """AssertionError if what lies ready, the flags and the count disagree."""
         pages = self.free_pages()
-        assert np.array_equal(pages, np.flatnonzero(self._is_free)), "a page is free twice"
         assert len(pages) == self.num_free, f"{len(pages)} pages are free, the count says {self.num_free}"
+        is_free = np.zeros(self.num_pages, np.bool_)
+        is_free[pages] = True
+        assert is_free.tobytes() == self._is_free.tobytes(), "a page is free that is not flagged, or the reverse"
+        assert np.count_nonzero(is_free) == len(pages), "a page is free twice"
 
     def _settle(self) -> None:
         """Flag what was given out and given back since this was called last, and let the latter lie ready."""
