@@ -122,15 +122,12 @@ class StepTimes:
         self._prices = [(us, 0.0), (0.0, us / attended)]
 
     def _fit(self) -> None:
-        """Least squares; a part that came out negative is nothing, and the other is fitted alone."""
+        """Least squares, where what they give can be: few steps of few tokens may say that what attends to more costs less."""
         n, x, xx, u, xu = self._sums
         det = n * xx - x * x
-        if det <= 1e-6 * n * xx:
-            self._know_one(u / n, x / n)
-            return
-        token, pair = (u * xx - xu * x) / det, (xu * n - u * x) / det
-        if token < 0.0:
-            token, pair = 0.0, xu / xx
-        elif pair < 0.0:
-            token, pair = u / n, 0.0
-        self._prices = [(token, pair)]
+        if det > 1e-6 * n * xx:
+            token, pair = (u * xx - xu * x) / det, (xu * n - u * x) / det
+            if token >= 0.0 and pair >= 0.0:
+                self._prices = [(token, pair)]
+                return
+        self._know_one(u / n, x / n)

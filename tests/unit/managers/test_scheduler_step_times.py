@@ -76,6 +76,16 @@ def test_one_timed_step_says_nothing_about_tokens_that_look_back_further() -> No
     assert times.cost_us(1000, 10) == pytest.approx(260, rel=0.01)
 
 
+def test_that_tokens_which_look_back_further_cost_less_is_not_believed() -> None:
+    times = StepTimes(0)
+    times.take(section([], 8), 10_000)
+    times.take(section([(0, 20)], 8), 10_000 + 20 * 50)  # the step took a little longer by itself
+    times.take(section([(0, 200)], 8), 10_000 + 200 * 45)
+    mean_us, mean_attended = 47.3, 58.4
+    assert times.cost_us(500, 10) == pytest.approx(10 * mean_us * 505 / mean_attended, rel=0.01)
+    assert times.cost_us(0, 10) == pytest.approx(10 * mean_us, rel=0.01)
+
+
 def test_a_step_that_compiled_kernels_is_soon_forgotten() -> None:
     times = StepTimes(0)
     times.take(section([(0, 2000)], 0), 5_000_000)
