@@ -21,9 +21,7 @@ from srt.kernels.pdl import let_next_start, pdl_options, prefetch, wait_for_inpu
 
 MAX_SPLITS: Final = 32  # a power of two
 MIN_SPLIT_TOKENS: Final = 64  # a shorter split costs more to merge than it saves
-PROGRAMS_PER_PROCESSOR: Final = (
-    4  # so many fit on one at a time with a short pipeline: more would wait for a second turn
-)
+PROGRAMS_PER_PROCESSOR: Final = 4  # that run on one at a time, with a short pipeline: more would wait for a second turn
 NO_WINDOW: Final = 1 << 30
 LONG_PIPELINE_BYTES: Final = 216_576  # of shared memory: three of five stages, heads of 128 in two bytes
 
