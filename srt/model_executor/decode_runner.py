@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 NO_ROWS = np.zeros(0, np.int64)
 FORWARD = 0  # of the works that are captured
-MOST_LT_ROWS = 112
 FIRST_SAMPLE = 1  # then one for each kind of sampling, in their order
+MOST_LT_ROWS = 112  # whose products cuBLASLt is asked for
 
 
 @dataclass(frozen=True, slots=True)
