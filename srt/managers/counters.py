@@ -11,7 +11,7 @@ class Histogram:
     """How many values were at most each of these bounds and above the one before, and how many were above all."""
 
     def __init__(self, *bounds: float) -> None:
-        self._bounds = bounds
+        self._bounds = [float(bound) for bound in bounds]  # compared as they are
         self._counts = [0] * (len(bounds) + 1)
 
     def take(self, value: float) -> None:

@@ -8,7 +8,9 @@ from typing import Final
 NUM_REMEMBERED: Final = 128
 NUM_NEEDED: Final = 16  # fewer say nothing: until then all that a request may use counts
 TENTH_LONGEST: Final = 0.9
+NUM_PARTS: Final = 256  # shares are rounded up to a multiple of 1/256
 NUM_KINDS: Final = 33  # a request's tokens are counted with 64 bits
+UNKNOWN: Final = -1.0
 
 
 class OutputForecast:
@@ -21,22 +23,24 @@ class OutputForecast:
 
     def __init__(self, conservativeness: float) -> None:
         self._conservativeness = conservativeness
-        self._used: list[list[float]] = [[] for _ in range(NUM_KINDS)]  # each a ring, once it is full
+        self._used: list[list[int]] = [[] for _ in range(NUM_KINDS)]  # parts; each a ring, once it is full
+        self._counts = [[0] * (NUM_PARTS + 1) for _ in range(NUM_KINDS)]  # of how many in the ring used so many parts
         self._num_ends = [0] * NUM_KINDS
-        self._ordered: list[list[float]] = [[] for _ in range(NUM_KINDS)]  # the same, the smallest first
+        self._shares = [UNKNOWN] * NUM_KINDS  # what they say, once it is asked for
         self._last_kind = 0
 
     def note_end(self, num_output: int, max_new: int) -> None:
         self._last_kind = kind = _kind(max_new)
-        used, ordered, share = self._used[kind], self._ordered[kind], num_output / max_new
+        used, counts, part = self._used[kind], self._counts[kind], -(-num_output * NUM_PARTS // max_new)
         if len(used) < NUM_REMEMBERED:
-            used.append(share)
+            used.append(part)
         else:
             oldest = self._num_ends[kind] % NUM_REMEMBERED
-            ordered.pop(_place(ordered, used[oldest]))
-            used[oldest] = share
+            counts[used[oldest]] -= 1
+            used[oldest] = part
         self._num_ends[kind] += 1
-        ordered.insert(_place(ordered, share), share)
+        counts[part] += 1
+        self._shares[kind] = UNKNOWN
 
     @property
     def latest_share(self) -> float:
@@ -48,21 +52,21 @@ class OutputForecast:
         return max(1, min(max_new, math.ceil(self._share(_kind(max_new)) * max_new)))
 
     def _share(self, kind: int) -> float:
-        ordered = self._ordered[kind]
-        most = ordered[int(len(ordered) * TENTH_LONGEST)] if len(ordered) >= NUM_NEEDED else 1.0
-        return min(1.0, self._conservativeness * most)
+        share = self._shares[kind]
+        if share == UNKNOWN:
+            share = self._shares[kind] = min(1.0, self._conservativeness * self._most_parts(kind) / NUM_PARTS)
+        return share
 
-
-def _place(ordered: list[float], value: float) -> int:
-    """Before all that are not smaller. As bisect_left, which would need objects instead of numbers."""
-    low, high = 0, len(ordered)
-    while low < high:
-        middle = (low + high) // 2
-        if ordered[middle] < value:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    def _most_parts(self, kind: int) -> int:
+        """That any used of whom nine of ten used fewer."""
+        num_used, counts, part = len(self._used[kind]), self._counts[kind], NUM_PARTS
+        if num_used < NUM_NEEDED:
+            return NUM_PARTS
+        missing = num_used - int(num_used * TENTH_LONGEST)
+        while counts[part] < missing:
+            missing -= counts[part]
+            part -= 1
+        return part
 
 
 def _kind(max_new: int) -> int:

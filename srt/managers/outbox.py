@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from typing import Final
 
@@ -11,6 +10,7 @@ import numpy as np
 from srt.managers.request import Request, Status
 from srt.managers.slots import SlotTable
 from srt.mem_cache.radix_cache import ITEM
+from srt.protocol.arrays import INT32, int32_bytes
 from srt.protocol.messages import Int32Array, Int64Array, RequestDone, TokenBatch, TokenLogprobs
 
 MAX_UNACKNOWLEDGED: Final = 8
@@ -148,12 +148,12 @@ class _Ranges:
     def batch(self, number: int, logs: list[TokenLogprobs], ends: list[RequestDone]) -> TokenBatch:
         rids, columns, ids = self._rids, self._columns, self._ids
         if self._more_ids:
-            rids = np.frombuffer(rids.tobytes() + array("q", self._more_rids).tobytes(), np.int64)
+            rids = np.concatenate((rids, np.array(self._more_rids, np.int64)))
             more = self._more_choices, self._more_first, self._more_counts, self._more_cached
-            columns = [_joined(columns[i], array("i", more[i]).tobytes()) for i in range(4)]
+            columns = [_joined(columns[i], int32_bytes(more[i])) for i in range(4)]
             ids = _joined(ids, b"".join(self._more_ids))
         return TokenBatch(number, rids, columns[0], columns[1], columns[2], columns[3], ids, logs, ends)
 
 
 def _joined(numbers: Int32Array, more: bytes) -> Int32Array:
-    return np.frombuffer(numbers.tobytes() + more, np.int32)
+    return np.frombuffer(numbers.tobytes() + more, INT32)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from math import inf
 
 import numpy as np
 
 from srt.managers.request import Request
 from srt.mem_cache.radix_cache import ITEM
+from srt.protocol.arrays import INT32, int32_bytes
 from srt.protocol.messages import Int64Array, PageDelta, StepPlan, int32_array
 from srt.protocol.views import AdmissionView
 
@@ -28,12 +28,16 @@ class Planned:
         sampling_incarnations: Int64Array,
         num_prompt_ends: int,
         extends: dict[int, int],
+        num_tokens: int,
+        num_pairs: float,
     ) -> None:
         self.plan = plan
         self.sampling_slots = sampling_slots
         self.sampling_incarnations = sampling_incarnations
         self.num_prompt_ends = num_prompt_ends  # so many of them, the first, are prompts: these get one id
         self.extends = extends  # slot -> incarnation of the rows that compute prompt tokens
+        self.num_tokens = num_tokens  # that these compute
+        self.num_pairs = num_pairs  # and the positions that each of these attends to, together
 
 
 class Draft:
@@ -47,6 +51,8 @@ class Draft:
         self.starts: list[int] = []
         self.counts: list[int] = []
         self.samples: list[int] = []
+        self.num_tokens = 0
+        self.num_pairs = 0.0
         self.page_slots: list[int] = []
         self.page_counts: list[int] = []
         self.pages: list[bytes] = []
@@ -61,6 +67,14 @@ class Draft:
     def is_timed(self) -> bool:
         return self.budget_us != inf
 
+    def add_chunk(self, request: Request, start: int, count: int, *, samples: bool) -> None:
+        self.extends.append(request)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.samples.append(1 if samples else 0)
+        self.num_tokens += count
+        self.num_pairs += count * (start + count / 2)
+
     def add_pages(self, slot: int, pages: bytes) -> None:
         if pages:
             self.page_slots.append(slot)
@@ -70,6 +84,6 @@ class Draft:
     def page_delta(self) -> PageDelta:
         if not self.pages:
             return NO_PAGE_DELTA
-        slots, counts = array("i", self.page_slots), array("i", self.page_counts)
-        pages = np.frombuffer(b"".join(self.pages), np.int32)
-        return PageDelta(np.frombuffer(slots, np.int32), np.frombuffer(counts, np.int32), pages)
+        slots = np.frombuffer(int32_bytes(self.page_slots), INT32)
+        counts = np.frombuffer(int32_bytes(self.page_counts), INT32)
+        return PageDelta(slots, counts, np.frombuffer(b"".join(self.pages), INT32))

@@ -11,7 +11,6 @@ and pages are taken, its computed prefix stays in the cache, and it waits again 
 from __future__ import annotations
 
 import itertools
-from array import array
 from typing import Final, cast
 
 import numpy as np
@@ -28,6 +27,7 @@ from srt.managers.slots import SlotTable
 from srt.managers.step_times import StepTimes
 from srt.managers.waiting import WaitingQueue
 from srt.mem_cache.radix_cache import ITEM, RadixNode
+from srt.protocol.arrays import INT32, int32_bytes
 from srt.protocol.messages import Admission, Int32Array, Int64Array, PlanSection, StepPlan, int32_array
 from srt.protocol.views import AdmissionView
 
@@ -116,11 +116,11 @@ class Planner:
 
     def note_answered(self, planned: Planned, step_us: int) -> None:
         """The results of all plans up to this one are entered."""
-        section = planned.plan.sections[0]
         self._answered_step = planned.plan.step
-        self._step_times.take(section, step_us)
-        if len(section.extend_counts):
-            self._counters.count_prompt_step(sum(section.extend_counts.tolist()), step_us)
+        num_decodes = len(planned.sampling_slots) - planned.num_prompt_ends
+        self._step_times.take(num_decodes, planned.num_tokens, planned.num_pairs, step_us)
+        if planned.num_tokens:
+            self._counters.count_prompt_step(planned.num_tokens, step_us)
         for request in self.preempted.note_answered(planned.plan.step):
             self._queue.push(request)
 
@@ -146,7 +146,7 @@ class Planner:
         self._plan_decodes(draft, rows)
         if not must_measure and (self._prefilling or self.num_waiting):
             self._plan_prompts(step, draft, may_admit=not is_short or self._slots.num_used == 0)
-        times.note_planned(len(rows), sum(draft.counts))
+        times.note_planned(len(rows), draft.num_tokens)
         for request in draft.aside:
             self._queue.push(request)
         if not draft.extends and not len(rows):
@@ -323,8 +323,8 @@ class Planner:
         start = self._slots.computed_at[request.slot]
         return min(draft.budget, self._step_times.tokens_within(draft.budget_us, start))
 
-    def _plan_chunk(self, draft: Draft, request: Request) -> None:
-        """The next known ids of this request, as far as budget and memory go."""
+    def _plan_chunk(self, draft: Draft, request: Request, behind: NextPage | None = None) -> None:
+        """The next known ids of this request, as far as budget and memory go. `behind`: its `_page_behind`, if known."""
         slots, memory, slot = self._slots, self._memory, request.slot
         start = slots.computed_at[slot]
         count = self._count_within(draft, request)
@@ -343,11 +343,8 @@ class Planner:
         slots.computed_at[slot] = end
         request.num_chunks += 1
         if memory.caches:
-            draft.coming.add(self._page_behind(request))
-        draft.extends.append(request)
-        draft.starts.append(start)
-        draft.counts.append(count)
-        draft.samples.append(1 if end == request.num_known else 0)
+            draft.coming.add(self._page_behind(request) if behind is None else behind)
+        draft.add_chunk(request, start, count, samples=end == request.num_known)
 
     def _admit(self, draft: Draft) -> None:
         """Give slots to those who wait, in order, while there is room and something left of the budget."""
@@ -358,7 +355,10 @@ class Planner:
                 return
             node, cached = memory.pin_prefix(request)
             num_cached = len(cached) // ITEM
-            if self._is_coming(draft, request, node, num_cached):
+            behind = self._next_page(request, node, num_cached) if memory.caches else None
+            if behind in draft.coming and num_cached < request.cacheable_pages(memory.page_size):
+                # Another one computes this page in this very plan: the next plan has it in the cache. Nobody waits for long:
+                # as long as budget is left, those in the plan compute all that they know.
                 memory.unpin(node)
                 self._queue.pop()
                 draft.aside.append(request)
@@ -373,7 +373,7 @@ class Planner:
             self._queue.pop()
             self._start(request, node, cached, expected)
             draft.admissions.append(self._admission(request, num_cached * memory.page_size))
-            self._plan_chunk(draft, request)
+            self._plan_chunk(draft, request, behind)
 
     def _expected_tokens(self, request: Request) -> int:
         """Prompt and output. Whoever was preempted comes back only when there is room for all that it may need."""
@@ -381,15 +381,6 @@ class Planner:
             return request.max_tokens
         expected = self._forecast.expected_outputs(request.max_new)
         return max(request.prompt_len + expected, request.num_known + 1)
-
-    def _is_coming(self, draft: Draft, request: Request, node: RadixNode, num_cached: int) -> bool:
-        """Would this request compute a page that another one does in this very plan? Then the next plan has it in the cache.
-
-        Nobody waits for long: as long as budget is left, those in the plan compute all that they know.
-        """
-        if not self._memory.caches or num_cached >= request.cacheable_pages(self._memory.page_size):
-            return False
-        return self._next_page(request, node, num_cached) in draft.coming
 
     def _page_behind(self, request: Request) -> NextPage:
         """The page behind what the tree has of a running request."""
@@ -447,7 +438,7 @@ class Planner:
                 self._counters.count_prompt(request.num_chunks, self._memory.pages_for(request.prompt_len))
         if finished:
             self._prefilling = [request for request in self._prefilling if not request.prompt_done]
-            self._decoding = np.concatenate((self._decoding, np.frombuffer(array("q", finished), np.int64)))
+            self._decoding = np.concatenate((self._decoding, np.array(finished, np.int64)))
 
     def _finish_plan(self, step: int, draft: Draft, decodes: Int64Array) -> Planned:
         self._planned_step = step
@@ -455,12 +446,12 @@ class Planner:
         columns, extends, num_prompt_ends = [NO_NUMBERS] * 4, NO_EXTENDS, 0
         if draft.extends:
             extend_slots = [request.slot for request in draft.extends]
-            numbers = array("i", extend_slots + draft.starts + draft.counts + draft.samples)
-            columns = list(np.frombuffer(numbers, np.int32).reshape(4, -1))
+            numbers = int32_bytes(extend_slots + draft.starts + draft.counts + draft.samples)
+            columns = list(np.frombuffer(numbers, INT32).reshape(4, -1))
             extends = {request.slot: request.incarnation for request in draft.extends}
             sampling = [request.slot for request in draft.extends if request.prompt_done]
             num_prompt_ends = len(sampling)
-            rows = np.concatenate((np.frombuffer(array("q", sampling), np.int64), decodes))
+            rows = np.concatenate((np.array(sampling, np.int64), decodes))
             if self._num_stages > 1:
                 slots.planned_at[extend_slots] = step
         if self._num_stages > 1:
@@ -474,7 +465,8 @@ class Planner:
             columns[3],
             decodes.astype(np.int32),
         )
-        return Planned(StepPlan(step, [section]), rows, slots.incarnation[rows], num_prompt_ends, extends)
+        plan, incarnations = StepPlan(step, [section]), slots.incarnation[rows]
+        return Planned(plan, rows, incarnations, num_prompt_ends, extends, draft.num_tokens, draft.num_pairs)
 
     def _vacate(self, request: Request, *, keep_prefix: bool) -> None:
         slots, slot = self._slots, request.slot

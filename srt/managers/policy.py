@@ -16,9 +16,9 @@ class Ranking:
     """
 
     def __init__(self, args: ServerArgs) -> None:
-        self.has_priorities = args.uses_priorities
-        self._threshold = args.priority_scheduling_preemption_threshold
-        self._aging_s = args.priority_aging_time
+        self.has_priorities: bool = args.uses_priorities
+        self._threshold: int = args.priority_scheduling_preemption_threshold
+        self._aging_s: float = args.priority_aging_time
 
     def order(self, request: Request) -> tuple[float, int]:
         if request.urgent:

@@ -32,8 +32,8 @@ class Replica:
 
     def __init__(self, args: ServerArgs, hello: WorkerHello) -> None:
         self._hello = hello
-        self._max_queued = args.max_queued_requests
-        self._has_priorities = args.uses_priorities
+        self._max_queued: int = args.max_queued_requests
+        self._has_priorities: bool = args.uses_priorities
         self.counters = Counters()
         self.window = args.window + hello.num_stages - 1  # plans that may be in flight
         self.slots = SlotTable(hello.num_slots)

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-import numpy as np
-
 from srt.managers.clients import Client, Labels
 from srt.managers.deadlines import Deadlines
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers
@@ -469,7 +467,7 @@ class Scheduler:
 
     def _send_batches(self, replica: Replica) -> list[Effect]:
         slots = replica.slots
-        rows = np.flatnonzero(slots.num_output > slots.sent)
+        rows = (slots.num_output > slots.sent).nonzero()[0]
         effects: list[Effect] = []
         for number, client in self._clients.items():
             outbox = client.outbox

@@ -153,7 +153,7 @@ class SlotTable:
 
     def outputs_of(self, slot: int) -> bytes:
         start = slot * self._outputs_width
-        return self._outputs[start : start + self.num_output_at[slot]].tobytes()
+        return bytes(self._outputs_bytes[start * ITEM : (start + self.num_output_at[slot]) * ITEM])
 
     def outputs_from(self, rows: Int64Array, first: Int32Array, counts: Int32Array) -> Int32Array:
         """`counts[i]` outputs of the slot `rows[i]`, from number `first[i]` on, end to end."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from srt.protocol.messages import PlanSection
-
 MEMORY = 0.85  # what a report counts, when the next has come
 LEAST_CHUNK = 16  # tokens that a prompt goes on by in any case
 NUM_DECODE_STEPS = 8  # steps without prompts that are remembered
@@ -32,9 +30,12 @@ class StepTimes:
     def __init__(self, stall_us: float) -> None:
         self._stall_us = stall_us
         self._decode_steps: deque[tuple[int, int]] = deque(maxlen=NUM_DECODE_STEPS)  # time and rows
+        self.decode_us = 0.0  # the shortest of them
+        self._fewest_rows = 0
         self._num_mixed = 0  # steps that were planned with decodes and prompts since one with decodes only
         self._largest = 0.0  # number of tokens that were timed in one step; decaying
-        self._sums = [0.0] * 5  # decaying: 1, attended, attended², µs, attended * µs; of a token, one entry a step
+        # Decaying sums of what a token of each step was: 1, attended, attended², µs, attended * µs.
+        self._n = self._x = self._xx = self._u = self._xu = 0.0
         self._has_mixed = False
         self._prices: list[
             tuple[float, float]
@@ -48,17 +49,12 @@ class StepTimes:
     def per_pair(self) -> float:
         return self._prices[0][1] if self._prices else 0.0
 
-    @property
-    def decode_us(self) -> float:
-        return float(min((us for us, _ in self._decode_steps), default=0))
-
     def must_measure(self, num_decodes: int) -> bool:
         """Is the next step to be one without prompts, so that it shows what the decodes take?"""
         if not num_decodes:
             return False
-        fewest = min((rows for _, rows in self._decode_steps), default=0)
         enough = MEASURE_EVERY if self._decode_steps else MEASURE_FIRST
-        return self._num_mixed >= enough or num_decodes < FEWER * fewest
+        return self._num_mixed >= enough or num_decodes < FEWER * self._fewest_rows
 
     def note_planned(self, num_decodes: int, num_tokens: int) -> None:
         if num_decodes:
@@ -68,19 +64,16 @@ class StepTimes:
         """So many prompt tokens may a step have in which so many streams decode."""
         return max(LEAST_CHUNK, int(2 * self._largest)) if num_streams else 1 << 40
 
-    def take(self, section: PlanSection, step_us: int) -> None:
-        """This step took so long."""
-        if not len(section.extend_slots):
-            self._decode_steps.append((step_us, len(section.decode_slots)))
+    def take(self, num_decodes: int, num_tokens: int, num_pairs: float, step_us: int) -> None:
+        """A step with so many decodes and prompt tokens, which attended to so many positions together, took so long."""
+        if not num_tokens:
+            self._decode_steps.append((step_us, num_decodes))
+            self.decode_us = float(min([us for us, _ in self._decode_steps]))
+            self._fewest_rows = min([rows for _, rows in self._decode_steps])
             return
-        starts: list[int] = section.extend_starts.tolist()
-        counts: list[int] = section.extend_counts.tolist()
-        tokens = float(sum(counts))
-        attended = (
-            sum([count * start + count * count / 2 for start, count in zip(starts, counts, strict=True)]) / tokens
-        )
-        is_mixed = len(section.decode_slots) > 0 and len(self._decode_steps) > 0
-        if not is_mixed:
+        tokens = float(num_tokens)
+        attended = num_pairs / tokens
+        if not num_decodes or not self._decode_steps:
             if not self._has_mixed:
                 self._largest = max(tokens, MEMORY * self._largest)
                 self._take_alone(step_us / tokens, attended)
@@ -90,8 +83,11 @@ class StepTimes:
             self._largest = 0.0
         self._largest = max(tokens, MEMORY * self._largest)
         us = max(step_us - self.decode_us, 0.0) / tokens
-        new = (1.0, attended, attended * attended, us, attended * us)
-        self._sums = [MEMORY * old + one for old, one in zip(self._sums, new, strict=True)]
+        self._n = MEMORY * self._n + 1.0
+        self._x = MEMORY * self._x + attended
+        self._xx = MEMORY * self._xx + attended * attended
+        self._u = MEMORY * self._u + us
+        self._xu = MEMORY * self._xu + attended * us
         self._fit()
 
     def budget_us(self, num_streams: int) -> float:
@@ -123,7 +119,7 @@ class StepTimes:
 
     def _fit(self) -> None:
         """Least squares, where what they give can be: few steps of few tokens may say that what attends to more costs less."""
-        n, x, xx, u, xu = self._sums
+        n, x, xx, u, xu = self._n, self._x, self._xx, self._u, self._xu
         det = n * xx - x * x
         if det > 1e-6 * n * xx:
             token, pair = (u * xx - xu * x) / det, (xu * n - u * x) / det

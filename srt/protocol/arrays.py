@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from struct import Struct
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +19,15 @@ NO_INT32: Final = np.frombuffer(
 )  # read-only, so all messages can share it: most arrays of a request are empty
 CODES: Final[dict[np.dtype[Any], int]] = {INT64: 1, FLOAT32: 2, np.dtype("<f8"): 3, np.dtype("?"): 4}
 DTYPES: Final = {code: dtype for dtype, code in CODES.items()}
+_packers: dict[int, Callable[..., bytes]] = {}  # by how many numbers they pack
+
+
+def int32_bytes(numbers: list[int]) -> bytes:
+    """As the bytes of an array of them; takes a third of the time of making an array."""
+    pack = _packers.get(len(numbers))
+    if pack is None:
+        pack = _packers[len(numbers)] = Struct(f"<{len(numbers)}i").pack
+    return pack(*numbers)
 
 
 def pack_array(array: Any) -> bytes | Ext:

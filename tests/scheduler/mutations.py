@@ -150,8 +150,8 @@ MORE_MUTATIONS = (
     Mutation(
         "resumed choice draws with another's seed",
         "managers/request.py",
-        "choice_seed(message.seed, self.choice)",
-        "choice_seed(message.seed, index)",
+        "choice_seed(seed, self.choice)",
+        "choice_seed(seed, index)",
     ),
     Mutation(
         "resumed request counts its answer as prompt",

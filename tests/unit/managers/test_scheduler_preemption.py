@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from srt.managers.forecast import NUM_NEEDED, OutputForecast
+from srt.managers.forecast import NUM_NEEDED, NUM_REMEMBERED, OutputForecast
 from srt.protocol.messages import Abort, PlanSection
 from tests.unit.managers.scheduler_host import Host, expected_ids, request, worker_hello
 
@@ -16,19 +16,30 @@ def test_without_evidence_all_that_a_request_may_use_is_expected() -> None:
 def test_answers_are_expected_to_be_as_long_as_nine_of_ten_were() -> None:
     forecast = OutputForecast(1.0)
     for i in range(NUM_NEEDED * 5):
-        forecast.note_end(90 if i % 20 == 0 else 10, 100)
-    assert forecast.expected_outputs(200) == 20
+        forecast.note_end(90 if i % 20 == 0 else 25, 100)
+    assert forecast.expected_outputs(200) == 50
     assert forecast.expected_outputs(1) == 1
+
+
+def test_only_the_latest_answers_say_what_is_expected() -> None:
+    forecast = OutputForecast(1.0)
+    for share in (0, 64, 256, 32):
+        for _ in range(NUM_REMEMBERED):
+            forecast.note_end(share, 256)
+        assert forecast.expected_outputs(256) == max(share, 1)
+    for _ in range(NUM_REMEMBERED // 10 + 1):
+        forecast.note_end(200, 256)
+    assert forecast.expected_outputs(256) == 200, "one more than a tenth used so much"
 
 
 def test_requests_that_may_use_little_say_nothing_about_those_that_may_use_much() -> None:
     forecast = OutputForecast(1.0)
     for _ in range(NUM_NEEDED):
-        forecast.note_end(200, 2000)
+        forecast.note_end(250, 2000)
         for _ in range(9):
             forecast.note_end(1, 1)
             forecast.note_end(10, 20)
-    assert [forecast.expected_outputs(most) for most in (1, 2, 30, 2000, 3000)] == [1, 2, 15, 200, 300]
+    assert [forecast.expected_outputs(most) for most in (1, 2, 30, 2000, 3000)] == [1, 2, 15, 250, 375]
 
 
 def test_the_latest_is_preempted_when_memory_runs_out_and_every_answer_is_whole() -> None:

@@ -53,7 +53,7 @@ def test_urgent_requests_do_not_take_each_others_places() -> None:
 def test_urgent_requests_leave_no_trace_in_what_is_told_and_expected_of_others() -> None:
     host, names = Host(), ("expected_share_of_max_new_tokens", "queue_ms_to_1", "queue_ms_above")
     for rid in range(1, NUM_NEEDED + 1):
-        host.say(request(rid, [rid], max_new=3, stop_ids=list(range(VOCAB))))
+        host.say(request(rid, [rid], max_new=4, stop_ids=list(range(VOCAB))))
         host.run()
     before = [host.value(name) for name in names]
     for rid in range(100, 200):
@@ -62,7 +62,7 @@ def test_urgent_requests_leave_no_trace_in_what_is_told_and_expected_of_others()
         host.tick()
         host.now += 60.0
         host.run()
-    assert [host.value(name) for name in names] == before == [1 / 3, NUM_NEEDED, 0]
+    assert [host.value(name) for name in names] == before == [1 / 4, NUM_NEEDED, 0]
 
 
 def test_urgent_requests_do_not_make_others_come_back_sooner() -> None:
