@@ -56,11 +56,15 @@ COUNTED = (
 class Link:
     """Messages arrive in order, until it is cut."""
 
-    __slots__ = ("_end", "cut_at")
+    __slots__ = ("_begin", "_end", "cut_at")
 
     def __init__(self, begin: float = 0.0) -> None:
-        self._end = begin
+        self._begin = self._end = begin
         self.cut_at = math.inf
+
+    def next(self) -> Link:
+        """For whoever comes after its cut: all that arrives by this one, and by those before it, arrives earlier."""
+        return Link(max(self._begin, self.cut_at))
 
     def next_arrival(self, now: float, delay: float) -> float:
         """Of a message that is sent now: behind all that was sent before."""

@@ -268,7 +268,7 @@ class World:
             self._server_of[number].lose(old)
         else:  # and its last messages arrive
             self._links[number].cut_at = self.now + self.settings.delay
-        self._links[number] = Link(self._links[number].cut_at)
+        self._links[number] = self._links[number].next()
         self._server_of[number] = self._server
         self._say(new, [FrontendHello(number, PROTOCOL)])
         self.at(self.now + self.rng.random(), self._arrive)  # those who lost their answer ask again
