@@ -230,8 +230,11 @@ class Planner:
         return wanting if self._num_stages == 1 else self._whose_turn_it_is(step, wanting)
 
     def _whose_turn_it_is(self, step: int, rows: Int64Array) -> Int64Array:
-        """A pipeline is full when each step has its share of the rows: those that have waited for longest."""
-        share = -(-len(rows) // self._num_stages)
+        """A pipeline is full when each step has its share of the rows: those that have waited for longest.
+
+        Of all who decode: were it of those who still want, the last of them would wait for ever smaller shares.
+        """
+        share = -(-len(self._decoding) // self._num_stages)
         rows = rows[self._is_back(step, rows)]
         if len(rows) <= share:
             return rows

@@ -102,6 +102,17 @@ def test_a_pipeline_that_is_full_needs_no_results_to_go_on() -> None:
     assert slots == [[0], [1], [0]]
 
 
+def test_in_a_pipeline_last_tokens_are_shared_out_evenly_too() -> None:
+    """Those whose last token is under way want nothing more, and are no reason for others to wait."""
+    host = Host(hello=worker_hello(num_stages=4, num_slots=16))
+    for rid in range(16):
+        host.say(request(rid + 1, [rid] * 5, max_new=2))
+    host.tick()
+    host.answer()
+    host.tick()
+    assert [len(plan.sections[0].decode_slots) for plan in host.plans if isinstance(plan, StepPlan)] == [4] * 4
+
+
 def test_ranks_must_agree_about_rows_and_stages() -> None:
     host = Host(tp_size=2, greet=False)
     host.from_worker(host.hello, 0)
