@@ -145,7 +145,9 @@ class Planner:
         draft = Draft(min(self._chunk_size, times.most_tokens(num_streams)), times.budget_us(num_streams))
         self._plan_decodes(draft, rows)
         if not must_measure and (self._prefilling or self.num_waiting):
-            self._plan_prompts(step, draft, may_admit=not is_short or self._slots.num_used == 0)
+            # Whoever was preempted comes first: all others wait until its rows in flight are answered.
+            is_all_answered = self._slots.num_used == 0 and self._planned_step == self._answered_step
+            self._plan_prompts(step, draft, may_admit=not is_short or is_all_answered)
         times.note_planned(len(rows), draft.num_tokens)
         for request in draft.aside:
             self._queue.push(request)
