@@ -21,6 +21,8 @@ from srt.kernels.jit import block_dim
 from srt.kernels.kernel_build import HOPPER, TYPE_NAMES, KernelBuild
 from srt.kernels.layer_builds import layer_builds
 from srt.kernels.shared_memory import SHARED_BYTES
+from srt.kernels.shared_prefix import BLOCK_N as SHARED_BLOCK_N
+from srt.kernels.shared_prefix import PAGES_AT_ONCE, block_rows, find_shared_kernel, shared_attention_kernel
 from srt.kernels.write_kv import write_kv_kernel
 
 _DOT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -31,15 +33,20 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
     bf16 = torch.bfloat16
     cases = [(bf16, 64, 4), (bf16, 128, 5), (bf16, 256, 2), (torch.float16, 128, 1), (torch.float32, 128, 4)]
     shared = SHARED_BYTES[capability]
-    builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), *layer_builds(shared)]
+    builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), _find_shared()]
+    builds += layer_builds(shared)
     for dtype, head_dim, group in cases:
         builds.append(_write_kv(dtype, head_dim))
         builds.append(_decode_attention(dtype, head_dim, group, shared))
         builds.append(_extend(dtype, head_dim, group, shared))
+        if dtype is not torch.float32:
+            builds.append(_shared_attention(dtype, head_dim, group))
+            builds.append(_decode_attention(dtype, head_dim, group, shared, has_shared=True))
     for kv in (torch.bfloat16, torch.float8_e4m3fn):
         builds.append(_decode_attention(torch.bfloat16, 128, 4, shared, kv))
         builds.append(_extend(torch.bfloat16, 128, 4, shared, kv, has_window=True))
         builds.append(_write_kv(torch.bfloat16, 128, kv))
+        builds.append(_shared_attention(torch.bfloat16, 128, 4, kv))
     return [build for build in builds if build.can_be_for(capability)]
 
 
@@ -116,21 +123,26 @@ def _write_kv(dtype: torch.dtype, head_dim: int, kv: torch.dtype | None = None) 
 
 
 def _decode_attention(
-    dtype: torch.dtype, head_dim: int, group: int, shared_bytes: int, kv: torch.dtype | None = None
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    shared_bytes: int,
+    kv: torch.dtype | None = None,
+    has_shared: bool = False,
 ) -> KernelBuild:
     tiles = DecodeTiles.choose(dtype, head_dim, 64, 40_960, 132, shared_bytes)
     kv = kv or dtype
     strides = ("q_row_stride", "k_location_stride", "v_location_stride", "page_table_stride", "out_row_stride")
     return KernelBuild(
-        name=_kv_label("decode_attention", dtype, head_dim, kv),
+        name=_kv_label("decode_attention", dtype, head_dim, kv, " behind a shared prefix" if has_shared else ""),
         kernel=decode_attention_kernel,
         types={
             **dict.fromkeys(("q_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
             **dict.fromkeys(("k_ptr", "v_ptr"), f"*{TYPE_NAMES[kv]}"),
             "page_table_ptr": "*i32",
             **dict.fromkeys(("req_pool_indices_ptr", "seq_lens_ptr"), "*i64"),
-            **dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32"),
-            "arrived_ptr": "*i32",
+            **dict.fromkeys(("partial_ptr", "lse_ptr", "shared_partial_ptr", "shared_lse_ptr"), "*fp32"),
+            **dict.fromkeys(("arrived_ptr", "shared_lens_ptr"), "*i32"),
             **dict.fromkeys(("scale_log2", "v_scale"), "fp32"),
             **dict.fromkeys(("window", *strides), "i32"),
         },
@@ -138,6 +150,8 @@ def _decode_attention(
             "GROUP": group,
             "HEAD_DIM": head_dim,
             "PAGE_SIZE": 16,
+            "SHARED_SPLITS": 4 if has_shared else 0,
+            "SHARED_BLOCK_N": SHARED_BLOCK_N,
             "MIN_SPLIT": tiles.min_split_tokens,
             "DOT_DTYPE": _DOT_DTYPES[dtype],
             "BLOCK_G": block_dim(group),
@@ -147,6 +161,50 @@ def _decode_attention(
             "PDL": True,
         },
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True},
+    )
+
+
+def _find_shared() -> KernelBuild:
+    return KernelBuild(
+        name="find_shared[]",
+        kernel=find_shared_kernel,
+        types={
+            **dict.fromkeys(("row_slots_ptr", "seq_lens_ptr"), "*i64"),
+            **dict.fromkeys(("page_table_ptr", "shared_lens_ptr"), "*i32"),
+            **dict.fromkeys(("num_rows", "page_table_stride", "least_saved"), "i32"),
+        },
+        constants={"PAGE_SIZE": 16, "ROWS": 16, "BLOCK": PAGES_AT_ONCE},
+    )
+
+
+def _shared_attention(dtype: torch.dtype, head_dim: int, group: int, kv: torch.dtype | None = None) -> KernelBuild:
+    kv, rows = kv or dtype, block_rows(group)
+    pairs = block_dim(rows * group)
+    return KernelBuild(
+        name=_kv_label("shared_attention", dtype, head_dim, kv),
+        kernel=shared_attention_kernel,
+        types={
+            "q_ptr": f"*{TYPE_NAMES[dtype]}",
+            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{TYPE_NAMES[kv]}"),
+            **dict.fromkeys(("page_table_ptr", "shared_lens_ptr"), "*i32"),
+            "req_pool_indices_ptr": "*i64",
+            **dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32"),
+            "scale_log2": "fp32",
+            **dict.fromkeys(("num_rows", "q_row_stride", "k_location_stride", "v_location_stride"), "i32"),
+            "page_table_stride": "i32",
+        },
+        constants={
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "PAGE_SIZE": 16,
+            "DOT_DTYPE": _DOT_DTYPES[dtype],
+            "ROWS": rows,
+            "BLOCK_M": pairs,
+            "BLOCK_D": block_dim(head_dim),
+            "BLOCK_N": SHARED_BLOCK_N,
+            "PDL": True,
+        },
+        options={"num_warps": 8 if pairs > 64 else 4, "num_stages": 3, "launch_pdl": True},
     )
 
 

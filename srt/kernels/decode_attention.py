@@ -18,6 +18,8 @@ import triton.language as tl
 from srt.kernels.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.paged_kv import PagedKV, check_heads
 from srt.kernels.pdl import let_next_start, pdl_options, prefetch, wait_for_inputs
+from srt.kernels.shared_prefix import BLOCK_N as SHARED_BLOCK_N
+from srt.kernels.shared_prefix import SharedPrefix, tokens_per_shared_split
 
 MAX_SPLITS: Final = 32  # a power of two
 MIN_SPLIT_TOKENS: Final = 64  # a shorter split costs more to merge than it saves
@@ -152,6 +154,29 @@ def merge_splits(
     tl.store(out_ptr + out_offsets, merged.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@jit
+def merge_shared(
+    peak: tl.tensor, total: tl.tensor, acc: tl.tensor, partial_ptr: tl.tensor, lse_ptr: tl.tensor, first_slot: tl.tensor,
+    shared: tl.tensor, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """What the row's heads found in the prefix that it shares, added to what they found in its own positions."""
+    heads = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    num_live = tl.cdiv(shared, tokens_per_shared_split(shared, NUM_SPLITS, BLOCK_N))
+    for split in range(num_live):
+        slots = first_slot + heads * NUM_SPLITS + split
+        lse = tl.load(lse_ptr + slots, mask=heads < GROUP, other=float("-inf"))
+        means = tl.load(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        new_peak = tl.maximum(peak, lse)
+        shrink, share = tl.exp2(peak - new_peak), tl.exp2(lse - new_peak)
+        total = total * shrink + share
+        acc = acc * shrink[:, None] + means * share[:, None]
+        peak = new_peak
+    return peak, total, acc
+
+
 @kernel(one_variant_for=("req_pool_indices_ptr", "seq_lens_ptr", "window"))
 def decode_attention_kernel(
     q_ptr: tl.tensor,
@@ -163,6 +188,9 @@ def decode_attention_kernel(
     partial_ptr: tl.tensor,  # [rows, heads, splits, HEAD_DIM] float32: each split's own weighted mean of v
     lse_ptr: tl.tensor,  # [rows, heads, splits] float32: log2 of each split's sum of weights
     arrived_ptr: tl.tensor,  # [rows, KV heads] int32
+    shared_lens_ptr: tl.tensor,  # of a SharedPrefix, as the two after it, where there is one
+    shared_partial_ptr: tl.tensor,
+    shared_lse_ptr: tl.tensor,
     out_ptr: tl.tensor,
     scale_log2: float,  # softmax scale times the keys' scale times log2(e), so that weights are powers of two
     v_scale: float,
@@ -181,6 +209,8 @@ def decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,  # a power of two, at least the number of splits
+    SHARED_SPLITS: tl.constexpr,  # 0: there is no SharedPrefix
+    SHARED_BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Program (KV head, row, split); zeros for a row of length 0."""
@@ -191,6 +221,8 @@ def decode_attention_kernel(
     num_splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + row).to(tl.int32)
     first = tl.maximum(seq_len - window, 0)
+    if SHARED_SPLITS > 0:
+        first = tl.load(shared_lens_ptr + row)
     split_tokens = tokens_per_split(seq_len - first, num_splits, MIN_SPLIT, BLOCK_N)
     begin = first + split * split_tokens
     end = tl.minimum(begin + split_tokens, seq_len)
@@ -238,6 +270,15 @@ def decode_attention_kernel(
         acc = acc * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), v, input_precision="ieee")
         peak = new_peak
 
+    num_heads = tl.num_programs(0) * GROUP
+    first_head = row.to(tl.int64) * num_heads + kv_head * GROUP
+    if SHARED_SPLITS > 0:
+        if (split == 0) & (first > 0):
+            peak, total, acc = merge_shared(
+                peak, total, acc, shared_partial_ptr, shared_lse_ptr, first_head * SHARED_SPLITS, first,
+                GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, SHARED_BLOCK_N, SHARED_SPLITS,
+            )  # fmt: skip
+
     attended = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_offsets = row.to(tl.int64) * out_row_stride + head_offsets
     num_live = tl.cdiv(seq_len - first, split_tokens)
@@ -245,9 +286,8 @@ def decode_attention_kernel(
         tl.store(out_ptr + out_offsets, (attended * v_scale).to(out_ptr.dtype.element_ty), mask=head_mask)
         return
 
-    num_heads = tl.num_programs(0) * GROUP
-    first_head = (row.to(tl.int64) * num_heads + kv_head * GROUP) * num_splits
-    slots = first_head + heads * num_splits + split
+    first_slot = first_head * num_splits
+    slots = first_slot + heads * num_splits + split
     tl.store(lse_ptr + slots, peak + tl.log2(total), mask=heads < GROUP)
     tl.store(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], attended, mask=head_mask)
     tl.debug_barrier()  # the whole program's results are out before it counts as arrived
@@ -257,7 +297,7 @@ def decode_attention_kernel(
     tl.store(counter_ptr, 0)
     merge_splits(
         partial_ptr, lse_ptr, out_ptr + row.to(tl.int64) * out_row_stride + kv_head * GROUP * HEAD_DIM,
-        first_head, num_splits, num_live, v_scale, GROUP, HEAD_DIM, BLOCK_D, BLOCK_S,
+        first_slot, num_splits, num_live, v_scale, GROUP, HEAD_DIM, BLOCK_D, BLOCK_S,
     )  # fmt: skip
 
 
@@ -272,12 +312,15 @@ def decode_attention(
     scratch: DecodeScratch,
     window: int | None = None,
     pdl: bool = False,
+    shared: SharedPrefix | None = None,
 ) -> None:
     """One query per row ([rows, heads, head_dim]) over that row's first `seq_lens` positions, or the last `window` of
     them, into `out`.
 
-    A row of length 0 gets zeros. Positions past a row's length are never read, whatever the memory holds there.
+    A row of length 0 gets zeros. Positions past a row's length are never read, whatever the memory holds there. With `shared`,
+    which `shared_attention` has filled, a row's own positions begin behind what it shares; then there is no window.
     """
+    assert shared is None or window is None
     num_rows, num_heads, head_dim = q.shape
     group = num_heads // kv.num_kv_heads
     assert group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)
@@ -292,13 +335,17 @@ def decode_attention(
     if tiles.num_splits > 1:
         assert scratch.partial.numel() >= num_rows * num_heads * tiles.num_splits * head_dim, scratch.partial.numel()
         assert scratch.arrived.numel() >= num_rows * kv.num_kv_heads, scratch.arrived.numel()
+    # Where nothing is shared, other tensors of the same types stand in.
+    stand_ins = scratch.arrived, scratch.partial, scratch.lse
+    parts_of_shared = stand_ins if shared is None else (shared.lens, shared.partial, shared.lse)
     decode_attention_kernel[(kv.num_kv_heads, num_rows, tiles.num_splits)](
         q, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, seq_lens,
-        scratch.partial, scratch.lse, scratch.arrived, out,
+        scratch.partial, scratch.lse, scratch.arrived, *parts_of_shared, out,
         scale * kv.k_scale * math.log2(math.e), kv.v_scale, NO_WINDOW if window is None else window,
         q.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0), out.stride(0),
         GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
         MIN_SPLIT=tiles.min_split_tokens, DOT_DTYPE=dot_dtype(q.dtype),
         BLOCK_G=block_dim(group), BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n, BLOCK_S=MAX_SPLITS,
+        SHARED_SPLITS=0 if shared is None else shared.num_splits, SHARED_BLOCK_N=SHARED_BLOCK_N,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl_options(pdl),
     )  # fmt: skip

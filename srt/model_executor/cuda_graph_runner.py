@@ -66,8 +66,12 @@ class CudaGraphRunner:
     def next_size(self) -> int:
         """What to capture next: the size that was missed last, or else the largest that is left."""
         assert self.num_left, "all sizes are captured"
-        is_missing = self._wanted and self._wanted not in self._replays
-        return self._wanted if is_missing else max(size for size in self.sizes if size not in self._replays)
+        return self._wanted if self.is_missing_one else max(size for size in self.sizes if size not in self._replays)
+
+    @property
+    def is_missing_one(self) -> bool:
+        """Whether the last step would have used one that is not there."""
+        return bool(self._wanted) and self._wanted not in self._replays
 
     def capture(self, size: int) -> None:
         self._replays[size] = [self._capture(work) for work in self._works(size)]
@@ -125,6 +129,11 @@ class GraphCapture:
         graphs.append(torch.cuda.CUDAGraph())
         # Other threads may use CUDA meanwhile: they are not part of the graph.
         graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+
+def sharing_sizes(sizes: Sequence[int], least: int) -> tuple[int, ...]:
+    """Of these, some for steps whose rows share prefixes: to pad them costs little beside what they save."""
+    return tuple(size for size in sizes if size >= least and (size & (size - 1) == 0 or size == max(sizes)))
 
 
 def graph_sizes(most_rows: int) -> tuple[int, ...]:

@@ -18,11 +18,11 @@ from srt.layers.logits_processor import LogitsProcessor
 from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.compiled_forward import CompiledForward, compiling
-from srt.model_executor.cuda_graph_runner import Capture, CudaGraphRunner, Work
+from srt.model_executor.cuda_graph_runner import Capture, CudaGraphRunner, Work, sharing_sizes
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from srt.model_executor.input_buffers import GraphInputBuffers
 from srt.model_executor.slot_mirror import Ints
-from srt.model_executor.step_planner import DecodeStep
+from srt.model_executor.step_planner import LEAST_SHARING_ROWS, DecodeStep
 from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo, SamplingKind
 
 if TYPE_CHECKING:
@@ -72,43 +72,56 @@ class DecodeRunner:
         self.logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
         self._sizes = tuple(sorted(sizes))
         self._size = 0  # rows of the step at hand, padding included
-        self._is_replayed = False
+        self._replayed: CudaGraphRunner | None = None  # whose graph it is, if it is one
         self._samplers = {
             SamplingKind.PLAIN: self._run_sample,
             SamplingKind.FILTERED: self._run_filtered_sample,
             SamplingKind.WISHING: self._run_wished_sample,
         }
         self._plans_on_host = parts.attn_backend.plans_decodes_on_host
-        self.graphs: CudaGraphRunner | None = None
+        self._captured_last: CudaGraphRunner | None = None
+        self.graphs: list[CudaGraphRunner] = []  # of steps whose rows share nothing, then of those whose rows may
         if capture is not None and sizes:
             parts.attn_backend.init_cuda_graph_state(max(sizes))
-            self.graphs = CudaGraphRunner(sizes, pads, self._works, capture)
+            self.graphs.append(CudaGraphRunner(sizes, pads, self._works, capture))
+            if parts.attn_backend.reads_shared_prefixes_once and pads:
+                some = sharing_sizes(sizes, LEAST_SHARING_ROWS)
+                self.graphs.append(CudaGraphRunner(some, pads, partial(self._works, may_share=True), capture))
 
     def forward(self, step: DecodeStep) -> torch.Tensor:
         """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
         num_rows = len(step.slots)
-        size = None if self.graphs is None else self.graphs.size_for(num_rows)
+        shares = step.may_share and self._parts.attn_backend.reads_shared_prefixes_once
+        self._replayed, size = self._find_graph(num_rows, shares)
         self.buffers.tell(step.slots, step.new_pages)
         if self._plans_on_host and step.new_pages is not None:
             self.buffers.enter_pages()
-        self._size, self._is_replayed = size or num_rows, size is not None
-        if self.graphs is None or size is None:
+        self._size = size
+        if self._replayed is None:
             batch = self._batch(num_rows)
             batch.req_pool_indices_cpu, batch.seq_lens_cpu = step.slots, step.seq_lens
             self._parts.attn_backend.init_forward_metadata(batch)
-            self._run_forward(num_rows)
+            self._run_forward(num_rows, may_share=shares)
         else:
             if self._plans_on_host:
                 batch = self._batch(size)
                 self._pad_host_rows(batch, step.slots, step.seq_lens)
                 self._parts.attn_backend.init_forward_metadata_replay_cuda_graph(batch)
-            self.graphs.replay(size, FORWARD)
+            self._replayed.replay(size, FORWARD)
         return self.logits[:num_rows]
+
+    def _find_graph(self, num_rows: int, shares: bool) -> tuple[CudaGraphRunner | None, int]:
+        """Whose graph serves so many rows, and its size; without one, the rows themselves."""
+        for graphs in reversed(self.graphs) if shares else self.graphs[:1]:
+            size = graphs.size_for(num_rows)
+            if size is not None:
+                return graphs, size
+        return None, num_rows
 
     def sample(self, step: DecodeStep) -> torch.Tensor:
         """Draw the rows' next ids from the logits and enter them. [rows] int32, -1 where the logits were not finite."""
-        if self.graphs is not None and self._is_replayed:
-            self.graphs.replay(self._size, FIRST_SAMPLE + step.kind)
+        if self._replayed is not None:
+            self._replayed.replay(self._size, FIRST_SAMPLE + step.kind)
         else:
             self._samplers[step.kind](self._size)
         return self.buffers.sampled[: len(step.slots)]
@@ -154,32 +167,48 @@ class DecodeRunner:
                 self._run_forward(size)
 
     @property
+    def num_graphs_left(self) -> int:
+        return sum(graphs.num_left for graphs in self.graphs)
+
+    @property
     def next_size(self) -> int:
-        assert self.graphs is not None
-        return self.graphs.next_size
+        return self._next_graphs.next_size
+
+    @property
+    def _next_graphs(self) -> CudaGraphRunner:
+        """Those that the last steps missed before others."""
+        left = [graphs for graphs in self.graphs if graphs.num_left]
+        return next((graphs for graphs in left if graphs.is_missing_one), left[0])
+
+    def give_up(self, size: int) -> None:
+        """Capture nothing more, and forget this size if it was captured last."""
+        for graphs in self.graphs:
+            graphs.give_up(size if graphs is self._captured_last else 0)
 
     def capture_next(self) -> int:
         """Capture graphs of one more size, and return it. The tables stay as they are: only padding runs."""
-        assert self.graphs is not None
-        size = self.next_size
+        graphs = self._captured_last = self._next_graphs
+        size = graphs.next_size
         self.buffers.tell_padding()
         batch = self._batch(size)
         self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
         self._parts.attn_backend.init_forward_metadata_capture_cuda_graph(batch)
         with _quick_products(size, self._device):
-            self.graphs.capture(size)
+            graphs.capture(size)
         return size
 
     # ---- The work, as it is captured
 
-    def _works(self, size: int) -> list[Work]:
-        return [partial(work, size) for work in (self._run_forward, *self._samplers.values())]
+    def _works(self, size: int, may_share: bool = False) -> list[Work]:
+        forward = partial(self._run_forward, size, may_share)
+        return [forward, *(partial(sample, size) for sample in self._samplers.values())]
 
-    def _run_forward(self, size: int) -> None:
+    def _run_forward(self, size: int, may_share: bool = False) -> None:
         parts, batch = self._parts, self._batch(size)
         self.buffers.gather(size)
+        parts.attn_backend.begin_decodes(batch, may_share=may_share)
         forward: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor] = parts.model
-        if parts.compiled is not None and size <= parts.compiled.most_tokens:
+        if parts.compiled is not None and size <= parts.compiled.most_tokens and not may_share:
             forward = parts.compiled
         hidden = forward(batch.input_ids, batch.positions, batch)
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[:size])

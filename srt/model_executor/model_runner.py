@@ -428,8 +428,7 @@ class ModelRunner:
     @property
     def num_graphs_left(self) -> int:
         """How often `capture_graph` has something to capture."""
-        graphs, pieces = self._decode_runner.graphs, self._pieces
-        return (graphs.num_left if graphs else 0) + (pieces.num_left if pieces else 0)
+        return self._decode_runner.num_graphs_left + (self._pieces.num_left if self._pieces else 0)
 
     @torch.inference_mode()
     def capture_graph(self) -> int:
@@ -437,13 +436,12 @@ class ModelRunner:
 
         What fails on a rank is a warning, and ends the captures of all: steps without a graph are launched kernel by kernel.
         """
-        graphs, pieces = self._decode_runner.graphs, self._pieces
-        runner = self._decode_runner if graphs is not None and graphs.num_left else pieces
+        decodes, pieces = self._decode_runner, self._pieces
+        runner = decodes if decodes.num_graphs_left else pieces
         assert runner is not None
         size = runner.next_size
         if not self._tp.min_int(int(self._tries(runner.capture_next, size))):
-            if graphs is not None:
-                graphs.give_up(size if runner is self._decode_runner else 0)
+            decodes.give_up(size if runner is decodes else 0)
             if pieces is not None:
                 pieces.give_up(size if runner is pieces else 0)
         return size

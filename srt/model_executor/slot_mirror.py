@@ -38,6 +38,8 @@ class SlotMirror:
         self._page_size = page_size
         self._lengths: Ints = np.zeros(num_slots, np.int64)
         self._num_pages: Ints = np.zeros(num_slots, np.int64)
+        self._num_cached: Ints = np.zeros(num_slots, np.int64)  # positions that were computed when it was admitted
+        self._first_page: Ints = np.zeros(num_slots, np.int64)
         self._was_admitted: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self._row_of_slot: Ints = np.zeros(num_slots, np.int64)  # scratch
         self.logprob_wishes: dict[int, LogprobWish] = {}  # of the slots whose requests want any
@@ -48,7 +50,7 @@ class SlotMirror:
         assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
         assert 0 <= admission.cached < num_ids, f"{admission.cached} of {num_ids} tokens cached in slot {slot}"
         assert 0 < admission.prompt_len <= num_ids, f"prompt of {admission.prompt_len} among {num_ids} tokens"
-        self._lengths[slot] = admission.cached
+        self._lengths[slot] = self._num_cached[slot] = admission.cached
         self._num_pages[slot] = 0
         self._was_admitted[slot] = True
         self.logprob_wishes.pop(slot, None)
@@ -63,6 +65,8 @@ class SlotMirror:
         columns: list[int] = []
         for slot, count in zip(delta.slots.tolist(), delta.counts.tolist(), strict=True):
             held = int(self._num_pages[slot])
+            if not held and count:
+                self._first_page[slot] = delta.pages[len(columns)]
             columns.extend(range(held, held + count))
             self._num_pages[slot] = held + count
         return np.repeat(delta.slots.astype(np.int64), delta.counts), np.asarray(columns, np.int64)
@@ -93,6 +97,20 @@ class SlotMirror:
         assert (lengths <= room).all(), f"rows of {lengths} tokens in pages for {room}"
         self._lengths[slots] = lengths
         return DecodeAdvance(lengths, new_pages)
+
+    def most_shared(self, slots: Ints, block_rows: int) -> int:
+        """Of blocks of so many rows, at most so many positions do rows share with their block's first row, in one block.
+
+        Pages are shared from the first on, and only those that were computed when a row was admitted.
+        """
+        cached = self._num_cached[slots]
+        if not cached.any():
+            return 0
+        pages, starts = self._first_page[slots], np.arange(0, len(slots), block_rows)
+        is_same = pages == np.repeat(pages[starts], block_rows)[: len(slots)]
+        sharers = np.add.reduceat(is_same, starts, dtype=np.int64)
+        shared = np.add.reduceat(np.where(is_same, cached, 0), starts)
+        return int(np.where(sharers > 1, shared, 0).max())
 
     def _pages_begun(self, slots: Ints, delta: PageDelta) -> Ints | None:
         """The page of each row that begins one, -1 for the others."""

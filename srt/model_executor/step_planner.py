@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from srt.layers.attention.base import BLOCK_ROWS, LEAST_SAVED
 from srt.model_executor.forward_batch_info import HostRows
 from srt.model_executor.logprob_plan import LogprobPlan, plan_output_logprobs, plan_prompt_logprobs
 from srt.model_executor.plan_arrays import PlanArrays, SamplingStep
@@ -16,6 +17,7 @@ from srt.protocol.messages import Admission, PageDelta, PlanSection
 from srt.sampling.sampling_batch_info import SamplingKind, SamplingTable
 
 HostArray = NDArray[Any]
+LEAST_SHARING_ROWS = 16  # with fewer, reading weights takes most of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class DecodeStep:
     new_pages: Ints | None  # the page that each row begins, or -1; None: no row begins one
     kind: SamplingKind
     output_logprobs: LogprobPlan
+    may_share: bool  # whether its rows may have so much in common that it is worth finding
 
 
 class StepPlanner:
@@ -59,7 +62,8 @@ class StepPlanner:
         wishes = self.slots.logprob_wishes
         logprobs = plan_output_logprobs(wishes, slots, advance.lengths)
         kind = SamplingKind.OTHER if logprobs.segments else self._sampling.kind_of(slots)
-        return DecodeStep(slots, advance.lengths, advance.new_pages, kind, logprobs)
+        may_share = len(slots) >= LEAST_SHARING_ROWS and self.slots.most_shared(slots, BLOCK_ROWS) >= LEAST_SAVED
+        return DecodeStep(slots, advance.lengths, advance.new_pages, kind, logprobs, may_share)
 
     def sampling_of(self, step: DecodeStep) -> SamplingStep[HostArray]:
         """What the eager sampler must know of the step's rows."""

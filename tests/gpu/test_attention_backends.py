@@ -15,7 +15,7 @@ from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.attention.triton_backend import TritonAttentionBackend
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.server_args import ServerArgs
-from tests.unit.layers.attention.attention_world import MAX_TOKENS, AttentionWorld
+from tests.unit.layers.attention.attention_world import AttentionWorld, spec_of
 
 pytestmark = pytest.mark.gpu
 
@@ -24,13 +24,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 EVERYWHERE = ("torch_native", "triton")
 FP8_TOLERANCE = 0.25  # of rounding it is 0.19, of keys read with a scale a fifth too large 0.56
 ALL = [("torch_native", "torch_native"), ("triton", "triton"), ("flashinfer", "flashinfer"), ("fa3", "triton")]
-
-
-def spec_of(
-    group: int, head_dim: int, page_size: int, dtype: torch.dtype, window: int | None = None, fp8: bool = False
-) -> AttentionSpec:
-    kv_dtype = torch.float8_e4m3fn if fp8 else dtype
-    return AttentionSpec(2 * group, 2, head_dim, dtype, kv_dtype, page_size, MAX_TOKENS, (window,))
 
 
 def world_of(backend: AttentionBackend, spec: AttentionSpec) -> AttentionWorld:
@@ -155,8 +148,8 @@ class WrongPage(TritonAttentionBackend):
 class WrongScales(TritonAttentionBackend):
     """Reads with keys' and values' scales that are not those of the store."""
 
-    def __init__(self, keys: float, values: float) -> None:
-        super().__init__(CUDA)
+    def __init__(self, spec: AttentionSpec, keys: float, values: float) -> None:
+        super().__init__(spec, CUDA)
         self._factors = keys, values
 
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
@@ -169,14 +162,14 @@ class WrongScales(TritonAttentionBackend):
 @pytest.mark.parametrize(("keys", "values"), [(1.3, 1.0), (1.0, 1.2), (50.0, 1.0), (1.0, 100.0)])
 def test_a_wrong_scale_of_fp8_is_found_out(keys: float, values: float) -> None:
     spec = spec_of(4, 128, 16, torch.bfloat16, fp8=True)
-    assert not worst_error(WrongScales(keys, values), spec) <= FP8_TOLERANCE
+    assert not worst_error(WrongScales(spec, keys, values), spec) <= FP8_TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wrong", [ShortByOne, LongByOne, WrongPage])
 def test_a_wrong_kernel_is_found_out(wrong: type[TritonAttentionBackend], dtype: torch.dtype) -> None:
     spec = spec_of(4, 128, 16, dtype)
-    assert not worst_error(wrong(CUDA), spec) <= 2 * TOLERANCE[dtype]
+    assert not worst_error(wrong(spec, CUDA), spec) <= 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])

@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from srt.kernels.apply_wishes import WishKernels
+from srt.kernels.decode_attention import DecodeScratch, DecodeTiles, decode_attention
 from srt.kernels.draw_rows import DrawRows
 from srt.kernels.filter import filter_thresholds
+from srt.kernels.paged_kv import PagedKV
 from srt.kernels.sample import draw
+from srt.kernels.shared_prefix import SharedPrefix, find_shared, shared_attention
 from srt.layers import sampler
 from srt.layers.kernel_ops import KernelOps
 from srt.layers.logit_wishes import apply_wishes
@@ -112,3 +115,36 @@ def test_filters_keep_what_sorting_keeps(top_k: int, top_p: float, min_p: float,
     scaled = logits.float() / temperatures.unsqueeze(1)
     kept = scaled >= filter_thresholds(logits, *filters, pdl=True).unsqueeze(1)
     assert torch.equal(kept, scaled >= sampler.filter_thresholds(logits, *filters).unsqueeze(1))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("group", "kv_heads"), [(4, 8), (2, 8), (5, 8), (8, 1)])
+@pytest.mark.parametrize(("rows", "shared"), [(16, 4096), (64, 4096), (100, 640), (256, 2048)])
+def test_a_shared_prefix_gives_what_every_row_reads_by_itself(
+    rows: int, shared: int, group: int, kv_heads: int, head_dim: int
+) -> None:
+    """One row of each block shares nothing, one less than the others."""
+    page_size, own, processors = 16, 5, torch.cuda.get_device_properties(CUDA).multi_processor_count
+    first_pages = shared // page_size
+    table = torch.randperm(first_pages + rows * (first_pages + own), device=CUDA).to(torch.int32)
+    own_pages = table[first_pages:].view(rows, -1)
+    pages = torch.cat((table[:first_pages].expand(rows, -1), own_pages[:, -own:]), 1).contiguous()
+    pages[3::16, :first_pages] = own_pages[3::16, :first_pages]
+    pages[5::16, first_pages // 2] = own_pages[5::16, 0]
+    lens = shared + torch.randint(1, own * page_size, (rows,), device=CUDA)
+    q, slots = randn(rows, kv_heads * group, head_dim), torch.arange(rows, device=CUDA)
+    keys, values = (randn(len(table) * page_size, kv_heads, head_dim) for _ in range(2))
+    kv = PagedKV(keys, values, pages, page_size)
+    tiles = DecodeTiles.choose(q.dtype, head_dim, rows * kv_heads, 40_960, processors, 232_448)
+    scratch = DecodeScratch.take(rows, kv_heads * group, kv_heads, tiles.num_splits, head_dim, CUDA)
+    expected, got = torch.empty_like(q), torch.full_like(q, float("nan"))
+    decode_attention(q, kv, slots, lens, 0.09, expected, tiles, scratch)
+    memory = SharedPrefix.take(rows, kv_heads * group, kv_heads, head_dim, processors, CUDA)
+    part = memory.of(rows, group, kv_heads, processors)
+    find_shared(slots, lens, pages, page_size, group, 1, part.lens)
+    shared_attention(q, kv, slots, 0.09, part, pdl=True)
+    decode_attention(q, kv, slots, lens, 0.09, got, tiles, scratch, shared=part)
+    assert_near(got, expected)
+    wanted = torch.full_like(part.lens, shared)
+    wanted[3::16] = wanted[5::16] = 0
+    assert part.lens.tolist() == wanted.tolist()

@@ -81,7 +81,7 @@ def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBack
         require_triton(device.type)
         from srt.layers.attention.triton_backend import TritonAttentionBackend
 
-        return TritonAttentionBackend(device)
+        return TritonAttentionBackend(spec, device)
     from srt.layers.attention.flashinfer_backend import FlashInferBackend
 
     needs_other = name == "fa3" or spec.kv_dtype != spec.dtype

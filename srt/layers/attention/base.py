@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 
+BLOCK_ROWS = 16  # neighbours, whose common prefix may be read once
+LEAST_SAVED = 8192
+"""Positions that a block of rows need not read, if prefixes are to be read once for all of it: fewer are read as fast row by row."""
+
+
 class AttentionBackend(ABC):
     """Causal attention over the paged memory: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
 
@@ -24,6 +29,9 @@ class AttentionBackend(ABC):
     """Whether a decode step can be captured in a graph."""
     plans_decodes_on_host: bool = False
     """Whether a decode's plan reads the rows' pages, and a replayed graph needs `init_forward_metadata_replay_cuda_graph` first."""
+
+    reads_shared_prefixes_once: bool = False
+    """Whether steps are quicker whose rows have much in common, if `begin_decodes` is told that they may."""
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Work out whatever all layers of this step share: indices, masks, plans. Never waits for the device."""
@@ -55,6 +63,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
         """Attention of the decode rows' tokens, one a row, which are all of q. Their k and v are in the memory already."""
+
+    def begin_decodes(self, batch: ForwardBatch, *, may_share: bool) -> None:
+        """In a step of decode rows alone, planned before, which may be a graph's: what is done on the device before the first layer."""
+        del batch, may_share
 
     # ---- Graphs of decode steps: `batch` has decode rows only, and the device's tensors stay where they are
 

@@ -21,6 +21,7 @@ class SplitBackend(AttentionBackend):
         self._decode = decode
         self.plans_decodes_on_host = decode.plans_decodes_on_host
         self.can_capture_decodes = decode.can_capture_decodes
+        self.reads_shared_prefixes_once = decode.reads_shared_prefixes_once
 
     def plan_extend(self, batch: ForwardBatch) -> None:
         self._prefill.plan_extend(batch)
@@ -53,6 +54,9 @@ class SplitBackend(AttentionBackend):
         batch: ForwardBatch,
     ) -> torch.Tensor | None:
         return self._decode.decode_packed(qkv, norm_weights, eps, cos, sin, layer, batch)
+
+    def begin_decodes(self, batch: ForwardBatch, *, may_share: bool) -> None:
+        self._decode.begin_decodes(batch, may_share=may_share)
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         self._decode.init_cuda_graph_state(max_bs)

@@ -21,12 +21,15 @@ from srt.kernels.fused_decode import can_fuse_decode, fused_decode
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.pdl import MOST_ROWS, has_pdl
 from srt.kernels.shared_memory import shared_bytes
+from srt.kernels.shared_prefix import SharedPrefix, find_shared, shared_attention
 from srt.kernels.triton_support import require_triton
 from srt.kernels.write_kv import write_kv
-from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.base import LEAST_SAVED, AttentionBackend
 
 if TYPE_CHECKING:
     from srt.layers.attention.radix_attention import RadixAttention
+    from srt.mem_cache.memory_pool import ReqToTokenPool
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 MOST_FUSED_ROWS: Final = (
@@ -43,8 +46,15 @@ class TritonAttentionBackend(AttentionBackend):
 
     can_capture_decodes = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         require_triton(device.type)
+        self._group, self._num_kv_heads = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads
+        self._head_dim = spec.head_dim
+        # float32 is multiplied without tensor cores, where many queries at once gain nothing.
+        self.reads_shared_prefixes_once = spec.dtype is not torch.float32 and None in spec.windows
+        self._max_graph_rows = 0
+        self._shared_memory: SharedPrefix | None = None
+        self._shared: SharedPrefix | None = None  # of the step at hand
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         else:
@@ -60,6 +70,24 @@ class TritonAttentionBackend(AttentionBackend):
 
     def plan_decode(self, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
+        self._shared = None
+
+    def begin_decodes(self, batch: ForwardBatch, *, may_share: bool) -> None:
+        if not may_share:
+            self._shared = None
+            return
+        pool = batch.req_to_token_pool
+        memory = self._shared_memory or self._take_shared_memory(pool)
+        self._shared = memory.of(batch.batch_size, self._group, self._num_kv_heads, self._num_processors)
+        find_shared(
+            batch.req_pool_indices,
+            batch.seq_lens,
+            pool.page_table,
+            pool.page_size,
+            self._group,
+            LEAST_SAVED,
+            self._shared.lens,
+        )
 
     def forward_extend(
         self,
@@ -94,17 +122,22 @@ class TritonAttentionBackend(AttentionBackend):
             self._num_processors,
             self._shared_bytes,
         )
+        kv, slots = _paged_kv(layer, batch), batch.req_pool_indices[batch.num_extend_rows :]
+        shared = self._shared if layer.window is None else None
+        if shared is not None:
+            shared_attention(q, kv, slots, layer.scale, shared, self._pdl)
         decode_attention(
             q,
-            _paged_kv(layer, batch),
-            batch.req_pool_indices[batch.num_extend_rows :],
+            kv,
+            slots,
             batch.seq_lens[batch.num_extend_rows :],
             layer.scale,
             out,
             tiles,
             self._scratch or self._take_scratch(layer, q.device),
             layer.window,
-            self._pdl and len(q) <= MOST_ROWS,
+            self._pdl and len(q) <= MOST_ROWS and shared is None,
+            shared,
         )
 
     def decode_packed(
@@ -143,6 +176,17 @@ class TritonAttentionBackend(AttentionBackend):
         group = layer.num_heads // layer.num_kv_heads
         self._scratch = DecodeScratch.take(programs, group, 1, 1, layer.head_dim, device)
         return self._scratch
+
+    def _take_shared_memory(self, pool: ReqToTokenPool) -> SharedPrefix:
+        """Once, enough for every batch: graphs keep the addresses."""
+        rows, kv_heads = max(pool.num_slots, self._max_graph_rows), self._num_kv_heads
+        self._shared_memory = SharedPrefix.take(
+            rows, self._group * kv_heads, kv_heads, self._head_dim, self._num_processors, pool.page_table.device
+        )
+        return self._shared_memory
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        self._max_graph_rows = max_bs
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
         write_kv(layer.split_kv_heads(k), layer.split_kv_heads(v), batch.out_cache_loc, _paged_kv(layer, batch))

@@ -20,6 +20,7 @@ from tests.unit.kernels.interpreted import run_interpreted
         "gather_decode",
         "layers",
         "sample",
+        "shared_prefix",
         "write_kv",
     ],
 )

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from srt.model_executor.plan_arrays import Staging, _cut
-from srt.model_executor.step_planner import StepPlanner
+from srt.model_executor.slot_mirror import SlotMirror
+from srt.model_executor.step_planner import DecodeStep, StepPlanner
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from tests.support.plan_driver import idle_section
 
@@ -178,3 +179,47 @@ def test_packed_arrays_are_cut_apart_as_they_were() -> None:
         assert tensor.shape == array.shape
         assert np.array_equal(tensor.numpy(), array)
         assert tensor.numpy().dtype == array.dtype
+
+
+def decode_of(first_pages: list[int], cached: int) -> DecodeStep:
+    """A step of rows that have three pages of 512 positions each; who begins with page 0 has its first two from row 0."""
+    planner = StepPlanner(num_slots=40, num_pages=200, page_size=512)
+    rows = range(len(first_pages))
+    admissions = [admission(row, [1] * 1025, cached * (row > 0)) for row in rows]
+    pages = [(row, [page, page + 1, 100 + row]) for row, page in zip(rows, first_pages, strict=True)]
+    planner.plan(section(admissions, pages, [(row, cached * (row > 0), 1025 - cached * (row > 0), 1) for row in rows]))
+    step = planner.plan_decodes(section(decodes=list(rows)))
+    assert step is not None
+    return step
+
+
+@pytest.mark.parametrize(
+    ("first_pages", "cached", "may_share"),
+    [
+        ([0] * 16, 1024, True),
+        ([0] * 15, 1024, False),  # rows
+        ([0] * 16, 0, False),  # all have computed them by themselves
+        ([0] * 9 + [50] * 11, 1024, True),
+        ([0] * 8 + [50] * 10, 1024, False),
+        ([2 * row for row in range(20)], 1024, False),  # nobody has what another one has
+        ([*range(40, 56), *[0] * 9], 1024, True),  # those of the second block
+        ([*range(40, 64), *[0] * 9], 1024, False),  # which lie in two blocks
+    ],
+)
+def test_a_step_is_said_to_share_where_enough_neighbours_begin_with_one_page(
+    first_pages: list[int], cached: int, may_share: bool
+) -> None:
+    assert decode_of(first_pages, cached).may_share == may_share
+
+
+def test_who_shared_a_prefix_does_not_when_its_slot_is_anothers() -> None:
+    mirror = SlotMirror(20, 100, 512)
+    slots = np.arange(16)
+    for slot in slots.tolist():
+        mirror.admit(admission(slot, [1] * 1025, cached=1024))
+        mirror.append_pages(section(pages=[(slot, [0, 1, 2 + slot])]).pages[0])
+    assert mirror.most_shared(slots, 16) == 16 * 1024
+    for slot in range(1, 16):
+        mirror.admit(admission(slot, [1] * 1025, cached=1024))
+        mirror.append_pages(section(pages=[(slot, [30 + slot, 50 + slot])]).pages[0])
+    assert mirror.most_shared(slots, 16) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -12,6 +13,14 @@ from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 MAX_TOKENS = 200
 NUM_SLOTS = 8
+
+
+def spec_of(
+    group: int, head_dim: int, page_size: int, dtype: torch.dtype, window: int | None = None, fp8: bool = False
+) -> AttentionSpec:
+    """Of two KV heads."""
+    kv_dtype = torch.float8_e4m3fn if fp8 else dtype
+    return AttentionSpec(2 * group, 2, head_dim, dtype, kv_dtype, page_size, MAX_TOKENS, (window,))
 
 
 class AttentionWorld:

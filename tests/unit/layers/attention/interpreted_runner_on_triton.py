@@ -7,12 +7,19 @@ import pytest
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.attention import triton_backend
+from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.triton_backend import TritonAttentionBackend
+from srt.model_executor import decode_runner, step_planner
+from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.model_runner import ModelRunner
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.oracle import Oracle
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
+from tests.support.recorder import Recorder
+from tests.support.runners import make_runner
 
 VOCABULARY = 512
 
@@ -45,3 +52,48 @@ def test_greedy_tokens_equal_those_of_transformers(
     driver.run(jobs[:2])
     driver.run(jobs[2:])
     assert [job.outputs for job in jobs] == [list(e.ids) for _, e in safe]
+
+
+class Sharing(TritonAttentionBackend):
+    """Reads shared prefixes once in float32 too, and keeps what was found."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        super().__init__(spec, device)
+        self.reads_shared_prefixes_once = True
+        self.found: list[list[int]] = []
+
+    def begin_decodes(self, batch: ForwardBatch, *, may_share: bool) -> None:
+        super().begin_decodes(batch, may_share=may_share)
+        if self._shared is not None:
+            self.found.append(self._shared.lens.tolist())
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_rows_that_share_a_prefix_draw_what_they_draw_alone(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    def driver(capture: Recorder | None = None) -> PlanDriver:
+        runner = make_runner(checkpoint("qwen3"), 4, attention_backend="triton", cuda_graph_bs=(2, 4), capture=capture)
+        while capture is not None and runner.num_graphs_left:
+            runner.capture_graph()
+        return PlanDriver(runner, 4, share=True)
+
+    prompts = [list(range(3, 21)) + [30 + i] * (1 + i) for i in range(5)]  # 16 positions in common pages
+    expected, found = ([Job(prompt, greedy(4 + 2 * i)) for i, prompt in enumerate(prompts)] for _ in range(2))
+    driver().run(expected)
+
+    monkeypatch.setattr(triton_backend, "TritonAttentionBackend", Sharing)
+    for module in (triton_backend, step_planner):
+        monkeypatch.setattr(module, "LEAST_SAVED", 2 * 16)
+    for module in (step_planner, decode_runner):
+        monkeypatch.setattr(module, "LEAST_SHARING_ROWS", 2)
+    sharing = driver(recorder := Recorder() if captures else None)
+    sharing.run(found[:1])
+    sharing.run(found[1:])
+    assert [job.outputs for job in found] == [job.outputs for job in expected]
+    backend = sharing.runner._attn_backend
+    assert isinstance(backend, Sharing)
+    assert [16, 16, 16, 16] in backend.found, "all share"
+    padding = [0] if captures else []
+    assert [16, 16, 16, *padding] in backend.found, "whoever is left shares on"
+    assert recorder is None or recorder.num_replays > 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from srt.layers.attention.triton_backend import TritonAttentionBackend
-from tests.unit.layers.attention.attention_world import AttentionWorld
+from tests.unit.layers.attention.attention_world import AttentionWorld, spec_of
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -18,7 +18,7 @@ def make_world(
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
 ) -> AttentionWorld:
-    backend = TritonAttentionBackend(torch.device("cpu"))
+    backend = TritonAttentionBackend(spec_of(group, head_dim, page_size, dtype, window), torch.device("cpu"))
     return AttentionWorld(backend, 2 * group, 2, head_dim, page_size, dtype, window=window)
 
 

@@ -12,7 +12,7 @@ from srt.kernels.shared_memory import SHARED_BYTES
 from srt.layers.attention.triton_backend import TritonAttentionBackend
 from srt.utils.errors import StartError
 from tests.unit.kernels.interpreted import run_interpreted
-from tests.unit.layers.attention.attention_world import AttentionWorld
+from tests.unit.layers.attention.attention_world import AttentionWorld, spec_of
 
 
 @pytest.mark.parametrize("subject", ["triton_backend", "runner_on_triton"])
@@ -23,7 +23,7 @@ def test_in_the_interpreter_it_equals_dense_attention_and_transformers(subject: 
 def test_a_cpu_without_the_interpreter_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(StartError, match="--attention-backend triton needs a CUDA device"):
-        TritonAttentionBackend(torch.device("cpu"))
+        TritonAttentionBackend(spec_of(2, 64, 16, torch.float32), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,8 @@ def test_on_a_gpu_requests_grow_through_every_kind_of_step(
     group: int, page_size: int, head_dim: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     device = torch.device("cuda")
-    world = AttentionWorld(TritonAttentionBackend(device), 2 * group, 2, head_dim, page_size, dtype, device)
+    backend = TritonAttentionBackend(spec_of(group, head_dim, page_size, dtype), device)
+    world = AttentionWorld(backend, 2 * group, 2, head_dim, page_size, dtype, device)
     errors = [
         world.step(extends=[(3, 15), (0, 1), (5, 150)], decodes=[]),
         world.step(extends=[(3, 2), (6, 16)], decodes=[5, 0]),
