@@ -36,9 +36,9 @@ class PreemptedRequests:
         return request
 
     def take_new(self) -> list[Request]:
-        """Who lost its slot since this was asked last."""
+        """Who lost its slot since this was asked last, and has neither ended nor got another one."""
         new, self._new = self._new, []
-        return new
+        return [request for request in new if request.serial in self._all]
 
     def remove(self, request: Request) -> bool:
         """It runs again, or has ended. True if it was still away. May be asked of any request."""

@@ -118,3 +118,19 @@ def test_a_pause_in_a_drain_is_refused_and_what_runs_is_finished() -> None:
     host.run()
     assert replies(host) == {7: False}
     assert host.ids(1) == expected_ids(MADE)
+
+
+def test_a_frontend_may_be_gone_before_the_step_after_its_requests_were_retracted() -> None:
+    host = paused("in_place")
+    host.say(ContinueGeneration(8))
+    host.run()
+    host.say(FrontendHello(1, PROTOCOL), frontend=1)
+    host.say(request(3, [1, 2, 3]), frontend=1)
+    host.tick()
+    host.answer()
+    host.tick()
+    host.say(PauseGeneration(9, "retract"))
+    host.scheduler.frontend_gone(1)
+    host.say(ContinueGeneration(10))
+    host.run()
+    assert (host.value("num_running"), host.value("num_waiting")) == (0, 0)
