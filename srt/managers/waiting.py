@@ -145,7 +145,8 @@ class LongestPrefixQueue(WaitingQueue):
                 best = request
         if earliest is None:
             return None
-        if self._earliest is None or self._earliest.status is not Status.WAITING:
-            # Else it is that one, or stands aside and is passed all the same.
+        before = self._earliest
+        if before is None or before.status is not Status.WAITING or _comes_before(earliest, before):
+            # Else it is that one, or stands aside and is passed all the same. Who comes back may be before it.
             self._earliest, self._num_passed = earliest, 0
         return earliest if self._num_passed >= MAX_PASSED or earliest.urgent else best

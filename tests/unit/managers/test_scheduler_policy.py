@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from srt.managers.waiting import MAX_PASSED, NUM_COMPARED
+from srt.managers.request import Status, expand
+from srt.managers.waiting import MAX_PASSED, NUM_COMPARED, LongestPrefixQueue
 from srt.protocol.messages import Refused
+from tests.support.wire import request_at_scheduler
 from tests.unit.managers.scheduler_host import Host, expected_ids, request, worker_hello
 
 ONE_SLOT = worker_hello(num_slots=1)
@@ -127,3 +129,32 @@ def test_without_aging_the_more_important_always_goes_first() -> None:
         host.say(request(rid, [rid], priority=priority))
     host.run()
     assert admitted(host) == [1, 4, 2, 3]
+
+
+def test_with_lpm_who_comes_back_is_passed_no_more_often_than_others() -> None:
+    """Nor if who had been the earliest meanwhile is admitted in between."""
+    cached: dict[int, int] = {}
+    queue = LongestPrefixQueue(lambda one: cached.get(one.rid, 0))
+
+    def push(rid: int) -> None:
+        queue.push(expand(0, request_at_scheduler(request(rid, [rid])), rid)[0])
+
+    def admit() -> int:
+        queue.begin_plan()
+        first = queue.first()
+        assert first is not None
+        queue.pop()
+        first.status = Status.RUNNING
+        return first.rid
+
+    push(2)
+    for rid in range(3, 200):
+        cached[rid] = 1
+        push(rid)
+    assert all(admit() > 2 for _ in range(40))
+    push(1)
+    assert all(admit() > 2 for _ in range(20))
+    cached[2] = 5
+    order = [admit() for _ in range(MAX_PASSED)]
+    assert 2 in order
+    assert order.index(1) == MAX_PASSED - 20
