@@ -89,7 +89,6 @@ class LongestPrefixQueue(WaitingQueue):
         self._near: list[Request] = []  # in order; some may have ended
         self._turn = 0  # place among them of who was matched anew last
         self._best: Request | None = None  # None: to be found
-        self._num_passed = 0  # admitted before the earliest, since it is that
         self._earliest: Request | None = None
 
     def push(self, request: Request) -> None:
@@ -104,7 +103,8 @@ class LongestPrefixQueue(WaitingQueue):
 
     def pop(self) -> None:
         assert self._best is not None
-        self._num_passed += self._best is not self._earliest
+        if self._earliest is not None and self._best is not self._earliest:
+            self._earliest.num_passed += 1
         self._near.remove(self._best)
         self._best = None
 
@@ -148,5 +148,5 @@ class LongestPrefixQueue(WaitingQueue):
         before = self._earliest
         if before is None or before.status is not Status.WAITING or _comes_before(earliest, before):
             # Else it is that one, or stands aside and is passed all the same. Who comes back may be before it.
-            self._earliest, self._num_passed = earliest, 0
-        return earliest if self._num_passed >= MAX_PASSED or earliest.urgent else best
+            self._earliest = before = earliest
+        return earliest if before.num_passed >= MAX_PASSED or earliest.urgent else best
