@@ -35,7 +35,8 @@ def ask(page: Page, question: str) -> None:
 
 def fill(page: Page, **fields: str) -> None:
     for name, value in fields.items():
-        page.click(f"[name={name}]")
+        # Not with the mouse: what the engine tells moves the fields, also while it is on its way.
+        page.run(f"document.querySelector('[name={name}]').focus()")
         page.type(value)
 
 
