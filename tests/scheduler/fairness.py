@@ -57,7 +57,7 @@ class Fairness:
         self._settings = settings
         self._earliest: Request | None = None
         self._num_passed = 0
-        self._preempted_then = 0
+        self._preempted_then = 0, 0
         self._started: dict[int, float] = {}  # by serial: first admission
 
     def rank(self, request: Request) -> tuple[float, int]:
@@ -202,14 +202,11 @@ class Fairness:
             )
 
     def _count_passing(self, scheduler: Scheduler, replica: Replica, admitted: list[Request]) -> None:
-        num_preempted = replica.counters.num_preempted  # such a one may come back before the earliest
-        if (
-            self._earliest is None
-            or self._earliest.status is not Status.WAITING
-            or num_preempted != self._preempted_then
-        ):
+        # Such a one may come back before the earliest, when its rows in flight are answered.
+        preempted = replica.counters.num_preempted, len(replica.planner.preempted._away)
+        if self._earliest is None or self._earliest.status is not Status.WAITING or preempted != self._preempted_then:
             first = self._first_waiting(scheduler, replica)
-            is_new, self._earliest, self._preempted_then = first is not self._earliest, first, num_preempted
+            is_new, self._earliest, self._preempted_then = first is not self._earliest, first, preempted
             if is_new:  # these may have been admitted before the earliest was that
                 self._num_passed = 0
                 return
