@@ -22,7 +22,7 @@ from srt.kernels.kernel_build import HOPPER, TYPE_NAMES, KernelBuild
 from srt.kernels.layer_builds import layer_builds
 from srt.kernels.shared_memory import SHARED_BYTES
 from srt.kernels.shared_prefix import BLOCK_N as SHARED_BLOCK_N
-from srt.kernels.shared_prefix import PAGES_AT_ONCE, block_rows, find_shared_kernel, shared_attention_kernel
+from srt.kernels.shared_prefix import PAGES_AT_ONCE, block_rows, can_share, find_shared_kernel, shared_attention_kernel
 from srt.kernels.write_kv import write_kv_kernel
 
 _DOT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -39,14 +39,14 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
         builds.append(_write_kv(dtype, head_dim))
         builds.append(_decode_attention(dtype, head_dim, group, shared))
         builds.append(_extend(dtype, head_dim, group, shared))
-        if dtype is not torch.float32:
+        if can_share(dtype, head_dim, group):
             builds.append(_shared_attention(dtype, head_dim, group))
             builds.append(_decode_attention(dtype, head_dim, group, shared, has_shared=True))
     for kv in (torch.bfloat16, torch.float8_e4m3fn):
         builds.append(_decode_attention(torch.bfloat16, 128, 4, shared, kv))
         builds.append(_extend(torch.bfloat16, 128, 4, shared, kv, has_window=True))
         builds.append(_write_kv(torch.bfloat16, 128, kv))
-        builds.append(_shared_attention(torch.bfloat16, 128, 4, kv))
+        builds.append(_shared_attention(torch.bfloat16, 128, 8, kv))  # as many queries as a block may have
     return [build for build in builds if build.can_be_for(capability)]
 
 

@@ -24,6 +24,7 @@ MOST_BLOCK_ROWS: Final = 16
 PAGES_AT_ONCE: Final = 256  # that are compared
 BLOCK_N: Final = 64  # positions per inner step
 MOST_SPLITS: Final = 16
+MOST_HEAD_DIM: Final = 128  # larger heads of a block do not fit the shared memory of every GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,11 @@ class SharedPrefix:
         blocks = -(-rows // block_rows(group))
         wanted = programs_at_once(group, num_processors) // (blocks * kv_heads)
         return replace(self, lens=self.lens[:rows], num_splits=max(1, min(MOST_SPLITS, wanted)))
+
+
+def can_share(dtype: torch.dtype, head_dim: int, group: int) -> bool:
+    """Not float32, which is multiplied without tensor cores: there many queries at once gain nothing."""
+    return dtype is not torch.float32 and head_dim <= MOST_HEAD_DIM and block_rows(group) > 1
 
 
 def block_rows(group: int) -> int:

@@ -21,7 +21,7 @@ from srt.kernels.fused_decode import can_fuse_decode, fused_decode
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.pdl import MOST_ROWS, has_pdl
 from srt.kernels.shared_memory import shared_bytes
-from srt.kernels.shared_prefix import SharedPrefix, find_shared, shared_attention
+from srt.kernels.shared_prefix import SharedPrefix, can_share, find_shared, shared_attention
 from srt.kernels.triton_support import require_triton
 from srt.kernels.write_kv import write_kv
 from srt.layers.attention.attention_spec import AttentionSpec
@@ -50,8 +50,7 @@ class TritonAttentionBackend(AttentionBackend):
         require_triton(device.type)
         self._group, self._num_kv_heads = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads
         self._head_dim = spec.head_dim
-        # float32 is multiplied without tensor cores, where many queries at once gain nothing.
-        self.reads_shared_prefixes_once = spec.dtype is not torch.float32 and None in spec.windows
+        self.reads_shared_prefixes_once = can_share(spec.dtype, spec.head_dim, self._group) and None in spec.windows
         self._max_graph_rows = 0
         self._shared_memory: SharedPrefix | None = None
         self._shared: SharedPrefix | None = None  # of the step at hand

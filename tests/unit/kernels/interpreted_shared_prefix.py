@@ -10,7 +10,7 @@ import torch
 from srt.kernels.decode_attention import DecodeScratch, DecodeTiles, decode_attention
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.reference import decode_attention_reference
-from srt.kernels.shared_prefix import SharedPrefix, block_rows, find_shared, shared_attention
+from srt.kernels.shared_prefix import SharedPrefix, block_rows, can_share, find_shared, shared_attention
 from tests.unit.kernels.paged_world import PagedWorld, make_paged_world
 
 CPU = torch.device("cpu")
@@ -61,6 +61,12 @@ def check(world: PagedWorld, group: int, least_saved: int = 1, num_processors: i
 
 def test_a_block_has_as_many_rows_as_one_product_takes() -> None:
     assert [block_rows(group) for group in (1, 2, 4, 5, 8, 9, 16, 128, 200)] == [16, 16, 16, 16, 16, 8, 8, 1, 1]
+
+
+def test_heads_that_fit_no_shared_memory_and_groups_that_fill_a_product_share_nothing() -> None:
+    bf16 = torch.bfloat16
+    assert can_share(bf16, 128, 4) and can_share(torch.float16, 64, 64)
+    assert not (can_share(bf16, 256, 4) or can_share(bf16, 128, 65) or can_share(torch.float32, 128, 4))
 
 
 def test_first_pages_that_are_the_same_are_found() -> None:
