@@ -109,7 +109,7 @@ class Request:
         self.node: RadixNode | None = None  # the pinned end of its prefix in the tree, `num_in_tree` pages deep
         self.num_in_tree = 0
         self.num_matched = 0  # tokens that the cache had of it when it waited and was looked at last
-        self.num_passed = 0  # so many went before it while it was the earliest that waited; counted by lpm alone
+        self.num_passed = 0  # so many went before it that came after it; counted by lpm alone
         self.num_preempted = 0
         self.order: tuple[float, int] = (0.0, serial)  # by the Ranking
         self.own_copies = NO_PAGES  # of its first `num_in_tree` pages, those that the tree has twice

@@ -102,10 +102,18 @@ class LongestPrefixQueue(WaitingQueue):
         return self._best
 
     def pop(self) -> None:
-        assert self._best is not None
-        if self._earliest is not None and self._best is not self._earliest:
-            self._earliest.num_passed += 1
-        self._near.remove(self._best)
+        best, earliest = self._best, self._earliest
+        assert best is not None
+        place = 0
+        for request in self._near:
+            if request is best:
+                break
+            if request is not earliest:
+                request.num_passed += 1
+            place += 1
+        del self._near[place]
+        if earliest is not None and earliest is not best:
+            earliest.num_passed += 1
         self._best = None
 
     def begin_plan(self) -> None:
@@ -136,11 +144,14 @@ class LongestPrefixQueue(WaitingQueue):
     def _choose(self) -> Request | None:
         earliest: Request | None = None
         best: Request | None = None
+        overdue: Request | None = None
         for request in self._near:
             if request.status is not Status.WAITING:
                 continue
             if earliest is None:
                 earliest = request
+            if overdue is None and request.num_passed >= MAX_PASSED:
+                overdue = request
             if best is None or request.num_matched > best.num_matched:
                 best = request
         if earliest is None:
@@ -149,4 +160,6 @@ class LongestPrefixQueue(WaitingQueue):
         if before is None or before.status is not Status.WAITING or _comes_before(earliest, before):
             # Else it is that one, or stands aside and is passed all the same. Who comes back may be before it.
             self._earliest = before = earliest
-        return earliest if before.num_passed >= MAX_PASSED or earliest.urgent else best
+        if earliest.urgent or before.num_passed >= MAX_PASSED:
+            return earliest
+        return best if overdue is None else overdue

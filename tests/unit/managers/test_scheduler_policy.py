@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from srt.managers.request import Status, expand
+from srt.managers.request import Request, Status, expand
 from srt.managers.waiting import MAX_PASSED, NUM_COMPARED, LongestPrefixQueue
 from srt.protocol.messages import Refused
 from tests.support.wire import request_at_scheduler
@@ -131,30 +131,72 @@ def test_without_aging_the_more_important_always_goes_first() -> None:
     assert admitted(host) == [1, 4, 2, 3]
 
 
-def test_with_lpm_who_comes_back_is_passed_no_more_often_than_others() -> None:
-    """Nor if who had been the earliest meanwhile is admitted in between."""
-    cached: dict[int, int] = {}
-    queue = LongestPrefixQueue(lambda one: cached.get(one.rid, 0))
+class LongestPrefixFirst:
+    """A queue of requests that are known by rid; so much is cached of each."""
 
-    def push(rid: int) -> None:
-        queue.push(expand(0, request_at_scheduler(request(rid, [rid])), rid)[0])
+    def __init__(self) -> None:
+        self.cached: dict[int, int] = {}
+        self._queue = LongestPrefixQueue(lambda one: self.cached.get(one.rid, 0))
 
-    def admit() -> int:
-        queue.begin_plan()
-        first = queue.first()
+    def push(self, rid: int, cached: int = 0) -> Request:
+        self.cached[rid] = cached
+        (one,) = expand(0, request_at_scheduler(request(rid, [rid])), rid)
+        self._queue.push(one)
+        return one
+
+    def take(self) -> Request:
+        self._queue.begin_plan()
+        first = self._queue.first()
         assert first is not None
-        queue.pop()
+        self._queue.pop()
+        return first
+
+    def put_back(self, one: Request) -> None:
+        self._queue.push(one)
+
+    def admit(self) -> int:
+        first = self.take()
         first.status = Status.RUNNING
         return first.rid
 
-    push(2)
+
+def test_with_lpm_who_comes_back_is_passed_no_more_often_than_others() -> None:
+    """Nor if who had been the earliest meanwhile is admitted in between."""
+    queue = LongestPrefixFirst()
+    queue.push(2)
     for rid in range(3, 200):
-        cached[rid] = 1
-        push(rid)
-    assert all(admit() > 2 for _ in range(40))
-    push(1)
-    assert all(admit() > 2 for _ in range(20))
-    cached[2] = 5
-    order = [admit() for _ in range(MAX_PASSED)]
+        queue.push(rid, cached=1)
+    assert all(queue.admit() > 2 for _ in range(40))
+    queue.push(1)
+    assert all(queue.admit() > 2 for _ in range(20))
+    queue.cached[2] = 5
+    order = [queue.admit() for _ in range(MAX_PASSED)]
     assert 2 in order
     assert order.index(1) == MAX_PASSED - 20
+
+
+def test_with_lpm_who_is_behind_one_that_stands_aside_is_passed_no_more_often_than_others() -> None:
+    queue = LongestPrefixFirst()
+    queue.push(1, cached=5)
+    queue.push(2)
+    for rid in range(3, 200):
+        queue.push(rid, cached=1)
+    aside = queue.take()
+    assert aside.rid == 1
+    assert all(queue.admit() > 2 for _ in range(30))
+    queue.put_back(aside)
+    order = [queue.admit() for _ in range(MAX_PASSED)]
+    assert (order[0], order.index(2)) == (1, MAX_PASSED - 30 + 1)
+
+
+def test_with_lpm_the_second_is_passed_no_more_often_than_the_first() -> None:
+    """Who passed the first passed it too, and counts when the first is gone."""
+    queue = LongestPrefixFirst()
+    first = queue.push(1)
+    queue.push(2)
+    for rid in range(3, 200):
+        queue.push(rid, cached=1)
+    assert all(queue.admit() > 2 for _ in range(50))
+    first.status = Status.ENDED
+    order = [queue.admit() for _ in range(MAX_PASSED)]
+    assert order.index(2) == MAX_PASSED - 50
