@@ -61,9 +61,11 @@ INSTALL_REQUIRES = [
 ]
 
 TEST_REQUIRES = [
+    "cuda-bindings>=13,<14",
     "httpx>=0.27,<1",
     "hypothesis>=6.100,<7",
     "jsonschema-rs>=0.30,<1",
+    "nvidia-cuda-nvrtc>=13,<14",
     "openai>=2,<4",
     "prometheus-client>=0.20,<1",
     "psutil>=6,<8",
@@ -74,7 +76,7 @@ TEST_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
-    # Triton comes with the CUDA builds of torch.
+    # Triton comes with the CUDA builds of torch, and so do the packages of CUDA.
     "cuda": ["flashinfer-python>=0.6,<0.7", "nvidia-ml-py>=12"],
     "test": TEST_REQUIRES,
     "dev": [
@@ -98,7 +100,7 @@ setup(
     packages=find_packages(include=["srt", "srt.*"]),
     # Named, so that an editable install is a line in a .pth file. A finder would be imported by every process.
     package_dir={"": "."},
-    package_data={"srt": ["py.typed", "assets/**/*", "entrypoints/page/*"]},
+    package_data={"srt": ["py.typed", "assets/**/*", "entrypoints/page/*", "kernels/*.cu"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     cmdclass={"build_py": BuildPy},

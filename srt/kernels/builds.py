@@ -34,7 +34,7 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
     cases = [(bf16, 64, 4), (bf16, 128, 5), (bf16, 256, 2), (torch.float16, 128, 1), (torch.float32, 128, 4)]
     shared = SHARED_BYTES[capability]
     builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), _find_shared()]
-    builds += layer_builds(shared)
+    builds += layer_builds()
     for dtype, head_dim, group in cases:
         builds.append(_write_kv(dtype, head_dim))
         builds.append(_decode_attention(dtype, head_dim, group, shared))

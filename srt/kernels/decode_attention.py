@@ -17,7 +17,7 @@ import triton.language as tl
 
 from srt.kernels.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.paged_kv import PagedKV, check_heads
-from srt.kernels.pdl import let_next_start, pdl_options, prefetch, wait_for_inputs
+from srt.kernels.pdl import EARLY, let_next_start, let_next_start_late, pdl_options, prefetch, wait_for_inputs
 from srt.kernels.shared_prefix import BLOCK_N as SHARED_BLOCK_N
 from srt.kernels.shared_prefix import SharedPrefix, tokens_per_shared_split
 
@@ -58,6 +58,14 @@ class DecodeTiles:
         at_once = 3 * num_processors - 1
         wanted = max(1, num_processors // num_programs, min(at_once // num_programs, 8))
         return cls(min(wanted, most), num_stages=5)
+
+    def fill(self, num_programs: int, num_processors: int) -> bool:
+        """Whether the programs take all room there is, with so many pairs of row and KV head.
+
+        Where they do not, they have to start on an empty device to be placed evenly.
+        """
+        at_once = 3 if self.num_stages > 3 else PROGRAMS_PER_PROCESSOR
+        return num_programs * self.num_splits >= 0.9 * at_once * num_processors
 
 
 def most_splits(num_programs: int, max_context: int, num_processors: int) -> int:
@@ -230,7 +238,7 @@ def decode_attention_kernel(
         return  # without waiting, so that the next kernel's programs find room; the row's first split waits
     slot = tl.load(req_pool_indices_ptr + row).to(tl.int64)
     pages_ptr = page_table_ptr + slot * page_table_stride
-    if PDL:
+    if PDL == EARLY:
         # Lengths, tables and the memory of earlier steps are there: the embedding, which is launched after all that writes
         # them and not dependently, has ended before any kernel of a layer starts.
         for block in range(begin, tl.minimum(end, begin + PREFETCHED), BLOCK_N):
@@ -270,6 +278,7 @@ def decode_attention_kernel(
         acc = acc * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), v, input_precision="ieee")
         peak = new_peak
 
+    let_next_start_late(PDL)
     num_heads = tl.num_programs(0) * GROUP
     first_head = row.to(tl.int64) * num_heads + kv_head * GROUP
     if SHARED_SPLITS > 0:
@@ -311,14 +320,16 @@ def decode_attention(
     tiles: DecodeTiles,
     scratch: DecodeScratch,
     window: int | None = None,
-    pdl: bool = False,
+    pdl: int = 0,
     shared: SharedPrefix | None = None,
+    starts_early: bool = True,
 ) -> None:
     """One query per row ([rows, heads, head_dim]) over that row's first `seq_lens` positions, or the last `window` of
     them, into `out`.
 
     A row of length 0 gets zeros. Positions past a row's length are never read, whatever the memory holds there. With `shared`,
-    which `shared_attention` has filled, a row's own positions begin behind what it shares; then there is no window.
+    which `shared_attention` has filled, a row's own positions begin behind what it shares; then there is no window. With `pdl` the
+    next kernel may start early, and this one too unless it had better not.
     """
     assert shared is None or window is None
     num_rows, num_heads, head_dim = q.shape
@@ -337,6 +348,7 @@ def decode_attention(
         assert scratch.arrived.numel() >= num_rows * kv.num_kv_heads, scratch.arrived.numel()
     # Where nothing is shared, other tensors of the same types stand in.
     stand_ins = scratch.arrived, scratch.partial, scratch.lse
+    options = pdl_options(pdl) if starts_early else {"PDL": pdl}
     parts_of_shared = stand_ins if shared is None else (shared.lens, shared.partial, shared.lse)
     decode_attention_kernel[(kv.num_kv_heads, num_rows, tiles.num_splits)](
         q, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, seq_lens,
@@ -347,5 +359,5 @@ def decode_attention(
         MIN_SPLIT=tiles.min_split_tokens, DOT_DTYPE=dot_dtype(q.dtype),
         BLOCK_G=block_dim(group), BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n, BLOCK_S=MAX_SPLITS,
         SHARED_SPLITS=0 if shared is None else shared.num_splits, SHARED_BLOCK_N=SHARED_BLOCK_N,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl_options(pdl),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
     )  # fmt: skip

@@ -26,13 +26,12 @@ from srt.kernels.rms_norm import rms_norm_kernel
 from srt.kernels.rotary import angles_kernel, prepare_qkv_kernel
 from srt.kernels.sample import BLOCK, block_best_kernel, draw_kernel
 from srt.kernels.silu_and_mul import silu_and_mul_kernel
-from srt.kernels.skinny_gemm import SkinnyTiles, block_rows, skinny_gemm_kernel
 
 _PDL = {"launch_pdl": True}
 
 
-def layer_builds(shared_bytes: int) -> list[KernelBuild]:
-    """As layers launch them on a GPU with so much shared memory, after the kernel before."""
+def layer_builds() -> list[KernelBuild]:
+    """As layers launch them, after the kernel before."""
     bf16, fp32 = torch.bfloat16, torch.float32
     builds = [
         _angles(),
@@ -41,7 +40,7 @@ def layer_builds(shared_bytes: int) -> list[KernelBuild]:
         _silu_and_mul(bf16),
     ]
     builds += [_gemv(bf16, is_gated=False), _gemv(bf16, is_gated=True), _gemv(fp32, is_gated=True)]
-    builds += [*_skinny_gemms(bf16, shared_bytes), *_filters(fp32), *_wishes()]
+    builds += [*_filters(fp32), *_wishes()]
     for logits in (bf16, fp32):
         builds += [_block_best(logits), _draw(logits)]
     for head_dim, kv in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float8_e4m3fn)):
@@ -105,39 +104,6 @@ def _gemv(dtype: torch.dtype, is_gated: bool) -> KernelBuild:
             "BLOCK_K": tiles.block_k,
         },
         num_warps=tiles.num_warps,
-    )
-
-
-def _skinny_gemms(dtype: torch.dtype, shared_bytes: int) -> list[KernelBuild]:
-    """All that are not left to cuBLAS."""
-    shapes = [(16, 1024, 3072), (32, 1024, 3072), (64, 1024, 3072), (16, 4096, 4096)]
-    cut = [(rows, n, k, SkinnyTiles.choose(rows, n, k, shared_bytes)) for rows, n, k in shapes]
-    return [_skinny_gemm(dtype, rows, n, k, tiles) for rows, n, k, tiles in cut if tiles is not None]
-
-
-def _skinny_gemm(dtype: torch.dtype, num_rows: int, n: int, k: int, tiles: SkinnyTiles) -> KernelBuild:
-    tensors = ("x_ptr", "w_ptr", "bias_ptr", "residual_ptr", "out_ptr")
-    return _build(
-        f"skinny_gemm[{TYPE_NAMES[dtype]}, {num_rows} rows, {n} of {k}]",
-        skinny_gemm_kernel,
-        {
-            **dict.fromkeys(tensors, f"*{TYPE_NAMES[dtype]}"),
-            "partial_ptr": "*fp32",
-            "arrived_ptr": "*i32",
-            "num_rows": "i32",
-        },
-        {
-            "N": n,
-            "K": k,
-            "HAS_BIAS": False,
-            "DOT_DTYPE": dot_dtype(dtype),
-            "SPLITS": tiles.splits,
-            "BLOCK_M": block_rows(num_rows),
-            "BLOCK_N": tiles.block_n,
-            "BLOCK_K": tiles.block_k,
-            "LINE": 128 // dtype.itemsize,
-        },
-        num_stages=tiles.num_stages,
     )
 
 

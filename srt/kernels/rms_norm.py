@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from srt.kernels.jit import kernel
-from srt.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+from srt.kernels.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 
 
 @kernel(one_variant_for=())
@@ -37,24 +37,25 @@ def rms_norm_kernel(
         x = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * SIZE + columns, x, mask=inside)
         x = x.to(tl.float32)
+    let_next_start_late(PDL)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
     tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: int = 0) -> torch.Tensor:
     """x [rows, size] / rms * weight, in x's type; rows may be any stride apart."""
     return _launch(x, None, weight, eps, pdl)[0]
 
 
 def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, pdl: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the norm of x + delta, x + delta), both in x's type. The norm is of the rounded sum."""
     return _launch(x, delta, weight, eps, pdl)
 
 
 def _launch(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, pdl: bool
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, pdl: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, size = x.shape
     assert x.stride(1) == 1 and weight.shape == (size,), (x.stride(), weight.shape)

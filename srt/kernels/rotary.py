@@ -10,7 +10,7 @@ import triton.language as tl
 
 from srt.kernels.jit import kernel
 from srt.kernels.paged_kv import check_heads
-from srt.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+from srt.kernels.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 
 _TOKENS: Final = 8
 _HEADS: Final = 8
@@ -94,6 +94,7 @@ def prepare_qkv_kernel(
     sin = tl.load(sin_ptr + token * HALF + pairs, mask=in_head, other=0.0)[None, :]
     location = tl.load(locations_ptr + token).to(tl.int64)
 
+    let_next_start_late(PDL)
     x1, x2 = first, second
     if HAS_NORM:
         squares = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
@@ -121,7 +122,7 @@ def prepare_qkv_kernel(
 
 
 def angles(
-    positions: torch.Tensor, frequencies: torch.Tensor, factor: float, pdl: bool = False
+    positions: torch.Tensor, frequencies: torch.Tensor, factor: float, pdl: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [tokens, 1, pairs] float32 of positions × frequencies, times `factor`."""
     num_tokens, half = len(positions), len(frequencies)
@@ -147,7 +148,7 @@ def prepare_qkv(
     v_buffer: torch.Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> None:
     """In qkv [tokens, heads * head_dim], contiguous: norm query and key heads if there are weights, and rotate them.
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from srt.kernels.jit import kernel
-from srt.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+from srt.kernels.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 
 _BLOCK: Final = 1024
 
@@ -26,11 +26,12 @@ def silu_and_mul_kernel(
     wait_for_inputs(PDL)
     gate = tl.load(gate_up_ptr + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    let_next_start_late(PDL)
     out = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor, pdl: int = 0) -> torch.Tensor:
     """silu(gate) * up for the halves of the rows of gate_up [rows, 2 * size], contiguous."""
     num_rows, width = gate_up.shape
     assert gate_up.is_contiguous() and width % 2 == 0, (gate_up.shape, gate_up.stride())

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from srt.kernels.gemv import GemvTiles, gemv, max_rows
-from srt.kernels.pdl import MOST_ROWS, has_pdl
+from srt.kernels.pdl import has_pdl, pdl_for
 from srt.kernels.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.rotary import angles, prepare_qkv
-from srt.kernels.shared_memory import shared_bytes
 from srt.kernels.silu_and_mul import silu_and_mul
-from srt.kernels.skinny_gemm import SkinnyTiles, skinny_gemm, take_counters
+from srt.kernels.stream_gemm import StreamGemm
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Stream
 
@@ -22,12 +21,11 @@ if TYPE_CHECKING:
 
 
 class KernelOps(LayerOps):
-    """One token, or a few, go through products that read their weights at the memory's speed; more, mostly through cuBLAS."""
+    """One token, or a few dozen, go through products that read their weights at the memory's speed; more through cuBLAS."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_pdl = has_pdl(device)
-        self._shared_bytes = shared_bytes(device)
-        self._counters = take_counters(device)
+        self._stream_gemm = StreamGemm(device) if StreamGemm.runs_on(device) else None
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x, norm.weight, norm.eps, self._pdl(x))
@@ -40,7 +38,8 @@ class KernelOps(LayerOps):
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
         if _is_few(x, affine.weight):
             return self._gemv(x, affine)
-        return super().linear(x, affine)
+        product = self._streamed(x, affine)
+        return super().linear(x, affine) if product is None else product
 
     def linear_into(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         if _is_few(x, weight):
@@ -59,17 +58,15 @@ class KernelOps(LayerOps):
     def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
         if _is_few(stream.hidden, affine.weight):
             return self._gemv_of_norm(stream, norm, affine, is_gated=True)
-        return super().gated_linear_of_norm(stream, norm, affine)
+        normed, hidden = self.norm_stream(stream, norm)
+        product = self._streamed(normed, affine, is_gated=True)
+        return self.silu_and_mul(super().linear(normed, affine)) if product is None else product, hidden
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine) -> Stream:
         if _is_few(x, affine.weight):
             return Stream(self._gemv(x, affine, residual=hidden))
-        if x.element_size() == 2 and len(x):
-            n, k = affine.weight.shape
-            tiles = SkinnyTiles.choose(len(x), n, k, self._shared_bytes)
-            if tiles is not None:
-                return Stream(skinny_gemm(hidden, x, affine.weight, affine.bias, tiles, self._counters, self._pdl(x)))
-        return super().linear_onto(hidden, x, affine)
+        product = self._streamed(x, affine, residual=hidden)
+        return super().linear_onto(hidden, x, affine) if product is None else Stream(product)
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         return Rotation(*angles(positions, frequencies, factor, self._pdl(positions)))
@@ -105,8 +102,18 @@ class KernelOps(LayerOps):
         q, k, v = qkv.split((layer.num_heads * layer.head_dim, kv_size, kv_size), dim=-1)
         return layer.attend(q, k, v, batch)
 
-    def _pdl(self, rows: Tensor) -> bool:
-        return self._has_pdl and len(rows) <= MOST_ROWS
+    def _pdl(self, rows: Tensor) -> int:
+        return pdl_for(len(rows)) if self._has_pdl else 0
+
+    def _streamed(
+        self, x: Tensor, affine: Affine, *, is_gated: bool = False, residual: Tensor | None = None
+    ) -> Tensor | None:
+        """None where others are faster."""
+        gemm = self._stream_gemm
+        if gemm is None or affine.bias is not None:
+            return None
+        tiles = gemm.tiles(x, affine.weight, is_gated=is_gated, has_residual=residual is not None)
+        return None if tiles is None else gemm.multiply(x.contiguous(), affine.weight, tiles, residual)
 
     def _gemv(self, x: Tensor, affine: Affine, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         product, _ = gemv(
@@ -116,7 +123,7 @@ class KernelOps(LayerOps):
             bias=affine.bias,
             residual=residual,
             out=out,
-            pdl=self._pdl(x),
+            pdl=bool(self._pdl(x)),
         )
         return product
 
@@ -130,7 +137,7 @@ class KernelOps(LayerOps):
             norm_weight=norm.weight,
             eps=norm.eps,
             is_gated=is_gated,
-            pdl=self._pdl(stream.hidden),
+            pdl=bool(self._pdl(stream.hidden)),
         )
 
 

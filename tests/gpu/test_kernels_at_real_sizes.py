@@ -14,6 +14,7 @@ from srt.kernels.filter import filter_thresholds
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.sample import draw
 from srt.kernels.shared_prefix import SharedPrefix, find_shared, shared_attention
+from srt.kernels.stream_gemm import StreamGemm
 from srt.layers import sampler
 from srt.layers.kernel_ops import KernelOps
 from srt.layers.logit_wishes import apply_wishes
@@ -40,6 +41,29 @@ def randn(*shape: int) -> Tensor:
 def assert_near(got: Tensor, expected: Tensor) -> None:
     error = (got.double() - expected.double()).norm() / expected.double().norm()
     assert error < 5e-3, float(error)
+
+
+@pytest.mark.parametrize("num_rows", [5, 16, 17, 33, 64])
+@pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 3072), (4096, 12288), (5120, 17408), (2048, 8200)])
+def test_streamed_products_are_right_and_the_same_every_time(hidden_size: int, inner_size: int, num_rows: int) -> None:
+    """8,200 columns end within a tile; rows of x beyond those there are belong to somebody else."""
+    gemm = StreamGemm(CUDA)
+    x = torch.cat((randn(num_rows, hidden_size), torch.full_like(randn(64, hidden_size), float("nan"))))[:num_rows]
+    gate_up = randn(2 * inner_size, hidden_size) * hidden_size**-0.5
+    tiles = gemm.tiles(x, gate_up, is_gated=True, has_residual=False)
+    gate, up = (x.float() @ gate_up.float().T).chunk(2, dim=-1)
+    activated = F.silu(gate) * up
+    if tiles is not None:
+        streamed = gemm.multiply(x, gate_up, tiles)
+        assert_near(streamed, activated)
+        assert all(torch.equal(gemm.multiply(x, gate_up, tiles), streamed) for _ in range(20))
+    residual = randn(num_rows, inner_size)
+    for onto in (None, residual):
+        tiles = gemm.tiles(x, gate_up[:inner_size], is_gated=False, has_residual=onto is not None)
+        assert tiles is not None
+        streamed = gemm.multiply(x, gate_up[:inner_size], tiles, onto)
+        assert_near(streamed, gate if onto is None else gate + onto.float())
+        assert all(torch.equal(gemm.multiply(x, gate_up[:inner_size], tiles, onto), streamed) for _ in range(20))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 64, 100])

@@ -19,7 +19,7 @@ from srt.kernels.decode_attention import (
 from srt.kernels.extend_attention import ExtendTiles, extend_attention
 from srt.kernels.fused_decode import can_fuse_decode, fused_decode
 from srt.kernels.paged_kv import PagedKV
-from srt.kernels.pdl import MOST_ROWS, has_pdl
+from srt.kernels.pdl import EARLY, has_pdl, pdl_for
 from srt.kernels.shared_memory import shared_bytes
 from srt.kernels.shared_prefix import SharedPrefix, can_share, find_shared, shared_attention
 from srt.kernels.triton_support import require_triton
@@ -113,10 +113,11 @@ class TritonAttentionBackend(AttentionBackend):
         )
 
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        num_programs = len(q) * layer.num_kv_heads
         tiles = DecodeTiles.choose(
             q.dtype,
             layer.head_dim,
-            len(q) * layer.num_kv_heads,
+            num_programs,
             self._max_context,
             self._num_processors,
             self._shared_bytes,
@@ -125,6 +126,7 @@ class TritonAttentionBackend(AttentionBackend):
         shared = self._shared if layer.window is None else None
         if shared is not None:
             shared_attention(q, kv, slots, layer.scale, shared, self._pdl)
+        pdl = pdl_for(len(q)) if self._pdl and shared is None else 0
         decode_attention(
             q,
             kv,
@@ -135,8 +137,9 @@ class TritonAttentionBackend(AttentionBackend):
             tiles,
             self._scratch or self._take_scratch(layer, q.device),
             layer.window,
-            self._pdl and len(q) <= MOST_ROWS and shared is None,
+            pdl,
             shared,
+            starts_early=pdl == EARLY or tiles.fill(num_programs, self._num_processors),
         )
 
     def decode_packed(

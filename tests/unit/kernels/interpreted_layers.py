@@ -11,7 +11,6 @@ from srt.kernels.gemv import GemvTiles, gemv
 from srt.kernels.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.rotary import angles, prepare_qkv
 from srt.kernels.silu_and_mul import silu_and_mul
-from srt.kernels.skinny_gemm import SkinnyTiles, skinny_gemm, take_counters
 from srt.layers.ops import TORCH_OPS, Rotation, rotate
 
 EPS = 1e-6
@@ -72,20 +71,6 @@ def test_a_product_takes_in_what_comes_before_and_after_it(
 
     gated, _ = gemv(x, weight, tiles, bias=bias, delta=delta, norm_weight=norm_weight, eps=EPS, is_gated=True)
     assert_near(gated, F.silu(product[:, :25]) * product[:, 25:], tolerance)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
-@pytest.mark.parametrize("num_rows", [2, 33])
-def test_a_split_product_is_added_up_and_leaves_its_counters_at_zero(
-    num_rows: int, dtype: torch.dtype, tolerance: float
-) -> None:
-    tiles, counters = SkinnyTiles(block_n=32, block_k=64, splits=4, num_stages=3), take_counters(torch.device("cpu"))
-    x, residual = torch.randn(num_rows, 512).to(dtype), torch.randn(num_rows, 64).to(dtype)
-    weight, bias = torch.randn(64, 512).to(dtype), torch.randn(64).to(dtype)
-    product = x.float() @ weight.float().T + residual.float()
-    assert_near(skinny_gemm(residual, x, weight, None, tiles, counters), product, tolerance)
-    assert_near(skinny_gemm(residual, x, weight, bias, tiles, counters), product + bias.float(), tolerance)
-    assert not counters.any()
 
 
 def test_angles_are_those_of_the_layer() -> None:

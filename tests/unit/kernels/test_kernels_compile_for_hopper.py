@@ -57,10 +57,8 @@ def test_no_kernel_is_missing_from_the_list_of_builds(printed: str) -> None:
 def test_kernels_with_much_shared_memory_are_cut_smaller_where_there_is_less(
     build: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """The L4 and the L40S have 99 KB for a program; with the tiles of Hopper these take 107 and 120."""
-    lines = build("--capability", "89", "--", "skinny_gemm", "extend[bf16, head_dim 256]").stdout.splitlines()
-    assert len(lines) == 2 + 1, "what does not fit is left to cuBLAS"
-    for line in lines:
-        found = re.match(r"sm_89 .*, (\d+) bytes of shared memory$", line)
-        assert found is not None, line
-        assert 30_000 < int(found[1]) <= 101_376
+    """The L4 and the L40S have 99 KB for a program; with the tiles of Hopper this takes 120."""
+    (line,) = build("--capability", "89", "--", "extend[bf16, head_dim 256]").stdout.splitlines()
+    found = re.match(r"sm_89 .*, (\d+) bytes of shared memory$", line)
+    assert found is not None, line
+    assert 30_000 < int(found[1]) <= 101_376

@@ -1,0 +1,71 @@
+"""How streamed products are cut, and that their kernel compiles, on a machine without a GPU. What it computes: tests/gpu."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from srt.kernels import cuda_source
+from srt.kernels.cuda_source import compile_source, machine_code
+from srt.kernels.stream_gemm import ARCHITECTURE, FEWEST_ROWS, MOST_ROWS, StreamTiles
+
+PROCESSORS = 132  # of an H200, and so many clusters of each size at once
+CLUSTERS = {2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+SHARED_BYTES = 227 * 1024
+# Columns of the result, inner size, whether gated, whether onto a residual; of Qwen3-0.6B, 8B and 14B.
+PROJECTIONS = [
+    *((4096, 1024, False, False), (1024, 2048, False, True), (3072, 1024, True, False), (1024, 3072, False, True)),
+    *((6144, 4096, False, False), (4096, 4096, False, True), (12288, 4096, True, False), (4096, 12288, False, True)),
+    *((7168, 5120, False, False), (5120, 5120, False, True), (17408, 5120, True, False), (5120, 17408, False, True)),
+]
+
+
+def choose(num_rows: int, n: int, k: int, is_gated: bool = False, has_residual: bool = False) -> StreamTiles | None:
+    return StreamTiles.choose(num_rows, n, k, is_gated, has_residual, PROCESSORS, CLUSTERS.__getitem__)
+
+
+@pytest.mark.parametrize("num_rows", [FEWEST_ROWS, 16, 17, 33, MOST_ROWS])
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_all_programs_of_a_product_run_at_once_and_most_processors_have_one(
+    projection: tuple[int, int, bool, bool], num_rows: int
+) -> None:
+    n, k, _, _ = projection
+    tiles = choose(num_rows, *projection)
+    assert tiles is not None
+    num_tiles = -(-n // tiles.width)
+    assert num_rows <= tiles.rows
+    assert 0.7 * PROCESSORS < num_tiles * tiles.splits <= PROCESSORS
+    assert tiles.splits == 1 or num_tiles <= CLUSTERS[tiles.splits]
+    assert tiles.stages >= 2 and tiles.shared_bytes <= SHARED_BYTES - 1024
+    assert tiles.splits <= k // 64
+
+
+def test_what_others_do_as_fast_or_the_kernel_cannot_is_left_alone() -> None:
+    assert choose(FEWEST_ROWS - 1, 4096, 4096) is None
+    assert choose(MOST_ROWS + 1, 4096, 4096) is None
+    assert choose(16, 4096, 4096 + 32) is None, "the inner size is cut into 64"
+    assert choose(16, 151_936, 4096) is None, "a head has work for all processors as it is"
+    assert choose(16, 384, 192) is None, "too small to have work for them"
+
+
+def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path))
+    chosen = {choose(num_rows, *projection) for num_rows, projection in product((16, 32, 64), PROJECTIONS)} - {None}
+
+    def codes() -> list[bytes]:
+        return [machine_code(tiles.source(), tiles.constants(), ARCHITECTURE) for tiles in chosen if tiles is not None]
+
+    compiled = codes()
+    assert all(code.startswith(b"\x7fELF") for code in compiled)
+    assert len(list((tmp_path / "kernels").glob("*.cubin"))) == len(chosen)
+    monkeypatch.setattr(cuda_source, "compile_source", None)
+    assert codes() == compiled
+
+
+def test_what_does_not_compile_is_said_with_the_compilers_words() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)cannot be compiled.*expected a"):
+        compile_source("int main(", {"ROWS": 16}, ARCHITECTURE)
