@@ -29,6 +29,7 @@ _BARRIER_BYTES: Final = 16  # of a stage
 _MOST_STAGES: Final = 12
 _LONG_SPLIT: Final = 2048  # of the inner dimension: shorter parts do not pay for their adding up
 _LEAST_SHARE: Final = 0.72  # of the processors that work
+_WIDEST: Final = 256  # rows of W that one load brings
 _LONG: Final = 1 << 16  # outputs of a head, where cuBLAS is as fast
 
 
@@ -91,10 +92,10 @@ class StreamTiles:
         return None
 
     def fill(self, num_tiles: int, num_processors: int, most_clusters: Callable[[int], int]) -> bool:
-        """Whether these programs run at once, and leave few processors without one."""
+        """Whether these programs can be, run at once, and leave few processors without one."""
         num_programs = num_tiles * self.splits
         is_enough = _LEAST_SHARE * num_processors <= num_programs <= num_processors
-        return is_enough and (self.splits == 1 or num_tiles <= most_clusters(self.splits))
+        return self.width <= _WIDEST and is_enough and (self.splits == 1 or num_tiles <= most_clusters(self.splits))
 
     def with_stages(self, k: int) -> StreamTiles:
         """With as long a ring as there is room and use for."""

@@ -53,14 +53,16 @@ def test_streamed_products_are_right_and_the_same_every_time(hidden_size: int, i
     tiles = gemm.tiles(x, gate_up, is_gated=True, has_residual=False)
     gate, up = (x.float() @ gate_up.float().T).chunk(2, dim=-1)
     activated = F.silu(gate) * up
-    if tiles is not None:
-        streamed = gemm.multiply(x, gate_up, tiles)
-        assert_near(streamed, activated)
-        assert all(torch.equal(gemm.multiply(x, gate_up, tiles), streamed) for _ in range(20))
+    assert tiles is not None
+    streamed = gemm.multiply(x, gate_up, tiles)
+    assert_near(streamed, activated)
+    assert all(torch.equal(gemm.multiply(x, gate_up, tiles), streamed) for _ in range(20))
     residual = randn(num_rows, inner_size)
     for onto in (None, residual):
         tiles = gemm.tiles(x, gate_up[:inner_size], is_gated=False, has_residual=onto is not None)
-        assert tiles is not None
+        if tiles is None:
+            assert inner_size == 17_408, "for which there are no tiles but gated ones"
+            continue
         streamed = gemm.multiply(x, gate_up[:inner_size], tiles, onto)
         assert_near(streamed, gate if onto is None else gate + onto.float())
         assert all(torch.equal(gemm.multiply(x, gate_up[:inner_size], tiles, onto), streamed) for _ in range(20))

@@ -42,6 +42,11 @@ def test_all_programs_of_a_product_run_at_once_and_most_processors_have_one(
     assert tiles.splits <= k // 64
 
 
+def test_a_load_brings_no_more_than_256_rows_of_weights() -> None:
+    widths = [tiles.width for n in range(1024, 32_768, 64) if (tiles := choose(64, n, 5120)) is not None]
+    assert 64 < max(widths) <= 256
+
+
 def test_what_others_do_as_fast_or_the_kernel_cannot_is_left_alone() -> None:
     assert choose(FEWEST_ROWS - 1, 4096, 4096) is None
     assert choose(MOST_ROWS + 1, 4096, 4096) is None
