@@ -20,11 +20,17 @@ BYTES = 2  # of a weight or a key or value element: bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU, or the CPU, as measured."""
+    """One GPU, or the CPU, as measured; or several."""
 
     name: str
     read_bytes_s: float
     matmul_flops_s: float
+
+    def of_ranks(self, count: int) -> Device:
+        """A GPU each, with its part of the model; ranks on a CPU share it."""
+        if count == 1 or self.name.startswith("CPU"):
+            return self
+        return Device(f"{count} × {self.name}", self.read_bytes_s * count, self.matmul_flops_s * count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ def main() -> int:
     parser.add_argument("--jsonl", help="append the result to this file")
     options, server_options = parser.parse_known_args()
     folder = models.folder_of(options.model_path)
-    device, shape = limits.measured(), limits.Shape.of(folder)
     args = parse_args(["--model-path", folder, *server_options])
+    device, shape = limits.measured().of_ranks(args.tp_size), limits.Shape.of(folder)
     given = {name: value for name, value in asdict(args).items() if value != getattr(type(args)(), name)}
     rng = np.random.default_rng(options.seed)
     lengths_in, lengths_out = (rng.integers(options.least, options.most + 1, options.requests) for _ in range(2))

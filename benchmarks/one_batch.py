@@ -111,8 +111,8 @@ def main() -> int:
     parser.add_argument("--jsonl", help="append the result to this file")
     options, server_options = parser.parse_known_args()
     folder = models.folder_of(options.model_path)
-    device, shape = limits.measured(), limits.Shape.of(folder)
     args = parse_args(["--model-path", folder, *server_options])
+    device, shape = limits.measured().of_ranks(args.tp_size), limits.Shape.of(folder)
     given = {name: value for name, value in asdict(args).items() if value != getattr(type(args)(), name)}
     print(f"{options.model_path} on {device.name}: {device.read_bytes_s / 1e12:.2f} TB/s read,", end=" ")
     print(f"{device.matmul_flops_s / 1e12:.0f} TFLOP/s; {limits.versions()}")

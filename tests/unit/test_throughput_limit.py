@@ -12,6 +12,13 @@ SHAPE = Shape(linear_weights=900, head_weights=100, kv_bytes_per_token=8, attent
 LENGTHS_IN, LENGTHS_OUT = np.array([10, 20]), np.array([3, 2])
 
 
+def test_ranks_have_a_gpu_each_but_share_a_cpu() -> None:
+    gpu, cpu = Device("H200", 2.0, 3.0), Device("CPU, 2 threads", 2.0, 3.0)
+    assert gpu.of_ranks(1) == gpu
+    assert gpu.of_ranks(4) == Device("4 × H200", 8.0, 12.0)
+    assert cpu.of_ranks(4) == cpu
+
+
 def test_slow_memory_reads_weights_once_a_step_and_the_kv_of_every_decode() -> None:
     kv = (10 + 1) + (20 + 1) + (10 + 2)
     limit_s = shape_limit_s(SHAPE, Device("x", read_bytes_s=1.0, matmul_flops_s=1e9), LENGTHS_IN, LENGTHS_OUT)
