@@ -16,6 +16,7 @@ RUN apt-get update \
 
 ARG PIP_OPTIONS=""
 COPY setup.py pyproject.toml README.md /source/
+COPY benchmarks /source/benchmarks
 COPY scripts /source/scripts
 COPY srt /source/srt
 RUN pip install --no-cache-dir ${PIP_OPTIONS} /source && rm -rf /source

@@ -61,7 +61,7 @@ INSTALL_REQUIRES = [
 ]
 
 TEST_REQUIRES = [
-    "cuda-bindings>=13,<14",
+    "cuda-bindings>=12.9,<14",
     "httpx>=0.27,<1",
     "hypothesis>=6.100,<7",
     "jsonschema-rs>=0.30,<1",

@@ -65,19 +65,20 @@ def compile_into(folder: Path) -> None:
         )
         for extension in extensions:
             extension.extra_compile_args += ["-fno-plt", "-fno-semantic-interposition"]
-        built = Path(scratch, "lib")
-        _build(extensions, scratch, ["-fprofile-generate"])
-        has_profile = _exercise(_flat(built, Path(scratch, "exercised"))) and any(Path(scratch).rglob("*.gcda"))
-        if not has_profile:
-            print("without a profile: the compiler takes none, or the exercise failed", file=sys.stderr)
-        shutil.rmtree(built)
-        _build(extensions, scratch, PROFILED if has_profile else [])
-        _flat(built, folder)
+        try:
+            _build(extensions, scratch, ["-fprofile-generate"])
+            _exercise(_flat(scratch, Path(scratch, "exercised")), scratch)
+            _build(extensions, scratch, PROFILED)
+        except (Exception, SystemExit) as error:  # other compilers make other profiles, or none
+            print(f"compiled without a profile: {str(error)[-300:]}", file=sys.stderr)
+            _build(extensions, scratch, [])
+        _flat(scratch, folder)
 
 
 def _build(extensions: Sequence[Any], scratch: str, options: list[str]) -> None:
     from setuptools import Distribution
 
+    shutil.rmtree(f"{scratch}/lib", ignore_errors=True)
     for extension in extensions:
         plain = [option for option in extension.extra_compile_args if "profile" not in option]
         extension.extra_compile_args, extension.extra_link_args = [*plain, *options], options
@@ -88,20 +89,20 @@ def _build(extensions: Sequence[Any], scratch: str, options: list[str]) -> None:
     command.run()
 
 
-def _exercise(folder: Path) -> bool:
-    """Have what was built there count what it does; it leaves that beside the object files. Whether it could."""
+def _exercise(folder: Path, scratch: str) -> None:
+    """Have what was built there count what it does; it leaves that beside the object files."""
     from srt.utils.compiled import SWITCH
 
     command = [sys.executable, "-c", EXERCISE]
     environment = {**os.environ, SWITCH: str(folder), "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
-    try:
-        return subprocess.run(command, env=environment, capture_output=True, timeout=EXERCISE_S).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
+    done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=EXERCISE_S)
+    if done.returncode or not any(Path(scratch).rglob("*.gcda")):
+        raise RuntimeError(done.stderr.strip() or "it counts nothing that can be used")
 
 
-def _flat(built: Path, folder: Path) -> Path:
-    """Moved into one flat folder: the modules' packages are the sources' own."""
+def _flat(scratch: str, folder: Path) -> Path:
+    """What was built, moved into one flat folder: the modules' packages are the sources' own."""
+    built = Path(scratch, "lib")
     folder.mkdir(parents=True, exist_ok=True)
     for file in built.rglob("*.so"):
         shutil.move(file, folder / ".".join((*file.relative_to(built).parent.parts, file.name)))

@@ -15,18 +15,9 @@ import torch
 from srt.utils.cache_folders import own_folder
 
 
-def has_cuda_bindings() -> bool:
-    """They are not there with PyTorch for CPUs."""
-    try:
-        cuda()
-    except ImportError:
-        return False
-    return True
-
-
 @cache
 def cuda() -> tuple[Any, Any]:
-    """NVIDIA's bindings of the driver and of the run-time compiler."""
+    """NVIDIA's bindings of the driver and of the run-time compiler. They are not there with PyTorch for CPUs."""
     from cuda.bindings import driver, nvrtc
 
     return driver, nvrtc

@@ -71,6 +71,13 @@ __device__ __forceinline__ float4 read_sums(u32 address, u32 program) {
   return sums;
 }
 
+// Not before the code above it: what it reads may be written by the kernel before this one.
+__device__ __forceinline__ uint2 load_here(const u16* from) {
+  uint2 pairs;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(pairs.x), "=r"(pairs.y) : "l"(from) : "memory");
+  return pairs;
+}
+
 __device__ __forceinline__ void add(float4& to, float4 more) {
   to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
 }
@@ -90,7 +97,7 @@ __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("gridd
 // Program (split, tile). `width`: columns of the result; W has as many rows, or twice as many where GATED.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     stream_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
-                const u16* __restrict__ residual, u16* __restrict__ out, int num_rows, int width, int num_blocks) {
+                const u16* residual, u16* out, int num_rows, int width, int num_blocks) {
   extern __shared__ char memory[];
   __shared__ u64 barriers[2 * STAGES];
   const u32 stages = (address_of(memory) + 1023) & ~1023u;
@@ -169,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     rows[turn] = row < num_rows && column < width ? row : -1;
     places[turn] = row * width + column;
     before[turn] = make_uint2(0, 0);
-    if (HAS_RESIDUAL && rows[turn] >= 0) before[turn] = *(const uint2*)(residual + places[turn]);
+    if (HAS_RESIDUAL && rows[turn] >= 0) before[turn] = load_here(residual + places[turn]);
   }
   if (SPLITS == 1) {
     asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLYING) : "memory");

@@ -7,16 +7,19 @@ memory; at these sizes that is what products wait for. Hopper only, bfloat16 onl
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from srt.kernels.cuda_source import checked, cuda, has_cuda_bindings, machine_code
+from srt.kernels.cuda_source import checked, compile_source, cuda, machine_code
 from srt.kernels.shared_memory import SHARED_BYTES
+
+logger = logging.getLogger(__name__)
 
 HOPPER: Final = (9, 0)
 ARCHITECTURE: Final = "sm_90a"
@@ -117,16 +120,28 @@ class StreamTiles:
         }
 
 
+_SMALLEST: Final = StreamTiles(16, 1, 1, 2)
+
+
 class StreamGemm:
     """The kernel on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    @staticmethod
-    def runs_on(device: torch.device) -> bool:
-        """PyTorch for CUDA brings NVIDIA's bindings and compiler along."""
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER and has_cuda_bindings()
+    @classmethod
+    def on(cls, device: torch.device) -> StreamGemm | None:
+        """None where it does not run. PyTorch for CUDA brings NVIDIA's bindings and compiler along; if they do not work, cuBLAS does."""
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+            return None
+        try:
+            with torch.cuda.device(device):
+                torch.cuda.synchronize()  # PyTorch makes its context when it is first needed
+                _function(_SMALLEST, torch.cuda.current_device())
+        except Exception as error:
+            logger.warning("Products of a few rows are left to cuBLAS: %s", str(error)[:300])
+            return None
+        return cls(device)
 
     def tiles(self, x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool, has_residual: bool) -> StreamTiles | None:
         """None where x @ weight.T is better done by others."""
@@ -135,7 +150,7 @@ class StreamGemm:
         if not FEWEST_ROWS <= len(x) <= MOST_ROWS:
             return None
         n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
-        return _choose(len(x), n, k, is_gated, has_residual, self._num_processors)
+        return _choose(len(x), n, k, is_gated, has_residual, self._num_processors, x.device.index)
 
     def multiply(
         self, x: torch.Tensor, weight: torch.Tensor, tiles: StreamTiles, residual: torch.Tensor | None = None
@@ -147,7 +162,8 @@ class StreamGemm:
         for tensor in (x, weight, residual):
             assert tensor is None or tensor.is_contiguous(), tensor.stride()
         out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
-        _launch(tiles, x, weight, residual, out, torch.cuda.current_stream(x.device).cuda_stream)
+        with torch.cuda.device(x.device):
+            _launch(tiles, x, weight, residual, out)
         return out
 
 
@@ -168,15 +184,23 @@ def _multiply(rows: int) -> str:
 
 @cache
 def _choose(
-    num_rows: int, n: int, k: int, is_gated: bool, has_residual: bool, num_processors: int
+    num_rows: int, n: int, k: int, is_gated: bool, has_residual: bool, num_processors: int, device: int
 ) -> StreamTiles | None:
-    return StreamTiles.choose(num_rows, n, k, is_gated, has_residual, num_processors, _most_clusters)
+    def most_clusters(size: int) -> int:
+        return _most_clusters(size, device)
+
+    return StreamTiles.choose(num_rows, n, k, is_gated, has_residual, num_processors, most_clusters)
 
 
 @cache
-def _function(tiles: StreamTiles) -> Any:
+def _function(tiles: StreamTiles, device: int) -> Any:
+    """On that device, which is the current one."""
     driver, _ = cuda()
-    module = checked(driver.cuModuleLoadData(machine_code(tiles.source(), tiles.constants(), ARCHITECTURE)))
+    parts = tiles.source(), tiles.constants(), ARCHITECTURE
+    try:
+        module = checked(driver.cuModuleLoadData(machine_code(*parts)))
+    except RuntimeError:  # what was kept may be broken, or of another compiler than this driver can follow
+        module = checked(driver.cuModuleLoadData(compile_source(*parts)))
     function = checked(driver.cuModuleGetFunction(module, b"stream_gemm"))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     checked(driver.cuFuncSetAttribute(function, attribute, tiles.shared_bytes))
@@ -184,11 +208,12 @@ def _function(tiles: StreamTiles) -> Any:
 
 
 @cache
-def _most_clusters(size: int) -> int:
+def _most_clusters(size: int, device: int) -> int:
     """So many clusters of that many programs run at once, if each program takes a whole processor."""
     driver, _ = cuda()
     tiles = StreamTiles(16, 1, size, 1).with_stages(1 << 20)
-    return int(checked(driver.cuOccupancyMaxActiveClusters(_function(tiles), _config(tiles, size, 0))))
+    with torch.cuda.device(device):
+        return int(checked(driver.cuOccupancyMaxActiveClusters(_function(tiles, device), _config(tiles, size, 0))))
 
 
 def _config(tiles: StreamTiles, num_tiles: int, stream: int) -> Any:
@@ -206,18 +231,22 @@ def _config(tiles: StreamTiles, num_tiles: int, stream: int) -> Any:
     return config
 
 
-def _tensor_map(tensor: torch.Tensor, box_rows: int) -> Any:
-    """How the device finds blocks of a matrix; what lies outside of it reads as zeros."""
+def _map_of(tensor: torch.Tensor, box_rows: int) -> Any:
+    return _tensor_map(tensor.data_ptr(), *tensor.shape, box_rows)
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(address: int, rows: int, columns: int, box_rows: int) -> Any:
+    """How the device finds blocks of a matrix of bfloat16; what lies outside of it reads as zeros."""
     driver, _ = cuda()
-    rows, columns = tensor.shape
     size, count = driver.cuuint64_t, driver.cuuint32_t
     return checked(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             2,
-            tensor.data_ptr(),
+            address,
             [size(columns), size(rows)],
-            [size(columns * tensor.element_size())],
+            [size(2 * columns)],
             [count(BLOCK_K), count(box_rows)],
             [count(1), count(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -234,15 +263,14 @@ def _launch(
     weight: torch.Tensor,
     residual: torch.Tensor | None,
     out: torch.Tensor,
-    stream: int,
 ) -> None:
     driver, _ = cuda()
     num_rows, k = x.shape
     n = out.shape[1]
-    maps = _tensor_map(weight, tiles.width), _tensor_map(x, tiles.rows)
+    maps = _map_of(weight, tiles.width), _map_of(x, tiles.rows)
     pointers = ctypes.c_void_p(0 if residual is None else residual.data_ptr()), ctypes.c_void_p(out.data_ptr())
     numbers = ctypes.c_int(num_rows), ctypes.c_int(n), ctypes.c_int(k // BLOCK_K)
     where = [*(int(one.getPtr()) for one in maps), *(ctypes.addressof(one) for one in (*pointers, *numbers))]
     arguments = (ctypes.c_void_p * len(where))(*where)
-    config = _config(tiles, -(-n // tiles.width), stream)
-    checked(driver.cuLaunchKernelEx(config, _function(tiles), ctypes.addressof(arguments), 0))
+    config = _config(tiles, -(-n // tiles.width), torch.cuda.current_stream().cuda_stream)
+    checked(driver.cuLaunchKernelEx(config, _function(tiles, x.device.index), ctypes.addressof(arguments), 0))

@@ -25,7 +25,7 @@ class KernelOps(LayerOps):
 
     def __init__(self, device: torch.device) -> None:
         self._has_pdl = has_pdl(device)
-        self._stream_gemm = StreamGemm(device) if StreamGemm.runs_on(device) else None
+        self._stream_gemm = StreamGemm.on(device)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x, norm.weight, norm.eps, self._pdl(x))

@@ -365,7 +365,7 @@ class Planner:
                 # Another one computes this page in this very plan: the next plan has it in the cache. Nobody waits for long:
                 # as long as budget is left, those in the plan compute all that they know.
                 memory.unpin(node)
-                self._queue.pop()
+                self._queue.stand_aside()
                 draft.aside.append(request)
                 if len(draft.aside) == slots.num_free:
                     return  # more than these cannot be admitted next time

@@ -48,11 +48,15 @@ class WaitingQueue:
         return line[0] if line else None
 
     def pop(self) -> None:
-        """Take out the request that `first` returned."""
+        """Take out the request that `first` returned, and that is admitted."""
         if self._is_heap_first():
             heapq.heappop(self._heap)
         else:
             self._line.popleft()
+
+    def stand_aside(self) -> None:
+        """Take it out for the rest of the plan; it is pushed again before the next."""
+        self.pop()
 
     def begin_plan(self) -> None:
         """A plan is about to be made."""
@@ -78,7 +82,7 @@ def _comes_before(one: Request, other: Request) -> bool:
 
 
 class LongestPrefixQueue(WaitingQueue):
-    """Of the 32 earliest, first the one of which the cache has most; but nobody is passed by more than 64.
+    """Of the 32 earliest, first the one of which the cache has most; but nobody is passed by more than 64 that came later.
 
     What a plan costs does not depend on how many wait: requests are matched when they come among the 32, and two of them anew.
     """
@@ -89,7 +93,7 @@ class LongestPrefixQueue(WaitingQueue):
         self._near: list[Request] = []  # in order; some may have ended
         self._turn = 0  # place among them of who was matched anew last
         self._best: Request | None = None  # None: to be found
-        self._earliest: Request | None = None
+        self._aside: list[Request] = []  # who stood aside in this plan
 
     def push(self, request: Request) -> None:
         super().push(request)
@@ -102,22 +106,29 @@ class LongestPrefixQueue(WaitingQueue):
         return self._best
 
     def pop(self) -> None:
-        best, earliest = self._best, self._earliest
+        best = self._best
         assert best is not None
         place = 0
         for request in self._near:
             if request is best:
                 break
-            if request is not earliest:
-                request.num_passed += 1
+            request.num_passed += 1
             place += 1
         del self._near[place]
-        if earliest is not None and earliest is not best:
-            earliest.num_passed += 1
+        for request in self._aside:
+            if _comes_before(request, best):
+                request.num_passed += 1
+        self._best = None
+
+    def stand_aside(self) -> None:
+        assert self._best is not None
+        self._near.remove(self._best)
+        self._aside.append(self._best)
         self._best = None
 
     def begin_plan(self) -> None:
         self._near = [request for request in self._near if request.status is Status.WAITING]
+        self._aside.clear()
         for _ in range(min(NUM_MATCHED_AGAIN, len(self._near))):
             self._turn = (self._turn + 1) % len(self._near)
             request = self._near[self._turn]
@@ -154,12 +165,6 @@ class LongestPrefixQueue(WaitingQueue):
                 overdue = request
             if best is None or request.num_matched > best.num_matched:
                 best = request
-        if earliest is None:
-            return None
-        before = self._earliest
-        if before is None or before.status is not Status.WAITING or _comes_before(earliest, before):
-            # Else it is that one, or stands aside and is passed all the same. Who comes back may be before it.
-            self._earliest = before = earliest
-        if earliest.urgent or before.num_passed >= MAX_PASSED:
+        if earliest is None or earliest.urgent:
             return earliest
         return best if overdue is None else overdue

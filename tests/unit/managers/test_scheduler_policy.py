@@ -144,20 +144,31 @@ class LongestPrefixFirst:
         self._queue.push(one)
         return one
 
-    def take(self) -> Request:
+    def begin_plan(self) -> None:
         self._queue.begin_plan()
+
+    def first(self) -> Request:
         first = self._queue.first()
         assert first is not None
-        self._queue.pop()
+        return first
+
+    def stand_aside(self) -> Request:
+        first = self.first()
+        self._queue.stand_aside()
         return first
 
     def put_back(self, one: Request) -> None:
         self._queue.push(one)
 
     def admit(self) -> int:
-        first = self.take()
+        first = self.first()
+        self._queue.pop()
         first.status = Status.RUNNING
         return first.rid
+
+    def admit_in_a_plan(self) -> int:
+        self.begin_plan()
+        return self.admit()
 
 
 def test_with_lpm_who_comes_back_is_passed_no_more_often_than_others() -> None:
@@ -166,27 +177,41 @@ def test_with_lpm_who_comes_back_is_passed_no_more_often_than_others() -> None:
     queue.push(2)
     for rid in range(3, 200):
         queue.push(rid, cached=1)
-    assert all(queue.admit() > 2 for _ in range(40))
+    assert all(queue.admit_in_a_plan() > 2 for _ in range(40))
     queue.push(1)
-    assert all(queue.admit() > 2 for _ in range(20))
+    assert all(queue.admit_in_a_plan() > 2 for _ in range(20))
     queue.cached[2] = 5
-    order = [queue.admit() for _ in range(MAX_PASSED)]
+    order = [queue.admit_in_a_plan() for _ in range(MAX_PASSED)]
     assert 2 in order
     assert order.index(1) == MAX_PASSED - 20
 
 
-def test_with_lpm_who_is_behind_one_that_stands_aside_is_passed_no_more_often_than_others() -> None:
+def test_with_lpm_who_stands_aside_or_is_behind_such_is_passed_no_more_often_than_others() -> None:
     queue = LongestPrefixFirst()
     queue.push(1, cached=5)
     queue.push(2)
     for rid in range(3, 200):
         queue.push(rid, cached=1)
-    aside = queue.take()
-    assert aside.rid == 1
-    assert all(queue.admit() > 2 for _ in range(30))
-    queue.put_back(aside)
-    order = [queue.admit() for _ in range(MAX_PASSED)]
+    for _ in range(10):
+        queue.begin_plan()
+        aside = queue.stand_aside()
+        assert aside.rid == 1
+        assert all(queue.admit() > 2 for _ in range(3))
+        queue.put_back(aside)
+    assert aside.num_passed == 30
+    order = [queue.admit_in_a_plan() for _ in range(MAX_PASSED)]
     assert (order[0], order.index(2)) == (1, MAX_PASSED - 30 + 1)
+
+
+def test_with_lpm_who_stands_aside_has_passed_nobody() -> None:
+    queue = LongestPrefixFirst()
+    first = queue.push(1)
+    for rid in range(2, 200):
+        queue.push(rid, cached=1)
+    queue.begin_plan()
+    for _ in range(MAX_PASSED):
+        queue.stand_aside()
+    assert first.num_passed == 0
 
 
 def test_with_lpm_the_second_is_passed_no_more_often_than_the_first() -> None:
@@ -196,7 +221,7 @@ def test_with_lpm_the_second_is_passed_no_more_often_than_the_first() -> None:
     queue.push(2)
     for rid in range(3, 200):
         queue.push(rid, cached=1)
-    assert all(queue.admit() > 2 for _ in range(50))
+    assert all(queue.admit_in_a_plan() > 2 for _ in range(50))
     first.status = Status.ENDED
-    order = [queue.admit() for _ in range(MAX_PASSED)]
+    order = [queue.admit_in_a_plan() for _ in range(MAX_PASSED)]
     assert order.index(2) == MAX_PASSED - 50
