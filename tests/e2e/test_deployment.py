@@ -55,7 +55,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
             else:
                 shutil.copy(ROOT / name, source / name)
-    (source / "scripts/compile_scheduler.py").unlink()  # it takes half a minute, and has tests of its own
+    (source / "scripts/compile_scheduler.py").unlink()  # it takes a minute, and has tests of its own
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     offline = ["--no-build-isolation", "--no-index", "--target", str(site)]
     done = subprocess.run([*pip, *offline, str(source)], capture_output=True, text=True, timeout=240)

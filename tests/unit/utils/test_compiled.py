@@ -19,7 +19,7 @@ SUITES = ("tests/unit/mem_cache/test_allocator.py", "tests/unit/mem_cache/test_r
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an installation has built of these sources, or else what is built now, which takes half a minute."""
+    """What an installation has built of these sources, or else what is built now, which takes a minute."""
     folder = built_folder()
     if not folder.is_dir():
         folder = tmp_path_factory.mktemp("compiled")
