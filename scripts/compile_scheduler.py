@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ for policy in ("fcfs", "lpm", "priority"):
     LoadedScheduler(64, Load("long answers", prompt_len=2000, answer_len=200, waiting=100), policy).measure(300)
 """
 EXERCISE_S = 120.0
+OPTIONS = ["-fno-plt", "-fno-semantic-interposition"]
 # What was not exercised is not to be small instead of fast.
 PROFILED = ["-fprofile-use", "-fprofile-partial-training", "-Wno-missing-profile"]
 
@@ -63,16 +64,21 @@ def compile_into(folder: Path) -> None:
             target_dir=f"{scratch}/c",
             group_name=GROUP.removesuffix("__mypyc"),
         )
-        for extension in extensions:
-            extension.extra_compile_args += ["-fno-plt", "-fno-semantic-interposition"]
-        try:
-            _build(extensions, scratch, ["-fprofile-generate"])
-            _exercise(_flat(scratch, Path(scratch, "exercised")), scratch)
-            _build(extensions, scratch, PROFILED)
-        except (Exception, SystemExit) as error:  # other compilers make other profiles, or none
-            print(f"compiled without a profile: {str(error)[-300:]}", file=sys.stderr)
-            _build(extensions, scratch, [])
+        build_with_profile(extensions, scratch, lambda: _exercise(_flat(scratch, Path(scratch, "exercised")), scratch))
         _flat(scratch, folder)
+
+
+def build_with_profile(extensions: Sequence[Any], scratch: str, exercise: Callable[[], None]) -> None:
+    """Leave what is built in `scratch`/lib. `exercise` is called in between, to run what lies there then."""
+    try:
+        _build(extensions, scratch, ["-fprofile-generate"])
+        exercise()
+        if not any(Path(scratch).rglob("*.gcda")):
+            raise RuntimeError("it counts nothing that can be used")
+        _build(extensions, scratch, PROFILED)
+    except (Exception, SystemExit) as error:  # other compilers make other profiles, or none
+        print(f"compiled without a profile: {str(error)[-300:]}", file=sys.stderr)
+        _build(extensions, scratch, [])
 
 
 def _build(extensions: Sequence[Any], scratch: str, options: list[str]) -> None:
@@ -80,8 +86,8 @@ def _build(extensions: Sequence[Any], scratch: str, options: list[str]) -> None:
 
     shutil.rmtree(f"{scratch}/lib", ignore_errors=True)
     for extension in extensions:
-        plain = [option for option in extension.extra_compile_args if "profile" not in option]
-        extension.extra_compile_args, extension.extra_link_args = [*plain, *options], options
+        plain = [option for option in extension.extra_compile_args if option not in OPTIONS and "profile" not in option]
+        extension.extra_compile_args, extension.extra_link_args = [*plain, *OPTIONS, *options], options
     command = Distribution({"ext_modules": list(extensions)}).get_command_obj("build_ext")
     command.build_lib, command.build_temp = f"{scratch}/lib", f"{scratch}/temp"
     command.parallel, command.force = os.cpu_count(), True
@@ -96,8 +102,8 @@ def _exercise(folder: Path, scratch: str) -> None:
     command = [sys.executable, "-c", EXERCISE]
     environment = {**os.environ, SWITCH: str(folder), "PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
     done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=EXERCISE_S)
-    if done.returncode or not any(Path(scratch).rglob("*.gcda")):
-        raise RuntimeError(done.stderr.strip() or "it counts nothing that can be used")
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip())
 
 
 def _flat(scratch: str, folder: Path) -> Path:
