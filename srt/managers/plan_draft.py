@@ -70,8 +70,14 @@ class Draft:
     def add_chunk(self, request: Request, start: int, count: int, *, samples: bool) -> None:
         self.extends.append(request)
         self.starts.append(start)
-        self.counts.append(count)
-        self.samples.append(1 if samples else 0)
+        self.counts.append(0)
+        self.samples.append(0)
+        self.lengthen_chunk(-1, count, samples=samples)
+
+    def lengthen_chunk(self, index: int, count: int, *, samples: bool) -> None:
+        start = self.starts[index] + self.counts[index]
+        self.counts[index] += count
+        self.samples[index] = 1 if samples else 0
         self.num_tokens += count
         self.num_pairs += count * (start + count / 2)
 

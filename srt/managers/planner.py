@@ -309,6 +309,20 @@ class Planner:
         for request in long:
             if draft.has_budget:
                 self._plan_chunk(draft, request)
+        if long and draft.has_budget:
+            self._lengthen_chunks(draft)
+
+    def _lengthen_chunks(self, draft: Draft) -> None:
+        """What was kept for long prompts that have no page left goes to who has room in its pages."""
+        for index, request in enumerate(draft.extends):
+            slot = request.slot
+            start = self._slots.computed_at[slot]
+            room = min(request.num_known, self._slots.num_pages_of(slot) * self._memory.page_size) - start
+            count = min(self._count_within(draft, request), room)
+            if count > 0 and draft.has_budget:
+                self._spend(draft, start, count)
+                self._slots.computed_at[slot] = start + count
+                draft.lengthen_chunk(index, count, samples=start + count == request.num_known)
 
     def _prefilling_now(self, step: int, draft: Draft) -> list[Request]:
         if self._num_stages == 1 or not self._prefilling:
@@ -338,9 +352,7 @@ class Planner:
             count = end - start
         if count <= 0:
             return
-        draft.budget -= count
-        if draft.is_timed:
-            draft.budget_us -= self._step_times.cost_us(start, count)
+        self._spend(draft, start, count)
         end = start + count
         had = slots.num_pages_of(slot) if request.num_chunks == 0 else 0  # of a prefix: the workers do not know them
         pages = memory.grow(slot, end)
@@ -350,6 +362,11 @@ class Planner:
         if memory.caches:
             draft.coming.add(self._page_behind(request) if behind is None else behind)
         draft.add_chunk(request, start, count, samples=end == request.num_known)
+
+    def _spend(self, draft: Draft, start: int, count: int) -> None:
+        draft.budget -= count
+        if draft.is_timed:
+            draft.budget_us -= self._step_times.cost_us(start, count)
 
     def _admit(self, draft: Draft) -> None:
         """Give slots to those who wait, in order, while there is room and something left of the budget."""

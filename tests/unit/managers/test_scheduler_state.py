@@ -181,6 +181,21 @@ def test_prompt_chunks_share_a_budget_with_each_other_but_not_with_decodes() -> 
     assert host.value("max_chunks_of_a_prompt") == 3
 
 
+def test_what_is_kept_for_a_long_prompt_without_a_page_goes_to_who_has_room_in_its_last_one() -> None:
+    """Memory is short because the scheduler counts on answers that are much shorter than they turn out."""
+    chunk, page_size = 3, 4
+    hello = worker_hello(num_pages=14, page_size=page_size)
+    host = Host(hello=hello, chunked_prefill_size=chunk, schedule_conservativeness=0.01, disable_radix_cache=True)
+    for rid, (prompt_len, max_new) in enumerate([(17, 16), (24, 21), (7, 12)]):
+        host.say(request(rid, list(range(prompt_len)), max_new=max_new))
+    host.run()
+    short = [plan for plan in host.all_plans if 0 < plan.extend_counts.sum() < chunk]
+    for plan in short:
+        stops = (plan.extend_starts + plan.extend_counts)[plan.extend_samples == 0]
+        assert not any(stops % page_size), "a prompt stops within a page, though there is budget left"
+    assert short, "prompts were never stopped by want of pages"
+
+
 def test_a_worker_that_finds_no_finite_logits_ends_only_that_request() -> None:
     host = Host()
     host.say(request(1, [1, 2, 3]))
