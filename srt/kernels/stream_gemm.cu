@@ -1,20 +1,9 @@
-// x Wᵀ for a few dozen rows of x, where reading W is what takes time: see stream_gemm.py, which defines the constants in capitals
-// and puts the instruction that multiplies in the place of MULTIPLY.
+// x Wᵀ for a few dozen rows of x, where reading W is what takes time: see stream_gemm.py, which defines the constants in capitals.
 //
 // A program holds TILE rows of W and a part of the inner dimension. One thread of its last warpgroup sends for both operands, blocks of
 // 64 columns at a time, through a ring of STAGES; each other warpgroup multiplies 64 rows of W with all of x. The programs of
 // a tile are a cluster, and add up each other's sums by reading each other's shared memory.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
-struct __align__(64) TensorMap {
-  u64 opaque[16];
-};
-
-constexpr int BLOCK_K = 64;
-constexpr int LINE = 2 * BLOCK_K;  // bytes of a row of a block, as wide as the pattern in which they are stored
 constexpr int TILE = 64 * WARPGROUPS;
 constexpr int WIDTH = GATED ? TILE / 2 : TILE;  // of the result; gates are the first half of a tile
 constexpr int W_BYTES = TILE * LINE;
@@ -23,43 +12,6 @@ constexpr int MULTIPLYING = 128 * WARPGROUPS;  // threads
 constexpr int PITCH = TILE + 4;                // of the sums in shared memory: neighbours in other banks
 constexpr int QUADS = WIDTH / 4;               // of a row of the result; a thread makes one at a time
 constexpr int TURNS = (ROWS * QUADS + SPLITS * MULTIPLYING - 1) / (SPLITS * MULTIPLYING);
-
-__device__ __forceinline__ u32 address_of(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
-
-__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
-          barrier),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void load_block(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier)
-      : "memory");
-}
-
-// What a tensor core is told of a block in shared memory: lines of 128 bytes, stored in a pattern that repeats every 8.
-__device__ __forceinline__ u64 operand(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (u64)(8 * LINE >> 4) << 32 | (1ull << 62);
-}
-
-MULTIPLY
 
 __device__ __forceinline__ float4 read_sums(u32 address, u32 program) {
   float4 sums;
@@ -83,14 +35,6 @@ __device__ __forceinline__ void add(float4& to, float4 more) {
 }
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
-
-__device__ __forceinline__ float float_of(u32 bf16) { return __uint_as_float(bf16 << 16); }
-
-__device__ __forceinline__ u32 pair_of(float low, float high) {
-  u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
 
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

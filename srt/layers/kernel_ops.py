@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from srt.kernels.gated_gemm import GatedGemm
 from srt.kernels.gemv import GemvTiles, gemv, max_rows
+from srt.kernels.hopper import runs_on
 from srt.kernels.pdl import has_pdl, pdl_for
 from srt.kernels.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.rotary import angles, prepare_qkv
 from srt.kernels.silu_and_mul import silu_and_mul
-from srt.kernels.stream_gemm import StreamGemm
+from srt.kernels.stream_gemm import SMALLEST, StreamGemm
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Stream
 
@@ -25,7 +27,9 @@ class KernelOps(LayerOps):
 
     def __init__(self, device: torch.device) -> None:
         self._has_pdl = has_pdl(device)
-        self._stream_gemm = StreamGemm.on(device)
+        is_hopper = runs_on(device, SMALLEST)
+        self._stream_gemm = StreamGemm(device) if is_hopper else None
+        self._gated_gemm = GatedGemm(device) if is_hopper else None
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x, norm.weight, norm.eps, self._pdl(x))
@@ -59,14 +63,18 @@ class KernelOps(LayerOps):
         if _is_few(stream.hidden, affine.weight):
             return self._gemv_of_norm(stream, norm, affine, is_gated=True)
         normed, hidden = self.norm_stream(stream, norm)
-        product = self._streamed(normed, affine, is_gated=True)
+        product = self._gated(normed, affine)
         return self.silu_and_mul(super().linear(normed, affine)) if product is None else product, hidden
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine) -> Stream:
         if _is_few(x, affine.weight):
             return Stream(self._gemv(x, affine, residual=hidden))
         product = self._streamed(x, affine, residual=hidden)
-        return super().linear_onto(hidden, x, affine) if product is None else Stream(product)
+        if product is not None:
+            return Stream(product)
+        if affine.bias is not None:
+            return super().linear_onto(hidden, x, affine)
+        return Stream(hidden.addmm_(x, affine.weight.t()))
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         return Rotation(*angles(positions, frequencies, factor, self._pdl(positions)))
@@ -104,6 +112,15 @@ class KernelOps(LayerOps):
 
     def _pdl(self, rows: Tensor) -> int:
         return pdl_for(len(rows)) if self._has_pdl else 0
+
+    def _gated(self, x: Tensor, affine: Affine) -> Tensor | None:
+        """None where others are faster."""
+        product = self._streamed(x, affine, is_gated=True)
+        gemm = self._gated_gemm
+        if product is not None or gemm is None or affine.bias is not None:
+            return product
+        tiles = gemm.tiles(x, affine.weight)
+        return None if tiles is None else gemm.multiply(x.contiguous(), affine.weight, tiles)
 
     def _streamed(
         self, x: Tensor, affine: Affine, *, is_gated: bool = False, residual: Tensor | None = None

@@ -135,7 +135,7 @@ class RowParallelLinear(WeightedModule):
         return total if self.bias is None else total + self.bias
 
     def onto(self, hidden: Tensor, x: Tensor) -> Stream:
-        """hidden + y."""
+        """hidden + y. hidden may be overwritten."""
         if self._tp.size == 1:
             return self._ops.linear_onto(hidden, x, self.affine)
         return Stream(hidden, self(x))

@@ -82,7 +82,7 @@ class LayerOps:
         return self.silu_and_mul(self.linear(normed, affine)), hidden
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine) -> Stream:
-        """hidden + x Wᵀ + b."""
+        """hidden + x Wᵀ + b. hidden may be overwritten."""
         return Stream(hidden, self.linear(x, affine))
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:

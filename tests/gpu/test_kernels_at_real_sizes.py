@@ -11,6 +11,7 @@ from srt.kernels.apply_wishes import WishKernels
 from srt.kernels.decode_attention import DecodeScratch, DecodeTiles, decode_attention
 from srt.kernels.draw_rows import DrawRows
 from srt.kernels.filter import filter_thresholds
+from srt.kernels.gated_gemm import GatedGemm
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.sample import draw
 from srt.kernels.shared_prefix import SharedPrefix, find_shared, shared_attention
@@ -68,7 +69,24 @@ def test_streamed_products_are_right_and_the_same_every_time(hidden_size: int, i
         assert all(torch.equal(gemm.multiply(x, gate_up[:inner_size], tiles, onto), streamed) for _ in range(20))
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 16, 64, 100])
+@pytest.mark.parametrize("num_rows", [65, 128, 130, 192, 256, 500, 1024, 2345])
+@pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 3072), (4096, 12288), (5120, 17408), (2048, 8200)])
+def test_gated_products_are_right_and_the_same_every_time(hidden_size: int, inner_size: int, num_rows: int) -> None:
+    gemm = GatedGemm(CUDA)
+    x = torch.cat((randn(num_rows, hidden_size), torch.full_like(randn(64, hidden_size), float("nan"))))[:num_rows]
+    weight = randn(2 * inner_size, hidden_size) * hidden_size**-0.5
+    tiles = gemm.tiles(x, weight)
+    if tiles is None:
+        assert num_rows > 256, "where tiles may not be full enough"
+        tiles = gemm.tiles(randn(65_536, hidden_size), weight)
+    gate, up = (x.float() @ weight.float().T).chunk(2, dim=-1)
+    assert tiles is not None
+    product = gemm.multiply(x, weight, tiles)
+    assert_near(product, F.silu(gate) * up)
+    assert all(torch.equal(gemm.multiply(x, weight, tiles), product) for _ in range(20))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 64, 100, 256, 1024])
 @pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 3072), (4096, 12288), (5120, 17408)])
 def test_the_products_of_an_mlp_take_in_norm_activation_and_residual(
     hidden_size: int, inner_size: int, num_rows: int
@@ -82,10 +100,11 @@ def test_the_products_of_an_mlp_take_in_norm_activation_and_residual(
     gate, up = (normed @ gate_up.weight.float().T).chunk(2, dim=-1)
     assert_near(activated, F.silu(gate) * up)
     assert torch.equal(hidden, x)
-    stream = ops.linear_onto(hidden, activated, down)
-    total = stream.hidden.float() + (0.0 if stream.delta is None else stream.delta.float())
+    product = x.float() + activated.float() @ down.weight.float().T
     assert down.bias is not None
-    assert_near(total, x.float() + activated.float() @ down.weight.float().T + down.bias.float())
+    for affine, expected in ((down, product + down.bias.float()), (Affine(down.weight, None), product)):
+        stream = ops.linear_onto(hidden.clone(), activated, affine)
+        assert_near(stream.hidden.float() + (0.0 if stream.delta is None else stream.delta.float()), expected)
 
 
 @pytest.mark.parametrize(("shard_start", "columns"), [(0, VOCABULARY), (VOCABULARY // 2, VOCABULARY // 2)])

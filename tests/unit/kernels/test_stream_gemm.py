@@ -9,7 +9,8 @@ import pytest
 
 from srt.kernels import cuda_source
 from srt.kernels.cuda_source import compile_source, machine_code
-from srt.kernels.stream_gemm import ARCHITECTURE, FEWEST_ROWS, MOST_ROWS, StreamTiles
+from srt.kernels.hopper import ARCHITECTURE
+from srt.kernels.stream_gemm import FEWEST_ROWS, MOST_ROWS, StreamTiles
 
 PROCESSORS = 132  # of an H200, and so many clusters of each size at once
 CLUSTERS = {2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
@@ -62,7 +63,7 @@ def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
     chosen = {choose(num_rows, *projection) for num_rows, projection in product((16, 32, 64), PROJECTIONS)} - {None}
 
     def codes() -> list[bytes]:
-        return [machine_code(tiles.source(), tiles.constants(), ARCHITECTURE) for tiles in chosen if tiles is not None]
+        return [machine_code(tiles.source, tiles.constants, ARCHITECTURE) for tiles in chosen if tiles is not None]
 
     compiled = codes()
     assert all(code.startswith(b"\x7fELF") for code in compiled)

@@ -1,0 +1,173 @@
+// silu(gates) * ups, where gates and ups are the halves of x Wᵀ, for many rows of x: multiplying is what takes time. See gated_gemm.py,
+// which defines the constants in capitals.
+//
+// A tile of the result is ROWS by WIDTH. As many programs as fit take one tile after the other: one thread sends for blocks of 64
+// columns of both operands, through a ring of STAGES; each other warpgroup multiplies HEIGHT times 64 rows of x. The programs of a
+// cluster hold neighbouring columns of the same rows: each brings its share of these rows' x to all of them.
+
+constexpr int ROWS = 64 * WARPGROUPS * HEIGHT;
+constexpr int X_BYTES = ROWS * LINE;
+constexpr int W_ROWS = 2 * WIDTH;
+constexpr int STAGE_BYTES = X_BYTES + W_ROWS * LINE;
+constexpr int MULTIPLYING = 128 * WARPGROUPS;  // threads
+constexpr int GROUPS = WIDTH / 8;              // of 8 columns
+
+// x, for every program of the cluster, at the same place in each
+__device__ __forceinline__ void load_for_all(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1))
+      : "memory");
+}
+
+// Gates by groups of 8, each followed by what it gates: both come to the same thread.
+__device__ __forceinline__ void load_weights(u32 to, const TensorMap* map, int column, int group, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];" ::
+          "r"(to),
+      "l"(map), "r"(column), "r"(0), "r"(group), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 program) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(program));
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+
+__device__ __forceinline__ void meet_cluster() {
+  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
+
+// Thread i of 4 gives value j to thread j, and has the values of thread j for it as value j then.
+__device__ __forceinline__ void turn(u32 (&values)[4], int i) {
+  const bool is_odd = i & 1, is_high = i & 2;
+  const u32 a = __shfl_xor_sync(~0u, is_odd ? values[0] : values[1], 1);
+  const u32 b = __shfl_xor_sync(~0u, is_odd ? values[2] : values[3], 1);
+  (is_odd ? values[0] : values[1]) = a, (is_odd ? values[2] : values[3]) = b;
+  const u32 c = __shfl_xor_sync(~0u, is_high ? values[0] : values[2], 2);
+  const u32 d = __shfl_xor_sync(~0u, is_high ? values[1] : values[3], 2);
+  (is_high ? values[0] : values[2]) = c, (is_high ? values[1] : values[3]) = d;
+}
+
+// `width`: columns of the result. Tiles are taken by bands of BAND rows of tiles, so that what runs together reads the same.
+extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
+    gated_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, u16* out, int num_rows,
+              int width, int num_blocks) {
+  extern __shared__ char memory[];
+  __shared__ u64 barriers[2 * STAGES];
+  const u32 stages = (address_of(memory) + 1023) & ~1023u;
+  const u32 full = address_of(barriers), empty = full + 8 * STAGES;
+  const int warpgroup = threadIdx.x / 128, rank = blockIdx.x % CLUSTER;
+  const int num_row_tiles = (num_rows + ROWS - 1) / ROWS, num_columns = (width + CLUSTER * WIDTH - 1) / (CLUSTER * WIDTH);
+  const int first_item = blockIdx.x / CLUSTER, num_clusters = gridDim.x / CLUSTER, num_items = num_row_tiles * num_columns;
+
+  if (threadIdx.x == MULTIPLYING) {
+    for (int stage = 0; stage < STAGES; stage++) {
+      init_barrier(full + 8 * stage, 1);
+      init_barrier(empty + 8 * stage, WARPGROUPS * CLUSTER);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  meet_cluster();
+
+  auto row_of = [&](int item) {
+    const int band = item / (BAND * num_columns) * BAND, height = min(BAND, num_row_tiles - band);
+    return (band + item % (BAND * num_columns) % height) * ROWS;
+  };
+  auto column_of = [&](int item) {
+    const int band = item / (BAND * num_columns) * BAND, height = min(BAND, num_row_tiles - band);
+    return (item % (BAND * num_columns) / height * CLUSTER + rank) * WIDTH;
+  };
+
+  int stage = 0;
+  u32 parity = 0;
+  auto advance = [&] {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  };
+
+  if (warpgroup == WARPGROUPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // registers for those who multiply
+    if (threadIdx.x == MULTIPLYING) {
+      for (int item = first_item; item < num_items; item += num_clusters) {
+        const int row = row_of(item) + rank * (ROWS / CLUSTER), group = column_of(item) / 8;
+        for (int block = 0; block < num_blocks; block++, advance()) {
+          const u32 to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
+          wait_for(empty + 8 * stage, parity ^ 1);
+          expect_bytes(barrier, STAGE_BYTES);
+          load_weights(to + X_BYTES, &w_map, block * BLOCK_K, group, barrier);
+          const u32 share = to + rank * (X_BYTES / CLUSTER);
+          if (CLUSTER > 1) load_for_all(share, &x_map, block * BLOCK_K, row, barrier);
+          if (CLUSTER == 1) load_block(share, &x_map, block * BLOCK_K, row, barrier);
+        }
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 152));
+    const int lane = threadIdx.x % 32, quarter = lane % 4;
+    auto release = [&](int used) {
+      if (threadIdx.x % 128 < CLUSTER) arrive_at(empty + 8 * used, threadIdx.x % 128);
+    };
+    for (int item = first_item; item < num_items; item += num_clusters) {
+      float sums[HEIGHT][W_ROWS / 2];
+      int before = 0;
+      for (int block = 0; block < num_blocks; block++) {
+        const u32 x = stages + stage * STAGE_BYTES + warpgroup * HEIGHT * 64 * LINE;
+        const u32 w = stages + stage * STAGE_BYTES + X_BYTES;
+        wait_for(full + 8 * stage, parity);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < BLOCK_K / 16; k++) {
+#pragma unroll
+          for (int h = 0; h < HEIGHT; h++)
+            multiply(sums[h], operand(x + h * 64 * LINE) + 2 * k, operand(w) + 2 * k, block + k != 0);
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        if (block > 0) release(before);
+        before = stage;
+        advance();
+      }
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      release(before);
+
+      const int column = column_of(item);
+#pragma unroll
+      for (int h = 0; h < HEIGHT; h++) {
+        const int row = row_of(item) + (warpgroup * HEIGHT + h) * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        // Columns 2 * quarter and the next of a group, in this row and in the eighth after it
+        auto pair = [&](int group, int lower) {
+          const float *gates = sums[h] + 8 * group + 2 * lower, *ups = gates + 4;
+          return pair_of(gated(gates[0], ups[0]), gated(gates[1], ups[1]));
+        };
+#pragma unroll
+        for (int group = 0; group < GROUPS; group += 4) {
+#pragma unroll
+          for (int lower = 0; lower < 2; lower++) {
+            u16* line = out + (u64)(row + 8 * lower) * width;
+            const bool is_inside = row + 8 * lower < num_rows;
+            if (group + 4 <= GROUPS) {
+              u32 pairs[4];
+#pragma unroll
+              for (int i = 0; i < 4; i++) pairs[i] = pair(group + i, lower);
+              turn(pairs, quarter);
+              const int first = column + (group + quarter) * 8;
+              if (is_inside && first < width) *(uint4*)(line + first) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            } else {
+#pragma unroll
+              for (int i = group; i < GROUPS; i++) {
+                const int first = column + i * 8;
+                if (is_inside && first < width) *(u32*)(line + first + 2 * quarter) = pair(i, lower);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  meet_cluster();  // Nobody leaves while others may still send to its memory.
+}

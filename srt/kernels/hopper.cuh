@@ -1,0 +1,55 @@
+// What kernels for compute capability 9.0 share: barriers in shared memory, loads of blocks, operands of the tensor cores.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct __align__(64) TensorMap {
+  u64 opaque[16];
+};
+
+constexpr int BLOCK_K = 64;
+constexpr int LINE = 2 * BLOCK_K;  // bytes of a row of a block, as wide as the pattern in which they are stored
+
+__device__ __forceinline__ u32 address_of(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
+
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+          barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void load_block(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// What a tensor core is told of a block in shared memory: lines of 128 bytes, stored in a pattern that repeats every 8.
+__device__ __forceinline__ u64 operand(u32 address) {
+  return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (u64)(8 * LINE >> 4) << 32 | (1ull << 62);
+}
+
+__device__ __forceinline__ float float_of(u32 bf16) { return __uint_as_float(bf16 << 16); }
+
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+  u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}

@@ -1,0 +1,52 @@
+"""How gated products are cut, and that their kernel compiles, on a machine without a GPU. What it computes: tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+
+from srt.kernels.cuda_source import compile_source
+from srt.kernels.gated_gemm import GatedTiles
+from srt.kernels.hopper import ARCHITECTURE
+
+PROCESSORS = 132  # of an H200
+SHARED_BYTES = 227 * 1024
+MLPS = [(3072, 1024), (12288, 4096), (17408, 5120)]  # of Qwen3-0.6B, 8B and 14B: columns of the result, inner size
+
+
+def choose(num_rows: int, n: int, k: int) -> GatedTiles | None:
+    return GatedTiles.choose(num_rows, n, k, PROCESSORS)
+
+
+@pytest.mark.parametrize("num_rows", [65, 96, 128, 129, 192, 200, 256, 512, 8192])
+@pytest.mark.parametrize(("n", "k"), MLPS[1:])
+def test_tiles_fit_a_processor_and_most_of_what_they_multiply_is_needed(n: int, k: int, num_rows: int) -> None:
+    tiles = choose(num_rows, n, k)
+    assert tiles is not None
+    assert tiles.stages >= 3 and tiles.shared_bytes <= SHARED_BYTES - 1024
+    # A tile's sums, and 40 registers for each thread beside them
+    threads = 128 * tiles.warpgroups
+    assert tiles.rows * 2 * tiles.width + 40 * threads + 40 * 128 <= 65_536
+    num_tiles = -(-num_rows // tiles.rows) * -(-n // tiles.width)
+    waves = -(-num_tiles // PROCESSORS)
+    padded = -(-num_rows // tiles.rows) * tiles.rows
+    assert padded * n >= 0.85 * waves * PROCESSORS * tiles.rows * tiles.width
+    assert num_rows <= tiles.rows or num_rows > 192, "rows of W are read once"
+
+
+def test_prompts_of_any_length_are_cut_in_one_way() -> None:
+    assert len({choose(num_rows, 12288, 4096) for num_rows in range(257, 8193)} - {None}) == 1
+
+
+def test_what_cublas_does_as_fast_or_the_kernel_cannot_is_left_alone() -> None:
+    assert choose(64, 12288, 4096) is None
+    assert choose(128, 12288, 4096 + 32) is None, "the inner size is cut into 64"
+    assert choose(128, 12288 + 4, 4096) is None, "columns are written by 8"
+    assert choose(128, 384, 192) is None, "too small to have work for most processors"
+    assert choose(300, 12288, 4096) is None, "two tiles high, the second nearly empty"
+
+
+@pytest.mark.parametrize("num_rows", [65, 192, 256, 8192])
+def test_it_compiles_for_hopper_with_tiles_of_every_height(num_rows: int) -> None:
+    tiles = choose(num_rows, 12288, 4096)
+    assert tiles is not None
+    assert compile_source(tiles.source, tiles.constants, ARCHITECTURE).startswith(b"\x7fELF")
