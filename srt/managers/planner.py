@@ -315,11 +315,13 @@ class Planner:
     def _lengthen_chunks(self, draft: Draft) -> None:
         """What was kept for long prompts that have no page left goes to who has room in its pages."""
         for index, request in enumerate(draft.extends):
+            if not draft.has_budget:
+                return
             slot = request.slot
             start = self._slots.computed_at[slot]
             room = min(request.num_known, self._slots.num_pages_of(slot) * self._memory.page_size) - start
             count = min(self._count_within(draft, request), room)
-            if count > 0 and draft.has_budget:
+            if count > 0:
                 self._spend(draft, start, count)
                 self._slots.computed_at[slot] = start + count
                 draft.lengthen_chunk(index, count, samples=start + count == request.num_known)
