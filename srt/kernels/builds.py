@@ -14,6 +14,15 @@ import torch
 import triton.language as tl
 
 from srt.kernels.decode_attention import MAX_SPLITS, DecodeTiles, decode_attention_kernel
+from srt.kernels.even_attention import BLOCK_N as EVEN_BLOCK_N
+from srt.kernels.even_attention import (
+    LEAST_WORK,
+    NUM_STAGES,
+    NUM_WARPS,
+    can_be_even,
+    even_attention_kernel,
+    find_shares_kernel,
+)
 from srt.kernels.extend_attention import ExtendTiles, extend_kernel
 from srt.kernels.gather_decode import gather_decode_kernel, store_draws_kernel
 from srt.kernels.gather_pages import gather_pages_kernel
@@ -33,12 +42,14 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
     bf16 = torch.bfloat16
     cases = [(bf16, 64, 4), (bf16, 128, 5), (bf16, 256, 2), (torch.float16, 128, 1), (torch.float32, 128, 4)]
     shared = SHARED_BYTES[capability]
-    builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), _find_shared()]
+    builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), _find_shared(), _find_shares()]
     builds += layer_builds()
     for dtype, head_dim, group in cases:
         builds.append(_write_kv(dtype, head_dim))
         builds.append(_decode_attention(dtype, head_dim, group, shared))
         builds.append(_extend(dtype, head_dim, group, shared))
+        if can_be_even(dtype, head_dim, 8, 132, shared):
+            builds.append(_even_attention(dtype, head_dim, group))
         if can_share(dtype, head_dim, group):
             builds.append(_shared_attention(dtype, head_dim, group))
             builds.append(_decode_attention(dtype, head_dim, group, shared, has_shared=True))
@@ -46,6 +57,8 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
         builds.append(_decode_attention(torch.bfloat16, 128, 4, shared, kv))
         builds.append(_extend(torch.bfloat16, 128, 4, shared, kv, has_window=True))
         builds.append(_write_kv(torch.bfloat16, 128, kv))
+        if can_be_even(torch.bfloat16, 128, 8, 132, shared):
+            builds.append(_even_attention(torch.bfloat16, 128, 4, kv))
         builds.append(_shared_attention(torch.bfloat16, 128, 8, kv))  # as many queries as a block may have
     return [build for build in builds if build.can_be_for(capability)]
 
@@ -174,6 +187,50 @@ def _find_shared() -> KernelBuild:
             **dict.fromkeys(("num_rows", "page_table_stride", "least_saved"), "i32"),
         },
         constants={"PAGE_SIZE": 16, "ROWS": 16, "BLOCK": PAGES_AT_ONCE},
+    )
+
+
+def _find_shares() -> KernelBuild:
+    return KernelBuild(
+        name="find_shares[]",
+        kernel=find_shares_kernel,
+        types={
+            "seq_lens_ptr": "*i64",
+            **dict.fromkeys(("begins_ptr", "first_rows_ptr", "row_begins_ptr", "row_shares_ptr"), "*i32"),
+            **dict.fromkeys(("num_rows", "num_shares"), "i32"),
+        },
+        constants={"LEAST_WORK": LEAST_WORK, "BLOCK_N": EVEN_BLOCK_N, "BLOCK_R": 256, "BLOCK_S": 128},
+        options={"num_warps": 8},
+    )
+
+
+def _even_attention(dtype: torch.dtype, head_dim: int, group: int, kv: torch.dtype | None = None) -> KernelBuild:
+    kv = kv or dtype
+    integers = ("page_table_ptr", "begins_ptr", "first_rows_ptr", "row_begins_ptr", "row_shares_ptr", "arrived_ptr")
+    strides = ("q_row_stride", "k_location_stride", "v_location_stride", "page_table_stride", "out_row_stride")
+    return KernelBuild(
+        name=_kv_label("even_attention", dtype, head_dim, kv),
+        kernel=even_attention_kernel,
+        types={
+            **dict.fromkeys(("q_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
+            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{TYPE_NAMES[kv]}"),
+            **dict.fromkeys(("req_pool_indices_ptr", "seq_lens_ptr"), "*i64"),
+            **dict.fromkeys(integers, "*i32"),
+            **dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32"),
+            **dict.fromkeys(("scale_log2", "v_scale"), "fp32"),
+            **dict.fromkeys(strides, "i32"),
+        },
+        constants={
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "PAGE_SIZE": 16,
+            "DOT_DTYPE": _DOT_DTYPES[dtype],
+            "BLOCK_G": block_dim(group),
+            "BLOCK_D": block_dim(head_dim),
+            "BLOCK_N": EVEN_BLOCK_N,
+            "PDL": True,
+        },
+        options={"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "launch_pdl": True},
     )
 
 

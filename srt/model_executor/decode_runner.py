@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.base import AttentionBackend, Reading
 from srt.layers.logits_processor import LogitsProcessor
 from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -80,19 +80,23 @@ class DecodeRunner:
         }
         self._plans_on_host = parts.attn_backend.plans_decodes_on_host
         self._captured_last: CudaGraphRunner | None = None
-        self.graphs: list[CudaGraphRunner] = []  # of steps whose rows share nothing, then of those whose rows may
+        self.graphs: dict[Reading, CudaGraphRunner] = {}  # the first serve where others have no size
         if capture is not None and sizes:
             parts.attn_backend.init_cuda_graph_state(max(sizes))
-            self.graphs.append(CudaGraphRunner(sizes, pads, self._works, capture))
-            if parts.attn_backend.reads_shared_prefixes_once and pads:
-                some = sharing_sizes(sizes, LEAST_SHARING_ROWS)
-                self.graphs.append(CudaGraphRunner(some, pads, partial(self._works, may_share=True), capture))
+            wanted = {Reading.BY_ROW: sizes}
+            if pads:
+                wanted |= {Reading.SHARED: sharing_sizes(sizes, LEAST_SHARING_ROWS), Reading.EVEN: sizes}
+            for reading, all_sizes in wanted.items():
+                some = tuple(size for size in all_sizes if parts.attn_backend.can_read(reading, size))
+                if some:
+                    works = partial(self._works, reading=reading)
+                    self.graphs[reading] = CudaGraphRunner(some, pads, works, capture)
 
     def forward(self, step: DecodeStep) -> torch.Tensor:
         """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
         num_rows = len(step.slots)
-        shares = step.may_share and self._parts.attn_backend.reads_shared_prefixes_once
-        self._replayed, size = self._find_graph(num_rows, shares)
+        reading = step.reading if self._parts.attn_backend.can_read(step.reading, num_rows) else Reading.BY_ROW
+        self._replayed, size = self._find_graph(num_rows, reading)
         self.buffers.tell(step.slots, step.new_pages)
         if self._plans_on_host and step.new_pages is not None:
             self.buffers.enter_pages()
@@ -101,7 +105,7 @@ class DecodeRunner:
             batch = self._batch(num_rows)
             batch.req_pool_indices_cpu, batch.seq_lens_cpu = step.slots, step.seq_lens
             self._parts.attn_backend.init_forward_metadata(batch)
-            self._run_forward(num_rows, may_share=shares)
+            self._run_forward(num_rows, reading)
         else:
             if self._plans_on_host:
                 batch = self._batch(size)
@@ -110,10 +114,11 @@ class DecodeRunner:
             self._replayed.replay(size, FORWARD)
         return self.logits[:num_rows]
 
-    def _find_graph(self, num_rows: int, shares: bool) -> tuple[CudaGraphRunner | None, int]:
+    def _find_graph(self, num_rows: int, reading: Reading) -> tuple[CudaGraphRunner | None, int]:
         """Whose graph serves so many rows, and its size; without one, the rows themselves."""
-        for graphs in reversed(self.graphs) if shares else self.graphs[:1]:
-            size = graphs.size_for(num_rows)
+        for one in dict.fromkeys((reading, Reading.BY_ROW)):
+            graphs = self.graphs.get(one)
+            size = None if graphs is None else graphs.size_for(num_rows)
             if size is not None:
                 return graphs, size
         return None, num_rows
@@ -168,7 +173,7 @@ class DecodeRunner:
 
     @property
     def num_graphs_left(self) -> int:
-        return sum(graphs.num_left for graphs in self.graphs)
+        return sum(graphs.num_left for graphs in self.graphs.values())
 
     @property
     def next_size(self) -> int:
@@ -177,12 +182,12 @@ class DecodeRunner:
     @property
     def _next_graphs(self) -> CudaGraphRunner:
         """Those that the last steps missed before others."""
-        left = [graphs for graphs in self.graphs if graphs.num_left]
+        left = [graphs for graphs in self.graphs.values() if graphs.num_left]
         return next((graphs for graphs in left if graphs.is_missing_one), left[0])
 
     def give_up(self, size: int) -> None:
         """Capture nothing more, and forget this size if it was captured last."""
-        for graphs in self.graphs:
+        for graphs in self.graphs.values():
             graphs.give_up(size if graphs is self._captured_last else 0)
 
     def capture_next(self) -> int:
@@ -199,16 +204,16 @@ class DecodeRunner:
 
     # ---- The work, as it is captured
 
-    def _works(self, size: int, may_share: bool = False) -> list[Work]:
-        forward = partial(self._run_forward, size, may_share)
+    def _works(self, size: int, reading: Reading) -> list[Work]:
+        forward = partial(self._run_forward, size, reading)
         return [forward, *(partial(sample, size) for sample in self._samplers.values())]
 
-    def _run_forward(self, size: int, may_share: bool = False) -> None:
+    def _run_forward(self, size: int, reading: Reading = Reading.BY_ROW) -> None:
         parts, batch = self._parts, self._batch(size)
         self.buffers.gather(size)
-        parts.attn_backend.begin_decodes(batch, may_share=may_share)
+        parts.attn_backend.begin_decodes(batch, reading)
         forward: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor] = parts.model
-        if parts.compiled is not None and size <= parts.compiled.most_tokens and not may_share:
+        if parts.compiled is not None and size <= parts.compiled.most_tokens and reading is not Reading.SHARED:
             forward = parts.compiled
         hidden = forward(batch.input_ids, batch.positions, batch)
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[:size])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from srt.layers.attention.base import BLOCK_ROWS, LEAST_SAVED
+from srt.layers.attention.base import BLOCK_ROWS, LEAST_SAVED, UNEVEN, Reading
 from srt.model_executor.forward_batch_info import HostRows
 from srt.model_executor.logprob_plan import LogprobPlan, plan_output_logprobs, plan_prompt_logprobs
 from srt.model_executor.plan_arrays import PlanArrays, SamplingStep
@@ -17,7 +17,9 @@ from srt.protocol.messages import Admission, PageDelta, PlanSection
 from srt.sampling.sampling_batch_info import SamplingKind, SamplingTable
 
 HostArray = NDArray[Any]
-LEAST_SHARING_ROWS = 16  # with fewer, reading weights takes most of the time
+LEAST_SHARING_ROWS = (
+    16  # with fewer, reading weights takes most of the time, and it does not matter how the rest is read
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class DecodeStep:
     new_pages: Ints | None  # the page that each row begins, or -1; None: no row begins one
     kind: SamplingKind
     output_logprobs: LogprobPlan
-    may_share: bool  # whether its rows may have so much in common that it is worth finding
+    reading: Reading  # what suits its rows
 
 
 class StepPlanner:
@@ -62,8 +64,17 @@ class StepPlanner:
         wishes = self.slots.logprob_wishes
         logprobs = plan_output_logprobs(wishes, slots, advance.lengths)
         kind = SamplingKind.OTHER if logprobs.segments else self._sampling.kind_of(slots)
-        may_share = len(slots) >= LEAST_SHARING_ROWS and self.slots.most_shared(slots, BLOCK_ROWS) >= LEAST_SAVED
-        return DecodeStep(slots, advance.lengths, advance.new_pages, kind, logprobs, may_share)
+        return DecodeStep(
+            slots, advance.lengths, advance.new_pages, kind, logprobs, self._reading_of(slots, advance.lengths)
+        )
+
+    def _reading_of(self, slots: Ints, lengths: Ints) -> Reading:
+        if len(slots) < LEAST_SHARING_ROWS:
+            return Reading.BY_ROW
+        if self.slots.most_shared(slots, BLOCK_ROWS) >= LEAST_SAVED:
+            return Reading.SHARED
+        is_uneven = int(lengths.max()) * len(lengths) > UNEVEN * int(lengths.sum())
+        return Reading.EVEN if is_uneven else Reading.BY_ROW
 
     def sampling_of(self, step: DecodeStep) -> SamplingStep[HostArray]:
         """What the eager sampler must know of the step's rows."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from srt.kernels.apply_wishes import WishKernels
 from srt.kernels.decode_attention import DecodeScratch, DecodeTiles, decode_attention
 from srt.kernels.draw_rows import DrawRows
+from srt.kernels.even_attention import EvenShares, even_attention, find_shares, shares_at_once
 from srt.kernels.filter import filter_thresholds
 from srt.kernels.gated_gemm import GatedGemm
 from srt.kernels.paged_kv import PagedKV
@@ -193,3 +194,26 @@ def test_a_shared_prefix_gives_what_every_row_reads_by_itself(
     wanted = torch.full_like(part.lens, shared)
     wanted[3::16] = wanted[5::16] = 0
     assert part.lens.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("group", "kv_heads"), [(4, 8), (2, 8), (5, 8), (8, 4)])
+@pytest.mark.parametrize("rows", [24, 64, 100, 256, 500])
+def test_even_shares_give_what_is_read_row_by_row(rows: int, group: int, kv_heads: int, head_dim: int) -> None:
+    """Some rows are padding, whose length is 0 or 1."""
+    page_size, longest, processors = 16, 2048, torch.cuda.get_device_properties(CUDA).multi_processor_count
+    pages = torch.randperm(rows * longest // page_size, device=CUDA).to(torch.int32).view(rows, -1)
+    lens = torch.randint(1, longest, (rows,), device=CUDA)
+    lens[::7], lens[1::11], lens[5] = 1, 0, longest
+    q, slots = randn(rows, kv_heads * group, head_dim), torch.randperm(rows, device=CUDA)
+    keys, values = (randn(pages.numel() * page_size, kv_heads, head_dim) for _ in range(2))
+    kv = PagedKV(keys, values, pages, page_size)
+    tiles = DecodeTiles.choose(q.dtype, head_dim, rows * kv_heads, 40_960, processors, 232_448)
+    scratch = DecodeScratch.take(rows, kv_heads * group, kv_heads, tiles.num_splits, head_dim, CUDA)
+    expected, got = torch.empty_like(q), torch.full_like(q, float("nan"))
+    decode_attention(q, kv, slots, lens, 0.09, expected, tiles, scratch)
+    shares = EvenShares.take(rows, kv_heads * group, kv_heads, head_dim, shares_at_once(kv_heads, processors), CUDA)
+    find_shares(lens, shares)
+    for _ in range(20):
+        even_attention(q, kv, slots, lens, 0.09, got.fill_(float("nan")), shares, pdl=2)
+        assert_near(got, expected)

@@ -89,7 +89,9 @@ class Fairness:
             self._started.setdefault(request.serial, now)
         if replica.counters.num_preempted != before.num_preempted:
             victims = self._check_victims(before.running())
-            others = [r for r in admitted if r not in victims]  # who was alone and ran out of memory may come back at once
+            others = [
+                r for r in admitted if r not in victims
+            ]  # who was alone and ran out of memory may come back at once
             if others and replica.counters.num_steps == before.num_steps + 1:
                 self._check_displaced(scheduler, victims, others)
         if before.leaves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,20 @@ if TYPE_CHECKING:
 BLOCK_ROWS = 16  # neighbours, whose common prefix may be read once
 LEAST_SAVED = 8192
 """Positions that a block of rows need not read, if prefixes are to be read once for all of it: fewer are read as fast row by row."""
+
+
+UNEVEN = 1.2
+"""Times the mean length, where the longest row of a step begins to be read alone for long."""
+
+
+class Reading(IntEnum):
+    """How the rows of a decode step read the memory."""
+
+    BY_ROW = 0
+    SHARED = 1
+    """What neighbours have in common is read once."""
+    EVEN = 2
+    """By programs that read equally much, whatever the rows' lengths."""
 
 
 class AttentionBackend(ABC):
@@ -30,8 +45,10 @@ class AttentionBackend(ABC):
     plans_decodes_on_host: bool = False
     """Whether a decode's plan reads the rows' pages, and a replayed graph needs `init_forward_metadata_replay_cuda_graph` first."""
 
-    reads_shared_prefixes_once: bool = False
-    """Whether steps are quicker whose rows have much in common, if `begin_decodes` is told that they may."""
+    def can_read(self, reading: Reading, num_rows: int) -> bool:
+        """Whether decode steps of so many rows may be read so, and are quicker where it fits them."""
+        del num_rows
+        return reading is Reading.BY_ROW
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Work out whatever all layers of this step share: indices, masks, plans. Never waits for the device."""
@@ -64,9 +81,9 @@ class AttentionBackend(ABC):
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
         """Attention of the decode rows' tokens, one a row, which are all of q. Their k and v are in the memory already."""
 
-    def begin_decodes(self, batch: ForwardBatch, *, may_share: bool) -> None:
+    def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
         """In a step of decode rows alone, planned before, which may be a graph's: what is done on the device before the first layer."""
-        del batch, may_share
+        del batch, reading
 
     # ---- Graphs of decode steps: `batch` has decode rows only, and the device's tensors stay where they are
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.base import AttentionBackend, Reading
 
 if TYPE_CHECKING:
     from srt.layers.attention.radix_attention import RadixAttention
@@ -21,7 +21,6 @@ class SplitBackend(AttentionBackend):
         self._decode = decode
         self.plans_decodes_on_host = decode.plans_decodes_on_host
         self.can_capture_decodes = decode.can_capture_decodes
-        self.reads_shared_prefixes_once = decode.reads_shared_prefixes_once
 
     def plan_extend(self, batch: ForwardBatch) -> None:
         self._prefill.plan_extend(batch)
@@ -55,8 +54,11 @@ class SplitBackend(AttentionBackend):
     ) -> torch.Tensor | None:
         return self._decode.decode_packed(qkv, norm_weights, eps, cos, sin, layer, batch)
 
-    def begin_decodes(self, batch: ForwardBatch, *, may_share: bool) -> None:
-        self._decode.begin_decodes(batch, may_share=may_share)
+    def can_read(self, reading: Reading, num_rows: int) -> bool:
+        return self._decode.can_read(reading, num_rows)
+
+    def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
+        self._decode.begin_decodes(batch, reading)
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         self._decode.init_cuda_graph_state(max_bs)

@@ -16,6 +16,14 @@ from srt.kernels.decode_attention import (
     decode_attention,
     most_splits,
 )
+from srt.kernels.even_attention import (
+    EvenShares,
+    can_be_even,
+    even_attention,
+    find_shares,
+    is_worth_it,
+    shares_at_once,
+)
 from srt.kernels.extend_attention import ExtendTiles, extend_attention
 from srt.kernels.fused_decode import can_fuse_decode, fused_decode
 from srt.kernels.paged_kv import PagedKV
@@ -25,7 +33,7 @@ from srt.kernels.shared_prefix import SharedPrefix, can_share, find_shared, shar
 from srt.kernels.triton_support import require_triton
 from srt.kernels.write_kv import write_kv
 from srt.layers.attention.attention_spec import AttentionSpec
-from srt.layers.attention.base import LEAST_SAVED, AttentionBackend
+from srt.layers.attention.base import LEAST_SAVED, AttentionBackend, Reading
 
 if TYPE_CHECKING:
     from srt.layers.attention.radix_attention import RadixAttention
@@ -50,16 +58,24 @@ class TritonAttentionBackend(AttentionBackend):
         require_triton(device.type)
         self._group, self._num_kv_heads = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads
         self._head_dim = spec.head_dim
-        self.reads_shared_prefixes_once = can_share(spec.dtype, spec.head_dim, self._group) and None in spec.windows
         self._max_graph_rows = 0
         self._shared_memory: SharedPrefix | None = None
         self._shared: SharedPrefix | None = None  # of the step at hand
+        self._even_memory: EvenShares | None = None
+        self._even: EvenShares | None = None  # of the step at hand
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         else:
             self._num_processors = INTERPRETER_PROCESSORS
         self._pdl = has_pdl(device)
         self._shared_bytes = shared_bytes(device)
+        self._readings = {Reading.BY_ROW}
+        if None in spec.windows and can_share(spec.dtype, spec.head_dim, self._group):
+            self._readings.add(Reading.SHARED)
+        if None in spec.windows and can_be_even(
+            spec.dtype, spec.head_dim, self._num_kv_heads, self._num_processors, self._shared_bytes
+        ):
+            self._readings.add(Reading.EVEN)
         self._max_extend_len = 0
         self._max_context = 0
         self._scratch: DecodeScratch | None = None
@@ -69,13 +85,21 @@ class TritonAttentionBackend(AttentionBackend):
 
     def plan_decode(self, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
-        self._shared = None
+        self._shared = self._even = None
 
-    def begin_decodes(self, batch: ForwardBatch, *, may_share: bool) -> None:
-        if not may_share:
-            self._shared = None
-            return
+    def can_read(self, reading: Reading, num_rows: int) -> bool:
+        if reading is Reading.EVEN and not is_worth_it(num_rows, self._num_kv_heads, self._num_processors):
+            return False
+        return reading in self._readings
+
+    def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
+        self._shared = self._even = None
         pool = batch.req_to_token_pool
+        if reading is Reading.EVEN:
+            self._even = self._even_memory or self._take_even_memory(pool)
+            find_shares(batch.seq_lens, self._even)
+        if reading is not Reading.SHARED:
+            return
         memory = self._shared_memory or self._take_shared_memory(pool)
         self._shared = memory.of(batch.batch_size, self._group, self._num_kv_heads, self._num_processors)
         find_shared(
@@ -113,6 +137,11 @@ class TritonAttentionBackend(AttentionBackend):
         )
 
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        kv, slots = _paged_kv(layer, batch), batch.req_pool_indices[batch.num_extend_rows :]
+        if self._even is not None and layer.window is None:
+            pdl = pdl_for(len(q)) if self._pdl else 0
+            even_attention(q, kv, slots, batch.seq_lens, layer.scale, out, self._even, pdl)
+            return
         num_programs = len(q) * layer.num_kv_heads
         tiles = DecodeTiles.choose(
             q.dtype,
@@ -122,7 +151,6 @@ class TritonAttentionBackend(AttentionBackend):
             self._num_processors,
             self._shared_bytes,
         )
-        kv, slots = _paged_kv(layer, batch), batch.req_pool_indices[batch.num_extend_rows :]
         shared = self._shared if layer.window is None else None
         if shared is not None:
             shared_attention(q, kv, slots, layer.scale, shared, self._pdl)
@@ -186,6 +214,15 @@ class TritonAttentionBackend(AttentionBackend):
             rows, self._group * kv_heads, kv_heads, self._head_dim, self._num_processors, pool.page_table.device
         )
         return self._shared_memory
+
+    def _take_even_memory(self, pool: ReqToTokenPool) -> EvenShares:
+        """Once, enough for every batch: graphs keep the addresses."""
+        rows, kv_heads = max(pool.num_slots, self._max_graph_rows), self._num_kv_heads
+        shares = shares_at_once(kv_heads, self._num_processors)
+        self._even_memory = EvenShares.take(
+            rows, self._group * kv_heads, kv_heads, self._head_dim, shares, pool.page_table.device
+        )
+        return self._even_memory
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         self._max_graph_rows = max_bs

@@ -14,6 +14,7 @@ from tests.unit.kernels.interpreted import run_interpreted
     [
         "apply_wishes",
         "decode_attention",
+        "even_attention",
         "extend_attention",
         "filter",
         "fused_decode",

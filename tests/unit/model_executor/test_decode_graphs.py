@@ -330,7 +330,7 @@ def test_a_capture_that_fails_ends_capturing_and_nothing_else(
         runner.capture_graph()
     assert recorder.num_captures == room
     assert [record.message for record in caplog.records if "out of shared memory" in record.message] != []
-    (graphs,) = runner._decode_runner.graphs
+    (graphs,) = runner._decode_runner.graphs.values()
     assert graphs.sizes == kept
     PlanDriver(runner, 4).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from srt.layers.attention.base import Reading
 from srt.model_executor.plan_arrays import Staging, _cut
 from srt.model_executor.slot_mirror import SlotMirror
 from srt.model_executor.step_planner import DecodeStep, StepPlanner
@@ -209,7 +210,27 @@ def decode_of(first_pages: list[int], cached: int) -> DecodeStep:
 def test_a_step_is_said_to_share_where_enough_neighbours_begin_with_one_page(
     first_pages: list[int], cached: int, may_share: bool
 ) -> None:
-    assert decode_of(first_pages, cached).may_share == may_share
+    assert (decode_of(first_pages, cached).reading is Reading.SHARED) == may_share
+
+
+@pytest.mark.parametrize(
+    ("lengths", "reading"),
+    [
+        ([100] * 15 + [120], Reading.BY_ROW),
+        ([100] * 15 + [125], Reading.EVEN),
+        ([100] * 14 + [400], Reading.BY_ROW),  # rows
+        ([10, 1000] * 10, Reading.EVEN),
+    ],
+)
+def test_a_step_is_read_evenly_where_its_longest_row_is_far_from_the_mean(lengths: list[int], reading: Reading) -> None:
+    planner = StepPlanner(num_slots=40, num_pages=40, page_size=1024)
+    admissions = [admission(row, [1] * length, 0) for row, length in enumerate(lengths)]
+    rows = range(len(lengths))
+    extends = [(row, 0, length, 1) for row, length in enumerate(lengths)]
+    planner.plan(section(admissions, [(row, [row]) for row in rows], extends))
+    step = planner.plan_decodes(section(decodes=list(rows)))
+    assert step is not None
+    assert step.reading is reading
 
 
 def test_who_shared_a_prefix_does_not_when_its_slot_is_anothers() -> None:

@@ -9,6 +9,7 @@ import torch
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention import triton_backend
 from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.base import Reading
 from srt.layers.attention.triton_backend import TritonAttentionBackend
 from srt.model_executor import decode_runner, step_planner
 from srt.model_executor.forward_batch_info import ForwardBatch
@@ -59,11 +60,11 @@ class Sharing(TritonAttentionBackend):
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         super().__init__(spec, device)
-        self.reads_shared_prefixes_once = True
+        self._readings.add(Reading.SHARED)
         self.found: list[list[int]] = []
 
-    def begin_decodes(self, batch: ForwardBatch, *, may_share: bool) -> None:
-        super().begin_decodes(batch, may_share=may_share)
+    def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
+        super().begin_decodes(batch, reading)
         if self._shared is not None:
             self.found.append(self._shared.lens.tolist())
 
@@ -96,4 +97,41 @@ def test_rows_that_share_a_prefix_draw_what_they_draw_alone(
     assert [16, 16, 16, 16] in backend.found, "all share"
     padding = [0] if captures else []
     assert [16, 16, 16, *padding] in backend.found, "whoever is left shares on"
+    assert recorder is None or recorder.num_replays > 0
+
+
+class Even(TritonAttentionBackend):
+    """Has its programs read equally much in float32 too, and counts the steps."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        super().__init__(spec, device)
+        self._readings.add(Reading.EVEN)
+        self.num_even = 0
+
+    def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
+        super().begin_decodes(batch, reading)
+        self.num_even += self._even is not None
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_rows_of_uneven_lengths_draw_what_they_draw_when_read_one_by_one(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    def driver(capture: Recorder | None = None) -> PlanDriver:
+        runner = make_runner(checkpoint("qwen3"), 4, attention_backend="triton", cuda_graph_bs=(2, 4), capture=capture)
+        while capture is not None and runner.num_graphs_left:
+            runner.capture_graph()
+        return PlanDriver(runner, 4)
+
+    prompts = [list(range(3, 3 + length)) for length in (2, 150, 9, 70, 30)]
+    expected, found = ([Job(prompt, greedy(6 + i)) for i, prompt in enumerate(prompts)] for _ in range(2))
+    driver().run(expected)
+    monkeypatch.setattr(triton_backend, "TritonAttentionBackend", Even)
+    monkeypatch.setattr(step_planner, "LEAST_SHARING_ROWS", 2)
+    even = driver(recorder := Recorder() if captures else None)
+    even.run(found)
+    assert [job.outputs for job in found] == [job.outputs for job in expected]
+    backend = even.runner._attn_backend
+    assert isinstance(backend, Even)
+    assert backend.num_even > 3
     assert recorder is None or recorder.num_replays > 0
