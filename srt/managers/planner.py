@@ -306,10 +306,13 @@ class Planner:
         if may_admit:
             self._admit(draft)
         draft.budget, draft.budget_us = draft.budget + kept, max(draft.budget_us, 0.0) + kept_us
+        finds_no_page = False
         for request in long:
             if draft.has_budget:
                 self._plan_chunk(draft, request)
-        if long and draft.has_budget:
+                lacks = self._slots.computed_at[request.slot] == self._memory.capacity(request.slot)
+                finds_no_page |= lacks and self._missing(request) > 0
+        if finds_no_page:
             self._lengthen_chunks(draft)
 
     def _lengthen_chunks(self, draft: Draft) -> None:
