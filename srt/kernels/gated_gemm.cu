@@ -133,6 +133,11 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
         advance();
       }
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+      for (int h = 0; h < HEIGHT; h++) {
+#pragma unroll
+        for (int i = 0; i < W_ROWS / 2; i++) asm volatile("" : "+f"(sums[h][i])::"memory");  // not read before
+      }
       release(before);
 
       const int column = column_of(item);

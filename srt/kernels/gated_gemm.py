@@ -83,9 +83,9 @@ class GatedTiles:
         if num_rows < _FEWEST_ROWS or k % BLOCK_K or n % 8:
             return None
         if num_rows > _MOST_FITTED_ROWS:
-            tiles = cls(2, 2, 96, 2)
+            tiles = PROMPTS
             done = tiles._waves(num_rows, n, num_processors) * num_processors * tiles.rows * tiles.width
-            return tiles._with_stages() if num_rows * n >= _LEAST_USE * done else None
+            return tiles if num_rows * n >= _LEAST_USE * done else None
         enough = [one for one in cls._all() if one._count(num_rows, n) >= _LEAST_SHARE * num_processors]
         best = min(enough, key=lambda one: one._waves(num_rows, n, num_processors) * one._cost, default=None)
         return None if best is None else best._with_stages()
@@ -109,6 +109,9 @@ class GatedTiles:
 
     def _with_stages(self) -> GatedTiles:
         return replace(self, stages=min(_MOST_STAGES, room_for_stages(_MOST_STAGES) // self.stage_bytes))
+
+
+PROMPTS: Final = GatedTiles(2, 2, 96, 2)._with_stages()
 
 
 class GatedGemm:

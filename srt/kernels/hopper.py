@@ -70,7 +70,7 @@ def runs_on(device: torch.device, variant: Variant) -> bool:
             torch.cuda.synchronize()  # PyTorch makes its context when it is first needed
             function(variant, torch.cuda.current_device())
     except Exception as error:
-        logger.warning("Products of more than a few rows are left to cuBLAS: %s", str(error)[:300])
+        logger.warning("What %s would multiply is left to cuBLAS: %s", variant.name, str(error)[:300])
         return False
     return True
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from srt.kernels.gated_gemm import GatedGemm
+from srt.kernels.gated_gemm import PROMPTS, GatedGemm
 from srt.kernels.gemv import GemvTiles, gemv, max_rows
 from srt.kernels.hopper import runs_on
 from srt.kernels.pdl import has_pdl, pdl_for
@@ -26,13 +26,12 @@ _FEWEST_ADDED_ROWS: Final = 257
 
 
 class KernelOps(LayerOps):
-    """One token, or a few dozen, go through products that read their weights at the memory's speed; more through cuBLAS."""
+    """One token, or a few dozen, go through products that read their weights at the memory's speed; more through cuBLAS, but for gates."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_pdl = has_pdl(device)
-        is_hopper = runs_on(device, SMALLEST)
-        self._stream_gemm = StreamGemm(device) if is_hopper else None
-        self._gated_gemm = GatedGemm(device) if is_hopper else None
+        self._stream_gemm = StreamGemm(device) if runs_on(device, SMALLEST) else None
+        self._gated_gemm = GatedGemm(device) if runs_on(device, PROMPTS) else None
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x, norm.weight, norm.eps, self._pdl(x))

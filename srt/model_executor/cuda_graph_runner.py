@@ -62,6 +62,9 @@ class CudaGraphRunner:
         place = bisect_left(self._captured, num_rows)
         return self._captured[place] if self._pads and place < len(self._captured) else None
 
+    def has(self, size: int) -> bool:
+        return size in self._replays
+
     @property
     def next_size(self) -> int:
         """What to capture next: the size that was missed last, or else the largest that is left."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +96,7 @@ class DecodeRunner:
         """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
         num_rows = len(step.slots)
         reading = step.reading if self._parts.attn_backend.can_read(step.reading, num_rows) else Reading.BY_ROW
-        self._replayed, size = self._find_graph(num_rows, reading)
+        self._replayed, size = find_graph(self.graphs, reading, num_rows) or (None, num_rows)
         self.buffers.tell(step.slots, step.new_pages)
         if self._plans_on_host and step.new_pages is not None:
             self.buffers.enter_pages()
@@ -114,19 +114,11 @@ class DecodeRunner:
             self._replayed.replay(size, FORWARD)
         return self.logits[:num_rows]
 
-    def _find_graph(self, num_rows: int, reading: Reading) -> tuple[CudaGraphRunner | None, int]:
-        """Whose graph serves so many rows, and its size; without one, the rows themselves."""
-        for one in dict.fromkeys((reading, Reading.BY_ROW)):
-            graphs = self.graphs.get(one)
-            size = None if graphs is None else graphs.size_for(num_rows)
-            if size is not None:
-                return graphs, size
-        return None, num_rows
-
     def sample(self, step: DecodeStep) -> torch.Tensor:
         """Draw the rows' next ids from the logits and enter them. [rows] int32, -1 where the logits were not finite."""
-        if self._replayed is not None:
-            self._replayed.replay(self._size, FIRST_SAMPLE + step.kind)
+        graphs = self.graphs.get(Reading.BY_ROW)
+        if graphs is not None and self._replayed is not None and graphs.has(self._size):
+            graphs.replay(self._size, FIRST_SAMPLE + step.kind)
         else:
             self._samplers[step.kind](self._size)
         return self.buffers.sampled[: len(step.slots)]
@@ -205,8 +197,9 @@ class DecodeRunner:
     # ---- The work, as it is captured
 
     def _works(self, size: int, reading: Reading) -> list[Work]:
-        forward = partial(self._run_forward, size, reading)
-        return [forward, *(partial(sample, size) for sample in self._samplers.values())]
+        """How logits are sampled does not depend on the reading: that is captured once."""
+        samplers = self._samplers.values() if reading is Reading.BY_ROW else ()
+        return [partial(self._run_forward, size, reading), *(partial(sample, size) for sample in samplers)]
 
     def _run_forward(self, size: int, reading: Reading = Reading.BY_ROW) -> None:
         parts, batch = self._parts, self._batch(size)
@@ -270,6 +263,20 @@ class DecodeRunner:
             token_to_kv_pool=parts.kv_pool,
             attn_backend=parts.attn_backend,
         )
+
+
+def find_graph(
+    graphs: Mapping[Reading, CudaGraphRunner], reading: Reading, num_rows: int
+) -> tuple[CudaGraphRunner, int] | None:
+    """Whose graph serves so many rows, and its size. To share is worth rows of padding; to read evenly is not."""
+    found: list[tuple[CudaGraphRunner, int]] = []
+    for one in dict.fromkeys((reading, Reading.BY_ROW)):
+        size = graphs[one].size_for(num_rows) if one in graphs else None
+        if size is not None:
+            found.append((graphs[one], size))
+    if reading is Reading.SHARED:
+        return found[0] if found else None
+    return min(found, key=lambda one: one[1], default=None)
 
 
 @contextmanager

@@ -57,6 +57,13 @@ def most_graph_rows(args: ServerArgs) -> int:
     return max(args.cuda_graph_bs, default=min(args.cuda_graph_max_bs or MOST_GRAPH_ROWS, args.max_running_requests))
 
 
+def mlp_bytes(config: ModelConfig, tp_size: int, num_tokens: int, item_size: int) -> int:
+    """Held at once by an MLP whose product does not take its activation in: the stream, its norm, gates, ups, and both in one."""
+    columns = 2 * config.hidden_size + 3 * (config.intermediate_size // tp_size)
+    angles = 2 * 4 * (config.head_dim // 2)
+    return num_tokens * (columns * item_size + angles)
+
+
 def graph_bytes(args: ServerArgs, config: ModelConfig) -> int:
     """To be kept free for graphs."""
     if args.disable_cuda_graph:

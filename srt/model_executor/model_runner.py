@@ -28,6 +28,7 @@ from srt.model_executor.memory_profile import (
     check_tables,
     check_weights,
     graph_bytes,
+    mlp_bytes,
     most_graph_rows,
     out_of_step_memory,
     profile_max_num_token,
@@ -193,6 +194,9 @@ class ModelRunner:
         try:
             self._init_memory(1, self.config.context_length)
             peak = self.memory.peak_of(lambda: self._run_to_the_end(section))
+            # Of some numbers of tokens that are smaller, products do not take in the activation: those steps need more.
+            most_tokens = prompt_tokens + self.num_slots - 1
+            peak = max(peak, mlp_bytes(self.config, self._tp.size, most_tokens, self.dtype.itemsize))
             self.memory.num_bytes["activations"] = peak
             return peak
         except torch.OutOfMemoryError as error:

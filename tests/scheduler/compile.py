@@ -59,9 +59,12 @@ def compile_here() -> None:
 
         def exercise() -> None:
             shutil.copytree(f"{scratch}/lib", ROOT, dirs_exist_ok=True)
-            subprocess.run([sys.executable, "-m", *EXERCISE.split()], cwd=ROOT, check=True)
+            codes.append(subprocess.run([sys.executable, "-m", *EXERCISE.split()], cwd=ROOT).returncode)
 
+        codes: list[int] = []
         build_with_profile(extensions, scratch, exercise)
+        if any(codes):
+            sys.exit("The simulation broke, as it says above.")
         shutil.copytree(f"{scratch}/lib", ROOT, dirs_exist_ok=True)
 
 

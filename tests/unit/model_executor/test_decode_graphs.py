@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from srt.layers.attention import backend_choice
+from srt.layers.attention.base import Reading
 from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
 from srt.model_executor.cuda_graph_runner import CudaGraphRunner, Work, graph_sizes
+from srt.model_executor.decode_runner import find_graph
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.input_buffers import GraphInputBuffers, Ints
 from srt.model_executor.memory_profile import graph_bytes
@@ -345,6 +347,23 @@ def capture_next(graphs: CudaGraphRunner) -> int:
     size = graphs.next_size
     graphs.capture(size)
     return size
+
+
+def test_a_step_takes_graphs_of_its_kind_unless_others_fit_it_better() -> None:
+    graphs = {Reading.BY_ROW: make_graphs((32, 64, 256)), Reading.EVEN: make_graphs((64, 256))}
+    assert find_graph(graphs, Reading.EVEN, 60) is None
+    graphs[Reading.EVEN].capture(256)
+    assert find_graph(graphs, Reading.EVEN, 60) == (graphs[Reading.EVEN], 256), "better than none"
+    graphs[Reading.BY_ROW].capture(64)
+    assert find_graph(graphs, Reading.EVEN, 60) == (graphs[Reading.BY_ROW], 64)
+    graphs[Reading.EVEN].capture(64)
+    assert find_graph(graphs, Reading.EVEN, 60) == (graphs[Reading.EVEN], 64)
+    graphs[Reading.SHARED] = make_graphs((256,))
+    graphs[Reading.SHARED].capture(256)
+    assert find_graph(graphs, Reading.SHARED, 60) == (graphs[Reading.SHARED], 256), (
+        "what is shared is worth the padding"
+    )
+    assert find_graph(graphs, Reading.BY_ROW, 60) == (graphs[Reading.BY_ROW], 64)
 
 
 def test_the_size_in_demand_is_captured_first_and_the_largest_of_the_others_next() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from srt.model_executor.memory_profile import (
     check_weights,
     graph_bytes,
     kv_bytes,
+    mlp_bytes,
     profile_max_num_token,
 )
 from srt.model_executor.worst_step import worst_section
@@ -84,6 +86,11 @@ def test_larger_models_keep_more_free_for_graphs(checkpoint: CheckpointFactory) 
     args = ServerArgs(model_path="x")
     assert graph_bytes(args, large) - graph_bytes(args, small) == 2 * 64 * 3_000
     assert graph_bytes(ServerArgs(model_path="x", disable_cuda_graph=True), large) == 0
+
+
+def test_an_mlp_counts_with_its_gates_and_ups_apart_from_their_product(checkpoint: CheckpointFactory) -> None:
+    config = replace(ModelConfig.from_folder(checkpoint("qwen3")), hidden_size=8, intermediate_size=24, head_dim=4)
+    assert mlp_bytes(config, 2, 10, 2) == 10 * (2 * (8 + 8 + 12 + 12 + 12) + 4 * (2 + 2))
 
 
 def test_admissions_count_as_far_as_one_plan_can_have_them() -> None:
