@@ -17,9 +17,7 @@ from srt.protocol.messages import Admission, PageDelta, PlanSection
 from srt.sampling.sampling_batch_info import SamplingKind, SamplingTable
 
 HostArray = NDArray[Any]
-LEAST_SHARING_ROWS = (
-    16  # with fewer, reading weights takes most of the time, and it does not matter how the rest is read
-)
+LEAST_SHARING_ROWS = 16  # with fewer, reading weights takes most of the time: the rest is read row by row
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,9 +89,8 @@ class Fairness:
             self._started.setdefault(request.serial, now)
         if replica.counters.num_preempted != before.num_preempted:
             victims = self._check_victims(before.running())
-            others = [
-                r for r in admitted if r not in victims
-            ]  # who was alone and ran out of memory may come back at once
+            # Who was alone and ran out of memory may come back at once.
+            others = [request for request in admitted if request not in victims]
             if others and replica.counters.num_steps == before.num_steps + 1:
                 self._check_displaced(scheduler, victims, others)
         if before.leaves:
