@@ -10,6 +10,7 @@ constexpr int X_BYTES = ROWS * LINE;
 constexpr int W_ROWS = 2 * WIDTH;
 constexpr int STAGE_BYTES = X_BYTES + W_ROWS * LINE;
 constexpr int MULTIPLYING = 128 * WARPGROUPS;  // threads
+constexpr int SCALING = 96;                    // threads of the last warpgroup, all but those of the warp that loads
 constexpr int GROUPS = WIDTH / 8;              // of 8 columns
 
 // x, for every program of the cluster, at the same place in each
@@ -53,12 +54,13 @@ __device__ __forceinline__ void turn(u32 (&values)[4], int i) {
   (is_high ? values[0] : values[2]) = c, (is_high ? values[1] : values[3]) = d;
 }
 
-// `width`: columns of the result. Tiles are taken by bands of BAND rows of tiles, so that what runs together reads the same.
+// `width`: columns of the result. SCALED: x was weighted, and `x_squares` are what `find_scales` needs. Tiles are taken by bands of BAND rows of tiles, so that what runs together reads the same.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
-    gated_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, u16* out, int num_rows,
-              int width, int num_blocks) {
+    gated_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const float* x_squares, u16* out,
+              int num_rows, int width, int num_blocks, float eps) {
   extern __shared__ char memory[];
   __shared__ u64 barriers[2 * STAGES];
+  __shared__ float scales[SCALED ? MOST_SCALED : 1];
   const u32 stages = (address_of(memory) + 1023) & ~1023u;
   const u32 full = address_of(barriers), empty = full + 8 * STAGES;
   const int warpgroup = threadIdx.x / 128, rank = blockIdx.x % CLUSTER;
@@ -93,18 +95,33 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   if (warpgroup == WARPGROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // registers for those who multiply
     if (threadIdx.x == MULTIPLYING) {
+      // Weights are constants: the first are on their way before the kernels before this one have ended.
+      const int early = CLUSTER == 1 ? min(STAGES, num_blocks) : 0;
+      for (int block = 0; block < early; block++) {
+        expect_bytes(full + 8 * block, STAGE_BYTES);
+        load_weights(stages + block * STAGE_BYTES + X_BYTES, &w_map, block * BLOCK_K, column_of(first_item) / 8, full + 8 * block);
+      }
+      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+      asm volatile("griddepcontrol.wait;" ::: "memory");
       for (int item = first_item; item < num_items; item += num_clusters) {
         const int row = row_of(item) + rank * (ROWS / CLUSTER), group = column_of(item) / 8;
         for (int block = 0; block < num_blocks; block++, advance()) {
           const u32 to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
-          wait_for(empty + 8 * stage, parity ^ 1);
-          expect_bytes(barrier, STAGE_BYTES);
-          load_weights(to + X_BYTES, &w_map, block * BLOCK_K, group, barrier);
+          if (item != first_item || block >= early) {
+            wait_for(empty + 8 * stage, parity ^ 1);
+            expect_bytes(barrier, STAGE_BYTES);
+            load_weights(to + X_BYTES, &w_map, block * BLOCK_K, group, barrier);
+          }
           const u32 share = to + rank * (X_BYTES / CLUSTER);
           if (CLUSTER > 1) load_for_all(share, &x_map, block * BLOCK_K, row, barrier);
           if (CLUSTER == 1) load_block(share, &x_map, block * BLOCK_K, row, barrier);
         }
       }
+    }
+    if (SCALED && threadIdx.x >= MULTIPLYING + 32) {
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      find_scales(scales, x_squares, num_rows, num_rows, num_blocks, eps, threadIdx.x - MULTIPLYING - 32, SCALING);
+      asm volatile("bar.arrive 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 152));
@@ -140,14 +157,16 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       }
       release(before);
 
+      if (SCALED && item == first_item) asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
       const int column = column_of(item);
 #pragma unroll
       for (int h = 0; h < HEIGHT; h++) {
         const int row = row_of(item) + (warpgroup * HEIGHT + h) * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
         // Columns 2 * quarter and the next of a group, in this row and in the eighth after it
+        const float factors[2] = {SCALED && row < num_rows ? scales[row] : 1.0f, SCALED && row + 8 < num_rows ? scales[row + 8] : 1.0f};
         auto pair = [&](int group, int lower) {
-          const float *gates = sums[h] + 8 * group + 2 * lower, *ups = gates + 4;
-          return pair_of(gated(gates[0], ups[0]), gated(gates[1], ups[1]));
+          const float *gates = sums[h] + 8 * group + 2 * lower, *ups = gates + 4, factor = factors[lower];
+          return pair_of(gated(gates[0] * factor, ups[0] * factor), gated(gates[1] * factor, ups[1] * factor));
         };
 #pragma unroll
         for (int group = 0; group < GROUPS; group += 4) {

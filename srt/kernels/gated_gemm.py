@@ -22,6 +22,7 @@ from srt.kernels.hopper import (
     tensor_map,
     with_alignment,
 )
+from srt.kernels.stream_gemm import Weighted
 
 _FEWEST_ROWS: Final = 65
 _MOST_FITTED_ROWS: Final = 256
@@ -41,6 +42,7 @@ class GatedTiles:
     width: int  # columns of the result
     cluster: int = 1
     stages: int = 1
+    is_scaled: bool = False  # x is weighted, and its rows' factors are still to be applied
 
     @property
     def rows(self) -> int:
@@ -75,6 +77,8 @@ class GatedTiles:
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
             "BAND": 8,
+            "SCALED": int(self.is_scaled),
+            "MOST_SCALED": _MOST_FITTED_ROWS,
         }
 
     @classmethod
@@ -108,7 +112,8 @@ class GatedTiles:
         return -(-self._count(num_rows, n) // num_processors)
 
     def _with_stages(self) -> GatedTiles:
-        return replace(self, stages=min(_MOST_STAGES, room_for_stages(_MOST_STAGES) // self.stage_bytes))
+        room = room_for_stages(_MOST_STAGES) - 4 * _MOST_FITTED_ROWS  # factors of rows
+        return replace(self, stages=min(_MOST_STAGES, room // self.stage_bytes))
 
 
 PROMPTS: Final = GatedTiles(2, 2, 96, 2)._with_stages()
@@ -126,11 +131,17 @@ class GatedGemm:
             return None
         return _choose(len(x), weight.shape[0] // 2, weight.shape[1], self._num_processors)
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, tiles: GatedTiles) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: GatedTiles) -> torch.Tensor:
         """silu(x @ first half of weight.T) * (x @ second half), rounded once."""
+        squares, eps = None, 0.0
+        if isinstance(x, Weighted):
+            assert len(x.values) <= _MOST_FITTED_ROWS
+            tiles, squares, eps = replace(tiles, is_scaled=True), x.squares, x.eps
+            x = x.values
+        x = x.contiguous()
         num_rows, k = x.shape
         n = weight.shape[0] // 2
-        assert weight.shape[1] == k and x.is_contiguous() and weight.is_contiguous()
+        assert weight.shape[1] == k and weight.is_contiguous()
         out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
         by_groups = (k, 8, 2, n // 8), (2 * k, 2 * k * n, 2 * k * 8)
         w_map = tensor_map(weight.data_ptr(), *by_groups, (BLOCK_K, 8, 2, tiles.width // 8))
@@ -138,7 +149,9 @@ class GatedGemm:
         num_items = -(-num_rows // tiles.rows) * -(-n // (tiles.width * tiles.cluster))
         num_clusters = min(num_items, most_clusters(tiles, x.device.index))
         with torch.cuda.device(x.device):
-            launch(tiles, (num_clusters * tiles.cluster, 1), (w_map, x_map), (out,), (num_rows, n, k // BLOCK_K))
+            arguments = squares, out, num_rows, n, k // BLOCK_K, eps
+            grid = num_clusters * tiles.cluster, 1, 1
+            launch(tiles, grid, (w_map, x_map), arguments, is_dependent=num_rows <= _MOST_FITTED_ROWS)
         return out
 
 

@@ -27,6 +27,9 @@ _BARRIER_BYTES: Final = 16  # of a stage
 _FOLDER: Final = Path(__file__).parent
 
 
+Argument = torch.Tensor | ctypes.Structure | int | float | None
+
+
 class Variant(Protocol):
     """A kernel with the constants that it is compiled for."""
 
@@ -95,7 +98,7 @@ def most_clusters(variant: Variant, device: int) -> int:
     """So many of this kernel's clusters run at once."""
     driver, _ = cuda()
     with torch.cuda.device(device):
-        config = _config(variant, (variant.cluster, 1), 0, is_dependent=False)
+        config = _config(variant, (variant.cluster, 1, 1), 0, is_dependent=False)
         return int(checked(driver.cuOccupancyMaxActiveClusters(function(variant, device), config)))
 
 
@@ -132,29 +135,41 @@ def map_of(matrix: torch.Tensor, box_rows: int) -> Any:
 
 def launch(
     variant: Variant,
-    grid: tuple[int, int],
+    grid: tuple[int, int, int],
     maps: Sequence[Any],
-    tensors: Sequence[torch.Tensor | None],
-    numbers: Sequence[int],
+    arguments: Sequence[Argument],
     is_dependent: bool = False,
 ) -> None:
-    """Pass maps, then pointers, then ints. A dependent kernel may begin before the one before it has ended."""
+    """Pass maps, then the arguments. A dependent kernel may begin before the one before it has ended."""
     driver, _ = cuda()
-    arguments = [
-        *(ctypes.c_void_p(0 if tensor is None else tensor.data_ptr()) for tensor in tensors),
-        *map(ctypes.c_int, numbers),
-    ]
-    where = [*(int(one.getPtr()) for one in maps), *map(ctypes.addressof, arguments)]
+    values = [_value(argument) for argument in arguments]
+    where = [*(int(one.getPtr()) for one in maps), *map(ctypes.addressof, values)]
     addresses = (ctypes.c_void_p * len(where))(*where)
     device = torch.cuda.current_device()
     config = _config(variant, grid, torch.cuda.current_stream().cuda_stream, is_dependent)
     checked(driver.cuLaunchKernelEx(config, function(variant, device), ctypes.addressof(addresses), 0))
 
 
-def _config(variant: Variant, grid: tuple[int, int], stream: int, is_dependent: bool) -> Any:
+def pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _value(argument: Argument) -> ctypes.Structure | ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
+    match argument:
+        case ctypes.Structure():
+            return argument
+        case int():
+            return ctypes.c_int(argument)
+        case float():
+            return ctypes.c_float(argument)
+        case _:
+            return ctypes.c_void_p(pointer(argument))
+
+
+def _config(variant: Variant, grid: tuple[int, int, int], stream: int, is_dependent: bool) -> Any:
     driver, _ = cuda()
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = variant.num_threads, 1, 1
     config.sharedMemBytes, config.hStream = variant.shared_bytes, stream
     cluster, dependent = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()

@@ -1,4 +1,4 @@
-// x Wᵀ for a few dozen rows of x, where reading W is what takes time: see stream_gemm.py, which defines the constants in capitals.
+// x Wᵀ for up to 128 rows of x, with what layers do to the result: see stream_gemm.py, which defines the constants in capitals.
 //
 // A program holds TILE rows of W and a part of the inner dimension. One thread of its last warpgroup sends for both operands, blocks of
 // 64 columns at a time, through a ring of STAGES; each other warpgroup multiplies 64 rows of W with all of x. The programs of
@@ -9,9 +9,43 @@ constexpr int WIDTH = GATED ? TILE / 2 : TILE;  // of the result; gates are the 
 constexpr int W_BYTES = TILE * LINE;
 constexpr int STAGE_BYTES = W_BYTES + ROWS * LINE;
 constexpr int MULTIPLYING = 128 * WARPGROUPS;  // threads
+constexpr int SCALING = 96;                    // threads of the last warpgroup, all but those of the warp that loads
 constexpr int PITCH = TILE + 4;                // of the sums in shared memory: neighbours in other banks
-constexpr int QUADS = WIDTH / 4;               // of a row of the result; a thread makes one at a time
-constexpr int TURNS = (ROWS * QUADS + SPLITS * MULTIPLYING - 1) / (SPLITS * MULTIPLYING);
+constexpr int QUADS = WIDTH / 4;               // of a row of the result; a thread makes one at a time, always of the same columns
+constexpr int ROWS_AT_ONCE = MULTIPLYING / QUADS;
+constexpr int TURNS = (ROWS + SPLITS * ROWS_AT_ONCE - 1) / (SPLITS * ROWS_AT_ONCE);
+constexpr int PREPARED = TURNS < 4 ? TURNS : 4;  // turns whose inputs are sent for together
+constexpr int LANES = HEAD_DIM / 4;              // that hold a head
+
+// What becomes of the result, and what that takes. Pointers that a variant does not use may be null.
+struct Ending {
+  const u16* residual;        // [rows, width]
+  const float* x_squares;     // SCALED: [blocks of x's columns, rows], the sums of squares of x before it was weighted
+  const u16* next_weight;     // WEIGHTED: [width]
+  u16* weighted;              // the result times that weight
+  float* squares;             // [blocks of 64 columns, rows] of the result
+  const u16* q_weight;        // HEADS: [HEAD_DIM] each, where heads are normed
+  const u16* k_weight;
+  const float* cosines;       // [rows, HEAD_DIM / 2]
+  const float* sines;
+  const long long* locations;  // [rows], of the new keys and values in their buffers
+  u16* k_buffer;
+  u16* v_buffer;
+  long long k_stride;
+  long long v_stride;
+  int query_width;  // columns; then the keys', then as many of the values'
+  int kv_width;
+  float eps;       // of the norm of x
+  float head_eps;  // of the norms of heads
+};
+
+// Of one row, sent for before the sums are there.
+struct Inputs {
+  int row;  // -1: nothing to do
+  uint2 residual;
+  float4 cosines, sines;
+  long long location;
+};
 
 __device__ __forceinline__ float4 read_sums(u32 address, u32 program) {
   float4 sums;
@@ -30,23 +64,67 @@ __device__ __forceinline__ uint2 load_here(const u16* from) {
   return pairs;
 }
 
+__device__ __forceinline__ float4 load_floats_here(const float* from) {
+  float4 values;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w)
+               : "l"(from)
+               : "memory");
+  return values;
+}
+
 __device__ __forceinline__ void add(float4& to, float4 more) {
   to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w;
 }
 
+__device__ __forceinline__ float4 times(float4 values, float factor) {
+  return make_float4(values.x * factor, values.y * factor, values.z * factor, values.w * factor);
+}
+
+__device__ __forceinline__ float4 times(float4 a, float4 b) { return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w); }
+
+__device__ __forceinline__ float squares_of(float4 a) { return a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w; }
+
+__device__ __forceinline__ float4 floats_of(uint2 pairs) {
+  return make_float4(float_of(pairs.x & 0xFFFF), float_of(pairs.x >> 16), float_of(pairs.y & 0xFFFF), float_of(pairs.y >> 16));
+}
+
+__device__ __forceinline__ uint2 pairs_of(float4 values) {
+  return make_uint2(pair_of(values.x, values.y), pair_of(values.z, values.w));
+}
+
+// Over neighbouring lanes, so many of them; every lane gets it.
+__device__ __forceinline__ float sum_over(float value, int lanes) {
+  for (int distance = 1; distance < lanes; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
+  return value;
+}
+
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+
+// A lane's part of a head, normed if heads are, and rotated: columns of its halves turn together.
+__device__ __forceinline__ float4 rotated(float4 part, uint2 weight, const Inputs& inputs, float eps) {
+  if (HEAD_NORM) part = times(times(part, rsqrtf(sum_over(squares_of(part), LANES) / HEAD_DIM + eps)), floats_of(weight));
+  const bool is_second = threadIdx.x % LANES >= LANES / 2;
+  float4 other;
+  other.x = __shfl_xor_sync(~0u, part.x, LANES / 2), other.y = __shfl_xor_sync(~0u, part.y, LANES / 2);
+  other.z = __shfl_xor_sync(~0u, part.z, LANES / 2), other.w = __shfl_xor_sync(~0u, part.w, LANES / 2);
+  float4 turned = times(part, inputs.cosines);
+  add(turned, times(times(other, inputs.sines), is_second ? 1.0f : -1.0f));
+  return turned;
+}
 
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Program (split, tile). `width`: columns of the result; W has as many rows, or twice as many where GATED.
+// Program (split, tile, ROWS of x). `width`: columns of the result; W has as many rows, or twice as many where GATED.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     stream_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
-                const u16* residual, u16* out, int num_rows, int width, int num_blocks) {
+                const __grid_constant__ Ending ending, u16* out, int num_rows, int width, int num_blocks) {
   extern __shared__ char memory[];
   __shared__ u64 barriers[2 * STAGES];
+  __shared__ float scales[SCALED ? ROWS : 1];
   const u32 stages = (address_of(memory) + 1023) & ~1023u;
   const u32 full = address_of(barriers), empty = full + 8 * STAGES;
-  const int split = blockIdx.x, tile = blockIdx.y, warpgroup = threadIdx.x / 128;
+  const int split = blockIdx.x, tile = blockIdx.y, first_row = blockIdx.z * ROWS, warpgroup = threadIdx.x / 128;
   const int begin = num_blocks * split / SPLITS, count = num_blocks * (split + 1) / SPLITS - begin;
   const int early = count < STAGES ? count : STAGES;
 
@@ -80,11 +158,25 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
           wait_for(empty + 8 * stage, (block / STAGES - 1) & 1);
           load_weights(block);
         }
-        load_block(stages + stage * STAGE_BYTES + W_BYTES, &x_map, (begin + block) * BLOCK_K, 0, full + 8 * stage);
+        load_block(stages + stage * STAGE_BYTES + W_BYTES, &x_map, (begin + block) * BLOCK_K, first_row, full + 8 * stage);
       }
+    }
+    if (SCALED && threadIdx.x >= MULTIPLYING + 32) {
+      wait_for_earlier_kernels();
+      const int thread = threadIdx.x - MULTIPLYING - 32;
+      find_scales(scales, ending.x_squares + first_row, min(ROWS, num_rows - first_row), num_rows, num_blocks, ending.eps, thread, SCALING);
+      asm volatile("bar.arrive 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
     }
     return;
   }
+
+  // A thread's columns of the result, and what belongs to them
+  const int column = tile * WIDTH + threadIdx.x % QUADS * 4;
+  const bool is_query = HEADS && column < ending.query_width;
+  const bool is_value = HEADS && column >= ending.query_width + ending.kv_width;
+  uint2 weight = make_uint2(0, 0);
+  if (WEIGHTED && column < width) weight = load_here(ending.next_weight + column);
+  if (HEADS && HEAD_NORM && !is_value) weight = load_here((is_query ? ending.q_weight : ending.k_weight) + column % HEAD_DIM);
 
   float sums[ROWS / 2];
   for (int block = 0; block < count; block++) {
@@ -111,52 +203,83 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   }
 
   wait_for_earlier_kernels();
-  int rows[TURNS], places[TURNS];  // a row of -1: nothing to do
-  uint2 before[TURNS];
+  auto row_of = [&](int turn) { return (turn * SPLITS + split) * ROWS_AT_ONCE + (int)threadIdx.x / QUADS; };  // of ROWS
+  auto inputs_of = [&](int turn) {
+    Inputs inputs = {};
+    const int row = first_row + row_of(turn);
+    inputs.row = row_of(turn) < ROWS && row < num_rows && column < width ? row : -1;
+    if (inputs.row < 0) return inputs;
+    if (HAS_RESIDUAL) inputs.residual = load_here(ending.residual + (u64)row * width + column);
+    if (HEADS && !is_value) {
+      const int angle = row * (HEAD_DIM / 2) + column % (HEAD_DIM / 2);
+      inputs.cosines = load_floats_here(ending.cosines + angle), inputs.sines = load_floats_here(ending.sines + angle);
+    }
+    if (HEADS && !is_query) inputs.location = *(const volatile long long*)(ending.locations + row);
+    return inputs;
+  };
+  Inputs inputs[PREPARED];
 #pragma unroll
-  for (int turn = 0; turn < TURNS; turn++) {
-    const int item = (turn * SPLITS + split) * MULTIPLYING + threadIdx.x;
-    const int row = item / QUADS, column = tile * WIDTH + item % QUADS * 4;
-    rows[turn] = row < num_rows && column < width ? row : -1;
-    places[turn] = row * width + column;
-    before[turn] = make_uint2(0, 0);
-    if (HAS_RESIDUAL && rows[turn] >= 0) before[turn] = load_here(residual + places[turn]);
-  }
+  for (int i = 0; i < PREPARED; i++) inputs[i] = inputs_of(i);
+
+  if (SCALED) asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
   if (SPLITS == 1) {
     asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLYING) : "memory");
   } else {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   }
-  float4 parts[TURNS][SPLITS], ups[TURNS][GATED ? SPLITS : 1];
 #pragma unroll
-  for (int turn = 0; turn < TURNS; turn++) {
-    const int item = (turn * SPLITS + split) * MULTIPLYING + threadIdx.x;
-    const u32 source = stages + 4 * (item / QUADS * PITCH + item % QUADS * 4);
-    if (rows[turn] < 0) continue;
+  for (int first = 0; first < TURNS; first += PREPARED) {
+    float4 parts[PREPARED][SPLITS], ups[PREPARED][GATED ? SPLITS : 1];
 #pragma unroll
-    for (int part = 0; part < SPLITS; part++) {
-      parts[turn][part] = read_sums(source, part);
-      if (GATED) ups[turn][part] = read_sums(source + 4 * WIDTH, part);
+    for (int i = 0; i < PREPARED; i++) {
+      const u32 source = stages + 4 * (row_of(first + i) * PITCH + threadIdx.x % QUADS * 4);
+#pragma unroll
+      for (int part = 0; part < SPLITS; part++) {
+        parts[i][part] = make_float4(0, 0, 0, 0);
+        if (inputs[i].row >= 0) parts[i][part] = read_sums(source, part);
+        if (GATED && inputs[i].row >= 0) ups[i][part] = read_sums(source + 4 * WIDTH, part);
+      }
     }
-  }
+    Inputs now[PREPARED];
 #pragma unroll
-  for (int turn = 0; turn < TURNS; turn++) {
-    if (rows[turn] < 0) continue;
-    float4 total = parts[turn][0];
-#pragma unroll
-    for (int part = 1; part < SPLITS; part++) add(total, parts[turn][part]);
-    if (GATED) {
-      float4 up = ups[turn][0];
-#pragma unroll
-      for (int part = 1; part < SPLITS; part++) add(up, ups[turn][part]);
-      total = make_float4(silu(total.x) * up.x, silu(total.y) * up.y, silu(total.z) * up.z, silu(total.w) * up.w);
+    for (int i = 0; i < PREPARED; i++) {
+      now[i] = inputs[i];
+      if (first + PREPARED < TURNS) inputs[i] = inputs_of(first + PREPARED + i);
     }
-    if (HAS_RESIDUAL) {
-      const uint2 pairs = before[turn];
-      add(total, make_float4(float_of(pairs.x & 0xFFFF), float_of(pairs.x >> 16), float_of(pairs.y & 0xFFFF),
-                             float_of(pairs.y >> 16)));
+#pragma unroll
+    for (int i = 0; i < PREPARED; i++) {
+      const int row = now[i].row;
+      float4 total = parts[i][0];
+#pragma unroll
+      for (int part = 1; part < SPLITS; part++) add(total, parts[i][part]);
+      if (SCALED) total = times(total, row < 0 ? 0.0f : scales[row - first_row]);
+      if (GATED) {
+        float4 up = ups[i][0];
+#pragma unroll
+        for (int part = 1; part < SPLITS; part++) add(up, ups[i][part]);
+        if (SCALED) up = times(up, row < 0 ? 0.0f : scales[row - first_row]);
+        total = times(make_float4(silu(total.x), silu(total.y), silu(total.z), silu(total.w)), up);
+      }
+      if (HAS_RESIDUAL) add(total, floats_of(now[i].residual));
+      if (HEADS) {
+        const float4 turned = rotated(total, weight, now[i], ending.head_eps);
+        if (!is_value) total = turned;
+      }
+      const uint2 result = pairs_of(total);
+      if (HEADS && row >= 0 && !is_query) {
+        u16* keys = ending.k_buffer + now[i].location * ending.k_stride + (column - ending.query_width);
+        u16* values = ending.v_buffer + now[i].location * ending.v_stride + (column - ending.query_width - ending.kv_width);
+        *(uint2*)(is_value ? values : keys) = result;
+      } else if (row >= 0) {
+        *(uint2*)(out + (u64)row * (HEADS ? ending.query_width : width) + column) = result;
+      }
+      if (WEIGHTED) {
+        const float4 rounded = floats_of(result);
+        if (row >= 0) *(uint2*)(ending.weighted + (u64)row * width + column) = pairs_of(times(rounded, floats_of(weight)));
+        const float total_of_block = sum_over(row < 0 ? 0.0f : squares_of(rounded), 16);
+        if (row >= 0 && threadIdx.x % 16 == 0) ending.squares[column / 64 * num_rows + row] = total_of_block;
+      }
     }
-    *(uint2*)(out + places[turn]) = make_uint2(pair_of(total.x, total.y), pair_of(total.z, total.w));
   }
   // Nobody leaves while others may read its memory.
   if (SPLITS > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

@@ -1,14 +1,18 @@
-"""x Wᵀ for 5 to 64 rows of x, at the speed at which W is read: a kernel in CUDA's C++.
+"""x Wᵀ for 5 to 128 rows of x, with what a layer does before and after it: a kernel in CUDA's C++.
 
-Triton knows neither loads that may begin before a kernel's inputs are there, nor programs that read each other's shared
-memory; at these sizes that is what products wait for. Hopper only, bfloat16 only: for others `choose` has no tiles.
+Few rows wait for W to be read. Triton knows neither loads that may begin before a kernel's inputs are there, nor programs that read each
+other's shared memory. And steps of such sizes are made of kernels that take little longer than to start one: so a product takes
+in what comes behind it, and the norm before it, of which the product before has left all but a factor for each row.
+Hopper only, bfloat16 only: for others `choose` has no tiles.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Final
 
 import torch
@@ -19,17 +23,42 @@ from srt.kernels.hopper import (
     launch,
     map_of,
     most_clusters,
+    pointer,
     room_for_stages,
     source_of,
     with_alignment,
 )
 
 FEWEST_ROWS: Final = 5
-MOST_ROWS: Final = 64
+MOST_ROWS: Final = 128
+MOST_PLAIN_ROWS: Final = 64
+"""Of more, gates and ups have a kernel of their own, and what has nothing to take in is cuBLAS's."""
+_ROWS: Final = (16, 32, 64, 96, 128)
+_FEW_ROWS: Final = 64
+"""Up to here W is what takes time to read, beyond it is x too."""
 _MOST_STAGES: Final = 12
 _LONG_SPLIT: Final = 2048  # of the inner dimension: shorter parts do not pay for their adding up
 _LEAST_SHARE: Final = 0.72  # of the processors that work
 _LONG: Final = 1 << 16  # outputs of a head, where cuBLAS is as fast
+_HEAD_DIMS: Final = (64, 128)  # which a warp holds at a time
+_PRODUCTS_NS: Final = 3400  # of a processor of an H200, at the clock that it has in such steps
+_LOADED_NS: Final = 105  # bytes
+_EXCHANGED_NS: Final = 50  # bytes of a cluster's sums
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What becomes of the sums."""
+
+    is_gated: bool = False
+    has_residual: bool = False
+    is_weighted: bool = False  # written once more, times the next norm's weight, with sums of squares
+    is_scaled: bool = False  # x is weighted so: the sums lack its rows' factors
+    head_dim: int = 0  # queries, keys and values of heads of this size, if any
+    has_head_norm: bool = False
+
+
+PLAIN: Final = Ending()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +69,12 @@ class StreamTiles:
     warpgroups: int  # of 64 rows of W each
     splits: int  # of the inner dimension
     stages: int
-    is_gated: bool = False
-    has_residual: bool = False
+    ending: Ending = PLAIN
 
     @property
     def width(self) -> int:
         """Columns of the result."""
-        return 64 * self.warpgroups // (2 if self.is_gated else 1)
+        return 64 * self.warpgroups // (2 if self.ending.is_gated else 1)
 
     @property
     def stage_bytes(self) -> int:
@@ -76,44 +104,81 @@ class StreamTiles:
         num_rows: int,
         n: int,
         k: int,
-        is_gated: bool,
-        has_residual: bool,
+        ending: Ending,
         num_processors: int,
         clusters_at_once: Callable[[int], int],
     ) -> StreamTiles | None:
         """For n columns of the result; None where cuBLAS is as fast or the shape does not fit.
 
-        All programs run at once. `clusters_at_once`: so many clusters of that size do. As measured on an H200: the fewest splits that
-        give most processors something to do, or twice as many of tiles twice as wide, if these are long all the same.
+        All programs run at once. `clusters_at_once`: so many clusters of that size do.
         """
-        if not FEWEST_ROWS <= num_rows <= MOST_ROWS or k % BLOCK_K or n % 8 or n >= _LONG:
+        most = MOST_ROWS if ending.has_residual or ending.head_dim else MOST_PLAIN_ROWS
+        if not FEWEST_ROWS <= num_rows <= most or k % BLOCK_K or n % (64 if ending.is_weighted else 8) or n >= _LONG:
             return None
-        rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else MOST_ROWS
-        for splits in (1, 2, 3, 4, 6, 8):
-            for warpgroups in (1, 2, 3, 5):
-                tiles = cls(rows, warpgroups, splits, 1, is_gated, has_residual)
-                num_tiles = -(-n // tiles.width)
-                if k // BLOCK_K < splits or not tiles.fill(num_tiles, num_processors, clusters_at_once):
-                    continue
-                wider = cls(rows, 2 * warpgroups, 2 * splits, 1, is_gated, has_residual)
-                is_as_many = warpgroups == splits == 1 and num_tiles % 2 == 0 and k >= 2 * _LONG_SPLIT
-                if is_as_many and wider.fill(num_tiles // 2, num_processors, clusters_at_once):
-                    tiles = wider
-                return tiles.with_stages(k)
-        return None
 
-    def fill(self, num_tiles: int, num_processors: int, clusters_at_once: Callable[[int], int]) -> bool:
-        """Whether these programs can be, run at once, and leave few processors without one."""
-        num_programs = num_tiles * self.splits
-        is_enough = _LEAST_SHARE * num_processors <= num_programs <= num_processors
-        return (
-            self.width <= WIDEST_LOAD and is_enough and (self.splits == 1 or num_tiles <= clusters_at_once(self.splits))
+        def fits(tiles: StreamTiles) -> bool:
+            return tiles.fits(num_rows, n, k) and tiles.fill(tiles.count(num_rows, n), num_processors, clusters_at_once)
+
+        find = cls._for_few_rows if num_rows <= _FEW_ROWS else cls._for_more_rows
+        tiles = find(num_rows, n, k, ending, fits)
+        return None if tiles is None else tiles.with_stages(k)
+
+    @classmethod
+    def _for_few_rows(
+        cls, num_rows: int, n: int, k: int, ending: Ending, fits: Callable[[StreamTiles], bool]
+    ) -> StreamTiles | None:
+        """As measured on an H200: the fewest splits that give most processors something to do, or twice as many of tiles twice
+        as wide, if these are long all the same."""
+        rows = _padded(num_rows)
+        shapes = ((warpgroups, splits) for splits in (1, 2, 3, 4, 6, 8) for warpgroups in (1, 2, 3, 5))
+        every = (cls(rows, warpgroups, splits, 1, ending) for warpgroups, splits in shapes)
+        tiles = next(filter(fits, every), None)
+        if tiles is None or not tiles.warpgroups == tiles.splits == 1 or k < 2 * _LONG_SPLIT:
+            return tiles
+        wider = replace(tiles, warpgroups=2, splits=2)
+        return wider if tiles.count(num_rows, n) % 2 == 0 and fits(wider) else tiles
+
+    @classmethod
+    def _for_more_rows(
+        cls, num_rows: int, n: int, k: int, ending: Ending, fits: Callable[[StreamTiles], bool]
+    ) -> StreamTiles | None:
+        """Whose programs are done first: they multiply, or wait for both operands."""
+        heights = {_padded(-(-num_rows // parts)) for parts in (1, 2, 3, 4)}
+        shapes = product(heights, (1, 2, 3), (1, 2, 3, 4, 6, 8))
+        every = (cls(rows, warpgroups, splits, 1, ending) for rows, warpgroups, splits in shapes)
+        return min(filter(fits, every), key=lambda tiles: tiles.cost(k), default=None)
+
+    def cost(self, k: int) -> float:
+        """Nanoseconds of a program, about."""
+        width = 64 * self.warpgroups
+        multiplying = width * self.rows / _PRODUCTS_NS
+        loading = 2 * (width + self.rows) / _LOADED_NS
+        exchanged = 4 * width * self.rows * (self.splits - 1) / self.splits
+        return k / self.splits * max(multiplying, loading) + exchanged / _EXCHANGED_NS
+
+    def count(self, num_rows: int, n: int) -> int:
+        """Clusters."""
+        return -(-num_rows // self.rows) * -(-n // self.width)
+
+    def fits(self, num_rows: int, n: int, k: int) -> bool:
+        """Whether such a product can be cut so."""
+        head_dim = self.ending.head_dim
+        has_whole_heads = not head_dim or (
+            head_dim in _HEAD_DIMS and n % self.width == 0 and self.width % head_dim == 0
         )
+        return self.width <= WIDEST_LOAD and k // BLOCK_K >= self.splits and has_whole_heads
+
+    def fill(self, num_clusters: int, num_processors: int, clusters_at_once: Callable[[int], int]) -> bool:
+        """Whether these programs run at once, and leave few processors without one."""
+        num_programs = num_clusters * self.splits
+        is_enough = _LEAST_SHARE * num_processors <= num_programs <= num_processors
+        return is_enough and (self.splits == 1 or num_clusters <= clusters_at_once(self.splits))
 
     def with_stages(self, k: int) -> StreamTiles:
         """With as long a ring as there is room and use for."""
         blocks = -(-k // BLOCK_K // self.splits)
-        stages = min(room_for_stages(_MOST_STAGES) // self.stage_bytes, _MOST_STAGES, max(2, blocks))
+        room = room_for_stages(_MOST_STAGES) - 4 * self.rows  # factors of rows
+        stages = min(room // self.stage_bytes, _MOST_STAGES, max(2, blocks))
         return replace(self, stages=stages)
 
     @property
@@ -122,56 +187,169 @@ class StreamTiles:
 
     @property
     def constants(self) -> Mapping[str, int]:
+        ending = self.ending
         return {
             "ROWS": self.rows,
             "WARPGROUPS": self.warpgroups,
             "SPLITS": self.splits,
             "STAGES": self.stages,
-            "GATED": int(self.is_gated),
-            "HAS_RESIDUAL": int(self.has_residual),
+            "GATED": int(ending.is_gated),
+            "HAS_RESIDUAL": int(ending.has_residual),
+            "WEIGHTED": int(ending.is_weighted),
+            "SCALED": int(ending.is_scaled),
+            "HEADS": int(ending.head_dim > 0),
+            "HEAD_DIM": ending.head_dim or 64,
+            "HEAD_NORM": int(ending.has_head_norm),
         }
 
 
 SMALLEST: Final = StreamTiles(16, 1, 1, 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """Rows times the weight of a norm that is still to be applied, and what its factor is made of."""
+
+    values: torch.Tensor  # [rows, columns]
+    squares: torch.Tensor  # [columns / 64, rows] float32, sums of squares before the weight
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Where queries, keys and values go, and how they are turned on the way."""
+
+    query_width: int
+    weights: tuple[torch.Tensor, torch.Tensor] | None  # of the norms of query and key heads
+    eps: float
+    cos: torch.Tensor  # [rows, 1, head_dim / 2] float32
+    sin: torch.Tensor
+    locations: torch.Tensor  # [rows] int64
+    k_buffer: torch.Tensor  # [locations, kv heads, head_dim]
+    v_buffer: torch.Tensor
+
+    @property
+    def head_dim(self) -> int:
+        return self.k_buffer.shape[2]
+
+
+class _Ending(ctypes.Structure):
+    """As the kernel has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("residual", "x_squares", "next_weight", "weighted", "squares")),
+        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cosines", "sines", "locations")),
+        *((name, ctypes.c_void_p) for name in ("k_buffer", "v_buffer")),
+        *((name, ctypes.c_longlong) for name in ("k_stride", "v_stride")),
+        *((name, ctypes.c_int) for name in ("query_width", "kv_width")),
+        *((name, ctypes.c_float) for name in ("eps", "head_eps")),
+    )
+
+
 class StreamGemm:
-    """The kernel on one device."""
+    """The kernel on one device. Products of x, or of rows that are weighted already, where `tiles` has some for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def tiles(self, x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool, has_residual: bool) -> StreamTiles | None:
+    def tiles(self, x: torch.Tensor, weight: torch.Tensor, ending: Ending) -> StreamTiles | None:
         """None where x @ weight.T is better done by others."""
         if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
             return None
         if not FEWEST_ROWS <= len(x) <= MOST_ROWS:
             return None
-        n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
-        return _choose(len(x), n, k, is_gated, has_residual, self._num_processors, x.device.index)
+        n, k = weight.shape[0] // (2 if ending.is_gated else 1), weight.shape[1]
+        return _choose(len(x), n, k, ending, self._num_processors, x.device.index)
 
     def multiply(
-        self, x: torch.Tensor, weight: torch.Tensor, tiles: StreamTiles, residual: torch.Tensor | None = None
+        self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: StreamTiles, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x @ weight.T + residual, rounded once; if the tiles are gated, silu(first half of the columns) * second half."""
+        assert not tiles.ending.is_weighted and not tiles.ending.head_dim
+        return self._launch(
+            x, weight, tiles, weight.shape[0], _Ending(residual=_checked(residual, tiles.ending.has_residual))
+        )
+
+    def multiply_weighted(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        tiles: StreamTiles,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, Weighted]:
+        """x @ weight.T + residual, and the same for the norm that comes next."""
+        assert tiles.ending.is_weighted
+        num_rows, n = residual.shape
+        squares = torch.empty((n // 64, num_rows), dtype=torch.float32, device=x.device)
+        weighted = Weighted(torch.empty_like(residual), squares, norm_weight, eps)
+        ending = _Ending(
+            residual=_checked(residual, True),
+            next_weight=_checked(norm_weight, True),
+            weighted=pointer(weighted.values),
+            squares=pointer(squares),
+        )
+        return self._launch(x, weight, tiles, n, ending), weighted
+
+    def multiply_heads(
+        self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: StreamTiles, heads: Heads
+    ) -> torch.Tensor:
+        """The queries, normed if heads are, and rotated; so are the keys, which are stored with the values."""
+        assert tiles.ending.head_dim == heads.head_dim and tiles.ending.has_head_norm == (heads.weights is not None)
+        kv_width = heads.k_buffer.shape[1] * heads.head_dim
+        assert weight.shape[0] == heads.query_width + 2 * kv_width
+        q_weight, k_weight = heads.weights or (None, None)
+        ending = _Ending(
+            q_weight=pointer(q_weight),
+            k_weight=pointer(k_weight),
+            cosines=_checked(heads.cos, True),
+            sines=_checked(heads.sin, True),
+            locations=_checked(heads.locations, True),
+            k_buffer=pointer(heads.k_buffer),
+            v_buffer=pointer(heads.v_buffer),
+            k_stride=heads.k_buffer.stride(0),
+            v_stride=heads.v_buffer.stride(0),
+            query_width=heads.query_width,
+            kv_width=kv_width,
+            head_eps=heads.eps,
+        )
+        return self._launch(x, weight, tiles, heads.query_width, ending)
+
+    def _launch(
+        self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: StreamTiles, out_width: int, ending: _Ending
+    ) -> torch.Tensor:
+        assert tiles.ending.is_scaled == isinstance(x, Weighted)
+        if isinstance(x, Weighted):
+            ending.x_squares, ending.eps = pointer(x.squares), x.eps
+            x = x.values
+        x = x.contiguous()
         num_rows, k = x.shape
-        n = weight.shape[0] // (2 if tiles.is_gated else 1)
-        assert num_rows <= tiles.rows and weight.shape[1] == k and tiles.has_residual == (residual is not None)
-        for tensor in (x, weight, residual):
-            assert tensor is None or tensor.is_contiguous(), tensor.stride()
-        out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
+        halves = 2 if tiles.ending.is_gated else 1
+        n = weight.shape[0] // halves
+        assert weight.shape[1] == k and weight.is_contiguous()
+        out = torch.empty((num_rows, out_width // halves), dtype=x.dtype, device=x.device)
         maps = map_of(weight, tiles.width), map_of(x, tiles.rows)
-        grid = tiles.splits, -(-n // tiles.width)
+        grid = tiles.splits, -(-n // tiles.width), -(-num_rows // tiles.rows)
         with torch.cuda.device(x.device):
-            launch(tiles, grid, maps, (residual, out), (num_rows, n, k // BLOCK_K), is_dependent=True)
+            launch(tiles, grid, maps, (ending, out, num_rows, n, k // BLOCK_K), is_dependent=True)
         return out
 
 
+def _checked(tensor: torch.Tensor | None, is_wanted: bool) -> int:
+    """Its address."""
+    assert (tensor is not None) == is_wanted and (tensor is None or tensor.is_contiguous())
+    return pointer(tensor)
+
+
+def _padded(num_rows: int) -> int:
+    return next(rows for rows in _ROWS if num_rows <= rows)
+
+
 @cache
-def _choose(
-    num_rows: int, n: int, k: int, is_gated: bool, has_residual: bool, num_processors: int, device: int
-) -> StreamTiles | None:
+def _choose(num_rows: int, n: int, k: int, ending: Ending, num_processors: int, device: int) -> StreamTiles | None:
     def clusters_at_once(size: int) -> int:
         return most_clusters(StreamTiles(16, 1, size, 1).with_stages(1 << 20), device)
 
-    return StreamTiles.choose(num_rows, n, k, is_gated, has_residual, num_processors, clusters_at_once)
+    return StreamTiles.choose(num_rows, n, k, ending, num_processors, clusters_at_once)

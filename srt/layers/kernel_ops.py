@@ -14,7 +14,7 @@ from srt.kernels.pdl import has_pdl, pdl_for
 from srt.kernels.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.rotary import angles, prepare_qkv
 from srt.kernels.silu_and_mul import silu_and_mul
-from srt.kernels.stream_gemm import SMALLEST, StreamGemm
+from srt.kernels.stream_gemm import PLAIN, SMALLEST, Ending, Heads, StreamGemm, Weighted
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Stream
 
@@ -64,22 +64,66 @@ class KernelOps(LayerOps):
     def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
         if _is_few(stream.hidden, affine.weight):
             return self._gemv_of_norm(stream, norm, affine, is_gated=True)
+        if stream.weighted is not None:
+            assert stream.weighted.weight is norm.weight
+            product = self._gated(stream.weighted, affine)
+            if product is not None:
+                return product, stream.hidden
         normed, hidden = self.norm_stream(stream, norm)
         product = self._gated(normed, affine)
         return self.silu_and_mul(super().linear(normed, affine)) if product is None else product, hidden
 
-    def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine) -> Stream:
+    def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
         if _is_few(x, affine.weight):
             return Stream(self._gemv(x, affine, residual=hidden))
-        product = self._streamed(x, affine, residual=hidden)
-        if product is not None:
-            return Stream(product)
+        stream = self._streamed_onto(hidden, x, affine, next_norm)
+        if stream is not None:
+            return stream
         if affine.bias is not None or len(x) < _FEWEST_ADDED_ROWS:
             return super().linear_onto(hidden, x, affine)
         return Stream(hidden.addmm_(x, affine.weight.t()))
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         return Rotation(*angles(positions, frequencies, factor, self._pdl(positions)))
+
+    def attend_stream(
+        self,
+        stream: Stream,
+        norm: Norm,
+        affine: Affine,
+        head_norms: tuple[Norm, Norm] | None,
+        rotation: Rotation,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+    ) -> tuple[Tensor, Tensor]:
+        k_buffer, v_buffer = batch.token_to_kv_pool.get_kv(layer.layer_id)
+        ending = Ending(
+            is_scaled=stream.weighted is not None, head_dim=layer.head_dim, has_head_norm=head_norms is not None
+        )
+        only_decodes = batch.num_decode_rows == len(stream.hidden)
+        gemm, tiles = self._stream_gemm, None
+        if gemm is not None and affine.bias is None and only_decodes and k_buffer.dtype is torch.bfloat16:
+            tiles = gemm.tiles(stream.hidden, affine.weight, ending)
+        if gemm is None or tiles is None:
+            return super().attend_stream(stream, norm, affine, head_norms, rotation, layer, batch)
+        x: Tensor | Weighted
+        if stream.weighted is None:
+            x, hidden = self.norm_stream(stream, norm)
+        else:
+            assert stream.weighted.weight is norm.weight
+            x, hidden = stream.weighted, stream.hidden
+        heads = Heads(
+            query_width=layer.num_heads * layer.head_dim,
+            weights=None if head_norms is None else (head_norms[0].weight, head_norms[1].weight),
+            eps=0.0 if head_norms is None else head_norms[0].eps,
+            cos=rotation.cos,
+            sin=rotation.sin,
+            locations=batch.out_cache_loc,
+            k_buffer=k_buffer,
+            v_buffer=v_buffer,
+        )
+        queries = gemm.multiply_heads(x, affine.weight, tiles, heads)
+        return layer.attend_decodes(queries, batch), hidden
 
     def attend(
         self,
@@ -115,24 +159,37 @@ class KernelOps(LayerOps):
     def _pdl(self, rows: Tensor) -> int:
         return pdl_for(len(rows)) if self._has_pdl else 0
 
-    def _gated(self, x: Tensor, affine: Affine) -> Tensor | None:
+    def _gated(self, x: Tensor | Weighted, affine: Affine) -> Tensor | None:
         """None where others are faster."""
-        product = self._streamed(x, affine, is_gated=True)
+        is_scaled = isinstance(x, Weighted)
+        product = self._streamed(x, affine, Ending(is_gated=True, is_scaled=is_scaled))
         gemm = self._gated_gemm
         if product is not None or gemm is None or affine.bias is not None:
             return product
-        tiles = gemm.tiles(x, affine.weight)
-        return None if tiles is None else gemm.multiply(x.contiguous(), affine.weight, tiles)
+        tiles = gemm.tiles(_rows(x), affine.weight)
+        return None if tiles is None else gemm.multiply(x, affine.weight, tiles)
 
-    def _streamed(
-        self, x: Tensor, affine: Affine, *, is_gated: bool = False, residual: Tensor | None = None
-    ) -> Tensor | None:
+    def _streamed(self, x: Tensor | Weighted, affine: Affine, ending: Ending = PLAIN) -> Tensor | None:
         """None where others are faster."""
         gemm = self._stream_gemm
         if gemm is None or affine.bias is not None:
             return None
-        tiles = gemm.tiles(x, affine.weight, is_gated=is_gated, has_residual=residual is not None)
-        return None if tiles is None else gemm.multiply(x.contiguous(), affine.weight, tiles, residual)
+        tiles = gemm.tiles(_rows(x), affine.weight, ending)
+        return None if tiles is None else gemm.multiply(x, affine.weight, tiles)
+
+    def _streamed_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None) -> Stream | None:
+        """None where others are faster."""
+        gemm = self._stream_gemm
+        if gemm is None or affine.bias is not None:
+            return None
+        ending = Ending(has_residual=True, is_weighted=next_norm is not None)
+        tiles = gemm.tiles(x, affine.weight, ending)
+        if tiles is None:
+            return None
+        if next_norm is None:
+            return Stream(gemm.multiply(x, affine.weight, tiles, hidden))
+        product, weighted = gemm.multiply_weighted(x, affine.weight, tiles, hidden, next_norm.weight, next_norm.eps)
+        return Stream(product, weighted=weighted)
 
     def _gemv(self, x: Tensor, affine: Affine, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         product, _ = gemv(
@@ -158,6 +215,10 @@ class KernelOps(LayerOps):
             is_gated=is_gated,
             pdl=bool(self._pdl(stream.hidden)),
         )
+
+
+def _rows(x: Tensor | Weighted) -> Tensor:
+    return x.values if isinstance(x, Weighted) else x
 
 
 def _is_few(x: Tensor, weight: Tensor) -> bool:

@@ -49,10 +49,6 @@ class ColumnParallelLinear(WeightedModule):
     def forward(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self.affine)
 
-    def of_norm(self, stream: Stream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """(the output for the normed stream, the stream's sum)."""
-        return self._ops.linear_of_norm(stream, norm.norm, self.affine)
-
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         parent = path.rpartition(".")[0]
         target_start = 0
@@ -134,10 +130,10 @@ class RowParallelLinear(WeightedModule):
         total = self._tp.all_reduce(self._ops.linear(x, Affine(self.weight, None)))
         return total if self.bias is None else total + self.bias
 
-    def onto(self, hidden: Tensor, x: Tensor) -> Stream:
-        """hidden + y. hidden may be overwritten."""
+    def onto(self, hidden: Tensor, x: Tensor, next_norm: RMSNorm | None) -> Stream:
+        """hidden + y, which that norm is applied to next, if any. hidden may be overwritten."""
         if self._tp.size == 1:
-            return self._ops.linear_onto(hidden, x, self.affine)
+            return self._ops.linear_onto(hidden, x, self.affine, None if next_norm is None else next_norm.norm)
         return Stream(hidden, self(x))
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from srt.layers.attention.radix_attention import RadixAttention
 
 if TYPE_CHECKING:
+    from srt.kernels.stream_gemm import Weighted
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -24,6 +25,8 @@ class Stream:
 
     hidden: Tensor
     delta: Tensor | None = None
+    weighted: Weighted | None = None
+    """The sum on its way to the norm that comes next, if who formed it was told which; there is no delta then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,8 @@ class LayerOps:
         normed, hidden = self.norm_stream(stream, norm)
         return self.silu_and_mul(self.linear(normed, affine)), hidden
 
-    def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine) -> Stream:
-        """hidden + x Wᵀ + b. hidden may be overwritten."""
+    def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
+        """hidden + x Wᵀ + b, which that norm is applied to next, if any. hidden may be overwritten."""
         return Stream(hidden, self.linear(x, affine))
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
@@ -92,6 +95,20 @@ class LayerOps:
         if factor != 1.0:
             cos, sin = cos * factor, sin * factor
         return Rotation(cos, sin)
+
+    def attend_stream(
+        self,
+        stream: Stream,
+        norm: Norm,
+        affine: Affine,
+        head_norms: tuple[Norm, Norm] | None,
+        rotation: Rotation,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+    ) -> tuple[Tensor, Tensor]:
+        """`attend` for the packed rows that the product with the normed stream gives."""
+        qkv, hidden = self.linear_of_norm(stream, norm, affine)
+        return self.attend(qkv, head_norms, rotation, layer, batch), hidden
 
     def attend(
         self,

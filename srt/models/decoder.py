@@ -56,9 +56,13 @@ class Attention(nn.Module):
         )
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, traits.o_bias, tp, ops)
 
-    def forward(self, stream: Stream, norm: RMSNorm, rotation: Rotation, batch: ForwardBatch) -> Stream:
-        qkv, hidden = self.qkv_proj.of_norm(stream, norm)
-        return self.o_proj.onto(hidden, self._ops.attend(qkv, self.head_norms, rotation, self.attn, batch))
+    def forward(
+        self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm, rotation: Rotation, batch: ForwardBatch
+    ) -> Stream:
+        attended, hidden = self._ops.attend_stream(
+            stream, norm.norm, self.qkv_proj.affine, self.head_norms, rotation, self.attn, batch
+        )
+        return self.o_proj.onto(hidden, attended, next_norm)
 
     @property
     def head_norms(self) -> tuple[Norm, Norm] | None:
@@ -78,9 +82,9 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, outputs, traits.mlp_bias, tp, ops)
         self.down_proj = RowParallelLinear(size, config.hidden_size, traits.mlp_bias, tp, ops)
 
-    def forward(self, stream: Stream, norm: RMSNorm) -> Stream:
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
         activated, hidden = self.gate_up_proj.gated_of_norm(stream, norm)
-        return self.down_proj.onto(hidden, activated)
+        return self.down_proj.onto(hidden, activated, next_norm)
 
 
 class DecoderLayer(nn.Module):
@@ -93,9 +97,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config, tp, ops, traits)
 
-    def forward(self, stream: Stream, rotation: Rotation, batch: ForwardBatch) -> Stream:
-        stream = self.self_attn(stream, self.input_layernorm, rotation, batch)
-        return self.mlp(stream, self.post_attention_layernorm)  # type: ignore[no-any-return]  # calls of modules are untyped
+    def forward(self, stream: Stream, next_norm: RMSNorm | None, rotation: Rotation, batch: ForwardBatch) -> Stream:
+        """`next_norm` is the next layer's, if there is one."""
+        stream = self.self_attn(stream, self.input_layernorm, self.post_attention_layernorm, rotation, batch)
+        return self.mlp(stream, self.post_attention_layernorm, next_norm)  # type: ignore[no-any-return]  # calls of modules are untyped
 
 
 class Decoder(nn.Module):
@@ -111,8 +116,9 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         rotation = self.rotary_emb(positions)
         stream = Stream(self.embed_tokens(input_ids))
-        for layer in self.layers:
-            stream = layer(stream, rotation, batch)
+        next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), None]
+        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+            stream = layer(stream, next_norm, rotation, batch)
         return self.norm.of_stream(stream)
 
 

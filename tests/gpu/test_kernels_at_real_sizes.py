@@ -16,11 +16,11 @@ from srt.kernels.gated_gemm import GatedGemm
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.sample import draw
 from srt.kernels.shared_prefix import SharedPrefix, find_shared, shared_attention
-from srt.kernels.stream_gemm import StreamGemm
+from srt.kernels.stream_gemm import MOST_PLAIN_ROWS, PLAIN, Ending, Heads, StreamGemm, Weighted
 from srt.layers import sampler
 from srt.layers.kernel_ops import KernelOps
 from srt.layers.logit_wishes import apply_wishes
-from srt.layers.ops import Affine, Norm, Stream
+from srt.layers.ops import Affine, Norm, Rotation, Stream, rotate
 from srt.mem_cache.memory_pool import ReqToTokenPool
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
 
@@ -45,29 +45,110 @@ def assert_near(got: Tensor, expected: Tensor) -> None:
     assert error < 5e-3, float(error)
 
 
+def among_others(rows: Tensor) -> Tensor:
+    """The same rows; behind them are some that belong to somebody else."""
+    return torch.cat((rows, torch.full_like(rows, float("nan"))))[: len(rows)]
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), EPS)
+
+
 @pytest.mark.parametrize("num_rows", [5, 16, 17, 33, 64])
 @pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 3072), (4096, 12288), (5120, 17408), (2048, 8200)])
 def test_streamed_products_are_right_and_the_same_every_time(hidden_size: int, inner_size: int, num_rows: int) -> None:
-    """8,200 columns end within a tile; rows of x beyond those there are belong to somebody else."""
+    """8,200 columns end within a tile."""
     gemm = StreamGemm(CUDA)
-    x = torch.cat((randn(num_rows, hidden_size), torch.full_like(randn(64, hidden_size), float("nan"))))[:num_rows]
+    x = among_others(randn(num_rows, hidden_size))
     gate_up = randn(2 * inner_size, hidden_size) * hidden_size**-0.5
-    tiles = gemm.tiles(x, gate_up, is_gated=True, has_residual=False)
     gate, up = (x.float() @ gate_up.float().T).chunk(2, dim=-1)
-    activated = F.silu(gate) * up
-    assert tiles is not None
-    streamed = gemm.multiply(x, gate_up, tiles)
-    assert_near(streamed, activated)
-    assert all(torch.equal(gemm.multiply(x, gate_up, tiles), streamed) for _ in range(20))
     residual = randn(num_rows, inner_size)
-    for onto in (None, residual):
-        tiles = gemm.tiles(x, gate_up[:inner_size], is_gated=False, has_residual=onto is not None)
+    cases = [
+        (Ending(is_gated=True), gate_up, None, F.silu(gate) * up),
+        (PLAIN, gate_up[:inner_size], None, gate),
+        (Ending(has_residual=True), gate_up[:inner_size], residual, gate + residual.float()),
+    ]
+    for ending, weight, onto, expected in cases:
+        tiles = gemm.tiles(x, weight, ending)
         if tiles is None:
-            assert inner_size == 17_408, "for which there are no tiles but gated ones"
+            assert inner_size == 17_408 and not ending.is_gated, "for which there are no tiles but gated ones"
             continue
-        streamed = gemm.multiply(x, gate_up[:inner_size], tiles, onto)
-        assert_near(streamed, gate if onto is None else gate + onto.float())
-        assert all(torch.equal(gemm.multiply(x, gate_up[:inner_size], tiles, onto), streamed) for _ in range(20))
+        streamed = gemm.multiply(x, weight, tiles, onto)
+        assert_near(streamed, expected)
+        assert all(torch.equal(gemm.multiply(x, weight, tiles, onto), streamed) for _ in range(20))
+
+
+@pytest.mark.parametrize("num_rows", [5, 16, 33, 64, 80, 96, 100, 128])
+@pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 3072), (4096, 12288), (5120, 17408)])
+def test_a_norm_is_left_by_one_product_and_finished_by_the_next(
+    hidden_size: int, inner_size: int, num_rows: int
+) -> None:
+    stream, gated = StreamGemm(CUDA), GatedGemm(CUDA)
+    x, residual = among_others(randn(num_rows, inner_size)), randn(num_rows, hidden_size) * 20
+    down, norm_weight = randn(hidden_size, inner_size) * inner_size**-0.5, randn(hidden_size)
+    tiles = stream.tiles(x, down, Ending(has_residual=True, is_weighted=True))
+    assert tiles is not None
+    product, weighted = stream.multiply_weighted(x, down, tiles, residual, norm_weight, EPS)
+    assert_near(product, residual.float() + x.float() @ down.float().T)
+    assert_near(weighted.values, product.float() * norm_weight.float())
+    assert_near(weighted.squares, product.float().square().unflatten(1, (-1, 64)).sum(2).T)
+
+    gate_up = randn(2 * inner_size, hidden_size) * hidden_size**-0.5
+    gate, up = (normed(product, norm_weight) @ gate_up.float().T).chunk(2, dim=-1)
+    if num_rows <= MOST_PLAIN_ROWS:
+        streamed = stream.tiles(product, gate_up, Ending(is_gated=True, is_scaled=True))
+        assert streamed is not None
+        activated = stream.multiply(weighted, gate_up, streamed)
+    else:
+        many = gated.tiles(product, gate_up)
+        assert many is not None
+        activated = gated.multiply(weighted, gate_up, many)
+    assert_near(activated, F.silu(gate) * up)
+    again, also = stream.multiply_weighted(x, down, tiles, residual, norm_weight, EPS)
+    assert torch.equal(again, product) and torch.equal(also.squares, weighted.squares)
+
+
+@pytest.mark.parametrize("num_rows", [5, 16, 33, 64, 80, 96, 100, 128])
+@pytest.mark.parametrize(
+    ("hidden_size", "heads", "kv_heads", "head_dim"),
+    [(1024, 16, 8, 128), (4096, 32, 8, 128), (5120, 40, 8, 128), (2048, 32, 8, 64), (4096, 64, 3, 64)],
+)
+@pytest.mark.parametrize(("has_norm", "is_scaled"), [(True, True), (False, False)])
+def test_heads_are_normed_rotated_and_stored_by_their_product(
+    hidden_size: int, heads: int, kv_heads: int, head_dim: int, num_rows: int, has_norm: bool, is_scaled: bool
+) -> None:
+    gemm, num_locations = StreamGemm(CUDA), 1000
+    x, norm_weight = among_others(randn(num_rows, hidden_size)), randn(hidden_size)
+    weight = randn((heads + 2 * kv_heads) * head_dim, hidden_size) * hidden_size**-0.5
+    tiles = gemm.tiles(x, weight, Ending(is_scaled=is_scaled, head_dim=head_dim, has_head_norm=has_norm))
+    if tiles is None:
+        assert kv_heads == 3 or num_rows > MOST_PLAIN_ROWS
+        return
+    angles = torch.rand(num_rows, 1, head_dim // 2, device=CUDA) * 6
+    cos, sin = angles.cos(), angles.sin()
+    weights = (randn(head_dim), randn(head_dim)) if has_norm else None
+    pools = [torch.full((num_locations, kv_heads, head_dim), 7.0, dtype=torch.bfloat16, device=CUDA) for _ in range(2)]
+    locations = torch.randperm(num_locations, device=CUDA)[:num_rows]
+    multiplied: Tensor | Weighted = x
+    rows = x.float()
+    if is_scaled:
+        squares = x.float().square().unflatten(1, (-1, 64)).sum(2).T.contiguous()
+        multiplied, rows = Weighted(x * norm_weight, squares, norm_weight, EPS), normed(x, norm_weight)
+    where = Heads(heads * head_dim, weights, EPS, cos, sin, locations, pools[0], pools[1])
+    queries = gemm.multiply_heads(multiplied, weight, tiles, where)
+
+    packed = (rows @ weight.float().T).unflatten(1, (-1, head_dim))
+    q, k, v = packed.split((heads, kv_heads, kv_heads), dim=1)
+    if weights is not None:
+        q, k = normed(q, weights[0]), normed(k, weights[1])
+    rotation = Rotation(cos, sin)
+    assert_near(queries, rotate(q, rotation).flatten(1))
+    assert_near(pools[0][locations], rotate(k, rotation))
+    assert_near(pools[1][locations], v)
+    others = torch.ones(num_locations, dtype=torch.bool, device=CUDA)
+    others[locations] = False
+    assert all(bool((pool[others] == 7.0).all()) for pool in pools)
+    assert torch.equal(gemm.multiply_heads(multiplied, weight, tiles, where), queries)
 
 
 @pytest.mark.parametrize("num_rows", [65, 128, 130, 192, 256, 500, 1024, 2345])

@@ -145,6 +145,28 @@ def logits_of(runner: ModelRunner, prompt: list[int], chunk: int, page_size: int
     return torch.stack(rows)
 
 
+def logits_of_rows(runner: ModelRunner, prompts: list[list[int]], page_size: int, decodes: int) -> torch.Tensor:
+    """Of steps in which all of them decode, token 7 each time: [steps * rows, vocabulary]."""
+    empty, slots = int32_array(), int32_array(range(len(prompts)))
+    starts, counts = int32_array([0] * len(prompts)), int32_array([len(prompt) for prompt in prompts])
+    admissions = [
+        Admission(i, int32_array(prompt), len(prompt), 0, i, greedy(decodes + 1), LogprobSpec())
+        for i, prompt in enumerate(prompts)
+    ]
+    num_pages = [-(-(len(prompt) + decodes) // page_size) for prompt in prompts]
+    pages = PageDelta(slots, int32_array(num_pages), int32_array(range(sum(num_pages))))
+    runner.execute(PlanSection(admissions, [pages], slots, starts, counts, int32_array([1] * len(prompts)), empty))
+    steps = []
+    for step in range(decodes):
+        for slot, prompt in enumerate(prompts):
+            runner._req_to_token_pool.token_table[slot, len(prompt) + step] = 7
+        nothing = PageDelta(empty, empty, empty)
+        decoded = runner.execute(PlanSection([], [nothing], empty, empty, empty, empty, slots))
+        assert isinstance(decoded, DecodeOutput)
+        steps.append(decoded.logits.float().cpu().clone())
+    return torch.cat(steps)
+
+
 @torch.inference_mode()
 def round_weights(runner: ModelRunner) -> ModelRunner:
     """To bfloat16, and back: so that what is compared is arithmetic, not two models."""
@@ -210,6 +232,26 @@ def test_logits_of_a_real_shape_are_near_those_of_float32(tmp_path: Path) -> Non
     for choice in BACKENDS:
         runner = make_runner(tmp_path, 16, dtype="bfloat16", **options, **choice)
         assert_near(logits_of(runner, prompt, 300, 16), reference, str(choice))
+
+
+@pytest.mark.parametrize("num_rows", [6, 40, 100])
+def test_steps_of_many_rows_are_near_those_of_float32(tmp_path: Path, num_rows: int) -> None:
+    """Where products take in norms, rotation and the writing of keys; graphs among them that read rows evenly."""
+    (tmp_path / "config.json").write_text(REAL_CONFIG.read_text())
+    vocab_size = json.loads(REAL_CONFIG.read_text())["vocab_size"]
+    rng = np.random.default_rng(6)
+    prompts = [token_ids(rng, 5 + 7 * i % 90, vocab_size) for i in range(num_rows)]
+    options: dict[str, Any] = {"device": CUDA, "load_format": "dummy", "max_running_requests": num_rows + 2}
+    torch_only: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch_native", "disable_cuda_graph": True}
+    exact = round_weights(make_runner(tmp_path, 16, **options, **torch_only))
+    reference = logits_of_rows(exact, prompts, 16, decodes=3)
+    del exact
+    for sizes in ((), (num_rows + 2,)):
+        graphs: dict[str, Any] = {"disable_cuda_graph": not sizes, "cuda_graph_bs": sizes}
+        runner = make_runner(tmp_path, 16, dtype="bfloat16", **graphs, **options)
+        while runner.num_graphs_left:
+            runner.capture_graph()
+        assert_near(logits_of_rows(runner, prompts, 16, decodes=3), reference, f"{num_rows} rows, {sizes or 'eager'}")
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])

@@ -47,6 +47,13 @@ class RadixAttention(nn.Module):
         """Attention of tokens whose keys (rotated) and values are in the memory; k and v may be views of packed rows."""
         return batch.attn_backend.attend(q, k, v, self, batch)
 
+    def attend_decodes(self, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The same for a batch in which every row decodes."""
+        out = torch.empty_like(q)
+        heads = -1, self.num_heads, self.head_dim
+        batch.attn_backend.forward_decode(q.view(heads), self, batch, out.view(heads))
+        return out
+
     def split_kv_heads(self, rows: torch.Tensor) -> torch.Tensor:
         """[tokens, kv_heads * head_dim] as [tokens, kv_heads, head_dim]."""
         return rows.view(-1, self.num_kv_heads, self.head_dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -10,37 +11,43 @@ import pytest
 from srt.kernels import cuda_source
 from srt.kernels.cuda_source import compile_source, machine_code
 from srt.kernels.hopper import ARCHITECTURE
-from srt.kernels.stream_gemm import FEWEST_ROWS, MOST_ROWS, StreamTiles
+from srt.kernels.stream_gemm import FEWEST_ROWS, MOST_PLAIN_ROWS, MOST_ROWS, PLAIN, Ending, StreamTiles
 
 PROCESSORS = 132  # of an H200, and so many clusters of each size at once
 CLUSTERS = {2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
 SHARED_BYTES = 227 * 1024
-# Columns of the result, inner size, whether gated, whether onto a residual; of Qwen3-0.6B, 8B and 14B.
+HEADS = Ending(is_scaled=True, head_dim=128, has_head_norm=True)
+ONTO = Ending(has_residual=True, is_weighted=True)
+GATED = Ending(is_gated=True, is_scaled=True)
+# Columns of the result, inner size, and what becomes of it; of Qwen3-0.6B, 8B and 14B.
 PROJECTIONS = [
-    *((4096, 1024, False, False), (1024, 2048, False, True), (3072, 1024, True, False), (1024, 3072, False, True)),
-    *((6144, 4096, False, False), (4096, 4096, False, True), (12288, 4096, True, False), (4096, 12288, False, True)),
-    *((7168, 5120, False, False), (5120, 5120, False, True), (17408, 5120, True, False), (5120, 17408, False, True)),
+    *((4096, 1024, HEADS), (1024, 2048, ONTO), (3072, 1024, GATED), (1024, 3072, ONTO)),
+    *((6144, 4096, HEADS), (4096, 4096, ONTO), (12288, 4096, GATED), (4096, 12288, ONTO)),
+    *((7168, 5120, HEADS), (5120, 5120, ONTO), (17408, 5120, GATED), (5120, 17408, ONTO)),
 ]
 
 
-def choose(num_rows: int, n: int, k: int, is_gated: bool = False, has_residual: bool = False) -> StreamTiles | None:
-    return StreamTiles.choose(num_rows, n, k, is_gated, has_residual, PROCESSORS, CLUSTERS.__getitem__)
+def choose(num_rows: int, n: int, k: int, ending: Ending = PLAIN) -> StreamTiles | None:
+    return StreamTiles.choose(num_rows, n, k, ending, PROCESSORS, CLUSTERS.__getitem__)
 
 
-@pytest.mark.parametrize("num_rows", [FEWEST_ROWS, 16, 17, 33, MOST_ROWS])
+@pytest.mark.parametrize("num_rows", [FEWEST_ROWS, 16, 17, 33, 64, 65, 96, 100, MOST_ROWS])
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_all_programs_of_a_product_run_at_once_and_most_processors_have_one(
-    projection: tuple[int, int, bool, bool], num_rows: int
+    projection: tuple[int, int, Ending], num_rows: int
 ) -> None:
-    n, k, _, _ = projection
+    n, k, ending = projection
     tiles = choose(num_rows, *projection)
+    if ending.is_gated and num_rows > MOST_PLAIN_ROWS:
+        assert tiles is None
+        return
     assert tiles is not None
-    num_tiles = -(-n // tiles.width)
-    assert num_rows <= tiles.rows
+    num_tiles = -(-n // tiles.width) * -(-num_rows // tiles.rows)
     assert 0.7 * PROCESSORS < num_tiles * tiles.splits <= PROCESSORS
     assert tiles.splits == 1 or num_tiles <= CLUSTERS[tiles.splits]
-    assert tiles.stages >= 2 and tiles.shared_bytes <= SHARED_BYTES - 1024
+    assert tiles.stages >= 2 and tiles.shared_bytes + 4 * tiles.rows <= SHARED_BYTES - 1024
     assert tiles.splits <= k // 64
+    assert not ending.head_dim or (tiles.width % 128 == 0 and n % tiles.width == 0)
 
 
 def test_a_load_brings_no_more_than_256_rows_of_weights() -> None:
@@ -50,8 +57,14 @@ def test_a_load_brings_no_more_than_256_rows_of_weights() -> None:
 
 def test_what_others_do_as_fast_or_the_kernel_cannot_is_left_alone() -> None:
     assert choose(FEWEST_ROWS - 1, 4096, 4096) is None
-    assert choose(MOST_ROWS + 1, 4096, 4096) is None
+    assert choose(MOST_PLAIN_ROWS, 4096, 4096) is not None
+    assert choose(MOST_PLAIN_ROWS + 1, 4096, 4096) is None, "nothing is taken in"
+    assert choose(MOST_ROWS, 4096, 4096, ONTO) is not None
+    assert choose(MOST_ROWS + 1, 4096, 4096, ONTO) is None
     assert choose(16, 4096, 4096 + 32) is None, "the inner size is cut into 64"
+    assert choose(16, 4096 + 32, 4096, ONTO) is None, "squares are of 64 columns"
+    assert choose(16, 6144 + 64, 4096, HEADS) is None, "half a head would be left"
+    assert choose(16, 6144, 4096, replace(HEADS, head_dim=256)) is None, "a warp holds no more than 128"
     assert choose(16, 151_936, 4096) is None, "a head has work for all processors as it is"
     assert choose(16, 384, 192) is None, "too small to have work for them"
 
@@ -60,7 +73,9 @@ def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path))
-    chosen = {choose(num_rows, *projection) for num_rows, projection in product((16, 32, 64), PROJECTIONS)} - {None}
+    heads_of_64 = (3072, 2048, Ending(head_dim=64))
+    pairs = product((16, 32, 64, 96, 128), [*PROJECTIONS, heads_of_64])
+    chosen = {choose(num_rows, *projection) for num_rows, projection in pairs} - {None}
 
     def codes() -> list[bytes]:
         return [machine_code(tiles.source, tiles.constants, ARCHITECTURE) for tiles in chosen if tiles is not None]
