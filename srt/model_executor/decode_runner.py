@@ -73,11 +73,6 @@ class DecodeRunner:
         self._sizes = tuple(sorted(sizes))
         self._size = 0  # rows of the step at hand, padding included
         self._replayed: CudaGraphRunner | None = None  # whose graph it is, if it is one
-        self._samplers = {
-            SamplingKind.PLAIN: self._run_sample,
-            SamplingKind.FILTERED: self._run_filtered_sample,
-            SamplingKind.WISHING: self._run_wished_sample,
-        }
         self._plans_on_host = parts.attn_backend.plans_decodes_on_host
         self._captured_last: CudaGraphRunner | None = None
         self.graphs: dict[Reading, CudaGraphRunner] = {}  # the first serve where others have no size
@@ -210,6 +205,15 @@ class DecodeRunner:
             forward = parts.compiled
         hidden = forward(batch.input_ids, batch.positions, batch)
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[:size])
+
+    @property
+    def _samplers(self) -> dict[SamplingKind, Callable[[int], None]]:
+        """In the order of the kinds. Not kept: a runner that refers to itself would keep its memory until garbage is collected."""
+        return {
+            SamplingKind.PLAIN: self._run_sample,
+            SamplingKind.FILTERED: self._run_filtered_sample,
+            SamplingKind.WISHING: self._run_wished_sample,
+        }
 
     def _run_sample(self, size: int) -> None:
         rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
