@@ -55,6 +55,20 @@ def test_one_rank_gives_back_what_it_got() -> None:
     tp.close()
 
 
+def test_a_rank_alone_waits_for_nobody_and_hears_itself(tmp_path: Path) -> None:
+    def work(tp: TensorParallel) -> list[list[float]]:
+        said = []
+        if tp.rank == 1:
+            with tp.alone():
+                said = [
+                    tp.all_reduce(torch.tensor([1.0, 2.5])).tolist(),
+                    tp.all_gather(torch.tensor([7.0, 8.0])).tolist(),
+                ]
+        return [*said, tp.all_gather(torch.tensor([float(tp.rank)])).tolist()]
+
+    assert run_ranks(2, tmp_path, work) == [[[0.0, 1.0]], [[2.0, 5.0], [7.0, 8.0, 7.0, 8.0], [0.0, 1.0]]]
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_are_added_in_rank_order_and_equal_to_the_bit(size: int, tmp_path: Path) -> None:
     parts = torch.randn(size, 5, 33, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(33)
