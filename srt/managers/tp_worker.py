@@ -22,12 +22,7 @@ from srt.managers.worker_link import WorkerLink
 from srt.managers.worker_times import WorkerTimes
 from srt.protocol.codec import protocol_hash
 from srt.protocol.messages import (
-    Admission,
     FromWorker,
-    LogprobSpec,
-    PageDelta,
-    PlanSection,
-    SamplingSpec,
     Scalar,
     StepAck,
     StepPlan,
@@ -37,7 +32,6 @@ from srt.protocol.messages import (
     WorkerFault,
     WorkerHello,
     WorkPlan,
-    int32_array,
 )
 from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
@@ -175,7 +169,7 @@ def main(child: Child) -> None:
         child.report_phase("compile")
         runner.compile()
     child.report_phase("warm-up")
-    warm_up(runner)
+    runner.warm_up()
     link = WorkerLink(child)
     rank, args = child.start.index, child.start.args
     worker = TpWorker(rank, runner, link, args.window, child.tracer)
@@ -229,29 +223,6 @@ def load_runner(child: Child) -> ModelRunner:
         report_weights=_Throttled(lambda done, total: child.report_phase("weights", done, total)),
         report_memory=lambda: child.report_phase("memory"),
     )
-
-
-def warm_up(runner: ModelRunner) -> None:
-    """Requests through the whole model, prompt and next token, so that what is made at first use is made now."""
-    is_cpu = runner.device.type == "cpu"
-    # On a GPU more tokens than kernels of their own serve, and with filters and without: all of it is compiled now.
-    count = min(8 if is_cpu else 64, runner.max_request_tokens - 1)
-    if count < 1:
-        return
-    for top_p in (0.9,) if is_cpu else (0.9, 1.0):
-        for section in _warm_up_sections(count, runner.page_size, top_p):
-            runner.sample(runner.execute(section)).result()
-        runner.reset()
-
-
-def _warm_up_sections(count: int, page_size: int, top_p: float) -> tuple[PlanSection, PlanSection]:
-    empty, one, slot = int32_array(), int32_array([1]), int32_array([0])
-    spec = SamplingSpec(max_new_tokens=2, temperature=1.0, top_p=top_p)
-    admission = Admission(0, int32_array([0] * count), count, 0, 0, spec, LogprobSpec())
-    pages = int32_array(range(-(-(count + 1) // page_size)))
-    delta = PageDelta(slot, int32_array([len(pages)]), pages)
-    first = PlanSection([admission], [delta], slot, int32_array([0]), int32_array([count]), one, empty)
-    return first, PlanSection([], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, slot)
 
 
 def hello_of(rank: int, page_size: int, runner: ModelRunner) -> WorkerHello:

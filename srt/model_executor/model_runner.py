@@ -38,6 +38,7 @@ from srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRun
 from srt.model_executor.plan_arrays import PlanArrays, Staging
 from srt.model_executor.step_output import ResultBuffers, StepOutput
 from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
+from srt.model_executor.warm_up import warm_up_requests
 from srt.model_executor.worst_step import worst_section
 from srt.model_loader.kv_scales import read_kv_scales
 from srt.model_loader.loader import LoadConfig, get_model_loader
@@ -412,6 +413,13 @@ class ModelRunner:
         )
 
     # ---- Work between steps
+
+    def warm_up(self) -> None:
+        """Requests through the whole model, prompt and next token, so that what is made at first use is made now."""
+        for sections in warm_up_requests(self.device.type, self.max_request_tokens, self.page_size):
+            for section in sections:
+                self._run_to_the_end(section)
+            self.reset()
 
     @torch.inference_mode()
     def compile(self) -> None:

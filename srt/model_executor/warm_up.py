@@ -1,0 +1,43 @@
+"""Requests whose only use is that what is made at first use is made for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
+
+CPU_TOKENS = 8
+GPU_TOKENS = 64  # more than kernels of their own serve
+SHORT_TOKENS = 8  # of a chunk behind a prefix, which has kernels of its own
+
+
+def warm_up_requests(device_type: str, max_request_tokens: int, page_size: int) -> Iterator[list[PlanSection]]:
+    """The sections of one request after the other, each from its prompt to its second token, all in slot 0 and page 0.
+
+    On a GPU with filters and without. There are none where a request has no room for them.
+    """
+    is_cpu = device_type == "cpu"
+    room = max_request_tokens - 1
+    first = min(CPU_TOKENS if is_cpu else GPU_TOKENS, room)
+    chunks = [count for count in (first, 0 if is_cpu else min(SHORT_TOKENS, room - first)) if count > 0]
+    if chunks:
+        for top_p in (0.9,) if is_cpu else (0.9, 1.0):
+            yield _sections(chunks, page_size, top_p)
+
+
+def _sections(chunks: list[int], page_size: int, top_p: float) -> list[PlanSection]:
+    empty, slot, count = int32_array(), int32_array([0]), sum(chunks)
+    spec = SamplingSpec(max_new_tokens=2, temperature=1.0, top_p=top_p)
+    admission = Admission(0, int32_array([0] * count), count, 0, 0, spec, LogprobSpec())
+    num_pages = -(-(count + 1) // page_size)
+    pages = PageDelta(slot, int32_array([num_pages]), np.zeros(num_pages, np.int32))
+    sections = []
+    start = 0
+    for chunk in chunks:
+        news = ([], [PageDelta(empty, empty, empty)]) if start else ([admission], [pages])
+        samples = int32_array([start + chunk == count])
+        sections.append(PlanSection(*news, slot, int32_array([start]), int32_array([chunk]), samples, empty))
+        start += chunk
+    return [*sections, PlanSection([], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, slot)]

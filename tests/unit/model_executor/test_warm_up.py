@@ -1,0 +1,17 @@
+"""What a worker runs before its first request."""
+
+from __future__ import annotations
+
+import pytest
+
+from srt.model_executor.warm_up import GPU_TOKENS, SHORT_TOKENS, warm_up_requests
+
+
+@pytest.mark.parametrize(("room", "chunks"), [(100, [GPU_TOKENS, SHORT_TOKENS]), (70, [64, 5]), (20, [19]), (1, [])])
+def test_a_gpu_is_warmed_up_by_a_prompt_in_two_chunks_where_there_is_room(room: int, chunks: list[int]) -> None:
+    requests = list(warm_up_requests("cuda", room, 16))
+    assert len(requests) == (2 if chunks else 0)
+    for sections in requests:
+        assert [int(section.extend_counts[0]) for section in sections[:-1]] == chunks
+        assert [int(section.extend_samples[0]) for section in sections[:-1]] == [0] * (len(chunks) - 1) + [1]
+        assert sections[-1].decode_slots.tolist() == [0]
