@@ -221,7 +221,7 @@ def load_runner(child: Child) -> ModelRunner:
         tp,
         device,
         report_weights=_Throttled(lambda done, total: child.report_phase("weights", done, total)),
-        report_memory=lambda: child.report_phase("memory"),
+        report_phase=child.report_phase,
     )
 
 

@@ -38,7 +38,7 @@ from srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRun
 from srt.model_executor.plan_arrays import PlanArrays, Staging
 from srt.model_executor.step_output import ResultBuffers, StepOutput
 from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
-from srt.model_executor.warm_up import warm_up_requests
+from srt.model_executor.warm_up import num_distinct_layers, warm_up_requests
 from srt.model_executor.worst_step import worst_section
 from srt.model_loader.kv_scales import read_kv_scales
 from srt.model_loader.loader import LoadConfig, get_model_loader
@@ -84,10 +84,10 @@ class ModelRunner:
         tp: TensorParallel,
         device: torch.device,
         report_weights: Progress = lambda done, total: None,
-        report_memory: Callable[[], None] = lambda: None,
+        report_phase: Callable[[str], None] = lambda name: None,
         capture: Capture | None = None,
     ) -> None:
-        """Loads the weights, reporting bytes done and in all; then, after a call of `report_memory`, takes the KV memory.
+        """Loads the weights, reporting bytes done and in all; then compiles kernels and takes the KV memory, reporting these phases.
 
         `capture` makes graphs of decode steps; CUDA's own on a GPU, unless another is given.
         """
@@ -116,9 +116,12 @@ class ModelRunner:
             with self.memory.region("weights"):
                 self._model = self._load_model(folder, report_weights)
             self._compiled: CompiledForward | None = None
+            if device.type == "cuda":
+                report_phase("kernels")
+                self._rehearse()
+            report_phase("memory")
             if args.enable_torch_compile:
                 self._compiled = CompiledForward(self._model, args.torch_compile_max_bs)
-            report_memory()
             num_pages = self._profile_num_pages()
             with self.memory.region("kv_cache"):
                 self._init_memory(num_pages, min(config.context_length, num_pages * self.page_size))
@@ -187,11 +190,42 @@ class ModelRunner:
             + graph_bytes(self._args, self.config)
         )
 
-    def _measure_largest_step(self) -> int:
-        """Bytes that it takes, found by running it on tables of full size and a memory of one page."""
+    def _rehearse(self) -> None:
+        """Go through the largest step and the warm-up without launching our kernels, which are compiled meanwhile, all at the same time.
+
+        Only so many layers take part as have all kernels among them, and no other rank. What fails here fails once more in earnest.
+        """
+        # Triton is not there on every host; with PyTorch for CUDA it is.
+        from srt.kernels.rehearsal import rehearsal
+
+        model = self._model.model
+        layers = model.layers
+        try:
+            with self._tp.alone(), rehearsal():
+                model.layers = layers[: num_distinct_layers(self.config.layer_windows)]
+                self._init_memory(1, self.config.context_length)
+                self._run_to_the_end(self._largest_step()[0])
+                self.reset()
+                self._draws_by_row = True
+                self._decode_runner = self._init_decode_runner(None)
+                self.warm_up()
+        except Exception as error:
+            logger.warning("Kernels are compiled one after the other, because of %s: %s", type(error).__name__, error)
+        finally:
+            model.layers = layers
+            self._draws_by_row = False
+            self._drop_memory()
+
+    def _largest_step(self) -> tuple[PlanSection, int]:
+        """And how many tokens of prompts it has."""
         longest = max(1, self.config.context_length - 1)
         prompt_tokens = longest if self._args.prefill_chunk == -1 else min(self._args.prefill_chunk, longest)
         section = worst_section(self.num_slots, prompt_tokens, longest, self.page_size, self.config.vocab_size)
+        return section, prompt_tokens
+
+    def _measure_largest_step(self) -> int:
+        """Bytes that it takes, found by running it on tables of full size and a memory of one page."""
+        section, prompt_tokens = self._largest_step()
         try:
             self._init_memory(1, self.config.context_length)
             peak = self.memory.peak_of(lambda: self._run_to_the_end(section))
@@ -229,7 +263,7 @@ class ModelRunner:
         self._planner = self._new_planner()
 
     def _drop_memory(self) -> None:
-        for name in ("_req_to_token_pool", "_token_to_kv_pool", "_sampler", "_planner"):
+        for name in ("_req_to_token_pool", "_token_to_kv_pool", "_sampler", "_planner", "_decode_runner"):
             vars(self).pop(name, None)  # what came first may have found no room itself
         torch.cuda.empty_cache()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -41,3 +41,8 @@ def _sections(chunks: list[int], page_size: int, top_p: float) -> list[PlanSecti
         sections.append(PlanSection(*news, slot, int32_array([start]), int32_array([chunk]), samples, empty))
         start += chunk
     return [*sections, PlanSection([], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, slot)]
+
+
+def num_distinct_layers(windows: Sequence[int | None]) -> int:
+    """So many layers need all kernels that the model needs: one of each window, and one that is not the first."""
+    return max(2, *(1 + windows.index(window) for window in set(windows)))

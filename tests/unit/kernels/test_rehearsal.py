@@ -1,0 +1,152 @@
+"""Kernels are compiled at the same time, once each, and then found by those who launch them. For sm_90, without a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from srt.kernels import hopper
+from srt.kernels.draw_rows import DrawRows
+from srt.kernels.gather_pages import gather_pages
+from srt.kernels.jit import kernel
+from srt.kernels.rehearsal import is_rehearsed, rehearsal
+from srt.kernels.sample import draw
+from srt.kernels.silu_and_mul import silu_and_mul
+from srt.kernels.stream_gemm import SMALLEST
+
+
+class FakeGpu:
+    """Triton's driver of a Hopper GPU on which nothing runs: `launched` has the names of the kernels that would."""
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        self.num_launchers = 0
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 227 << 10, "warpSize": 32},
+            load_binary=lambda name, *rest: (object(), name, 32, 0, 1024),
+        )
+
+    def get_current_device(self) -> int:
+        return -90  # of no other driver, as kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        del device
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        del source
+        self.num_launchers += 1
+        return lambda *args: self.launched.append(metadata.name)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    fake = FakeGpu()
+    monkeypatch.setattr(driver, "_active", fake)
+    return fake
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were compiled, in the order in which they were done."""
+    names: list[str] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **rest: names.append(src.name))
+    return names
+
+
+def numbers(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(count, dtype=dtype)
+
+
+def gather() -> None:
+    gather_pages(numbers(8).view(2, 4), numbers(2, torch.int64), numbers(3), 4, numbers(8))
+
+
+def gate(dtype: torch.dtype = torch.bfloat16) -> None:
+    silu_and_mul(torch.ones(2, 64, dtype=dtype))
+
+
+def test_a_kernel_is_compiled_once_and_launched_afterwards(gpu: FakeGpu, compiled: list[str]) -> None:
+    with rehearsal():
+        for _ in range(3):
+            gather()
+            gate()
+    assert gpu.launched == []
+    assert sorted(compiled) == ["gather_pages_kernel", "silu_and_mul_kernel"]
+    assert gpu.num_launchers == 2, "a C compiler may have to make these"
+    gather()
+    gate()
+    assert gpu.launched == ["gather_pages_kernel", "silu_and_mul_kernel"]
+    assert len(compiled) == 2
+    gate(torch.float16)
+    assert len(compiled) == 3, "what was not rehearsed is compiled when it is launched"
+
+
+def test_kernels_are_compiled_at_the_same_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=30)
+    monkeypatch.setattr("srt.kernels.rehearsal.usable_cores", lambda: 2)
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **rest: both.wait())
+    with rehearsal():
+        gate(torch.float32)
+        is_rehearsed("not of Triton's", both.wait)
+    assert not both.broken
+
+
+@kernel(one_variant_for=())
+def broken_kernel(out_ptr: tl.tensor) -> None:
+    out_ptr.no_such_method()
+
+
+def rehearse_broken_and_sound() -> None:
+    with rehearsal():
+        broken_kernel[(1,)](numbers(1))
+        gate(torch.float64)
+
+
+def test_what_cannot_be_compiled_is_told_at_the_end_and_harms_no_other(gpu: FakeGpu, compiled: list[str]) -> None:
+    with pytest.raises(triton.CompilationError, match="no_such_method"):
+        rehearse_broken_and_sound()
+    assert compiled == ["silu_and_mul_kernel"]
+    gate(torch.float64)
+    assert gpu.launched == ["silu_and_mul_kernel"]
+    with pytest.raises(triton.CompilationError):
+        broken_kernel[(1,)](numbers(1))
+
+
+def test_what_kernels_would_have_written_reads_as_zeros(gpu: FakeGpu) -> None:
+    rows = DrawRows(torch.ones(500), numbers(500, torch.int64), numbers(500, torch.int64))
+    with rehearsal():
+        torch.full((500,), 1 << 40)  # which leaves memory that is likely to be given out next
+        assert not torch.empty(500, dtype=torch.int64).any()
+        torch.full((500,), 1 << 40)
+        assert not rows.seeds.new_empty(500).any()
+        torch.full((500,), 1 << 40)
+        ids, _ = draw(torch.ones(500, 100), rows, 0, 100)
+        assert not ids.any()
+    assert gpu.launched == []
+
+
+def test_kernels_in_cuda_are_compiled_once_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(hopper, "machine_code", lambda *parts: compiled.append(parts[-1]))
+    with rehearsal():
+        for _ in range(3):
+            hopper.launch(SMALLEST, (1, 1), (), (), ())
+    assert compiled == ["sm_90a"]
+    assert not is_rehearsed(SMALLEST, lambda: compiled.append("afterwards"))
+    assert compiled == ["sm_90a"]
