@@ -146,7 +146,7 @@ def test_kernels_in_cuda_are_compiled_once_and_not_launched(monkeypatch: pytest.
     monkeypatch.setattr(hopper, "machine_code", lambda *parts: compiled.append(parts[-1]))
     with rehearsal():
         for _ in range(3):
-            hopper.launch(SMALLEST, (1, 1), (), (), ())
+            hopper.launch(SMALLEST, (1, 1, 1), (), ())
     assert compiled == ["sm_90a"]
     assert not is_rehearsed(SMALLEST, lambda: compiled.append("afterwards"))
     assert compiled == ["sm_90a"]
