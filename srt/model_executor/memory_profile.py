@@ -17,6 +17,9 @@ GRAPHS_BYTES = 1 << 30  # of graphs that are captured later, the driver's part i
 GRAPHS_BYTES_PER_CHANNEL = (
     3_000  # this times the hidden size. Seen on an H200: 0.3 GB for Qwen3-8B, 0.7 for long pieces of prompts
 )
+FIRST_USE_BYTES = (
+    64 << 20
+)  # of what the measured step does not need: tables of attention that reads otherwise, results not yet read
 MOST_GRAPH_ROWS = 256  # that are worth a graph, unless asked for: steps of more take longer than their launch
 ADMITTED_TOKENS = 1 << 24  # of all requests that one plan admits; each passes through the device as three int64
 

@@ -23,6 +23,7 @@ from srt.model_executor.device_memory import DeviceMemory
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
 from srt.model_executor.logprob_plan import LogprobPlan, LogprobSegment
 from srt.model_executor.memory_profile import (
+    FIRST_USE_BYTES,
     admission_bytes,
     check_pages,
     check_tables,
@@ -231,7 +232,7 @@ class ModelRunner:
             peak = self.memory.peak_of(lambda: self._run_to_the_end(section))
             # Of some numbers of tokens that are smaller, products do not take in the activation: those steps need more.
             most_tokens = prompt_tokens + self.num_slots - 1
-            peak = max(peak, mlp_bytes(self.config, self._tp.size, most_tokens, self.dtype.itemsize))
+            peak = max(peak, mlp_bytes(self.config, self._tp.size, most_tokens, self.dtype.itemsize)) + FIRST_USE_BYTES
             self.memory.num_bytes["activations"] = peak
             return peak
         except torch.OutOfMemoryError as error:
