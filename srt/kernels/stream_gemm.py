@@ -39,6 +39,10 @@ _FEW_ROWS: Final = 64
 _MOST_STAGES: Final = 12
 _LONG_SPLIT: Final = 2048  # of the inner dimension: shorter parts do not pay for their adding up
 _LEAST_SHARE: Final = 0.72  # of the processors that work
+_SHORT_SHARE: Final = (
+    0.45  # where there is little to do: on the others the next kernel's programs send for their weights meanwhile
+)
+_FEW_WEIGHTS: Final = 1 << 22
 _LONG: Final = 1 << 16  # outputs of a head, where cuBLAS is as fast
 _HEAD_DIMS: Final = (64, 128)  # which a warp holds at a time
 _PRODUCTS_NS: Final = 3400  # of a processor of an H200, at the clock that it has in such steps
@@ -116,8 +120,15 @@ class StreamTiles:
         if not FEWEST_ROWS <= num_rows <= most or k % BLOCK_K or n % (64 if ending.is_weighted else 8) or n >= _LONG:
             return None
 
+        is_short = k <= _LONG_SPLIT and n * k <= _FEW_WEIGHTS
+        least = (_SHORT_SHARE if is_short else _LEAST_SHARE) * num_processors
+
         def fits(tiles: StreamTiles) -> bool:
-            return tiles.fits(num_rows, n, k) and tiles.fill(tiles.count(num_rows, n), num_processors, clusters_at_once)
+            num_clusters = tiles.count(num_rows, n)
+            runs_at_once = tiles.splits == 1 or num_clusters <= clusters_at_once(tiles.splits)
+            return (
+                tiles.fits(num_rows, n, k) and runs_at_once and least <= num_clusters * tiles.splits <= num_processors
+            )
 
         find = cls._for_few_rows if num_rows <= _FEW_ROWS else cls._for_more_rows
         tiles = find(num_rows, n, k, ending, fits)
@@ -167,12 +178,6 @@ class StreamTiles:
             head_dim in _HEAD_DIMS and n % self.width == 0 and self.width % head_dim == 0
         )
         return self.width <= WIDEST_LOAD and k // BLOCK_K >= self.splits and has_whole_heads
-
-    def fill(self, num_clusters: int, num_processors: int, clusters_at_once: Callable[[int], int]) -> bool:
-        """Whether these programs run at once, and leave few processors without one."""
-        num_programs = num_clusters * self.splits
-        is_enough = _LEAST_SHARE * num_processors <= num_programs <= num_processors
-        return is_enough and (self.splits == 1 or num_clusters <= clusters_at_once(self.splits))
 
     def with_stages(self, k: int) -> StreamTiles:
         """With as long a ring as there is room and use for."""
