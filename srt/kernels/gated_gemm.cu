@@ -57,7 +57,7 @@ __device__ __forceinline__ void turn(u32 (&values)[4], int i) {
 // `width`: columns of the result. SCALED: x was weighted, and `x_squares` are what `find_scales` needs. Tiles are taken by bands of BAND rows of tiles, so that what runs together reads the same.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     gated_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const float* x_squares, u16* out,
-              int num_rows, int width, int num_blocks, float eps) {
+              int num_rows, int width, int num_blocks, int x_parts, float eps) {
   extern __shared__ char memory[];
   __shared__ u64 barriers[2 * STAGES];
   __shared__ float scales[SCALED ? MOST_SCALED : 1];
@@ -120,7 +120,8 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     }
     if (SCALED && threadIdx.x >= MULTIPLYING + 32) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      find_scales(scales, x_squares, num_rows, num_rows, num_blocks, eps, threadIdx.x - MULTIPLYING - 32, SCALING);
+      const int thread = threadIdx.x - MULTIPLYING - 32;
+      find_scales(scales, x_squares, num_rows, num_rows, x_parts, num_blocks * BLOCK_K, eps, thread, SCALING);
       asm volatile("bar.arrive 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
     }
   } else {

@@ -133,10 +133,10 @@ class GatedGemm:
 
     def multiply(self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: GatedTiles) -> torch.Tensor:
         """silu(x @ first half of weight.T) * (x @ second half), rounded once."""
-        squares, eps = None, 0.0
+        squares, parts, eps = None, 0, 0.0
         if isinstance(x, Weighted):
             assert len(x.values) <= _MOST_FITTED_ROWS
-            tiles, squares, eps = replace(tiles, is_scaled=True), x.squares, x.eps
+            tiles, squares, parts, eps = replace(tiles, is_scaled=True), x.squares, len(x.squares), x.eps
             x = x.values
         x = x.contiguous()
         num_rows, k = x.shape
@@ -149,7 +149,7 @@ class GatedGemm:
         num_items = -(-num_rows // tiles.rows) * -(-n // (tiles.width * tiles.cluster))
         num_clusters = min(num_items, most_clusters(tiles, x.device.index))
         with torch.cuda.device(x.device):
-            arguments = squares, out, num_rows, n, k // BLOCK_K, eps
+            arguments = squares, out, num_rows, n, k // BLOCK_K, parts, eps
             grid = num_clusters * tiles.cluster, 1, 1
             launch(tiles, grid, (w_map, x_map), arguments, is_dependent=num_rows <= _MOST_FITTED_ROWS)
         return out

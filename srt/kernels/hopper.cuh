@@ -55,13 +55,13 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
 }
 
 // What is left of a norm of rows that were multiplied by its weight alone: the factor 1 / rms of each. `squares`, [parts, pitch], are the
-// sums of squares of 64 columns each. This is thread `thread` of `threads`.
-__device__ __forceinline__ void find_scales(float* scales, const float* squares, int num_rows, int pitch, int parts, float eps,
-                                            int thread, int threads) {
+// sums of squares of some of the `size` columns each. This is thread `thread` of `threads`.
+__device__ __forceinline__ void find_scales(float* scales, const float* squares, int num_rows, int pitch, int parts, int size,
+                                            float eps, int thread, int threads) {
   for (int row = thread; row < num_rows; row += threads) {
     float total = 0;
 #pragma unroll 16
     for (int part = 0; part < parts; part++) total += squares[part * pitch + row];
-    scales[row] = rsqrtf(total / (64 * parts) + eps);
+    scales[row] = rsqrtf(total / size + eps);
   }
 }

@@ -1,18 +1,19 @@
 // x Wᵀ for up to 128 rows of x, with what layers do to the result: see stream_gemm.py, which defines the constants in capitals.
 //
-// A program holds TILE rows of W and a part of the inner dimension. One thread of its last warpgroup sends for both operands, blocks of
+// A program holds WIDTH rows of W, or gates and ups of so many columns, and a part of the inner dimension. One thread of its last warpgroup sends for both operands, blocks of
 // 64 columns at a time, through a ring of STAGES; each other warpgroup multiplies 64 rows of W with all of x. The programs of
 // a tile are a cluster, and add up each other's sums by reading each other's shared memory.
 
-constexpr int TILE = 64 * WARPGROUPS;
-constexpr int WIDTH = GATED ? TILE / 2 : TILE;  // of the result; gates are the first half of a tile
-constexpr int W_BYTES = TILE * LINE;
+constexpr int W_ROWS = GATED ? 2 * WIDTH : WIDTH;  // gates, then ups
+constexpr int W_BYTES = W_ROWS * LINE;
+constexpr int TILE = 64 * WARPGROUPS;  // rows that are multiplied: those behind W_ROWS are of what lies there, and come to nothing
 constexpr int STAGE_BYTES = W_BYTES + ROWS * LINE;
 constexpr int MULTIPLYING = 128 * WARPGROUPS;  // threads
 constexpr int SCALING = 96;                    // threads of the last warpgroup, all but those of the warp that loads
 constexpr int PITCH = TILE + 4;                // of the sums in shared memory: neighbours in other banks
 constexpr int QUADS = WIDTH / 4;               // of a row of the result; a thread makes one at a time, always of the same columns
-constexpr int ROWS_AT_ONCE = MULTIPLYING / QUADS;
+constexpr int ROWS_AT_ONCE = MULTIPLYING / QUADS;  // the threads that are left do nothing
+constexpr int PART = WIDTH % 64 ? 16 : 64;     // columns of a sum of squares, which lie in neighbouring threads
 constexpr int TURNS = (ROWS + SPLITS * ROWS_AT_ONCE - 1) / (SPLITS * ROWS_AT_ONCE);
 constexpr int PREPARED = TURNS < 4 ? TURNS : 4;  // turns whose inputs are sent for together
 constexpr int LANES = HEAD_DIM / 4;              // that hold a head
@@ -20,10 +21,10 @@ constexpr int LANES = HEAD_DIM / 4;              // that hold a head
 // What becomes of the result, and what that takes. Pointers that a variant does not use may be null.
 struct Ending {
   const u16* residual;        // [rows, width]
-  const float* x_squares;     // SCALED: [blocks of x's columns, rows], the sums of squares of x before it was weighted
+  const float* x_squares;     // SCALED: [x_parts, rows], the sums of squares of x before it was weighted
   const u16* next_weight;     // WEIGHTED: [width]
   u16* weighted;              // the result times that weight
-  float* squares;             // [blocks of 64 columns, rows] of the result
+  float* squares;             // [parts of the result, rows]
   const u16* q_weight;        // HEADS: [HEAD_DIM] each, where heads are normed
   const u16* k_weight;
   const float* cosines;       // [rows, HEAD_DIM / 2]
@@ -33,6 +34,7 @@ struct Ending {
   u16* v_buffer;
   long long k_stride;
   long long v_stride;
+  int x_parts;
   int query_width;  // columns; then the keys', then as many of the values'
   int kv_width;
   float eps;       // of the norm of x
@@ -164,7 +166,8 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     if (SCALED && threadIdx.x >= MULTIPLYING + 32) {
       wait_for_earlier_kernels();
       const int thread = threadIdx.x - MULTIPLYING - 32;
-      find_scales(scales, ending.x_squares + first_row, min(ROWS, num_rows - first_row), num_rows, num_blocks, ending.eps, thread, SCALING);
+      find_scales(scales, ending.x_squares + first_row, min(ROWS, num_rows - first_row), num_rows, ending.x_parts,
+                  num_blocks * BLOCK_K, ending.eps, thread, SCALING);
       asm volatile("bar.arrive 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
     }
     return;
@@ -203,11 +206,13 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   }
 
   wait_for_earlier_kernels();
-  auto row_of = [&](int turn) { return (turn * SPLITS + split) * ROWS_AT_ONCE + (int)threadIdx.x / QUADS; };  // of ROWS
+  const int row_at_once = threadIdx.x / QUADS;
+  auto row_of = [&](int turn) { return (turn * SPLITS + split) * ROWS_AT_ONCE + row_at_once; };  // of ROWS
   auto inputs_of = [&](int turn) {
     Inputs inputs = {};
     const int row = first_row + row_of(turn);
-    inputs.row = row_of(turn) < ROWS && row < num_rows && column < width ? row : -1;
+    const bool is_mine = row_at_once < ROWS_AT_ONCE && row_of(turn) < ROWS;
+    inputs.row = is_mine && row < num_rows && column < width ? row : -1;
     if (inputs.row < 0) return inputs;
     if (HAS_RESIDUAL) inputs.residual = load_here(ending.residual + (u64)row * width + column);
     if (HEADS && !is_value) {
@@ -276,8 +281,8 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       if (WEIGHTED) {
         const float4 rounded = floats_of(result);
         if (row >= 0) *(uint2*)(ending.weighted + (u64)row * width + column) = pairs_of(times(rounded, floats_of(weight)));
-        const float total_of_block = sum_over(row < 0 ? 0.0f : squares_of(rounded), 16);
-        if (row >= 0 && threadIdx.x % 16 == 0) ending.squares[column / 64 * num_rows + row] = total_of_block;
+        const float total_of_part = sum_over(row < 0 ? 0.0f : squares_of(rounded), PART / 4);
+        if (row >= 0 && threadIdx.x % (PART / 4) == 0) ending.squares[column / PART * num_rows + row] = total_of_part;
       }
     }
   }

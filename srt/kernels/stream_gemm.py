@@ -43,6 +43,8 @@ _SHORT_SHARE: Final = (
     0.45  # where there is little to do: on the others the next kernel's programs send for their weights meanwhile
 )
 _FEW_WEIGHTS: Final = 1 << 22
+_FULL_SHARE: Final = 0.9
+_MOST_W_ROWS: Final = 320
 _LONG: Final = 1 << 16  # outputs of a head, where cuBLAS is as fast
 _HEAD_DIMS: Final = (64, 128)  # which a warp holds at a time
 _PRODUCTS_NS: Final = 3400  # of a processor of an H200, at the clock that it has in such steps
@@ -61,6 +63,10 @@ class Ending:
     head_dim: int = 0  # queries, keys and values of heads of this size, if any
     has_head_norm: bool = False
 
+    def columns(self, w_rows: int) -> int:
+        """Of the result, that so many rows of W make."""
+        return w_rows // 2 if self.is_gated else w_rows
+
 
 PLAIN: Final = Ending()
 
@@ -70,25 +76,39 @@ class StreamTiles:
     """How a product is cut, and the one variant of the kernel that does it."""
 
     rows: int  # of x, padding included
-    warpgroups: int  # of 64 rows of W each
+    width: int  # columns of the result
     splits: int  # of the inner dimension
     stages: int
     ending: Ending = PLAIN
 
     @property
-    def width(self) -> int:
-        """Columns of the result."""
-        return 64 * self.warpgroups // (2 if self.ending.is_gated else 1)
+    def w_rows(self) -> int:
+        return self.width * (2 if self.ending.is_gated else 1)
+
+    @property
+    def warpgroups(self) -> int:
+        """Of 64 rows of W each; the last may have fewer."""
+        return -(-self.w_rows // 64)
+
+    @property
+    def part(self) -> int:
+        """Columns of a sum of squares."""
+        return 16 if self.width % 64 else 64
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * BLOCK_K * (64 * self.warpgroups + self.rows)
+        return 2 * BLOCK_K * (self.w_rows + self.rows)
+
+    @property
+    def _overrun(self) -> int:
+        """Bytes behind the last stage that the last warpgroup multiplies too, for nothing."""
+        return 2 * BLOCK_K * (64 * self.warpgroups - self.w_rows)
 
     @property
     def shared_bytes(self) -> int:
         """The ring, whose place the sums take when it has done its work."""
         sums = 4 * self.rows * (64 * self.warpgroups + 4)
-        return with_alignment(max(self.stages * self.stage_bytes, sums))
+        return with_alignment(max(self.stages * self.stage_bytes + self._overrun, sums))
 
     @property
     def name(self) -> str:
@@ -130,8 +150,13 @@ class StreamTiles:
                 tiles.fits(num_rows, n, k) and runs_at_once and least <= num_clusters * tiles.splits <= num_processors
             )
 
-        find = cls._for_few_rows if num_rows <= _FEW_ROWS else cls._for_more_rows
-        tiles = find(num_rows, n, k, ending, fits)
+        if num_rows > _FEW_ROWS:
+            tiles = cls._for_more_rows(num_rows, n, k, ending, fits)
+        else:
+            tiles = cls._for_few_rows(num_rows, n, k, ending, fits)
+            is_idle = tiles is None or tiles.count(num_rows, n) * tiles.splits < _FULL_SHARE * num_processors
+            if is_idle and n * k > _FEW_WEIGHTS and not ending.head_dim:
+                tiles = cls._fitted(num_rows, n, ending, num_processors, fits) or tiles
         return None if tiles is None else tiles.with_stages(k)
 
     @classmethod
@@ -142,12 +167,26 @@ class StreamTiles:
         as wide, if these are long all the same."""
         rows = _padded(num_rows)
         shapes = ((warpgroups, splits) for splits in (1, 2, 3, 4, 6, 8) for warpgroups in (1, 2, 3, 5))
-        every = (cls(rows, warpgroups, splits, 1, ending) for warpgroups, splits in shapes)
+        every = (cls(rows, ending.columns(64 * warpgroups), splits, 1, ending) for warpgroups, splits in shapes)
         tiles = next(filter(fits, every), None)
         if tiles is None or not tiles.warpgroups == tiles.splits == 1 or k < 2 * _LONG_SPLIT:
             return tiles
-        wider = replace(tiles, warpgroups=2, splits=2)
+        wider = replace(tiles, width=2 * tiles.width, splits=2)
         return wider if tiles.count(num_rows, n) % 2 == 0 and fits(wider) else tiles
+
+    @classmethod
+    def _fitted(
+        cls, num_rows: int, n: int, ending: Ending, num_processors: int, fits: Callable[[StreamTiles], bool]
+    ) -> StreamTiles | None:
+        """Tiles as wide as gives nearly all processors something to do, though the last warpgroup multiplies more than there is."""
+        unit = 16 if ending.is_weighted else 8
+        for splits in (1, 2):
+            width = -(-n * splits // num_processors // unit) * unit
+            tiles = cls(_padded(num_rows), width, splits, 1, ending)
+            is_full = tiles.count(num_rows, n) * splits >= _FULL_SHARE * num_processors
+            if is_full and 64 <= tiles.w_rows <= _MOST_W_ROWS and fits(tiles):
+                return tiles
+        return None
 
     @classmethod
     def _for_more_rows(
@@ -156,15 +195,14 @@ class StreamTiles:
         """Whose programs are done first: they multiply, or wait for both operands."""
         heights = {_padded(-(-num_rows // parts)) for parts in (1, 2, 3, 4)}
         shapes = product(heights, (1, 2, 3), (1, 2, 3, 4, 6, 8))
-        every = (cls(rows, warpgroups, splits, 1, ending) for rows, warpgroups, splits in shapes)
+        every = (cls(rows, 64 * warpgroups, splits, 1, ending) for rows, warpgroups, splits in shapes)
         return min(filter(fits, every), key=lambda tiles: tiles.cost(k), default=None)
 
     def cost(self, k: int) -> float:
         """Nanoseconds of a program, about."""
-        width = 64 * self.warpgroups
-        multiplying = width * self.rows / _PRODUCTS_NS
-        loading = 2 * (width + self.rows) / _LOADED_NS
-        exchanged = 4 * width * self.rows * (self.splits - 1) / self.splits
+        multiplying = self.width * self.rows / _PRODUCTS_NS
+        loading = 2 * (self.width + self.rows) / _LOADED_NS
+        exchanged = 4 * self.width * self.rows * (self.splits - 1) / self.splits
         return k / self.splits * max(multiplying, loading) + exchanged / _EXCHANGED_NS
 
     def count(self, num_rows: int, n: int) -> int:
@@ -182,7 +220,7 @@ class StreamTiles:
     def with_stages(self, k: int) -> StreamTiles:
         """With as long a ring as there is room and use for."""
         blocks = -(-k // BLOCK_K // self.splits)
-        room = room_for_stages(_MOST_STAGES) - 4 * self.rows  # factors of rows
+        room = room_for_stages(_MOST_STAGES) - 4 * self.rows - self._overrun  # factors of rows
         stages = min(room // self.stage_bytes, _MOST_STAGES, max(2, blocks))
         return replace(self, stages=stages)
 
@@ -196,6 +234,7 @@ class StreamTiles:
         return {
             "ROWS": self.rows,
             "WARPGROUPS": self.warpgroups,
+            "WIDTH": self.width,
             "SPLITS": self.splits,
             "STAGES": self.stages,
             "GATED": int(ending.is_gated),
@@ -208,7 +247,7 @@ class StreamTiles:
         }
 
 
-SMALLEST: Final = StreamTiles(16, 1, 1, 2)
+SMALLEST: Final = StreamTiles(16, 64, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +255,7 @@ class Weighted:
     """Rows times the weight of a norm that is still to be applied, and what its factor is made of."""
 
     values: torch.Tensor  # [rows, columns]
-    squares: torch.Tensor  # [columns / 64, rows] float32, sums of squares before the weight
+    squares: torch.Tensor  # [parts, rows] float32, sums of squares of neighbouring columns, before the weight
     weight: torch.Tensor
     eps: float
 
@@ -247,7 +286,7 @@ class _Ending(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cosines", "sines", "locations")),
         *((name, ctypes.c_void_p) for name in ("k_buffer", "v_buffer")),
         *((name, ctypes.c_longlong) for name in ("k_stride", "v_stride")),
-        *((name, ctypes.c_int) for name in ("query_width", "kv_width")),
+        *((name, ctypes.c_int) for name in ("x_parts", "query_width", "kv_width")),
         *((name, ctypes.c_float) for name in ("eps", "head_eps")),
     )
 
@@ -288,7 +327,7 @@ class StreamGemm:
         """x @ weight.T + residual, and the same for the norm that comes next."""
         assert tiles.ending.is_weighted
         num_rows, n = residual.shape
-        squares = torch.empty((n // 64, num_rows), dtype=torch.float32, device=x.device)
+        squares = torch.empty((n // tiles.part, num_rows), dtype=torch.float32, device=x.device)
         weighted = Weighted(torch.empty_like(residual), squares, norm_weight, eps)
         ending = _Ending(
             residual=_checked(residual, True),
@@ -327,7 +366,7 @@ class StreamGemm:
     ) -> torch.Tensor:
         assert tiles.ending.is_scaled == isinstance(x, Weighted)
         if isinstance(x, Weighted):
-            ending.x_squares, ending.eps = pointer(x.squares), x.eps
+            ending.x_squares, ending.x_parts, ending.eps = pointer(x.squares), len(x.squares), x.eps
             x = x.values
         x = x.contiguous()
         num_rows, k = x.shape
@@ -355,6 +394,6 @@ def _padded(num_rows: int) -> int:
 @cache
 def _choose(num_rows: int, n: int, k: int, ending: Ending, num_processors: int, device: int) -> StreamTiles | None:
     def clusters_at_once(size: int) -> int:
-        return most_clusters(StreamTiles(16, 1, size, 1).with_stages(1 << 20), device)
+        return most_clusters(StreamTiles(16, 64, size, 1).with_stages(1 << 20), device)
 
     return StreamTiles.choose(num_rows, n, k, ending, num_processors, clusters_at_once)
