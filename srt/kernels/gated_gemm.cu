@@ -54,7 +54,8 @@ __device__ __forceinline__ void turn(u32 (&values)[4], int i) {
   (is_high ? values[0] : values[2]) = c, (is_high ? values[1] : values[3]) = d;
 }
 
-// `width`: columns of the result. SCALED: x was weighted, and `x_squares` are what `find_scales` needs. Tiles are taken by bands of BAND rows of tiles, so that what runs together reads the same.
+// `width`: columns of the result. SCALED: x was weighted, and `x_squares` are what `find_scales` needs. Tiles are taken by bands of BAND
+// rows of tiles, so that what runs together reads the same.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     gated_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const float* x_squares, u16* out,
               int num_rows, int width, int num_blocks, int x_parts, float eps) {

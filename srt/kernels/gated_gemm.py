@@ -147,7 +147,7 @@ class GatedGemm:
         w_map = tensor_map(weight.data_ptr(), *by_groups, (BLOCK_K, 8, 2, tiles.width // 8))
         x_map = map_of(x, tiles.rows // tiles.cluster)
         num_items = -(-num_rows // tiles.rows) * -(-n // (tiles.width * tiles.cluster))
-        num_clusters = min(num_items, most_clusters(tiles, x.device.index))
+        num_clusters = min(num_items, most_clusters(tiles, x.device.index, tiles.cluster))
         with torch.cuda.device(x.device):
             arguments = squares, out, num_rows, n, k // BLOCK_K, parts, eps
             grid = num_clusters * tiles.cluster, 1, 1

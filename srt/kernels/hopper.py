@@ -95,11 +95,11 @@ def function(variant: Variant, device: int) -> Any:
 
 
 @cache
-def most_clusters(variant: Variant, device: int) -> int:
-    """So many of this kernel's clusters run at once."""
+def most_clusters(variant: Variant, device: int, size: int) -> int:
+    """So many clusters of that many programs of this kernel run at once."""
     driver, _ = cuda()
     with torch.cuda.device(device):
-        config = _config(variant, (variant.cluster, 1, 1), 0, is_dependent=False)
+        config = _config(variant, size, (size, 1, 1), 0, is_dependent=False)
         return int(checked(driver.cuOccupancyMaxActiveClusters(function(variant, device), config)))
 
 
@@ -149,7 +149,7 @@ def launch(
     where = [*(int(one.getPtr()) for one in maps), *map(ctypes.addressof, values)]
     addresses = (ctypes.c_void_p * len(where))(*where)
     device = torch.cuda.current_device()
-    config = _config(variant, grid, torch.cuda.current_stream().cuda_stream, is_dependent)
+    config = _config(variant, variant.cluster, grid, torch.cuda.current_stream().cuda_stream, is_dependent)
     checked(driver.cuLaunchKernelEx(config, function(variant, device), ctypes.addressof(addresses), 0))
 
 
@@ -169,7 +169,7 @@ def _value(argument: Argument) -> ctypes.Structure | ctypes.c_void_p | ctypes.c_
             return ctypes.c_void_p(pointer(argument))
 
 
-def _config(variant: Variant, grid: tuple[int, int, int], stream: int, is_dependent: bool) -> Any:
+def _config(variant: Variant, size: int, grid: tuple[int, int, int], stream: int, is_dependent: bool) -> Any:
     driver, _ = cuda()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -177,7 +177,7 @@ def _config(variant: Variant, grid: tuple[int, int, int], stream: int, is_depend
     config.sharedMemBytes, config.hStream = variant.shared_bytes, stream
     cluster, dependent = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
     cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = variant.cluster, 1, 1
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = size, 1, 1
     dependent.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     dependent.value.programmaticStreamSerializationAllowed = 1
     attributes = [cluster, dependent] if is_dependent else [cluster]

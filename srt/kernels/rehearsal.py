@@ -13,15 +13,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from triton import AsyncCompileMode
 from triton.runtime import driver
+from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
-
-from srt.utils.host import usable_cores
 
 _UNWRITTEN: Final = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 
 
 @contextmanager
-def rehearsal() -> Iterator[None]:
+def rehearsal(num_threads: int) -> Iterator[None]:
     """Inside, no kernel of ours is launched: threads compile it meanwhile. All of them are ready at the end, or one's error is raised.
 
     PyTorch and the libraries work as ever, on what ours would have written. Indices among that have to exist: memory from torch.empty
@@ -29,24 +28,29 @@ def rehearsal() -> Iterator[None]:
     """
     jit_function: Any = JITFunction
     launch = jit_function.run
+    kernels: set[Any] = set()
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         del warmup
+        kernels.add(kernel)
         return launch(kernel, *args, grid=grid, warmup=True, **options)
 
     # Triton's compiler does not hold Python's lock for most of its time, nor does the assembler, a process of its own.
-    with ThreadPoolExecutor(usable_cores()) as threads:
+    with ThreadPoolExecutor(num_threads) as threads:
         compilers = _Compilers(threads)
-        # Of an executor it uses `submit` alone. With an error it would not always end, so errors are left to `wait`.
-        with AsyncCompileMode(compilers, ignore_errors=True), _Zeros():
-            token = _compilers.set(compilers)
-            jit_function.run = compile_only
-            try:
-                yield
-            finally:
-                jit_function.run = launch
-                _compilers.reset(token)
-        compilers.wait()
+        try:
+            # Of an executor it uses `submit` alone. With an error it would not always end, so errors are left to `wait`.
+            with AsyncCompileMode(compilers, ignore_errors=True), _Zeros():
+                token = _compilers.set(compilers)
+                jit_function.run = compile_only
+                try:
+                    yield
+                finally:
+                    jit_function.run = launch
+                    _compilers.reset(token)
+            compilers.wait()
+        finally:
+            _forget_futures(kernels)
 
 
 def is_rehearsed(kernel: Hashable, compile_it: Callable[[], object]) -> bool:
@@ -55,6 +59,14 @@ def is_rehearsed(kernel: Hashable, compile_it: Callable[[], object]) -> bool:
     if compilers is not None:
         compilers.submit_once(kernel, compile_it)
     return compilers is not None
+
+
+def _forget_futures(kernels: set[Any]) -> None:
+    """Some versions of Triton would raise at a launch what was raised here; kernels that were compiled lie among the caches."""
+    for kernel in kernels:
+        for compiled, *_ in kernel.device_caches.values():
+            for key in [key for key, one in compiled.items() if isinstance(one, FutureKernel)]:
+                del compiled[key]
 
 
 class _Compilers:

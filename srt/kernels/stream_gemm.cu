@@ -1,8 +1,8 @@
 // x Wᵀ for up to 128 rows of x, with what layers do to the result: see stream_gemm.py, which defines the constants in capitals.
 //
-// A program holds WIDTH rows of W, or gates and ups of so many columns, and a part of the inner dimension. One thread of its last warpgroup sends for both operands, blocks of
-// 64 columns at a time, through a ring of STAGES; each other warpgroup multiplies 64 rows of W with all of x. The programs of
-// a tile are a cluster, and add up each other's sums by reading each other's shared memory.
+// A program holds WIDTH rows of W, or gates and ups of so many columns, and a part of the inner dimension. One thread of its last
+// warpgroup sends for both operands, blocks of 64 columns at a time, through a ring of STAGES; each other warpgroup multiplies 64 rows
+// of W with all of x. The programs of a tile are a cluster, and add up each other's sums by reading each other's shared memory.
 
 constexpr int W_ROWS = GATED ? 2 * WIDTH : WIDTH;  // gates, then ups
 constexpr int W_BYTES = W_ROWS * LINE;

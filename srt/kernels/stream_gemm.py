@@ -393,7 +393,9 @@ def _padded(num_rows: int) -> int:
 
 @cache
 def _choose(num_rows: int, n: int, k: int, ending: Ending, num_processors: int, device: int) -> StreamTiles | None:
+    widest = SMALLEST.with_stages(1 << 20)  # two of them have no room on a processor, as of all variants
+
     def clusters_at_once(size: int) -> int:
-        return most_clusters(StreamTiles(16, 64, size, 1).with_stages(1 << 20), device)
+        return most_clusters(widest, device, size)
 
     return StreamTiles.choose(num_rows, n, k, ending, num_processors, clusters_at_once)

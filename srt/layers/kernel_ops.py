@@ -26,7 +26,10 @@ _FEWEST_ADDED_ROWS: Final = 257
 
 
 class KernelOps(LayerOps):
-    """One token, or a few dozen, go through products that read their weights at the memory's speed; more through cuBLAS, but for gates."""
+    """Up to 128 tokens go through products that read their weights at the memory's speed, and take in what comes before and behind them.
+
+    More go through cuBLAS, but for gates.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._has_pdl = has_pdl(device)

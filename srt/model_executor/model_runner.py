@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,7 @@ from srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRun
 from srt.model_executor.plan_arrays import PlanArrays, Staging
 from srt.model_executor.step_output import ResultBuffers, StepOutput
 from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
-from srt.model_executor.warm_up import num_distinct_layers, warm_up_requests
+from srt.model_executor.warm_up import num_distinct_layers, short_prompts, warm_up_requests
 from srt.model_executor.worst_step import worst_section
 from srt.model_loader.kv_scales import read_kv_scales
 from srt.model_loader.loader import LoadConfig, get_model_loader
@@ -48,6 +48,7 @@ from srt.protocol.messages import PlanSection, Scalar
 from srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingKind
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from srt.utils.host import usable_cores
 from srt.utils.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class ModelRunner:
     def _rehearse(self) -> None:
         """Go through the largest step and the warm-up without launching our kernels, which are compiled meanwhile, all at the same time.
 
-        Only so many layers take part as have all kernels among them, and no other rank. What fails here fails once more in earnest.
+        Only so many layers take part as have all kernels among them, and no other rank. What fails here is tried again in earnest.
         """
         # Triton is not there on every host; with PyTorch for CUDA it is.
         from srt.kernels.rehearsal import rehearsal
@@ -202,7 +203,8 @@ class ModelRunner:
         model = self._model.model
         layers = model.layers
         try:
-            with self._tp.alone(), rehearsal():
+            # The other ranks of the host compile too.
+            with self._tp.alone(), rehearsal(max(1, usable_cores() // self._tp.size)):
                 model.layers = layers[: num_distinct_layers(self.config.layer_windows)]
                 self._init_memory(1, self.config.context_length)
                 self._run_to_the_end(self._largest_step()[0])
@@ -210,6 +212,7 @@ class ModelRunner:
                 self._draws_by_row = True
                 self._decode_runner = self._init_decode_runner(None)
                 self.warm_up()
+                self._run_requests(short_prompts(self.max_request_tokens, self.page_size))
         except Exception as error:
             logger.warning("Kernels are compiled one after the other, because of %s: %s", type(error).__name__, error)
         finally:
@@ -451,7 +454,10 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Requests through the whole model, prompt and next token, so that what is made at first use is made now."""
-        for sections in warm_up_requests(self.device.type, self.max_request_tokens, self.page_size):
+        self._run_requests(warm_up_requests(self.device.type, self.max_request_tokens, self.page_size))
+
+    def _run_requests(self, requests: Iterator[list[PlanSection]]) -> None:
+        for sections in requests:
             for section in sections:
                 self._run_to_the_end(section)
             self.reset()

@@ -10,6 +10,7 @@ from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection
 
 CPU_TOKENS = 8
 GPU_TOKENS = 64  # more than kernels of their own serve
+SHORT_PROMPTS = (16, 32, 96, 128)
 SHORT_TOKENS = 8  # of a chunk behind a prefix, which has kernels of its own
 
 
@@ -25,6 +26,11 @@ def warm_up_requests(device_type: str, max_request_tokens: int, page_size: int) 
     if chunks:
         for top_p in (0.9,) if is_cpu else (0.9, 1.0):
             yield _sections(chunks, page_size, top_p)
+
+
+def short_prompts(max_request_tokens: int, page_size: int) -> Iterator[list[PlanSection]]:
+    """The same for prompts of so many tokens that they have kernels of their own on a GPU, one for each kind."""
+    return (_sections([count], page_size, 1.0) for count in SHORT_PROMPTS if count < max_request_tokens)
 
 
 def _sections(chunks: list[int], page_size: int, top_p: float) -> list[PlanSection]:

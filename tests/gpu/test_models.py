@@ -146,24 +146,33 @@ def logits_of(runner: ModelRunner, prompt: list[int], chunk: int, page_size: int
 
 
 def logits_of_rows(runner: ModelRunner, prompts: list[list[int]], page_size: int, decodes: int) -> torch.Tensor:
-    """Of steps in which all of them decode, token 7 each time: [steps * rows, vocabulary]."""
+    """Of steps in which all of them decode, token 7 each time, and of one more beside a prompt: [steps * rows + 1, vocabulary]."""
     empty, slots = int32_array(), int32_array(range(len(prompts)))
     starts, counts = int32_array([0] * len(prompts)), int32_array([len(prompt) for prompt in prompts])
     admissions = [
         Admission(i, int32_array(prompt), len(prompt), 0, i, greedy(decodes + 1), LogprobSpec())
         for i, prompt in enumerate(prompts)
     ]
-    num_pages = [-(-(len(prompt) + decodes) // page_size) for prompt in prompts]
+    num_pages = [-(-(len(prompt) + decodes + 1) // page_size) for prompt in prompts]
     pages = PageDelta(slots, int32_array(num_pages), int32_array(range(sum(num_pages))))
     runner.execute(PlanSection(admissions, [pages], slots, starts, counts, int32_array([1] * len(prompts)), empty))
     steps = []
-    for step in range(decodes):
+    for step in range(decodes + 1):
         for slot, prompt in enumerate(prompts):
             runner._req_to_token_pool.token_table[slot, len(prompt) + step] = 7
-        nothing = PageDelta(empty, empty, empty)
-        decoded = runner.execute(PlanSection([], [nothing], empty, empty, empty, empty, slots))
-        assert isinstance(decoded, DecodeOutput)
-        steps.append(decoded.logits.float().cpu().clone())
+        if step < decodes:
+            nothing = PageDelta(empty, empty, empty)
+            output = runner.execute(PlanSection([], [nothing], empty, empty, empty, empty, slots))
+            assert isinstance(output, DecodeOutput)
+        else:
+            one, new = int32_array([1]), int32_array([len(prompts)])
+            newcomer = Admission(len(prompts), int32_array(range(9)), 9, 0, len(prompts), greedy(2), LogprobSpec())
+            page = PageDelta(new, one, int32_array([sum(num_pages)]))
+            output = runner.execute(
+                PlanSection([newcomer], [page], new, int32_array([0]), int32_array([9]), one, slots)
+            )
+        assert output.logits is not None
+        steps.append(output.logits.float().cpu().clone())
     return torch.cat(steps)
 
 

@@ -82,7 +82,7 @@ def gate(dtype: torch.dtype = torch.bfloat16) -> None:
 
 
 def test_a_kernel_is_compiled_once_and_launched_afterwards(gpu: FakeGpu, compiled: list[str]) -> None:
-    with rehearsal():
+    with rehearsal(2):
         for _ in range(3):
             gather()
             gate()
@@ -99,12 +99,23 @@ def test_a_kernel_is_compiled_once_and_launched_afterwards(gpu: FakeGpu, compile
 
 def test_kernels_are_compiled_at_the_same_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=30)
-    monkeypatch.setattr("srt.kernels.rehearsal.usable_cores", lambda: 2)
     monkeypatch.setattr(knobs.compilation, "listener", lambda **rest: both.wait())
-    with rehearsal():
+    with rehearsal(2):
         gate(torch.float32)
         is_rehearsed("not of Triton's", both.wait)
     assert not both.broken
+
+
+def test_what_failed_once_is_compiled_again_when_it_is_launched(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**rest: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(knobs.compilation, "listener", fail)
+    with pytest.raises(OSError, match="No space left"), rehearsal(2):
+        silu_and_mul(torch.ones(2, 192))  # a size that no other test has
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    silu_and_mul(torch.ones(2, 192))
+    assert gpu.launched == ["silu_and_mul_kernel"]
 
 
 @kernel(one_variant_for=())
@@ -113,7 +124,7 @@ def broken_kernel(out_ptr: tl.tensor) -> None:
 
 
 def rehearse_broken_and_sound() -> None:
-    with rehearsal():
+    with rehearsal(2):
         broken_kernel[(1,)](numbers(1))
         gate(torch.float64)
 
@@ -130,7 +141,7 @@ def test_what_cannot_be_compiled_is_told_at_the_end_and_harms_no_other(gpu: Fake
 
 def test_what_kernels_would_have_written_reads_as_zeros(gpu: FakeGpu) -> None:
     rows = DrawRows(torch.ones(500), numbers(500, torch.int64), numbers(500, torch.int64))
-    with rehearsal():
+    with rehearsal(2):
         torch.full((500,), 1 << 40)  # which leaves memory that is likely to be given out next
         assert not torch.empty(500, dtype=torch.int64).any()
         torch.full((500,), 1 << 40)
@@ -144,7 +155,7 @@ def test_what_kernels_would_have_written_reads_as_zeros(gpu: FakeGpu) -> None:
 def test_kernels_in_cuda_are_compiled_once_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     monkeypatch.setattr(hopper, "machine_code", lambda *parts: compiled.append(parts[-1]))
-    with rehearsal():
+    with rehearsal(2):
         for _ in range(3):
             hopper.launch(SMALLEST, (1, 1, 1), (), ())
     assert compiled == ["sm_90a"]

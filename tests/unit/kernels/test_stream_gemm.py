@@ -48,6 +48,11 @@ def test_all_programs_of_a_product_run_at_once_and_many_processors_have_one(
     assert tiles.splits == 1 or num_tiles <= CLUSTERS[tiles.splits]
     assert tiles.stages >= 2 and tiles.shared_bytes + 4 * tiles.rows <= SHARED_BYTES - 1024
     assert tiles.splits <= k // 64
+    # The last warpgroup multiplies 64 rows, whatever there are, and reads within the program's memory.
+    last_stage = (tiles.stages - 1) * tiles.stage_bytes
+    assert last_stage + 64 * tiles.warpgroups * 128 <= tiles.shared_bytes - 1024
+    assert 64 <= tiles.w_rows <= 64 * tiles.warpgroups and tiles.stage_bytes % 1024 == 0
+    assert tiles.width % (16 if ending.is_weighted else 8) == 0
     assert not ending.head_dim or (tiles.width % 128 == 0 and n % tiles.width == 0)
 
 
