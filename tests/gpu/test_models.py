@@ -145,6 +145,7 @@ def logits_of(runner: ModelRunner, prompt: list[int], chunk: int, page_size: int
     return torch.stack(rows)
 
 
+@torch.inference_mode()
 def logits_of_rows(runner: ModelRunner, prompts: list[list[int]], page_size: int, decodes: int) -> torch.Tensor:
     """Of steps in which all of them decode, token 7 each time, and of one more beside a prompt: [steps * rows + 1, vocabulary]."""
     empty, slots = int32_array(), int32_array(range(len(prompts)))
