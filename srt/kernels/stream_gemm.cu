@@ -201,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   const u32 target = stages + 4 * (of_tile + lane % 4 * 2 * PITCH);
 #pragma unroll
   for (int i = 0; i < ROWS / 2; i++) {
-    const int row = i / 4 * 8 + i % 2, column = i / 2 % 2 * 8;
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(target + 4 * (row * PITCH + column)), "f"(sums[i]) : "memory");
+    const int x_row = i / 4 * 8 + i % 2, w_row = i / 2 % 2 * 8;
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(target + 4 * (x_row * PITCH + w_row)), "f"(sums[i]) : "memory");
   }
 
   wait_for_earlier_kernels();
