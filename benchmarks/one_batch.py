@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -66,8 +67,19 @@ class Bench:
         self._runtime.generate(input_ids=prompts, sampling_params=sampling)
         return time.perf_counter() - begin_s
 
+    def wait_for_graphs(self) -> None:
+        """They are captured while there is nothing else to do; steps before that are launched kernel by kernel."""
+        while self._state()["num_graphs_left"]:
+            time.sleep(0.1)
+
+    def _state(self) -> dict[str, Any]:
+        engine = self._runtime._engine
+        state: dict[str, Any] = engine.run(server_facts(engine._service, deep=True))["internal_states"][0]
+        return state
+
     def decode(self, rows: int, length: int, new_tokens: int) -> list[Line]:
         self.seconds(self.prompts(rows, length), 8)
+        self.wait_for_graphs()
         short_s = min(self.seconds(self.prompts(rows, length), 1) for _ in range(2))
         long_s = min(self.seconds(self.prompts(rows, length), new_tokens) for _ in range(3))
         step_s = (long_s - short_s) / (new_tokens - 1)
@@ -77,8 +89,7 @@ class Bench:
 
     def _host(self, rows: int) -> list[Line]:
         """The worker's own time of the latest steps: to launch one, and from a result until the plan that it led to is launched."""
-        engine = self._runtime._engine
-        (state,) = engine.run(server_facts(engine._service, deep=True))["internal_states"]
+        state = self._state()
         if state.get("worker_decode_rows") != rows:
             return []  # other steps came more often
         names = (f"{kind}_us_{percent}" for kind in ("launch", "answer", "loop") for percent in ("p50", "p99"))
