@@ -39,7 +39,7 @@ from srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRun
 from srt.model_executor.plan_arrays import PlanArrays, Staging
 from srt.model_executor.step_output import ResultBuffers, StepOutput
 from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
-from srt.model_executor.warm_up import num_distinct_layers, short_prompts, warm_up_requests
+from srt.model_executor.warm_up import batches, num_distinct_layers, warm_up_requests
 from srt.model_executor.worst_step import worst_section
 from srt.model_loader.kv_scales import read_kv_scales
 from srt.model_loader.loader import LoadConfig, get_model_loader
@@ -193,7 +193,7 @@ class ModelRunner:
         )
 
     def _rehearse(self) -> None:
-        """Go through the largest step and the warm-up without launching our kernels, which are compiled meanwhile, all at the same time.
+        """Go through steps of all kinds without launching our kernels, which are compiled meanwhile, all at the same time.
 
         Only so many layers take part as have all kernels among them, and no other rank. What fails here is tried again in earnest.
         """
@@ -212,7 +212,7 @@ class ModelRunner:
                 self._draws_by_row = True
                 self._decode_runner = self._init_decode_runner(None)
                 self.warm_up()
-                self._run_requests(short_prompts(self.max_request_tokens, self.page_size))
+                self._run_requests(batches(self.num_slots, self.max_request_tokens))
         except Exception as error:
             logger.warning("Kernels are compiled one after the other, because of %s: %s", type(error).__name__, error)
         finally:

@@ -10,7 +10,7 @@ from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection
 
 CPU_TOKENS = 8
 GPU_TOKENS = 64  # more than kernels of their own serve
-SHORT_PROMPTS = (16, 32, 96, 128)
+BATCHES = (8, 32, 64, 96, 128)
 SHORT_TOKENS = 8  # of a chunk behind a prefix, which has kernels of its own
 
 
@@ -28,9 +28,22 @@ def warm_up_requests(device_type: str, max_request_tokens: int, page_size: int) 
             yield _sections(chunks, page_size, top_p)
 
 
-def short_prompts(max_request_tokens: int, page_size: int) -> Iterator[list[PlanSection]]:
-    """The same for prompts of so many tokens that they have kernels of their own on a GPU, one for each kind."""
-    return (_sections([count], page_size, 1.0) for count in SHORT_PROMPTS if count < max_request_tokens)
+def batches(num_slots: int, max_request_tokens: int) -> Iterator[list[PlanSection]]:
+    """As many prompts of one token each as have kernels of their own on a GPU, one batch for each kind; then a step in which all decode."""
+    if max_request_tokens > 1:
+        for count in dict.fromkeys(min(rows, num_slots) for rows in BATCHES):
+            yield _batch(count)
+
+
+def _batch(count: int) -> list[PlanSection]:
+    empty, slots, ones = int32_array(), int32_array(range(count)), np.ones(count, np.int32)
+    spec = SamplingSpec(max_new_tokens=2, temperature=1.0)
+    admissions = [Admission(slot, int32_array([0]), 1, 0, slot, spec, LogprobSpec()) for slot in range(count)]
+    pages = PageDelta(slots, ones, np.zeros(count, np.int32))
+    return [
+        PlanSection(admissions, [pages], slots, np.zeros(count, np.int32), ones, ones, empty),
+        PlanSection([], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, slots),
+    ]
 
 
 def _sections(chunks: list[int], page_size: int, top_p: float) -> list[PlanSection]:
