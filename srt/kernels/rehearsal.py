@@ -7,11 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
-from triton import AsyncCompileMode
+from triton import AsyncCompileMode, knobs
 from triton.runtime import driver
 from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
@@ -51,6 +52,12 @@ def rehearsal(num_threads: int) -> Iterator[None]:
             compilers.wait()
         finally:
             _forget_futures(kernels)
+
+
+def is_anything_cached() -> bool:
+    """Whether Triton has kept a kernel here before."""
+    folder = Path(knobs.cache.dir)
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def is_rehearsed(kernel: Hashable, compile_it: Callable[[], object]) -> bool:

@@ -198,11 +198,12 @@ class ModelRunner:
         Only so many layers take part as have all kernels among them, and no other rank. What fails here is tried again in earnest.
         """
         # Triton is not there on every host; with PyTorch for CUDA it is.
-        from srt.kernels.rehearsal import rehearsal
+        from srt.kernels.rehearsal import is_anything_cached, rehearsal
 
         model = self._model.model
         layers = model.layers
         try:
+            is_first = not is_anything_cached()
             # The other ranks of the host compile too.
             with self._tp.alone(), rehearsal(max(1, usable_cores() // self._tp.size)):
                 model.layers = layers[: num_distinct_layers(self.config.layer_windows)]
@@ -212,7 +213,8 @@ class ModelRunner:
                 self._draws_by_row = True
                 self._decode_runner = self._init_decode_runner(None)
                 self.warm_up()
-                self._run_requests(batches(self.num_slots, self.max_request_tokens))
+                if is_first:  # others would only load these kernels earlier
+                    self._run_requests(batches(self.num_slots, self.max_request_tokens))
         except Exception as error:
             logger.warning("Kernels are compiled one after the other, because of %s: %s", type(error).__name__, error)
         finally:

@@ -20,7 +20,7 @@ from srt.kernels import hopper
 from srt.kernels.draw_rows import DrawRows
 from srt.kernels.gather_pages import gather_pages
 from srt.kernels.jit import kernel
-from srt.kernels.rehearsal import is_rehearsed, rehearsal
+from srt.kernels.rehearsal import is_anything_cached, is_rehearsed, rehearsal
 from srt.kernels.sample import draw
 from srt.kernels.silu_and_mul import silu_and_mul
 from srt.kernels.stream_gemm import SMALLEST
@@ -82,6 +82,7 @@ def gate(dtype: torch.dtype = torch.bfloat16) -> None:
 
 
 def test_a_kernel_is_compiled_once_and_launched_afterwards(gpu: FakeGpu, compiled: list[str]) -> None:
+    assert not is_anything_cached()
     with rehearsal(2):
         for _ in range(3):
             gather()
@@ -89,6 +90,7 @@ def test_a_kernel_is_compiled_once_and_launched_afterwards(gpu: FakeGpu, compile
     assert gpu.launched == []
     assert sorted(compiled) == ["gather_pages_kernel", "silu_and_mul_kernel"]
     assert gpu.num_launchers == 2, "a C compiler may have to make these"
+    assert is_anything_cached()
     gather()
     gate()
     assert gpu.launched == ["gather_pages_kernel", "silu_and_mul_kernel"]
