@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import limits, models
-from srt.utils.cache_folders import FOLDERS, VARIABLE
+from srt.utils.cache_folders import FOLDERS, VARIABLE, cache_environment
 
 GOAL = 1.3
 WAITING = ("workers", "waiting for the engine", "communicator")  # phases in which a process waits for others
@@ -109,7 +109,8 @@ def measure(words: list[str], no_caches: bool = False) -> Start:
 def empty_caches(folder: str) -> dict[str, str]:
     """The variables that lead what is compiled into this folder; what was downloaded stays where it is."""
     caches = Path(folder) / "caches"
-    downloaded = os.environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
+    here = {**os.environ, **cache_environment(os.environ)}
+    downloaded = here.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
     moved = {name: str(caches / place) for name, place in FOLDERS.items()}
     return {**moved, VARIABLE: str(caches), "HF_HOME": downloaded}
 
