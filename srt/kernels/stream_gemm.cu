@@ -1,4 +1,4 @@
-// x Wᵀ for up to 128 rows of x, with what layers do to the result: see stream_gemm.py, which defines the constants in capitals.
+// x Wᵀ for up to 256 rows of x, with what layers do to the result: see stream_gemm.py, which defines the constants in capitals.
 //
 // A program holds WIDTH rows of W, or gates and ups of so many columns, and a part of the inner dimension. One thread of its last
 // warpgroup sends for both operands, blocks of 64 columns at a time, through a ring of STAGES; each other warpgroup multiplies 64 rows

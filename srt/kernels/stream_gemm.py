@@ -1,4 +1,4 @@
-"""x Wᵀ for 5 to 128 rows of x, with what a layer does before and after it: a kernel in CUDA's C++.
+"""x Wᵀ for 5 to 256 rows of x, with what a layer does before and after it: a kernel in CUDA's C++.
 
 Few rows wait for W to be read. Triton knows neither loads that may begin before a kernel's inputs are there, nor programs that read each
 other's shared memory. And steps of such sizes are made of kernels that take little longer than to start one: so a product takes
@@ -30,10 +30,14 @@ from srt.kernels.hopper import (
 )
 
 FEWEST_ROWS: Final = 5
-MOST_ROWS: Final = 128
+MOST_ROWS: Final = 176
+"""Of more cuBLAS with a norm behind it is as fast, but for few weights, whose products take little longer than a kernel's start."""
+MOST_ROWS_OF_FEW_WEIGHTS: Final = 256
 MOST_PLAIN_ROWS: Final = 64
 """Of more, gates and ups have a kernel of their own, and what has nothing to take in is cuBLAS's."""
-_ROWS: Final = (16, 32, 64, 96, 128)
+_ROWS: Final = (16, 32, 64, 96, 128, 160, 192, 224, 256)
+_WIDTHS: Final = (64, 128, 192)
+"""For more than few rows: of whole warpgroups, as what is multiplied for nothing takes power, which such steps have no more of."""
 _FEW_ROWS: Final = 64
 """Up to here W is what takes time to read, beyond it is x too."""
 _MOST_STAGES: Final = 12
@@ -47,9 +51,10 @@ _FULL_SHARE: Final = 0.9
 _MOST_W_ROWS: Final = 320
 _LONG: Final = 1 << 16  # outputs of a head, where cuBLAS is as fast
 _HEAD_DIMS: Final = (64, 128)  # which a warp holds at a time
-_PRODUCTS_NS: Final = 3400  # of a processor of an H200, at the clock that it has in such steps
-_LOADED_NS: Final = 105  # bytes
-_EXCHANGED_NS: Final = 50  # bytes of a cluster's sums
+_MOST_SUMS: Final = 192  # rows whose sums three warpgroups have registers for; fewer have for all
+_CYCLES_NS: Final = 1.46  # as measured on an H200, with all else that takes time in them
+_WEIGHTS_NS: Final = 3600  # bytes
+_EXCHANGED_NS: Final = 20  # bytes of a cluster's sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,9 @@ class StreamTiles:
 
         All programs run at once. `clusters_at_once`: so many clusters of that size do.
         """
-        most = MOST_ROWS if ending.has_residual or ending.head_dim else MOST_PLAIN_ROWS
+        most = MOST_ROWS_OF_FEW_WEIGHTS if n * k <= _FEW_WEIGHTS else MOST_ROWS
+        if not ending.has_residual and not ending.head_dim:
+            most = MOST_PLAIN_ROWS
         if not FEWEST_ROWS <= num_rows <= most or k % BLOCK_K or n % (64 if ending.is_weighted else 8) or n >= _LONG:
             return None
 
@@ -192,18 +199,22 @@ class StreamTiles:
     def _for_more_rows(
         cls, num_rows: int, n: int, k: int, ending: Ending, fits: Callable[[StreamTiles], bool]
     ) -> StreamTiles | None:
-        """Whose programs are done first: they multiply, or wait for both operands."""
-        heights = {_padded(-(-num_rows // parts)) for parts in (1, 2, 3, 4)}
-        shapes = product(heights, (1, 2, 3), (1, 2, 3, 4, 6, 8))
-        every = (cls(rows, 64 * warpgroups, splits, 1, ending) for rows, warpgroups, splits in shapes)
-        return min(filter(fits, every), key=lambda tiles: tiles.cost(k), default=None)
+        """Whose programs are done first: they multiply, or wait for weights or for shared memory."""
+        heights = {_padded(max(-(-num_rows // parts), _FEW_ROWS)) for parts in (1, 2, 3, 4)}
+        shapes = product(heights, _WIDTHS, (1, 2, 3, 4, 6, 8))
+        every = (cls(rows, width, splits, 1, ending) for rows, width, splits in shapes)
+        return min(filter(fits, every), key=lambda tiles: tiles.cost(n, k), default=None)
 
-    def cost(self, k: int) -> float:
-        """Nanoseconds of a program, about."""
-        multiplying = self.width * self.rows / _PRODUCTS_NS
-        loading = 2 * (self.width + self.rows) / _LOADED_NS
+    def cost(self, n: int, k: int) -> float:
+        """Nanoseconds of the product, about, of more than few rows.
+
+        Of 30 products, measured in up to 40 cuts each, it finds the best or one that takes up to 6 % longer.
+        """
+        multiplying = self.warpgroups * self.rows / 2  # cycles, for 16 columns
+        reading, writing = self.warpgroups * (64 + self.rows) / 4, (self.w_rows + self.rows) / 4  # shared memory
+        program = k / self.splits / 16 * max(multiplying, reading + writing) / _CYCLES_NS
         exchanged = 4 * self.width * self.rows * (self.splits - 1) / self.splits
-        return k / self.splits * max(multiplying, loading) + exchanged / _EXCHANGED_NS
+        return max(program, 2 * n * k / _WEIGHTS_NS) + exchanged / _EXCHANGED_NS
 
     def count(self, num_rows: int, n: int) -> int:
         """Clusters."""
@@ -215,7 +226,8 @@ class StreamTiles:
         has_whole_heads = not head_dim or (
             head_dim in _HEAD_DIMS and n % self.width == 0 and self.width % head_dim == 0
         )
-        return self.width <= WIDEST_LOAD and k // BLOCK_K >= self.splits and has_whole_heads
+        has_registers = self.warpgroups < 3 or self.rows <= _MOST_SUMS
+        return self.width <= WIDEST_LOAD and k // BLOCK_K >= self.splits and has_whole_heads and has_registers
 
     def with_stages(self, k: int) -> StreamTiles:
         """With as long a ring as there is room and use for."""
@@ -301,7 +313,7 @@ class StreamGemm:
         """None where x @ weight.T is better done by others."""
         if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
             return None
-        if not FEWEST_ROWS <= len(x) <= MOST_ROWS:
+        if not FEWEST_ROWS <= len(x) <= MOST_ROWS_OF_FEW_WEIGHTS:
             return None
         n, k = weight.shape[0] // (2 if ending.is_gated else 1), weight.shape[1]
         return _choose(len(x), n, k, ending, self._num_processors, x.device.index)

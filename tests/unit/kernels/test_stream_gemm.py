@@ -11,7 +11,15 @@ import pytest
 from srt.kernels import cuda_source
 from srt.kernels.cuda_source import compile_source, machine_code
 from srt.kernels.hopper import ARCHITECTURE
-from srt.kernels.stream_gemm import FEWEST_ROWS, MOST_PLAIN_ROWS, MOST_ROWS, PLAIN, Ending, StreamTiles
+from srt.kernels.stream_gemm import (
+    FEWEST_ROWS,
+    MOST_PLAIN_ROWS,
+    MOST_ROWS,
+    MOST_ROWS_OF_FEW_WEIGHTS,
+    PLAIN,
+    Ending,
+    StreamTiles,
+)
 
 PROCESSORS = 132  # of an H200, and so many clusters of each size at once
 CLUSTERS = {2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
@@ -31,14 +39,15 @@ def choose(num_rows: int, n: int, k: int, ending: Ending = PLAIN) -> StreamTiles
     return StreamTiles.choose(num_rows, n, k, ending, PROCESSORS, CLUSTERS.__getitem__)
 
 
-@pytest.mark.parametrize("num_rows", [FEWEST_ROWS, 16, 17, 33, 64, 65, 96, 100, MOST_ROWS])
+@pytest.mark.parametrize("num_rows", [FEWEST_ROWS, 16, 17, 33, 64, 65, 96, 100, 128, 150, MOST_ROWS, 256])
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_all_programs_of_a_product_run_at_once_and_many_processors_have_one(
     projection: tuple[int, int, Ending], num_rows: int
 ) -> None:
     n, k, ending = projection
     tiles = choose(num_rows, *projection)
-    if ending.is_gated and num_rows > MOST_PLAIN_ROWS:
+    most = MOST_ROWS_OF_FEW_WEIGHTS if n * k <= 1 << 22 else MOST_ROWS
+    if num_rows > (MOST_PLAIN_ROWS if ending.is_gated else most):
         assert tiles is None
         return
     assert tiles is not None
@@ -67,6 +76,8 @@ def test_what_others_do_as_fast_or_the_kernel_cannot_is_left_alone() -> None:
     assert choose(MOST_PLAIN_ROWS + 1, 4096, 4096) is None, "nothing is taken in"
     assert choose(MOST_ROWS, 4096, 4096, ONTO) is not None
     assert choose(MOST_ROWS + 1, 4096, 4096, ONTO) is None
+    assert choose(MOST_ROWS_OF_FEW_WEIGHTS, 1024, 2048, ONTO) is not None
+    assert choose(MOST_ROWS_OF_FEW_WEIGHTS + 1, 1024, 2048, ONTO) is None
     assert choose(16, 4096, 4096 + 32) is None, "the inner size is cut into 64"
     assert choose(16, 4096 + 32, 4096, ONTO) is None, "squares are of 64 columns"
     assert choose(16, 6144 + 64, 4096, HEADS) is None, "half a head would be left"
@@ -80,7 +91,7 @@ def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
 ) -> None:
     monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path))
     heads_of_64 = (3072, 2048, Ending(head_dim=64))
-    pairs = product((16, 32, 64, 96, 128), [*PROJECTIONS, heads_of_64])
+    pairs = product((16, 32, 64, 96, 128, 160, MOST_ROWS, 224, 256), [*PROJECTIONS, heads_of_64])
     chosen = {choose(num_rows, *projection) for num_rows, projection in pairs} - {None}
 
     def codes() -> list[bytes]:
