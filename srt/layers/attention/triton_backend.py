@@ -1,4 +1,4 @@
-"""Attention through the Triton kernels. Importing this module imports Triton: ask `require_triton` first.
+"""Attention through our own kernels, nearly all in Triton. Importing this module imports Triton: ask `require_triton` first.
 
 On a CPU the kernels run in Triton's interpreter, which is for tests.
 """
@@ -17,6 +17,7 @@ from srt.kernels.decode_attention import (
     most_splits,
 )
 from srt.kernels.even_attention import (
+    MOST_ROWS,
     EvenShares,
     can_be_even,
     even_attention,
@@ -30,6 +31,7 @@ from srt.kernels.paged_kv import PagedKV
 from srt.kernels.pdl import EARLY, has_pdl, pdl_for
 from srt.kernels.shared_memory import shared_bytes
 from srt.kernels.shared_prefix import SharedPrefix, can_share, find_shared, shared_attention
+from srt.kernels.stream_attention import LEAST_ROWS, can_stream, shares_of, stream_attention
 from srt.kernels.triton_support import require_triton
 from srt.kernels.write_kv import write_kv
 from srt.layers.attention.attention_spec import AttentionSpec
@@ -72,9 +74,14 @@ class TritonAttentionBackend(AttentionBackend):
         self._readings = {Reading.BY_ROW}
         if None in spec.windows and can_share(spec.dtype, spec.head_dim, self._group):
             self._readings.add(Reading.SHARED)
-        if None in spec.windows and can_be_even(
-            spec.dtype, spec.head_dim, self._num_kv_heads, self._num_processors, self._shared_bytes
-        ):
+        self._streams = (
+            None in spec.windows
+            and spec.kv_dtype is spec.dtype
+            and can_stream(device, spec.dtype, spec.head_dim, self._group, self._num_kv_heads, spec.page_size)
+        )
+        """Row by row is evenly then, whatever the lengths are."""
+        shape = spec.dtype, spec.head_dim, self._num_kv_heads, self._num_processors, self._shared_bytes
+        if None in spec.windows and not self._streams and can_be_even(*shape):
             self._readings.add(Reading.EVEN)
         self._max_extend_len = 0
         self._max_context = 0
@@ -95,7 +102,8 @@ class TritonAttentionBackend(AttentionBackend):
     def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
         self._shared = self._even = None
         pool = batch.req_to_token_pool
-        if reading is Reading.EVEN:
+        streams = self._streams and LEAST_ROWS <= batch.batch_size <= MOST_ROWS
+        if reading is Reading.EVEN or (reading is Reading.BY_ROW and streams):
             self._even = self._even_memory or self._take_even_memory(pool)
             find_shares(batch.seq_lens, self._even)
         if reading is not Reading.SHARED:
@@ -138,6 +146,9 @@ class TritonAttentionBackend(AttentionBackend):
 
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
         kv, slots = _paged_kv(layer, batch), batch.req_pool_indices[batch.num_extend_rows :]
+        if self._even is not None and layer.window is None and self._streams:
+            stream_attention(q, kv, slots, batch.seq_lens, layer.scale, out, self._even)
+            return
         if self._even is not None and layer.window is None:
             pdl = pdl_for(len(q)) if self._pdl else 0
             even_attention(q, kv, slots, batch.seq_lens, layer.scale, out, self._even, pdl)
@@ -218,7 +229,7 @@ class TritonAttentionBackend(AttentionBackend):
     def _take_even_memory(self, pool: ReqToTokenPool) -> EvenShares:
         """Once, enough for every batch: graphs keep the addresses."""
         rows, kv_heads = max(pool.num_slots, self._max_graph_rows), self._num_kv_heads
-        shares = shares_at_once(kv_heads, self._num_processors)
+        shares = (shares_of if self._streams else shares_at_once)(kv_heads, self._num_processors)
         self._even_memory = EvenShares.take(
             rows, self._group * kv_heads, kv_heads, self._head_dim, shares, pool.page_table.device
         )

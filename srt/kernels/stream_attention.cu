@@ -1,0 +1,339 @@
+// Paged decode attention with equal shares for all programs: see stream_attention.py, which defines the constants in capitals, and
+// even_attention.py, which says who reads what.
+//
+// One warp of a program sends for keys and values, 16 positions at a time, through a ring of SLOTS. Each of WARPS others takes every
+// WARPS-th of these blocks, and keeps what it finds to itself until the part of a row has been read. The last warp puts together what they
+// found, while they go on. Positions are the rows of the products, query heads their columns: no more than 8 are multiplied, where tiles
+// that begin with queries would have 16.
+
+constexpr int BLOCK = 16;  // positions
+constexpr int HALVES = HEAD_DIM / 64;
+constexpr int HALF_BYTES = BLOCK * LINE;  // 64 columns of a block
+constexpr int BLOCK_BYTES = HALVES * HALF_BYTES;
+constexpr int SLOT_BYTES = 2 * BLOCK_BYTES;  // keys, then values
+constexpr int SHARE_UNIT = 64;               // positions that shares are counted in
+static_assert(SLOTS % WARPS == 0, "a slot is always taken by the same warp, which so sees all its phases");
+constexpr int STEPS = HEAD_DIM / 16;
+constexpr int PITCH = HEAD_DIM + 4;  // of what warps found, in shared memory
+constexpr int DIMS = HEAD_DIM / 32;  // of a lane that puts it together
+
+// The largest score of no position.
+__device__ __forceinline__ float nothing() { return __int_as_float(0xFF800000); }
+
+// What a warp found in its blocks: for each query head the largest score, the sum of weights, and the weighted sum of values.
+struct Found {
+  float peaks[WARPS][8];
+  float totals[WARPS][8];
+  float sums[WARPS][GROUP][PITCH];
+};
+
+__device__ __forceinline__ void load_heads(u32 to, const TensorMap* map, int location, int head, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4}], [%5];" ::
+          "r"(to),
+      "l"(map), "r"(0), "r"(location), "r"(head), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(u32 (&parts)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(parts[0]), "=r"(parts[1]), "=r"(parts[2]), "=r"(parts[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_turned(u32 (&parts)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(parts[0]), "=r"(parts[1]), "=r"(parts[2]), "=r"(parts[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ u32 turned(u32 pair) {
+  u32 other;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
+  return other;
+}
+
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&rows)[4], u32 low, u32 high) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(low), "r"(high));
+}
+
+// Over the positions of a block: the lanes that hold the same query heads.
+template <typename Both>
+__device__ __forceinline__ float over_positions(float value, Both both) {
+  for (int distance = 4; distance < 32; distance *= 2) value = both(value, __shfl_xor_sync(~0u, value, distance));
+  return value;
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Past the first cache, which may hold what was there before.
+__device__ __forceinline__ float load_new(const float* from) {
+  float value;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+  return value;
+}
+
+// Of one row, those positions that the program reads.
+struct Part {
+  int row, begin, end;  // positions
+  int length;           // of the row
+  bool begins_row, ends_row;
+  bool begins_share;
+};
+
+// Program (KV head, share). Blocks of SHARE_UNIT positions from begins[share] on, as EvenShares says.
+struct Shares {
+  const int* begins;
+  const int* first_rows;
+  const int* row_begins;
+  const int* row_shares;
+  const long long* lengths;
+};
+
+template <typename Work>
+__device__ __forceinline__ void for_each_part(const Shares& shares, int share, Work work) {
+  const int share_begin = shares.begins[share], share_end = shares.begins[share + 1];
+  int begin = share_begin;
+  for (int row = begin < share_end ? shares.first_rows[share] : 0; begin < share_end; row++) {
+    const int row_begin = shares.row_begins[row], row_end = shares.row_begins[row + 1], end = min(row_end, share_end);
+    Part part;
+    part.row = row, part.length = (int)shares.lengths[row];
+    part.begin = (begin - row_begin) * SHARE_UNIT, part.end = min((end - row_begin) * SHARE_UNIT, part.length);
+    part.begins_row = begin == row_begin, part.ends_row = end == row_end, part.begins_share = begin == share_begin;
+    work(part);
+    begin = end;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
+    stream_attention(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+                     const __grid_constant__ Shares shares, const u16* q, const int* page_table, const long long* slots_of_rows,
+                     float* partial, float* lse, int* arrived, u16* out, float scale_log2, int q_stride, int page_table_stride,
+                     int out_stride) {
+  extern __shared__ char memory[];
+  __shared__ u64 barriers[2 * SLOTS + 4];
+  const u32 ring = (address_of(memory) + 1023) & ~1023u;
+  Found* const all_found = (Found*)(memory + (ring - address_of(memory)) + SLOTS * SLOT_BYTES);  // two, for parts in turn
+  const u32 full = address_of(barriers), empty = full + 8 * SLOTS, is_found = empty + 8 * SLOTS, is_taken = is_found + 16;
+  const int kv_head = blockIdx.x, share = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int num_heads = gridDim.x * GROUP, first_head = kv_head * GROUP;
+
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < SLOTS; slot++) init_barrier(full + 8 * slot, 1), init_barrier(empty + 8 * slot, 1);
+    for (int i = 0; i < 2; i++) init_barrier(is_found + 8 * i, WARPS), init_barrier(is_taken + 8 * i, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  }
+  __syncthreads();
+
+  if (warp == WARPS) {
+    // Keys and values of earlier steps are there: they are on their way before the kernels before this one have ended.
+    bool has_waited = false;
+    int number = 0;  // of the block
+    for_each_part(shares, share, [&](const Part& part) {
+      const int* pages = page_table + slots_of_rows[part.row] * page_table_stride;
+      for (int first = part.begin; first < part.end; first += 32 * BLOCK) {
+        const int position = first + lane * BLOCK;
+        const int location = position < part.end ? pages[position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE : 0;
+        const int count = min(32, (part.end - first + BLOCK - 1) / BLOCK);
+        for (int i = 0; i < count; i++, number++) {
+          const int from = __shfl_sync(~0u, location, i);
+          if (!has_waited && first + (i + 1) * BLOCK >= part.length) {  // the newest key and value are in this block
+            wait_for_earlier_kernels();
+            has_waited = true;
+          }
+          if (lane == 0) {
+            const int slot = number % SLOTS;
+            const u32 to = ring + slot * SLOT_BYTES, barrier = full + 8 * slot;
+            if (number >= SLOTS) wait_for(empty + 8 * slot, (number / SLOTS - 1) & 1);
+            expect_bytes(barrier, SLOT_BYTES);
+            load_heads(to, &k_map, from, kv_head, barrier);
+            load_heads(to + BLOCK_BYTES, &v_map, from, kv_head, barrier);
+          }
+          __syncwarp();
+        }
+      }
+    });
+    if (!has_waited) wait_for_earlier_kernels();
+    return;
+  }
+
+  if (warp == WARPS + 1) {
+    wait_for_earlier_kernels();
+    int turn = 0;
+    for_each_part(shares, share, [&](const Part& part) {
+      const bool is_whole = part.begins_row && part.ends_row;
+      const int place = 2 * share + !part.begins_share;
+      const Found& found = all_found[turn % 2];
+      auto write = [&](int head, const float (&means)[DIMS]) {
+        u16* to = out + (u64)part.row * out_stride + (first_head + head) * HEAD_DIM + lane * DIMS;
+#pragma unroll
+        for (int i = 0; i < DIMS; i += 2) *(u32*)(to + i) = pair_of(means[i], means[i + 1]);
+      };
+      wait_for(is_found + 8 * (turn % 2), turn / 2 & 1);
+#pragma unroll
+      for (int head = 0; head < GROUP; head++) {
+        float peak = nothing(), total = 0, means[DIMS] = {};
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) peak = fmaxf(peak, found.peaks[w][head]);
+        if (peak > nothing()) {  // else the row has no position
+#pragma unroll
+          for (int w = 0; w < WARPS; w++) {
+            const float factor = power_of_2(found.peaks[w][head] - peak);
+            total += factor * found.totals[w][head];
+#pragma unroll
+            for (int i = 0; i < DIMS; i++) means[i] += factor * found.sums[w][head][lane * DIMS + i];
+          }
+#pragma unroll
+          for (int i = 0; i < DIMS; i++) means[i] /= total;
+        }
+        if (is_whole) {
+          write(head, means);
+        } else {
+          const int to = place * num_heads + first_head + head;
+#pragma unroll
+          for (int i = 0; i < DIMS; i++) partial[(u64)to * HEAD_DIM + lane * DIMS + i] = means[i];
+          if (lane == 0) lse[to] = peak + log2f(total);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) arrive(is_taken + 8 * (turn % 2));
+      turn++;
+      if (is_whole) return;
+
+      // Who ends last with a row merges its parts: the last part of its first share, unless the row is all that share has, and the first
+      // of the others.
+      const int first_share = shares.row_shares[2 * part.row], last_share = shares.row_shares[2 * part.row + 1];
+      const bool begins_inside = shares.row_begins[part.row] > shares.begins[first_share];
+      __threadfence();
+      __syncwarp();
+      int num_arrived = 0;
+      if (lane == 0) {
+        int* counter = arrived + part.row * gridDim.x + kv_head;
+        num_arrived = atomicAdd(counter, 1);
+        if (num_arrived == last_share - first_share) *counter = 0;
+        __threadfence();
+      }
+      if (__shfl_sync(~0u, num_arrived, 0) != last_share - first_share) return;
+#pragma unroll
+      for (int head = 0; head < GROUP; head++) {
+        float peak = nothing(), total = 0, means[DIMS] = {};
+        for (int other = first_share; other <= last_share; other++) {
+          const int from = (2 * other + (begins_inside && other == first_share)) * num_heads + first_head + head;
+          const float its_peak = load_new(lse + from), new_peak = fmaxf(peak, its_peak);
+          const float shrink = power_of_2(peak - new_peak), factor = power_of_2(its_peak - new_peak);
+          total = total * shrink + factor, peak = new_peak;
+#pragma unroll
+          for (int i = 0; i < DIMS; i++)
+            means[i] = means[i] * shrink + load_new(partial + (u64)from * HEAD_DIM + lane * DIMS + i) * factor;
+        }
+#pragma unroll
+        for (int i = 0; i < DIMS; i++) means[i] /= total;
+        write(head, means);
+      }
+    });
+    return;
+  }
+
+  wait_for_earlier_kernels();
+  const int column = lane % 4 * 2;  // of two query heads of the group: those that a lane has sums of
+  int number = 0, turn = 0;         // of the part's first block, and of the part
+  for_each_part(shares, share, [&](const Part& part) {
+    // As the second operand of the products: a lane has columns of one head.
+    u32 queries[STEPS][2] = {};
+    if (lane / 4 < GROUP) {
+      const u16* query = q + (u64)part.row * q_stride + (first_head + lane / 4) * HEAD_DIM + column;
+#pragma unroll
+      for (int k = 0; k < STEPS; k++) queries[k][0] = *(const u32*)(query + 16 * k), queries[k][1] = *(const u32*)(query + 16 * k + 8);
+    }
+    float peaks[2] = {nothing(), nothing()}, totals[2] = {}, sums[STEPS][4] = {};
+    const int num_blocks = (part.end - part.begin + BLOCK - 1) / BLOCK;
+    for (int block = (warp + WARPS - number % WARPS) % WARPS; block < num_blocks; block += WARPS) {
+      const int slot = (number + block) % SLOTS, live = part.end - part.begin - block * BLOCK;  // positions; may be more than BLOCK
+      const u32 keys = ring + slot * SLOT_BYTES, values = keys + BLOCK_BYTES;
+      wait_for(full + 8 * slot, ((number + block) / SLOTS) & 1);
+      if (live < BLOCK) {  // what lies behind the row's end may be anything: as a factor it has to be a number
+        for (int i = live; i < BLOCK; i++) {
+#pragma unroll
+          for (int half = 0; half < HALVES; half++) {
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(values + half * HALF_BYTES + i * LINE + 4 * lane), "r"(0) : "memory");
+          }
+        }
+        __syncwarp();
+      }
+      float scores[4] = {}, more[4] = {};
+#pragma unroll
+      for (int k = 0; k < STEPS; k++) {
+        const int i = lane % 16, chunk = k % 4 * 2 + lane / 16;
+        u32 rows[4];
+        load_matrices(rows, keys + k / 4 * HALF_BYTES + i * LINE + ((chunk ^ i % 8) << 4));
+        multiply_add(k % 2 ? more : scores, rows, queries[k][0], queries[k][1]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const bool is_live = lane / 4 + i / 2 * 8 < live;
+        scores[i] = is_live ? (scores[i] + more[i]) * scale_log2 : nothing();
+      }
+      float new_peaks[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float peak = over_positions(fmaxf(scores[i], scores[i + 2]), [](float a, float b) { return fmaxf(a, b); });
+        new_peaks[i] = fmaxf(peaks[i], peak);  // finite: a block has a live position
+      }
+      if (__any_sync(~0u, new_peaks[0] > peaks[0] || new_peaks[1] > peaks[1])) {
+        const float shrink[2] = {power_of_2(peaks[0] - new_peaks[0]), power_of_2(peaks[1] - new_peaks[1])};
+#pragma unroll
+        for (int i = 0; i < 2; i++) totals[i] *= shrink[i], peaks[i] = new_peaks[i];
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+#pragma unroll
+          for (int i = 0; i < 4; i++) sums[k][i] *= shrink[i % 2];
+        }
+      }
+      float weights[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) weights[i] = power_of_2(scores[i] - peaks[i % 2]), totals[i % 2] += weights[i];
+      const u32 low = turned(pair_of(weights[0], weights[1])), high = turned(pair_of(weights[2], weights[3]));
+#pragma unroll
+      for (int k = 0; k < STEPS; k++) {
+        const int i = lane % 8 + lane / 16 * 8, chunk = k % 4 * 2 + lane / 8 % 2;
+        u32 rows[4];
+        load_turned(rows, values + k / 4 * HALF_BYTES + i * LINE + ((chunk ^ i % 8) << 4));
+        multiply_add(sums[k], rows, low, high);
+      }
+      if (live < BLOCK) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what was written here, before what is sent here
+      __syncwarp();
+      if (lane == 0) arrive(empty + 8 * slot);
+    }
+    number += num_blocks;
+
+    const int place = turn % 2;
+    Found& found = all_found[place];
+    if (turn >= 2) wait_for(is_taken + 8 * place, (turn / 2 - 1) & 1);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float total = over_positions(totals[i], [](float a, float b) { return a + b; });
+      if (lane < 4) found.peaks[warp][column + i] = peaks[i], found.totals[warp][column + i] = total;
+    }
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (column + i % 2 < GROUP) found.sums[warp][column + i % 2][16 * k + lane / 4 + i / 2 * 8] = sums[k][i];
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(is_found + 8 * place);
+    turn++;
+  });
+}

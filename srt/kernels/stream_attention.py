@@ -1,0 +1,149 @@
+"""Even attention as a kernel in CUDA's C++, for Hopper and bfloat16: one program on each processor, as products have them.
+
+Programs of Triton's kernel share a processor by four, and so start when the product before them has ended, on an empty device, and are
+merged from as many parts. Here a program takes the place of one of the product before, and sends for keys and values of earlier steps
+before that product has ended; the product behind it does the same with its weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from srt.kernels.even_attention import MOST_ROWS, MOST_SHARES, EvenShares
+from srt.kernels.hopper import launch, pointer, runs_on, source_of, tensor_map, with_alignment
+from srt.kernels.paged_kv import PagedKV, check_heads
+
+LEAST_ROWS: Final = 16
+_BLOCK: Final = 16  # positions that a load brings
+_MOST_GROUP: Final = 8
+_WARPS: Final = 4  # that multiply
+_SLOTS: Final = 8
+_PROGRAMS: Final = 2  # on a processor
+_HEAD_DIMS: Final = (64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionVariant:
+    """The kernel for heads of this size, so many of which share keys and values."""
+
+    group: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def name(self) -> str:
+        return "stream_attention"
+
+    @property
+    def source(self) -> str:
+        return source_of(self.name)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * (_WARPS + 2)
+
+    @property
+    def cluster(self) -> int:
+        return 1
+
+    @property
+    def slot_bytes(self) -> int:
+        return 2 * 2 * _BLOCK * self.head_dim
+
+    @property
+    def _found_bytes(self) -> int:
+        """What warps found in two parts of rows."""
+        return 2 * 4 * _WARPS * (2 * 8 + self.group * (self.head_dim + 4))
+
+    @property
+    def shared_bytes(self) -> int:
+        return with_alignment(_SLOTS * self.slot_bytes + self._found_bytes)
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        return {
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "PAGE_SIZE": self.page_size,
+            "SLOTS": _SLOTS,
+            "WARPS": _WARPS,
+            "PROGRAMS": _PROGRAMS,
+        }
+
+
+class _Shares(ctypes.Structure):
+    """As the kernel has them."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("begins", "first_rows", "row_begins", "row_shares", "lengths")
+    )
+
+
+def can_stream(
+    device: torch.device, dtype: torch.dtype, head_dim: int, group: int, kv_heads: int, page_size: int
+) -> bool:
+    """Whether there is a variant for heads and a memory of this type, and it runs there."""
+    is_served = dtype is torch.bfloat16 and head_dim in _HEAD_DIMS and group <= _MOST_GROUP and page_size % _BLOCK == 0
+    if not is_served or device.type != "cuda":
+        return False
+    has_room = kv_heads <= torch.cuda.get_device_properties(device).multi_processor_count
+    return has_room and runs_on(device, AttentionVariant(group, head_dim, page_size))
+
+
+def shares_of(kv_heads: int, num_processors: int) -> int:
+    """As many of each KV head as run at once."""
+    return min(_PROGRAMS * num_processors // kv_heads, MOST_SHARES)
+
+
+def stream_attention(
+    q: torch.Tensor,
+    kv: PagedKV,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    shares: EvenShares,
+) -> None:
+    """As `even_attention`, where `can_stream`. Keys and values of all but the rows' last positions must be there before the kernel
+    before this one has ended."""
+    num_rows, num_heads, head_dim = q.shape
+    assert num_rows <= MOST_ROWS, num_rows
+    variant = AttentionVariant(num_heads // kv.num_kv_heads, head_dim, kv.page_size)
+    assert variant.group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)
+    assert num_rows < len(shares.row_begins), num_rows
+    assert seq_lens.dtype is torch.int64 and req_pool_indices.dtype is torch.int64 and kv.k_scale == 1.0 == kv.v_scale
+    assert kv.page_table.stride(1) == 1 and kv.page_table.dtype is torch.int32
+    check_heads(q, num_heads, head_dim)
+    check_heads(out, num_heads, head_dim)
+    tables = (shares.begins, shares.first_rows, shares.row_begins, shares.row_shares, seq_lens)
+    arguments = (
+        _Shares(*map(pointer, tables)),
+        q,
+        kv.page_table,
+        req_pool_indices,
+        shares.partial,
+        shares.lse,
+        shares.arrived,
+        out,
+        scale * math.log2(math.e),
+        q.stride(0),
+        kv.page_table.stride(0),
+        out.stride(0),
+    )
+    maps = _map_of(kv.k_buffer), _map_of(kv.v_buffer)
+    with torch.cuda.device(q.device):
+        launch(variant, (kv.num_kv_heads, len(shares.first_rows), 1), maps, arguments, is_dependent=True)
+
+
+def _map_of(buffer: torch.Tensor) -> object:
+    """Of [locations, heads, head_dim]: a load brings 64 columns of some locations of one head, then the next 64."""
+    check_heads(buffer, buffer.shape[1], buffer.shape[2])
+    locations, heads, head_dim = buffer.shape
+    shape, strides = (64, locations, head_dim // 64, heads), (2 * buffer.stride(0), 128, 2 * head_dim)
+    return tensor_map(buffer.data_ptr(), shape, strides, (64, _BLOCK, head_dim // 64, 1))
