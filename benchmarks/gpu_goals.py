@@ -205,14 +205,22 @@ def run(command: Command, log: Path, run_id: str) -> tuple[bool, str]:
             code = process.wait(MOST_S)
             outcome = "done" if code == 0 else f"failed with {code}"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # with what it has started
             outcome = f"stopped after {MOST_S:.0f} s"
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        finally:  # also if this process is stopped
+            _end(process)
     return code == 0, f"{outcome} ({time.monotonic() - begin_s:.0f} s)"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With what it has started, if it runs."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def read(results: Path, run_id: str | None = None) -> list[dict[str, Any]]:
@@ -237,6 +245,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("gpu_goals"), help="where results and output are kept")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options.folder.mkdir(parents=True, exist_ok=True)
     asked = set(options.parts or PARTS)
     asked |= {NEEDS[part] for part in asked if part in NEEDS}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,23 @@ def test_a_command_that_fails_or_takes_too_long_is_said_so(tmp_path: Path, monke
     monkeypatch.setattr(gpu_goals, "MOST_S", 0.5)
     assert outcome("import signal; signal.pause()") == (False, "stopped after 0 s")
     assert "fine" in log.read_text()
+
+
+def test_a_run_that_is_stopped_leaves_no_command_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if self not in started:
+                started.append(self)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    words = (sys.executable, "-c", "import time; time.sleep(1000)")
+    with pytest.raises(KeyboardInterrupt):
+        run(Command("steps", "sleeps", words), tmp_path / "log", "r")
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
 def test_the_table_alone_runs_nothing(

@@ -1,0 +1,187 @@
+"""Decode steps of a worker by themselves, without the other processes: ms a step by number of rows, and the kernels that it is made of.
+
+    python -m benchmarks.decode_steps --model-path qwen3-8b --load-format dummy [--rows 256,64] [--mixed] [--kernels] [any option
+                                      of the server]
+
+For comparing two states of the kernels, in processes one after the other on one machine: everything else is left out. The rows' earlier
+positions are random and were never computed. With more than one round the first shows a cool device, the last one that has run for a while;
+its clock and power say whether it could not run faster. Steps of few rows come last: rows get longer all the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks import limits, models
+from srt.distributed.parallel_state import TensorParallel
+from srt.model_executor.model_runner import ModelRunner, resolve_device
+from srt.model_executor.step_output import StepOutput
+from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
+from srt.server_args import parse_args
+from srt.utils.model_config import ModelConfig
+
+SHORTEST, LONGEST = 128, 2048  # positions of mixed rows
+WARM_UP = 4  # steps before each round
+PROFILED = 4
+LISTED = 14
+
+
+class Steps:
+    """A runner whose slots all hold a request that never ends."""
+
+    def __init__(self, runner: ModelRunner, lengths: list[int], most_steps: int) -> None:
+        self._runner = runner
+        self.lengths = np.array(lengths)
+        empty, ones, slots = int32_array(), np.ones(len(lengths), np.int32), int32_array(range(len(lengths)))
+        rng = np.random.default_rng(0)
+        num_pages = -(-(self.lengths + most_steps + 1) // runner.page_size)
+        pages = int32_array(rng.permutation(int(num_pages.sum())))  # anywhere
+        spec = SamplingSpec(max_new_tokens=most_steps + 2, temperature=0.6)
+        admissions = [
+            Admission(slot, int32_array(rng.integers(0, 100, length)), length, length - 1, slot, spec, LogprobSpec())
+            for slot, length in enumerate(lengths)
+        ]
+        delta = [PageDelta(slots, num_pages.astype(np.int32), pages)]
+        starts = (self.lengths - 1).astype(np.int32)
+        self._run(PlanSection(admissions, delta, slots, starts, ones, ones, empty)).result()
+
+    def run(self, num_rows: int, count: int) -> float:
+        """Seconds that so many steps of the first rows take, one of them always ahead of what is read."""
+        empty = int32_array()
+        section = PlanSection(
+            [], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, int32_array(range(num_rows))
+        )
+        begin_s, before = time.perf_counter(), None
+        for _ in range(count):
+            step = self._run(section)
+            if before is not None:
+                before.result()
+            before = step
+        if before is not None:
+            before.result()
+        self.lengths[:num_rows] += count
+        return time.perf_counter() - begin_s
+
+    def _run(self, section: PlanSection) -> StepOutput:
+        return self._runner.sample(self._runner.execute(section))
+
+
+@dataclass
+class Readings:
+    """Of the device's state, while it works."""
+
+    mhz: list[int]
+    watts: list[float]
+
+    def text(self) -> str:
+        if not self.mhz:
+            return ""
+        late = slice(len(self.mhz) // 3, None)
+        return f"  {np.mean(self.mhz[late]):5.0f} MHz {np.mean(self.watts[late]):4.0f} W"
+
+
+@contextmanager
+def watched(device: torch.device) -> Iterator[Readings]:
+    """Nothing is read where there is no such GPU, or NVIDIA's library is not installed."""
+    readings, is_over = Readings([], []), threading.Event()
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(device.index or 0) if device.type == "cuda" else None
+    except Exception:
+        handle = None
+
+    def read() -> None:
+        while not is_over.wait(0.02):
+            readings.mhz.append(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
+            readings.watts.append(pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
+
+    thread = threading.Thread(target=read, daemon=True)
+    if handle is not None:
+        thread.start()
+    try:
+        yield readings
+    finally:
+        is_over.set()
+        if handle is not None:
+            thread.join()
+
+
+def print_kernels(steps: Steps, num_rows: int) -> None:
+    """What takes the most time; quantiles, as one kernel serves several products."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        steps.run(num_rows, PROFILED)
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for event in profile.events() or []:
+        if "CUDA" in str(event.device_type):
+            times[event.name].append(event.device_time)
+    for name, found in sorted(times.items(), key=lambda one: -sum(one[1]))[:LISTED]:
+        quantiles = " ".join(f"{value:6.1f}" for value in np.quantile(found, (0.05, 0.25, 0.5, 0.75, 0.95)))
+        each = len(found) / PROFILED
+        print(f"  {sum(found) / PROFILED / 1e3:8.3f} ms {each:6.1f} × µs {quantiles}  {name[:90]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", default="qwen3-0.6b", help="a shape in benchmarks/configs, or any model")
+    parser.add_argument("--rows", default="256,128,64,16", help="numbers of rows, the most first")
+    parser.add_argument("--context", type=int, default=1024, help="positions of a row at first")
+    parser.add_argument("--mixed", action="store_true", help=f"{SHORTEST} to {LONGEST - 1} positions instead")
+    parser.add_argument("--steps", type=int, default=30, help="of a round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--kernels", action="store_true", help="also the kernels that take the most time")
+    parser.add_argument("--jsonl", help="append the result to this file")
+    options, server_options = parser.parse_known_args()
+    sizes = sorted({int(size) for size in options.rows.split(",")}, reverse=True)
+    folder = models.folder_of(options.model_path)
+    most_steps = len(sizes) * (options.rounds * (WARM_UP + options.steps) + PROFILED)
+    lengths = [options.context] * sizes[0]
+    if options.mixed:
+        lengths = np.random.default_rng(1).integers(SHORTEST, LONGEST, sizes[0]).tolist()
+    given = ["--max-running-requests", str(sizes[0]), "--cuda-graph-bs", *map(str, sizes)]
+    args = parse_args(["--model-path", folder, *given, *server_options])
+    device, config = resolve_device(args, 0), ModelConfig.from_folder(Path(folder))
+    if options.kernels and device.type != "cuda":
+        parser.error("--kernels: the profiler looks at a GPU, and there is none")
+    hardware, shape = limits.measured(), limits.Shape.of(folder)
+    runner = ModelRunner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    with torch.inference_mode():
+        for layer in range(config.num_layers):
+            for buffer in runner._token_to_kv_pool.get_kv(layer):
+                if buffer.dtype.itemsize > 1:
+                    buffer.normal_()  # zeros would take less power
+    steps = Steps(runner, lengths, most_steps)
+    print(f"{options.model_path} on {hardware.name}; {limits.versions()}")
+    figures = []
+    for num_rows in sizes:
+        for _ in range(options.rounds):
+            steps.run(num_rows, WARM_UP)
+            context = float(steps.lengths[:num_rows].mean()) + options.steps / 2
+            with watched(device) as readings:
+                step_ms = steps.run(num_rows, options.steps) / options.steps * 1e3
+            limit_ms = shape.decode_s(hardware, num_rows, context) * 1e3
+            said = f"limit {limit_ms:8.3f}  ratio {step_ms / limit_ms:.2f}{readings.text()}"
+            print(f"{num_rows:4} rows of {context:7.1f} {step_ms:8.3f} ms  {said}", flush=True)
+            figures.append({"rows": num_rows, "context": context, "step_ms": step_ms, "limit_ms": limit_ms})
+        if options.kernels:
+            print_kernels(steps, num_rows)
+    record = {"benchmark": "decode_steps", "model": options.model_path, "options": server_options, "steps": figures}
+    limits.write_jsonl(options.jsonl, {**record, "is_mixed": options.mixed, "versions": limits.versions()})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
