@@ -17,8 +17,10 @@ from srt.kernels.decode_attention import MAX_SPLITS, DecodeTiles, decode_attenti
 from srt.kernels.even_attention import BLOCK_N as EVEN_BLOCK_N
 from srt.kernels.even_attention import (
     LEAST_WORK,
+    MOST_ROWS,
     NUM_STAGES,
     NUM_WARPS,
+    SHARES_AT_ONCE,
     can_be_even,
     even_attention_kernel,
     find_shares_kernel,
@@ -199,7 +201,7 @@ def _find_shares() -> KernelBuild:
             **dict.fromkeys(("begins_ptr", "first_rows_ptr", "row_begins_ptr", "row_shares_ptr"), "*i32"),
             **dict.fromkeys(("num_rows", "num_shares"), "i32"),
         },
-        constants={"LEAST_WORK": LEAST_WORK, "BLOCK_N": EVEN_BLOCK_N, "BLOCK_R": 256, "BLOCK_S": 128},
+        constants={"LEAST_WORK": LEAST_WORK, "BLOCK_N": EVEN_BLOCK_N, "BLOCK_R": MOST_ROWS, "BLOCK_S": SHARES_AT_ONCE},
         options={"num_warps": 8},
     )
 

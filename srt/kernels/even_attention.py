@@ -27,6 +27,8 @@ MOST_ROWS: Final = 512
 MOST_SHARES: Final = 256
 NUM_WARPS: Final = 2
 NUM_STAGES: Final = 3
+SHARES_AT_ONCE: Final = 32  # whose work is found side by side: with hundreds of rows more would spill
+LEAST_ROWS_AT_ONCE: Final = 32
 LEAST_WORK: Final = 4  # of a program, in blocks: a smaller share costs more to merge than it saves
 
 
@@ -101,19 +103,22 @@ def find_shares_kernel(
     work_ends = row_ends + rows + 1
     work = tl.max(tl.where(inside, work_ends, 0), 0)
     num_live = tl.minimum(num_shares, tl.cdiv(work, LEAST_WORK))
-    shares = tl.arange(0, BLOCK_S)
-    before = tl.minimum(shares, num_live) * work // num_live
-    is_done = (work_ends[None, :] <= before[:, None]) & inside[None, :]
-    first_rows = tl.sum(is_done.to(tl.int32), 1)
-    is_here = rows[None, :] == first_rows[:, None]
-    row_begin = tl.sum(tl.where(is_here, row_begins[None, :], 0), 1)
-    begins = row_begin + tl.maximum(before - (row_begin + first_rows) - 1, 0)
-    begins = tl.where(shares < num_live, begins, tl.sum(blocks, 0))
-    tl.store(begins_ptr + shares, begins, mask=shares <= num_shares)
-    tl.store(first_rows_ptr + shares, first_rows, mask=shares < num_shares)
-    is_live = (shares < num_live)[:, None]
-    num_begun = tl.sum((is_live & (begins[:, None] <= row_begins[None, :])).to(tl.int32), 0)
-    num_begun_within = tl.sum((is_live & (begins[:, None] < row_ends[None, :])).to(tl.int32), 0)
+    num_begun = tl.zeros([BLOCK_R], tl.int32)
+    num_begun_within = tl.zeros([BLOCK_R], tl.int32)
+    for first in range(0, num_shares + 1, BLOCK_S):
+        shares = first + tl.arange(0, BLOCK_S)
+        before = tl.minimum(shares, num_live) * work // num_live
+        is_done = (work_ends[None, :] <= before[:, None]) & inside[None, :]
+        first_rows = tl.sum(is_done.to(tl.int32), 1)
+        is_here = rows[None, :] == first_rows[:, None]
+        row_begin = tl.sum(tl.where(is_here, row_begins[None, :], 0), 1)
+        begins = row_begin + tl.maximum(before - (row_begin + first_rows) - 1, 0)
+        begins = tl.where(shares < num_live, begins, tl.sum(blocks, 0))
+        tl.store(begins_ptr + shares, begins, mask=shares <= num_shares)
+        tl.store(first_rows_ptr + shares, first_rows, mask=shares < num_shares)
+        is_live = (shares < num_live)[:, None]
+        num_begun += tl.sum((is_live & (begins[:, None] <= row_begins[None, :])).to(tl.int32), 0)
+        num_begun_within += tl.sum((is_live & (begins[:, None] < row_ends[None, :])).to(tl.int32), 0)
     tl.store(row_shares_ptr + 2 * rows, num_begun - 1, mask=inside)
     tl.store(row_shares_ptr + 2 * rows + 1, num_begun_within - 1, mask=inside)
 
@@ -253,7 +258,7 @@ def find_shares(seq_lens: torch.Tensor, shares: EvenShares) -> None:
     find_shares_kernel[(1,)](
         seq_lens, shares.begins, shares.first_rows, shares.row_begins, shares.row_shares, num_rows, num_shares,
         LEAST_WORK=LEAST_WORK, BLOCK_N=BLOCK_N,
-        BLOCK_R=triton.next_power_of_2(num_rows), BLOCK_S=triton.next_power_of_2(num_shares + 1), num_warps=8,
+        BLOCK_R=max(triton.next_power_of_2(num_rows), LEAST_ROWS_AT_ONCE), BLOCK_S=SHARES_AT_ONCE, num_warps=8,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,8 @@ from srt.kernels.stream_gemm import (
     Ending,
     StreamTiles,
 )
+from srt.model_executor.cuda_graph_runner import graph_sizes
+from srt.model_executor.warm_up import BATCHES
 
 PROCESSORS = 132  # of an H200, and so many clusters of each size at once
 CLUSTERS = {2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
@@ -102,6 +105,13 @@ def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
     assert len(list((tmp_path / "kernels").glob("*.cubin"))) == len(chosen)
     monkeypatch.setattr(cuda_source, "compile_source", None)
     assert codes() == compiled
+
+
+def test_the_batches_that_are_rehearsed_need_all_variants_that_graphs_do() -> None:
+    def variants(sizes: Iterable[int]) -> set[StreamTiles | None]:
+        return {choose(size, *projection) for size in sizes for projection in PROJECTIONS}
+
+    assert variants(graph_sizes(256)) == variants(BATCHES) | {None}
 
 
 def test_what_does_not_compile_is_said_with_the_compilers_words() -> None:
