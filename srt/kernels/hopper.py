@@ -74,7 +74,7 @@ def runs_on(device: torch.device, variant: Variant) -> bool:
             torch.cuda.synchronize()  # PyTorch makes its context when it is first needed
             function(variant, torch.cuda.current_device())
     except Exception as error:
-        logger.warning("What %s would multiply is left to cuBLAS: %s", variant.name, str(error)[:300])
+        logger.warning("There is no %s here, and others do its work: %s", variant.name, str(error)[:300])
         return False
     return True
 

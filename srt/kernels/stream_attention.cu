@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
         float peak = nothing(), total = 0, means[DIMS] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; w++) peak = fmaxf(peak, found.peaks[w][head]);
-        if (peak > nothing()) {  // else the row has no position
+        if (part.length > 0) {
 #pragma unroll
           for (int w = 0; w < WARPS; w++) {
             const float factor = power_of_2(found.peaks[w][head] - peak);
@@ -215,16 +215,17 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
       // of the others.
       const int first_share = shares.row_shares[2 * part.row], last_share = shares.row_shares[2 * part.row + 1];
       const bool begins_inside = shares.row_begins[part.row] > shares.begins[first_share];
-      __threadfence();
       __syncwarp();
       int num_arrived = 0;
       if (lane == 0) {
+        __threadfence();
         int* counter = arrived + part.row * gridDim.x + kv_head;
         num_arrived = atomicAdd(counter, 1);
         if (num_arrived == last_share - first_share) *counter = 0;
         __threadfence();
       }
       if (__shfl_sync(~0u, num_arrived, 0) != last_share - first_share) return;
+      __syncwarp();  // what the others have left is seen by all lanes
 #pragma unroll
       for (int head = 0; head < GROUP; head++) {
         float peak = nothing(), total = 0, means[DIMS] = {};

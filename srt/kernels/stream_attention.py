@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from srt.kernels.even_attention import MOST_ROWS, MOST_SHARES, EvenShares
-from srt.kernels.hopper import launch, pointer, runs_on, source_of, tensor_map, with_alignment
+from srt.kernels.hopper import CAPABILITY, launch, pointer, runs_on, source_of, tensor_map, with_alignment
 from srt.kernels.paged_kv import PagedKV, check_heads
 
 LEAST_ROWS: Final = 16
@@ -24,7 +24,8 @@ _BLOCK: Final = 16  # positions that a load brings
 _MOST_GROUP: Final = 8
 _WARPS: Final = 4  # that multiply
 _SLOTS: Final = 8
-_PROGRAMS: Final = 2  # on a processor
+_PROGRAMS: Final = 2  # on a processor, neither less nor more: others would be placed where there is room, not evenly
+_LEAST_BYTES: Final = 77 * 1024  # of shared memory, so that there is no room for one more
 _HEAD_DIMS: Final = (64, 128)
 
 
@@ -63,7 +64,7 @@ class AttentionVariant:
 
     @property
     def shared_bytes(self) -> int:
-        return with_alignment(_SLOTS * self.slot_bytes + self._found_bytes)
+        return max(with_alignment(_SLOTS * self.slot_bytes + self._found_bytes), _LEAST_BYTES)
 
     @property
     def constants(self) -> Mapping[str, int]:
@@ -85,15 +86,19 @@ class _Shares(ctypes.Structure):
     )
 
 
-def can_stream(
+def is_streamed(
     device: torch.device, dtype: torch.dtype, head_dim: int, group: int, kv_heads: int, page_size: int
 ) -> bool:
-    """Whether there is a variant for heads and a memory of this type, and it runs there."""
+    """Whether there is a variant for heads and a memory of this type on such a device."""
     is_served = dtype is torch.bfloat16 and head_dim in _HEAD_DIMS and group <= _MOST_GROUP and page_size % _BLOCK == 0
-    if not is_served or device.type != "cuda":
+    if not is_served or device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return False
-    has_room = kv_heads <= torch.cuda.get_device_properties(device).multi_processor_count
-    return has_room and runs_on(device, AttentionVariant(group, head_dim, page_size))
+    return kv_heads <= torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def can_stream(device: torch.device, head_dim: int, group: int, page_size: int) -> bool:
+    """Whether the variant runs there. If not, that is told."""
+    return runs_on(device, AttentionVariant(group, head_dim, page_size))
 
 
 def shares_of(kv_heads: int, num_processors: int) -> int:
@@ -110,7 +115,7 @@ def stream_attention(
     out: torch.Tensor,
     shares: EvenShares,
 ) -> None:
-    """As `even_attention`, where `can_stream`. Keys and values of all but the rows' last positions must be there before the kernel
+    """As `even_attention`, where it is streamed. Keys and values of all but the rows' last positions must be there before the kernel
     before this one has ended."""
     num_rows, num_heads, head_dim = q.shape
     assert num_rows <= MOST_ROWS, num_rows

@@ -16,7 +16,7 @@ from srt.kernels.gated_gemm import GatedGemm
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.sample import draw
 from srt.kernels.shared_prefix import SharedPrefix, find_shared, shared_attention
-from srt.kernels.stream_attention import can_stream, shares_of, stream_attention
+from srt.kernels.stream_attention import can_stream, is_streamed, shares_of, stream_attention
 from srt.kernels.stream_gemm import MOST_PLAIN_ROWS, MOST_ROWS, PLAIN, Ending, Heads, StreamGemm, Weighted
 from srt.layers import sampler
 from srt.layers.kernel_ops import KernelOps
@@ -307,7 +307,7 @@ def test_even_shares_give_what_is_read_row_by_row(rows: int, group: int, kv_head
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
-    ("group", "kv_heads", "page_size"), [(4, 8, 16), (2, 8, 64), (5, 8, 16), (8, 4, 32), (1, 2, 16)]
+    ("group", "kv_heads", "page_size"), [(4, 8, 16), (2, 8, 64), (5, 8, 16), (8, 4, 32), (1, 2, 16), (8, 1, 16)]
 )
 @pytest.mark.parametrize("rows", [1, 16, 64, 100, 256, 500])
 def test_streamed_attention_gives_what_is_read_row_by_row(
@@ -315,7 +315,8 @@ def test_streamed_attention_gives_what_is_read_row_by_row(
 ) -> None:
     """Some rows are padding, whose length is 0 or 1. What lies behind a row's end is not a number."""
     longest, processors = 2048, torch.cuda.get_device_properties(CUDA).multi_processor_count
-    assert can_stream(CUDA, torch.bfloat16, head_dim, group, kv_heads, page_size)
+    assert is_streamed(CUDA, torch.bfloat16, head_dim, group, kv_heads, page_size)
+    assert can_stream(CUDA, head_dim, group, page_size)
     pages = torch.randperm(rows * longest // page_size, device=CUDA).to(torch.int32).view(rows, -1)
     lens = torch.randint(1, longest, (rows,), device=CUDA)
     if rows > 1:

@@ -111,7 +111,7 @@ def test_rows_of_different_lengths_draw_what_they_draw_by_plain_attention(
     assert isinstance(decode, TritonAttentionBackend)
     is_hopper = torch.cuda.get_device_capability(CUDA)[0] == 9
     assert decode._streams == is_hopper and (decode._even_memory is not None or not is_hopper)
-    assert sum(a.outputs == b.outputs for a, b in zip(ours, theirs, strict=True)) >= 26  # a rounding may decide a tie
+    assert sum(a.outputs == b.outputs for a, b in zip(ours, theirs, strict=True)) >= 27  # a rounding may decide a tie
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -31,7 +31,7 @@ from srt.kernels.paged_kv import PagedKV
 from srt.kernels.pdl import EARLY, has_pdl, pdl_for
 from srt.kernels.shared_memory import shared_bytes
 from srt.kernels.shared_prefix import SharedPrefix, can_share, find_shared, shared_attention
-from srt.kernels.stream_attention import LEAST_ROWS, can_stream, shares_of, stream_attention
+from srt.kernels.stream_attention import LEAST_ROWS, can_stream, is_streamed, shares_of, stream_attention
 from srt.kernels.triton_support import require_triton
 from srt.kernels.write_kv import write_kv
 from srt.layers.attention.attention_spec import AttentionSpec
@@ -74,14 +74,17 @@ class TritonAttentionBackend(AttentionBackend):
         self._readings = {Reading.BY_ROW}
         if None in spec.windows and can_share(spec.dtype, spec.head_dim, self._group):
             self._readings.add(Reading.SHARED)
-        self._streams = (
-            None in spec.windows
+        # Whether there are graphs of a reading must not depend on what happens to one rank, as the compiler's failure does.
+        heads = self._group, self._num_kv_heads
+        is_seen = None in spec.windows
+        has_stream = (
+            is_seen
             and spec.kv_dtype is spec.dtype
-            and can_stream(device, spec.dtype, spec.head_dim, self._group, self._num_kv_heads, spec.page_size)
+            and is_streamed(device, spec.dtype, spec.head_dim, *heads, spec.page_size)
         )
-        """Row by row is evenly then, whatever the lengths are."""
+        self._streams = has_stream and can_stream(device, spec.head_dim, self._group, spec.page_size)
         shape = spec.dtype, spec.head_dim, self._num_kv_heads, self._num_processors, self._shared_bytes
-        if None in spec.windows and not self._streams and can_be_even(*shape):
+        if is_seen and not has_stream and can_be_even(*shape):  # else row by row is evenly, whatever the lengths are
             self._readings.add(Reading.EVEN)
         self._max_extend_len = 0
         self._max_context = 0

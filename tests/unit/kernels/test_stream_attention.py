@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from srt.kernels.cuda_source import machine_code
 from srt.kernels.hopper import ARCHITECTURE
-from srt.kernels.stream_attention import AttentionVariant, can_stream, shares_of
+from srt.kernels.stream_attention import AttentionVariant, is_streamed, shares_of
 
 PROCESSOR_BYTES = 228 * 1024  # of shared memory, of which each program takes one KiB more than it asks for
 VARIANTS = [AttentionVariant(*shape) for shape in product((1, 2, 4, 5, 8), (64, 128), (16, 64))]
@@ -23,7 +24,7 @@ def test_every_variant_compiles_for_hopper_and_as_many_programs_as_shares_count_
     monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path))
     assert machine_code(variant.source, variant.constants, ARCHITECTURE).startswith(b"\x7fELF")
     programs = variant.constants["PROGRAMS"]
-    assert programs * (variant.shared_bytes + 2048) <= PROCESSOR_BYTES
+    assert programs * (variant.shared_bytes + 2048) <= PROCESSOR_BYTES < (programs + 1) * (variant.shared_bytes + 1024)
     assert programs * variant.num_threads <= 2048
     assert shares_of(8, 132) * 8 <= programs * 132
 
@@ -34,10 +35,17 @@ def test_a_ring_that_its_warps_do_not_share_evenly_is_not_compiled() -> None:
         machine_code(VARIANTS[0].source, constants, ARCHITECTURE)
 
 
-def test_what_it_does_not_serve_is_left_to_others() -> None:
+def test_what_it_does_not_serve_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
-    assert not can_stream(torch.device("cpu"), torch.bfloat16, 128, 4, 8, 16)
-    assert not can_stream(cuda, torch.float16, 128, 4, 8, 16)
-    assert not can_stream(cuda, torch.bfloat16, 256, 4, 8, 16)
-    assert not can_stream(cuda, torch.bfloat16, 128, 16, 8, 16), "more heads of a group than a product has columns"
-    assert not can_stream(cuda, torch.bfloat16, 128, 4, 8, 1), "a load brings positions of one page"
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    assert is_streamed(cuda, torch.bfloat16, 128, 4, 8, 16)
+    assert not is_streamed(torch.device("cpu"), torch.bfloat16, 128, 4, 8, 16)
+    assert not is_streamed(cuda, torch.float16, 128, 4, 8, 16)
+    assert not is_streamed(cuda, torch.bfloat16, 256, 4, 8, 16)
+    assert not is_streamed(cuda, torch.bfloat16, 128, 16, 8, 16), "more heads of a group than a product has columns"
+    assert not is_streamed(cuda, torch.bfloat16, 128, 1, 133, 16), "more heads than processors"
+    assert not is_streamed(cuda, torch.bfloat16, 128, 4, 8, 1), "a load brings positions of one page"
+    capability[0] = (10, 0)
+    assert not is_streamed(cuda, torch.bfloat16, 128, 4, 8, 16)
