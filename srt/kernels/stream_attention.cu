@@ -11,7 +11,6 @@ constexpr int HALVES = HEAD_DIM / 64;
 constexpr int HALF_BYTES = BLOCK * LINE;  // 64 columns of a block
 constexpr int BLOCK_BYTES = HALVES * HALF_BYTES;
 constexpr int SLOT_BYTES = 2 * BLOCK_BYTES;  // keys, then values
-constexpr int SHARE_UNIT = 64;               // positions that shares are counted in
 static_assert(SLOTS % WARPS == 0, "a slot is always taken by the same warp, which so sees all its phases");
 constexpr int STEPS = HEAD_DIM / 16;
 constexpr int PITCH = HEAD_DIM + 4;  // of what warps found, in shared memory
@@ -91,7 +90,7 @@ struct Part {
   bool begins_share;
 };
 
-// Program (KV head, share). Blocks of SHARE_UNIT positions from begins[share] on, as EvenShares says.
+// As EvenShares has them, in blocks of SHARE_UNIT positions.
 struct Shares {
   const int* begins;
   const int* first_rows;
@@ -115,6 +114,7 @@ __device__ __forceinline__ void for_each_part(const Shares& shares, int share, W
   }
 }
 
+// Program (KV head, share)
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
     stream_attention(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                      const __grid_constant__ Shares shares, const u16* q, const int* page_table, const long long* slots_of_rows,

@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 
+from srt.kernels.even_attention import BLOCK_N as SHARE_UNIT
 from srt.kernels.even_attention import MOST_ROWS, MOST_SHARES, EvenShares
 from srt.kernels.hopper import CAPABILITY, launch, pointer, runs_on, source_of, tensor_map, with_alignment
 from srt.kernels.paged_kv import PagedKV, check_heads
@@ -72,6 +73,7 @@ class AttentionVariant:
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
             "PAGE_SIZE": self.page_size,
+            "SHARE_UNIT": SHARE_UNIT,
             "SLOTS": _SLOTS,
             "WARPS": _WARPS,
             "PROGRAMS": _PROGRAMS,

@@ -76,15 +76,15 @@ class TritonAttentionBackend(AttentionBackend):
             self._readings.add(Reading.SHARED)
         # Whether there are graphs of a reading must not depend on what happens to one rank, as the compiler's failure does.
         heads = self._group, self._num_kv_heads
-        is_seen = None in spec.windows
+        sees_all = None in spec.windows
         has_stream = (
-            is_seen
+            sees_all
             and spec.kv_dtype is spec.dtype
             and is_streamed(device, spec.dtype, spec.head_dim, *heads, spec.page_size)
         )
         self._streams = has_stream and can_stream(device, spec.head_dim, self._group, spec.page_size)
         shape = spec.dtype, spec.head_dim, self._num_kv_heads, self._num_processors, self._shared_bytes
-        if is_seen and not has_stream and can_be_even(*shape):  # else row by row is evenly, whatever the lengths are
+        if sees_all and not has_stream and can_be_even(*shape):  # else row by row is evenly, whatever the lengths are
             self._readings.add(Reading.EVEN)
         self._max_extend_len = 0
         self._max_context = 0
