@@ -144,6 +144,8 @@ def main() -> int:
     parser.add_argument("--jsonl", help="append the result to this file")
     options, server_options = parser.parse_known_args()
     sizes = sorted({int(size) for size in options.rows.split(",")}, reverse=True)
+    if min(*sizes, options.context, options.steps, options.rounds) < 1:
+        parser.error("--rows, --context, --steps and --rounds take numbers from 1 on")
     folder = models.folder_of(options.model_path)
     most_steps = len(sizes) * (options.rounds * (WARM_UP + options.steps) + PROFILED)
     lengths = [options.context] * sizes[0]

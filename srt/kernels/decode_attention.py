@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from srt.kernels.jit import block_dim, dot_dtype, jit, kernel
-from srt.kernels.paged_kv import PagedKV, check_heads
+from srt.kernels.paged_kv import PagedKV, check_decodes
 from srt.kernels.pdl import EARLY, let_next_start, let_next_start_late, pdl_options, prefetch, wait_for_inputs
 from srt.kernels.shared_prefix import BLOCK_N as SHARED_BLOCK_N
 from srt.kernels.shared_prefix import SharedPrefix, tokens_per_shared_split
@@ -333,14 +333,8 @@ def decode_attention(
     """
     assert shared is None or window is None
     num_rows, num_heads, head_dim = q.shape
-    group = num_heads // kv.num_kv_heads
-    assert group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)
+    group = check_decodes(q, out, kv)
     assert 1 <= tiles.num_splits <= MAX_SPLITS, tiles.num_splits
-    assert kv.page_table.stride(1) == 1, kv.page_table.stride()
-    check_heads(q, num_heads, head_dim)
-    check_heads(out, num_heads, head_dim)
-    check_heads(kv.k_buffer, kv.num_kv_heads, head_dim)
-    check_heads(kv.v_buffer, kv.num_kv_heads, head_dim)
     if num_rows == 0:
         return
     if tiles.num_splits > 1:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from srt.kernels.decode_attention import LONG_PIPELINE_BYTES, PROGRAMS_PER_PROCESSOR
 from srt.kernels.jit import block_dim, dot_dtype, kernel
-from srt.kernels.paged_kv import PagedKV, check_heads
+from srt.kernels.paged_kv import PagedKV, check_decodes
 from srt.kernels.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 
 BLOCK_N: Final = 64  # positions
@@ -273,15 +273,9 @@ def even_attention(
     pdl: int = 0,
 ) -> None:
     """As `decode_attention`, for rows whose shares were found. With `pdl` the next kernel may start early, and this one too."""
-    num_rows, num_heads, head_dim = q.shape
-    group = num_heads // kv.num_kv_heads
-    assert group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)
+    num_rows, _, head_dim = q.shape
+    group = check_decodes(q, out, kv)
     assert num_rows < len(shares.row_begins), num_rows
-    assert kv.page_table.stride(1) == 1, kv.page_table.stride()
-    check_heads(q, num_heads, head_dim)
-    check_heads(out, num_heads, head_dim)
-    check_heads(kv.k_buffer, kv.num_kv_heads, head_dim)
-    check_heads(kv.v_buffer, kv.num_kv_heads, head_dim)
     even_attention_kernel[(kv.num_kv_heads, len(shares.first_rows))](
         q, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, seq_lens,
         shares.begins, shares.first_rows, shares.row_begins, shares.row_shares, shares.partial, shares.lse, shares.arrived, out,

@@ -31,6 +31,19 @@ class PagedKV:
         return self.k_buffer.shape[2]
 
 
+def check_decodes(q: torch.Tensor, out: torch.Tensor, kv: PagedKV) -> int:
+    """Of queries and results [rows, heads, head_dim] over such a memory: how many heads share a KV head."""
+    _, num_heads, head_dim = q.shape
+    group = num_heads // kv.num_kv_heads
+    assert group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)
+    assert kv.page_table.stride(1) == 1, kv.page_table.stride()
+    check_heads(q, num_heads, head_dim)
+    check_heads(out, num_heads, head_dim)
+    check_heads(kv.k_buffer, kv.num_kv_heads, head_dim)
+    check_heads(kv.v_buffer, kv.num_kv_heads, head_dim)
+    return group
+
+
 def check_heads(tensor: torch.Tensor, num_heads: int, head_dim: int) -> None:
     """The kernels' layout: [tokens, heads, head_dim], a token's own elements contiguous, tokens any stride apart."""
     assert tensor.shape[1:] == (num_heads, head_dim), (tuple(tensor.shape), num_heads, head_dim)

@@ -1,7 +1,7 @@
-"""Even attention as a kernel in CUDA's C++, for Hopper and bfloat16: one program on each processor, as products have them.
+"""Even attention as a kernel in CUDA's C++, for Hopper and bfloat16: programs that fill each processor, as those of products do.
 
 Programs of Triton's kernel share a processor by four, and so start when the product before them has ended, on an empty device, and are
-merged from as many parts. Here a program takes the place of one of the product before, and sends for keys and values of earlier steps
+merged from as many parts. Here two programs take the place of one of the product before, and send for keys and values of earlier steps
 before that product has ended; the product behind it does the same with its weights.
 """
 
@@ -18,7 +18,7 @@ import torch
 from srt.kernels.even_attention import BLOCK_N as SHARE_UNIT
 from srt.kernels.even_attention import MOST_ROWS, MOST_SHARES, EvenShares
 from srt.kernels.hopper import CAPABILITY, launch, pointer, runs_on, source_of, tensor_map, with_alignment
-from srt.kernels.paged_kv import PagedKV, check_heads
+from srt.kernels.paged_kv import PagedKV, check_decodes
 
 LEAST_ROWS: Final = 16
 _BLOCK: Final = 16  # positions that a load brings
@@ -119,15 +119,11 @@ def stream_attention(
 ) -> None:
     """As `even_attention`, where it is streamed. Keys and values of all but the rows' last positions must be there before the kernel
     before this one has ended."""
-    num_rows, num_heads, head_dim = q.shape
-    assert num_rows <= MOST_ROWS, num_rows
-    variant = AttentionVariant(num_heads // kv.num_kv_heads, head_dim, kv.page_size)
-    assert variant.group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)
-    assert num_rows < len(shares.row_begins), num_rows
+    num_rows, _, head_dim = q.shape
+    variant = AttentionVariant(check_decodes(q, out, kv), head_dim, kv.page_size)
+    assert num_rows < min(len(shares.row_begins), MOST_ROWS + 1), num_rows
     assert seq_lens.dtype is torch.int64 and req_pool_indices.dtype is torch.int64 and kv.k_scale == 1.0 == kv.v_scale
-    assert kv.page_table.stride(1) == 1 and kv.page_table.dtype is torch.int32
-    check_heads(q, num_heads, head_dim)
-    check_heads(out, num_heads, head_dim)
+    assert kv.page_table.dtype is torch.int32, kv.page_table.dtype
     tables = (shares.begins, shares.first_rows, shares.row_begins, shares.row_shares, seq_lens)
     arguments = (
         _Shares(*map(pointer, tables)),
@@ -150,7 +146,6 @@ def stream_attention(
 
 def _map_of(buffer: torch.Tensor) -> object:
     """Of [locations, heads, head_dim]: a load brings 64 columns of some locations of one head, then the next 64."""
-    check_heads(buffer, buffer.shape[1], buffer.shape[2])
     locations, heads, head_dim = buffer.shape
     shape, strides = (64, locations, head_dim // 64, heads), (2 * buffer.stride(0), 128, 2 * head_dim)
     return tensor_map(buffer.data_ptr(), shape, strides, (64, _BLOCK, head_dim // 64, 1))

@@ -124,7 +124,7 @@ def test_a_run_that_is_stopped_leaves_no_command_behind(tmp_path: Path, monkeypa
             return super().wait(timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    words = (sys.executable, "-c", "import time; time.sleep(1000)")
+    words = (sys.executable, "-c", "import signal; signal.pause()")
     with pytest.raises(KeyboardInterrupt):
         run(Command("steps", "sleeps", words), tmp_path / "log", "r")
     assert [process.returncode for process in started] == [-signal.SIGTERM]
