@@ -65,9 +65,9 @@ class LogitsProcessor:
         self._tp = tp
         self._vocab_size = vocab_size
 
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, lm_head: LMHead) -> torch.Tensor:
-        """This rank's columns [R, columns] float32 for these rows of the hidden states; -inf for padding."""
-        logits = lm_head.logits(hidden[rows]).to(torch.float32)
+    def logits(self, hidden: torch.Tensor, lm_head: LMHead) -> torch.Tensor:
+        """This rank's columns [R, columns] float32 for these hidden states; -inf for padding."""
+        logits = lm_head.logits(hidden).to(torch.float32)
         self._mask_padding(logits, lm_head)
         return logits
 
@@ -98,7 +98,7 @@ class LogitsProcessor:
         parts = []
         for begin in range(0, len(targets), rows_at_once):
             block = slice(begin, begin + rows_at_once)
-            log_probs = self.log_softmax(self.logits(hidden, wanted.rows[block], lm_head))
+            log_probs = self.log_softmax(self.logits(hidden[wanted.rows[block]], lm_head))
             parts.append(pick_logprobs(log_probs, targets[block], wanted.of_ids[block], top))
         return Logprobs(
             chosen=torch.cat([part.chosen for part in parts]),

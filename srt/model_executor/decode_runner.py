@@ -118,18 +118,16 @@ class DecodeRunner:
             self._samplers[step.kind](self._size)
         return self.buffers.sampled[: len(step.slots)]
 
-    def logits_of(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Logits of these rows of other steps' hidden states, where decodes have theirs.
+    def padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """With zeros, to a number that decodes have."""
+        place = bisect_left(self._sizes, len(rows))
+        return pad(rows, (0, self._sizes[place] - len(rows))) if place < len(self._sizes) else rows
 
-        Padded to a size that decodes have: for others the library would load another kernel now and then, which waits for the device.
-        """
-        num_rows = len(rows)
-        place = bisect_left(self._sizes, num_rows)
-        if place < len(self._sizes):
-            rows = pad(rows, (0, self._sizes[place] - num_rows))
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of other steps' hidden states, where decodes have theirs."""
         parts = self._parts
-        parts.logits_processor.logits_into(hidden[rows], parts.model.lm_head, self.logits[: len(rows)])
-        return self.logits[:num_rows]
+        parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[: len(hidden)])
+        return self.logits[: len(hidden)]
 
     def store(self, draws: Draws) -> torch.Tensor:
         """The same for ids that were drawn elsewhere."""

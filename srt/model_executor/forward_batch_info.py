@@ -88,6 +88,9 @@ class ForwardBatch:
     token_to_kv_pool: MHATokenToKVPool
     attn_backend: AttentionBackend
 
+    output_tokens: torch.Tensor | None = None
+    """[N] int64: whose hidden states are wanted; the last layer leaves out the others behind its attention. None: all."""
+
     @property
     def num_decode_rows(self) -> int:
         return self.batch_size - self.num_extend_rows

@@ -341,14 +341,18 @@ class ModelRunner:
             host.rows, plan, self._req_to_token_pool, self._token_to_kv_pool, self._attn_backend
         )
         info = _sampling_info(host.rows, plan, batch)
+        samplers = self._padded(plan.sample_tokens)
+        if not len(plan.prompt_logprobs.rows):
+            batch.output_tokens = samplers
         hidden = self.forward(batch)
         logits = None
         if info.num_rows:
-            logits = self._logits_of(hidden, plan.sample_tokens)
+            outputs = hidden[samplers] if batch.output_tokens is None else hidden
+            logits = self._logits_of(outputs)[: info.num_rows]
         return ModelRunnerOutput(info, host, plan, logits, self._prompt_logprobs(hidden, batch, host, plan))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [tokens, hidden size] of the batch."""
+        """Hidden states [tokens that are wanted, hidden size] of the batch."""
         match batch.forward_mode:
             case ForwardMode.IDLE:
                 return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self.device)
@@ -422,11 +426,15 @@ class ModelRunner:
         logprobs = pick_logprobs(log_probs, draws.ids[arrays.rows], arrays.of_ids, wanted.top)
         return draws, [(logprobs, wanted.segments)]
 
-    def _logits_of(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Of these rows of the hidden states. On a GPU as decodes have theirs: new memory and new kernels would wait for the device."""
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """As many as decodes have, on a GPU: for others libraries would load another kernel now and then, which waits for the device."""
+        return self._decode_runner.padded(rows) if self._draws_by_row and len(rows) else rows
+
+    def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """On a GPU where decodes have theirs: new memory would wait for the device."""
         if not self._draws_by_row:
-            return self._logits_processor.logits(hidden, rows, self._model.lm_head)
-        return self._decode_runner.logits_of(hidden, rows)
+            return self._logits_processor.logits(hidden, self._model.lm_head)
+        return self._decode_runner.logits_of(hidden)
 
     def _write_tables(self, plan: PlanArrays[torch.Tensor]) -> None:
         tables = self._req_to_token_pool

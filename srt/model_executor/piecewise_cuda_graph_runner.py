@@ -146,7 +146,7 @@ class PiecewiseCudaGraphRunner:
         return size
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [tokens, hidden size] of a batch that `can_run`; the next step overwrites them."""
+        """Hidden states of a batch that `can_run`, as the model gives them; the next step overwrites them."""
         num_tokens = len(batch.input_ids)
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
         self._fill(size, batch)
@@ -159,7 +159,7 @@ class PiecewiseCudaGraphRunner:
             self._attn_backend.attend_into(q, k, v, layer, batch, out)
         pieces.replays[-1]()
         assert buffers.hidden is not None
-        return buffers.hidden[:num_tokens]
+        return buffers.hidden[:num_tokens] if batch.output_tokens is None else buffers.hidden[batch.output_tokens]
 
     def hand_over(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """For pieces as they are captured: copy attention's inputs to where it reads them; returns where its output will be."""

@@ -6,7 +6,8 @@ Modules are named as in the checkpoints, so that a parameter's path is its tenso
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
@@ -56,13 +57,11 @@ class Attention(nn.Module):
         )
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, traits.o_bias, tp, ops)
 
-    def forward(
-        self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm, rotation: Rotation, batch: ForwardBatch
-    ) -> Stream:
-        attended, hidden = self._ops.attend_stream(
+    def forward(self, stream: Stream, norm: RMSNorm, rotation: Rotation, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """(what the heads say of the normed stream, the stream's sum); `o_proj` is left to do."""
+        return self._ops.attend_stream(
             stream, norm.norm, self.qkv_proj.affine, self.head_norms, rotation, self.attn, batch
         )
-        return self.o_proj.onto(hidden, attended, next_norm)
 
     @property
     def head_norms(self) -> tuple[Norm, Norm] | None:
@@ -97,14 +96,18 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config, tp, ops, traits)
 
-    def forward(self, stream: Stream, next_norm: RMSNorm | None, rotation: Rotation, batch: ForwardBatch) -> Stream:
-        """`next_norm` is the next layer's, if there is one."""
-        stream = self.self_attn(stream, self.input_layernorm, self.post_attention_layernorm, rotation, batch)
-        return self.mlp(stream, self.post_attention_layernorm, next_norm)  # type: ignore[no-any-return]  # calls of modules are untyped
+    def attend(self, stream: Stream, rotation: Rotation, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """What tokens take from each other, and the stream's sum: behind it every token is by itself."""
+        return self.self_attn(stream, self.input_layernorm, rotation, batch)  # type: ignore[no-any-return]  # calls of modules are untyped
+
+    def finish(self, attended: Tensor, hidden: Tensor, next_norm: RMSNorm | None) -> Stream:
+        """The rest of the layer. `next_norm` is the next layer's, if there is one."""
+        stream = self.self_attn.o_proj.onto(hidden, attended, self.post_attention_layernorm)
+        return self.mlp(stream, self.post_attention_layernorm, next_norm)  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
-    """Token ids → hidden states after the final norm."""
+    """Token ids → hidden states after the final norm, of the tokens that the batch wants them of."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits) -> None:
         super().__init__()
@@ -116,10 +119,14 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         rotation = self.rotary_emb(positions)
         stream = Stream(self.embed_tokens(input_ids))
-        next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), None]
-        for layer, next_norm in zip(self.layers, next_norms, strict=True):
-            stream = layer(stream, next_norm, rotation, batch)
-        return self.norm.of_stream(stream)
+        layers = cast("list[DecoderLayer]", list(self.layers))
+        for layer, following in pairwise(layers):
+            stream = layer.finish(*layer.attend(stream, rotation, batch), following.input_layernorm)
+        last = layers[-1]
+        attended, hidden = last.attend(stream, rotation, batch)
+        if batch.output_tokens is not None:
+            attended, hidden = attended[batch.output_tokens], hidden[batch.output_tokens]
+        return self.norm.of_stream(last.finish(attended, hidden, None)) if len(hidden) else hidden
 
 
 class CausalLM(nn.Module):
@@ -132,7 +139,7 @@ class CausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
-        """[tokens] ids and positions → [tokens, hidden_size], the same on every rank; logits come from `lm_head`.
+        """[tokens] ids and positions → [tokens that are wanted, hidden_size], the same on every rank; logits come from `lm_head`.
 
         Call under `torch.inference_mode()`, on all ranks together.
         """

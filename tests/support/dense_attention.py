@@ -30,4 +30,4 @@ class DenseAttention:
 
 def dense_batch() -> ForwardBatch:
     """A batch of which models use nothing but the attention."""
-    return cast("ForwardBatch", SimpleNamespace(attn_backend=DenseAttention()))
+    return cast("ForwardBatch", SimpleNamespace(attn_backend=DenseAttention(), output_tokens=None))

@@ -292,7 +292,10 @@ def test_prompts_logits_are_padded_to_sizes_that_decodes_have(checkpoint: Checkp
     hidden = torch.randn(9, runner.config.hidden_size)
     with torch.inference_mode():
         for rows in ([3], [8, 0, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8], [1] * 20):
-            logits = decodes.logits_of(hidden, torch.tensor(rows))
+            padded = decodes.padded(torch.tensor(rows))
+            assert padded[: len(rows)].tolist() == rows
+            assert len(padded) in SIZES or len(rows) > SIZES[-1]
+            logits = decodes.logits_of(hidden[padded])[: len(rows)]
             assert logits.shape == (len(rows), runner.config.vocab_size)
             torch.testing.assert_close(logits, head.logits(hidden[rows]), atol=1e-5, rtol=1e-5)
 

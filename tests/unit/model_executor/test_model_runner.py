@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from srt.mem_cache.tables_hash import tables_hash
+from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, idle_section, run_section
+from tests.support.recorder import Recorder
 from tests.support.runners import make_runner
 
 EMPTY = int32_array()
@@ -67,6 +71,52 @@ def test_the_draw_does_not_depend_on_slot_pages_or_what_was_there_before(checkpo
         driver.run([Job([7] * 50, greedy(5)), job, Job([9] * 3, greedy(2))])
     assert len({tuple(job.outputs) for job in jobs}) == 1
     assert len({job.slot for job in jobs}) > 1
+
+
+def test_behind_its_attention_the_last_layer_goes_on_with_those_who_are_asked_for(
+    checkpoint: CheckpointFactory,
+) -> None:
+    folder, sizes = checkpoint("qwen3"), []
+    runner = make_runner(folder, 4)
+    runner._model.model.layers[-1].get_submodule("mlp").register_forward_pre_hook(
+        lambda mlp, args: sizes.append(len(args[0].hidden))
+    )
+    with_all = Job(prompt := list(range(20, 42)), greedy(3), logprobs=LogprobSpec(prompt_start=0))
+    PlanDriver(runner, 4, chunk=9).run([with_all])
+    assert sizes == [9, 9, 4, 1, 1]
+    sizes.clear()
+    jobs = [Job([5, 6], greedy(4)), Job(prompt, greedy(3))]
+    PlanDriver(runner, 4, chunk=9).run(jobs)
+    # Of the long one's chunks but the last nobody is asked for; the short one goes on beside them.
+    assert sizes == [1, 1, 2, 2, 1]
+    assert jobs[1].outputs == with_all.outputs
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_hidden_states_are_those_of_the_tokens_that_are_wanted(
+    checkpoint: CheckpointFactory, in_pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    pieces: dict[str, Any] = {"capture": recorder, "piecewise_cuda_graph_max_tokens": 32} if in_pieces else {}
+    runner = make_runner(checkpoint("qwen3"), 4, **pieces)
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    found: list[torch.Tensor] = []
+    forward = runner.forward
+
+    def forward_of(batch: ForwardBatch) -> torch.Tensor:
+        as_planned = batch.output_tokens
+        for wanted in (None, [4, 0, 4], []):
+            batch.output_tokens = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
+            found.append(forward(batch).clone())
+        batch.output_tokens = as_planned
+        return forward(batch)
+
+    monkeypatch.setattr(runner, "forward", forward_of)
+    PlanDriver(runner, 4).run([Job([3, 1, 4, 1, 5], greedy(1))])
+    assert [len(hidden) for hidden in found] == [5, 3, 0]
+    torch.testing.assert_close(found[1], found[0][[4, 0, 4]])
+    assert bool(recorder.num_replays) == in_pieces
 
 
 def test_tables_are_reported_as_the_device_has_them_and_emptied_by_a_reset(checkpoint: CheckpointFactory) -> None:
