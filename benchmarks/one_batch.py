@@ -98,6 +98,7 @@ class Bench:
 
     def prefill(self, rows: int, length: int) -> list[Line]:
         self.seconds(self.prompts(rows, length), 1)
+        self.wait_for_graphs()
         took_s = min(self.seconds(self.prompts(rows, length), 1) for _ in range(3))
         limit_s = self._shape.prefill_s(self._device, rows, length)
         tokens = rows * length

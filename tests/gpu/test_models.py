@@ -88,32 +88,6 @@ def test_rows_that_share_a_prefix_draw_what_they_draw_without(checkpoint: Checkp
     assert sum(a.outputs == b.outputs for a, b in zip(ours, theirs, strict=True)) >= 21  # a rounding may decide a tie
 
 
-@pytest.mark.parametrize("captures", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_rows_of_different_lengths_draw_what_they_draw_by_plain_attention(
-    checkpoint: CheckpointFactory, head_dim: int, captures: bool
-) -> None:
-    """On Hopper programs send for keys and values before the kernels that wrote the newest have ended."""
-    folder = checkpoint("qwen3", head_dim=head_dim)
-
-    def run(decode: str) -> tuple[list[Job], ModelRunner]:
-        options: dict[str, Any] = {"dtype": "bfloat16", "decode_attention_backend": decode, "cuda_graph_bs": (16, 32)}
-        runner = make_runner(folder, 16, device=CUDA, max_total_tokens=40_000, max_running_requests=32, **options)
-        while captures and runner.num_graphs_left:
-            runner.capture_graph()
-        rng = np.random.default_rng(2)
-        jobs = [Job(token_ids(rng, 5 + 37 * i, 512), greedy(12)) for i in range(30)]
-        PlanDriver(runner, 16).run(jobs)
-        return jobs, runner
-
-    (theirs, _), (ours, runner) = run("torch_native"), run("triton")
-    decode = getattr(runner._attn_backend, "_decode", runner._attn_backend)
-    assert isinstance(decode, TritonAttentionBackend)
-    is_hopper = torch.cuda.get_device_capability(CUDA)[0] == 9
-    assert decode._streams == is_hopper and (decode._even_memory is not None or not is_hopper)
-    assert sum(a.outputs == b.outputs for a, b in zip(ours, theirs, strict=True)) >= 27  # a rounding may decide a tie
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_float32_gives_the_tokens_of_a_cpu_to_rows_with_wishes(checkpoint: CheckpointFactory, compiled: bool) -> None:
     """Penalties, biases and held-back stops, in graphs of their own; and the same through PyTorch's compiler."""
@@ -270,7 +244,7 @@ def test_logits_of_a_real_shape_are_near_those_of_float32(tmp_path: Path) -> Non
         assert_near(logits_of(runner, prompt, 300, 16), reference, str(choice))
 
 
-@pytest.mark.parametrize("num_rows", [6, 40, 100])
+@pytest.mark.parametrize("num_rows", [2, 6, 40, 100])
 def test_steps_of_many_rows_are_near_those_of_float32(tmp_path: Path, num_rows: int) -> None:
     """Where products take in norms, rotation and the writing of keys; graphs among them that read rows evenly."""
     (tmp_path / "config.json").write_text(REAL_CONFIG.read_text())
@@ -288,6 +262,32 @@ def test_steps_of_many_rows_are_near_those_of_float32(tmp_path: Path, num_rows: 
         while runner.num_graphs_left:
             runner.capture_graph()
         assert_near(logits_of_rows(runner, prompts, 16, decodes=3), reference, f"{num_rows} rows, {sizes or 'eager'}")
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_of_different_lengths_are_near_those_of_plain_attention(
+    checkpoint: CheckpointFactory, head_dim: int, captures: bool
+) -> None:
+    """On Hopper programs send for keys and values before the kernels that wrote the newest have ended."""
+    folder = checkpoint("qwen3", head_dim=head_dim)
+    rng = np.random.default_rng(2)
+    prompts = [token_ids(rng, 5 + 37 * i, 512) for i in range(30)]
+
+    def run(decode: str) -> tuple[torch.Tensor, ModelRunner]:
+        options: dict[str, Any] = {"dtype": "bfloat16", "decode_attention_backend": decode, "cuda_graph_bs": (16, 32)}
+        runner = make_runner(folder, 16, device=CUDA, max_total_tokens=40_000, max_running_requests=32, **options)
+        while captures and runner.num_graphs_left:
+            runner.capture_graph()
+        return logits_of_rows(runner, prompts, 16, decodes=20), runner
+
+    (theirs, _), (ours, runner) = run("torch_native"), run("triton")
+    decode = getattr(runner._attn_backend, "_decode", runner._attn_backend)
+    assert isinstance(decode, TritonAttentionBackend)
+    is_hopper = torch.cuda.get_device_capability(CUDA)[0] == 9
+    assert decode._streams == is_hopper and (decode._even_memory is not None or not is_hopper)
+    # Twenty roundings add up; a step that misses its newest key is off by 0.2.
+    assert_near(ours, theirs, f"heads of {head_dim}, graphs: {captures}", most=0.06)
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
