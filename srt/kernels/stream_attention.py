@@ -20,7 +20,7 @@ from srt.kernels.even_attention import MOST_ROWS, MOST_SHARES, EvenShares
 from srt.kernels.hopper import CAPABILITY, launch, pointer, runs_on, source_of, tensor_map, with_alignment
 from srt.kernels.paged_kv import PagedKV, check_decodes
 
-LEAST_ROWS: Final = 16
+LEAST_ROWS: Final = 4
 _BLOCK: Final = 16  # positions that a load brings
 _MOST_GROUP: Final = 8
 _WARPS: Final = 4  # that multiply

@@ -1,4 +1,4 @@
-"""x Wᵀ for 5 to 256 rows of x, with what a layer does before and after it: a kernel in CUDA's C++.
+"""x Wᵀ for 2 to 256 rows of x, with what a layer does before and after it: a kernel in CUDA's C++.
 
 Few rows wait for W to be read. Triton knows neither loads that may begin before a kernel's inputs are there, nor programs that read each
 other's shared memory. And steps of such sizes are made of kernels that take little longer than to start one: so a product takes
@@ -29,7 +29,7 @@ from srt.kernels.hopper import (
     with_alignment,
 )
 
-FEWEST_ROWS: Final = 5
+FEWEST_ROWS: Final = 2
 MOST_ROWS: Final = 176
 """Of more cuBLAS with a norm behind it is as fast, but for few weights, whose products take little longer than a kernel's start."""
 MOST_ROWS_OF_FEW_WEIGHTS: Final = 256

@@ -55,7 +55,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], weight.float(), EPS)
 
 
-@pytest.mark.parametrize("num_rows", [5, 16, 17, 33, 64])
+@pytest.mark.parametrize("num_rows", [2, 5, 16, 17, 33, 64])
 @pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 3072), (4096, 12288), (5120, 17408), (2048, 8200)])
 def test_streamed_products_are_right_and_the_same_every_time(hidden_size: int, inner_size: int, num_rows: int) -> None:
     """8,200 columns end within a tile."""
@@ -79,7 +79,7 @@ def test_streamed_products_are_right_and_the_same_every_time(hidden_size: int, i
         assert all(torch.equal(gemm.multiply(x, weight, tiles, onto), streamed) for _ in range(20))
 
 
-@pytest.mark.parametrize("num_rows", [5, 16, 33, 64, 80, 96, 100, 128, 150, MOST_ROWS, 200, 256])
+@pytest.mark.parametrize("num_rows", [2, 5, 16, 33, 64, 80, 96, 100, 128, 150, MOST_ROWS, 200, 256])
 @pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 3072), (4096, 12288), (5120, 17408)])
 def test_a_norm_is_left_by_one_product_and_finished_by_the_next(
     hidden_size: int, inner_size: int, num_rows: int
@@ -112,7 +112,7 @@ def test_a_norm_is_left_by_one_product_and_finished_by_the_next(
     assert torch.equal(again, product) and torch.equal(also.squares, weighted.squares)
 
 
-@pytest.mark.parametrize("num_rows", [5, 16, 33, 64, 80, 96, 100, 128, 150, MOST_ROWS, 200, 256])
+@pytest.mark.parametrize("num_rows", [2, 5, 16, 33, 64, 80, 96, 100, 128, 150, MOST_ROWS, 200, 256])
 @pytest.mark.parametrize(
     ("hidden_size", "heads", "kv_heads", "head_dim"),
     [(1024, 16, 8, 128), (4096, 32, 8, 128), (5120, 40, 8, 128), (2048, 32, 8, 64), (4096, 64, 3, 64)],
@@ -290,7 +290,7 @@ def test_even_shares_give_what_is_read_row_by_row(rows: int, group: int, kv_head
     page_size, longest, processors = 16, 2048, torch.cuda.get_device_properties(CUDA).multi_processor_count
     pages = torch.randperm(rows * longest // page_size, device=CUDA).to(torch.int32).view(rows, -1)
     lens = torch.randint(1, longest, (rows,), device=CUDA)
-    lens[::7], lens[1::11], lens[5] = 1, 0, longest
+    lens[::7], lens[1::11], lens[-1] = 1, 0, longest
     q, slots = randn(rows, kv_heads * group, head_dim), torch.randperm(rows, device=CUDA)
     keys, values = (randn(pages.numel() * page_size, kv_heads, head_dim) for _ in range(2))
     kv = PagedKV(keys, values, pages, page_size)
@@ -309,7 +309,7 @@ def test_even_shares_give_what_is_read_row_by_row(rows: int, group: int, kv_head
 @pytest.mark.parametrize(
     ("group", "kv_heads", "page_size"), [(4, 8, 16), (2, 8, 64), (5, 8, 16), (8, 4, 32), (1, 2, 16), (8, 1, 16)]
 )
-@pytest.mark.parametrize("rows", [1, 16, 64, 100, 256, 500])
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 100, 256, 500])
 def test_streamed_attention_gives_what_is_read_row_by_row(
     rows: int, group: int, kv_heads: int, page_size: int, head_dim: int
 ) -> None:
@@ -320,7 +320,7 @@ def test_streamed_attention_gives_what_is_read_row_by_row(
     pages = torch.randperm(rows * longest // page_size, device=CUDA).to(torch.int32).view(rows, -1)
     lens = torch.randint(1, longest, (rows,), device=CUDA)
     if rows > 1:
-        lens[::7], lens[1::11], lens[5] = 1, 0, longest
+        lens[::7], lens[1::11], lens[-1] = 1, 0, longest
     q, slots = randn(rows, kv_heads * group, head_dim), torch.randperm(rows, device=CUDA)
     keys, values = (randn(pages.numel() * page_size, kv_heads, head_dim) for _ in range(2))
     positions = torch.arange(longest, device=CUDA)

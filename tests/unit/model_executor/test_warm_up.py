@@ -17,7 +17,7 @@ def test_a_gpu_is_warmed_up_by_a_prompt_in_two_chunks_where_there_is_room(room: 
         assert sections[-1].decode_slots.tolist() == [0]
 
 
-@pytest.mark.parametrize(("num_slots", "counts"), [(256, list(BATCHES)), (40, [8, 32, 40]), (3, [3])])
+@pytest.mark.parametrize(("num_slots", "counts"), [(256, list(BATCHES)), (40, [2, 8, 32, 40]), (3, [2, 3])])
 def test_batches_of_each_kind_are_as_large_as_there_are_slots(num_slots: int, counts: list[int]) -> None:
     found = list(batches(num_slots, 100))
     for (prompts, decodes), count in zip(found, counts, strict=True):
