@@ -112,7 +112,7 @@ def _prepare_qkv(head_dim: int, kv: torch.dtype) -> KernelBuild:
         f"prepare_qkv[{TYPE_NAMES[kv]}, head_dim {head_dim}]",
         prepare_qkv_kernel,
         {
-            **dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16"),
+            **dict.fromkeys(("qkv_ptr", "out_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16"),
             **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
             **dict.fromkeys(("k_buffer_ptr", "v_buffer_ptr"), f"*{TYPE_NAMES[kv]}"),
             "locations_ptr": "*i64",

@@ -47,6 +47,7 @@ def angles_kernel(
 @kernel(one_variant_for=("locations_ptr",))
 def prepare_qkv_kernel(
     qkv_ptr: tl.tensor,  # [tokens, (q heads, KV heads, KV heads) of HEAD_DIM]
+    out_ptr: tl.tensor,  # the same, or qkv_ptr
     q_weight_ptr: tl.tensor,
     k_weight_ptr: tl.tensor,
     cos_ptr: tl.tensor,  # [tokens, HEAD_DIM / 2] float32
@@ -68,7 +69,7 @@ def prepare_qkv_kernel(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (t, b): heads b of token t. Queries and keys are normed and rotated in place; keys and values are stored."""
+    """Program (t, b): heads b of token t. Queries and keys are normed and rotated; keys and values are stored too."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -86,7 +87,8 @@ def prepare_qkv_kernel(
         k_weight_2 = tl.load(k_weight_ptr + HALF + pairs, mask=in_head, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
 
-    row = qkv_ptr + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    first_of_token = token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    row, target = qkv_ptr + first_of_token, out_ptr + first_of_token
     offsets = heads[:, None] * HEAD_DIM + pairs[None, :]
     first = tl.load(row + offsets, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(row + offsets + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -103,9 +105,8 @@ def prepare_qkv_kernel(
         x2 = x2 * scale * tl.where(is_query[:, None], q_weight_2[None, :], k_weight_2[None, :])
     rotated_1 = tl.where(is_value[:, None], first, x1 * cos - x2 * sin)
     rotated_2 = tl.where(is_value[:, None], second, x2 * cos + x1 * sin)
-    kept = inside & (is_query | is_key)[:, None]
-    tl.store(row + offsets, rotated_1.to(qkv_ptr.dtype.element_ty), mask=kept)
-    tl.store(row + offsets + HALF, rotated_2.to(qkv_ptr.dtype.element_ty), mask=kept)
+    tl.store(target + offsets, rotated_1.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(target + offsets + HALF, rotated_2.to(out_ptr.dtype.element_ty), mask=inside)
 
     if LARGEST:
         scales = tl.where(is_value, v_scale_inverse, k_scale_inverse)[:, None]
@@ -149,8 +150,9 @@ def prepare_qkv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     pdl: int = 0,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """In qkv [tokens, heads * head_dim], contiguous: norm query and key heads if there are weights, and rotate them.
+    """Of qkv [tokens, heads * head_dim]: norm query and key heads if there are weights, and rotate them, in place or into `out`.
 
     Then store keys and values at `locations`, in the memory's type; a float8 memory holds them divided by their scales.
     """
@@ -158,6 +160,8 @@ def prepare_qkv(
     num_kv_heads, head_dim = k_buffer.shape[1:]
     all_heads = num_heads + 2 * num_kv_heads
     assert width == all_heads * head_dim and qkv.is_contiguous(), (qkv.shape, num_heads, num_kv_heads, head_dim)
+    out = qkv if out is None else out
+    assert out.shape == qkv.shape and out.is_contiguous(), out.shape
     assert k_buffer.dtype == v_buffer.dtype, (k_buffer.dtype, v_buffer.dtype)
     check_heads(k_buffer, num_kv_heads, head_dim)
     check_heads(v_buffer, num_kv_heads, head_dim)
@@ -165,7 +169,7 @@ def prepare_qkv(
         return
     q_weight, k_weight = norm_weights or (qkv, qkv)
     prepare_qkv_kernel[(num_tokens, triton.cdiv(all_heads, _HEADS))](
-        qkv, q_weight, k_weight, cos, sin, locations, k_buffer, v_buffer,
+        qkv, out, q_weight, k_weight, cos, sin, locations, k_buffer, v_buffer,
         eps, 1.0 / k_scale, 1.0 / v_scale, k_buffer.stride(0), v_buffer.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HAS_NORM=norm_weights is not None,
         LARGEST=_LARGEST_FP8 if k_buffer.dtype == torch.float8_e4m3fn else 0,

@@ -142,6 +142,7 @@ class KernelOps(LayerOps):
             attended = batch.attn_backend.decode_packed(qkv, weights, eps, rotation.cos, rotation.sin, layer, batch)
             if attended is not None:
                 return attended
+        prepared = batch.attn_backend.place_of(qkv)
         prepare_qkv(
             qkv,
             layer.num_heads,
@@ -154,10 +155,9 @@ class KernelOps(LayerOps):
             k_scale=pool.k_scales[layer_id],
             v_scale=pool.v_scales[layer_id],
             pdl=self._pdl(qkv),
+            out=prepared,
         )
-        kv_size = layer.num_kv_heads * layer.head_dim
-        q, k, v = qkv.split((layer.num_heads * layer.head_dim, kv_size, kv_size), dim=-1)
-        return layer.attend(q, k, v, batch)
+        return layer.attend(*layer.split_packed(prepared), batch)
 
     def _pdl(self, rows: Tensor) -> int:
         return pdl_for(len(rows)) if self._has_pdl else 0

@@ -128,8 +128,7 @@ class LayerOps:
         self, qkv: Tensor, norms: tuple[Norm, Norm] | None, rotation: Rotation, layer: RadixAttention
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Packed rows as the queries, keys and values that attention takes: the first two are normed, if at all, and rotated."""
-        kv_size = layer.num_kv_heads * layer.head_dim
-        q, k, v = qkv.split((layer.num_heads * layer.head_dim, kv_size, kv_size), dim=-1)
+        q, k, v = layer.split_packed(qkv)
         q, k = q.unflatten(-1, (-1, layer.head_dim)), k.unflatten(-1, (-1, layer.head_dim))
         if norms is not None:
             q, k = self.norm(q, norms[0]), self.norm(k, norms[1])

@@ -310,7 +310,8 @@ class ModelRunner:
         most = self._args.piecewise_cuda_graph_max_tokens
         if most is None:
             layer_weights = sum(weight.numel() for weight in self._model.model.layers.parameters())
-            most = min(worthwhile_tokens(self.config.num_layers, layer_weights), MOST_PIECE_TOKENS)
+            chunk = MOST_PIECE_TOKENS if self._args.prefill_chunk == -1 else self._args.prefill_chunk
+            most = min(worthwhile_tokens(self.config.num_layers, layer_weights), chunk + self.num_slots)
         if capture is None or not most:
             return None
         return PiecewiseCudaGraphRunner(
@@ -357,7 +358,7 @@ class ModelRunner:
             case ForwardMode.IDLE:
                 return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self.device)
             case ForwardMode.EXTEND | ForwardMode.DECODE | ForwardMode.MIXED:
-                if self._pieces is not None and self._pieces.can_run(len(batch.input_ids)):
+                if self._pieces is not None and self._pieces.can_run(batch):
                     return self._pieces.forward(batch)
                 self._attn_backend.init_forward_metadata(batch)
                 hidden: torch.Tensor = self._model(batch.input_ids, batch.positions, batch)

@@ -1,7 +1,8 @@
 """Steps with prompt tokens as CUDA graphs: one for each stretch between two attentions, which are launched anew each time.
 
-Such a step has about ten launches a layer. A small chunk of a prompt is done before the host has launched it; so for a few numbers
-of tokens all but attention, whose work depends on lengths, is captured. A step of fewer tokens than a number is padded to it.
+Such a step has about ten launches a layer. A chunk of a prompt may be done before the host has launched it: a small one, or any of a
+small model. So for a few numbers of tokens all but attention, whose work depends on lengths, is captured. A step of fewer tokens than
+a number is padded to it.
 """
 
 from __future__ import annotations
@@ -24,19 +25,17 @@ if TYPE_CHECKING:
     from srt.models.decoder import CausalLM
 
 NO_ROWS = np.zeros(0, np.int64)
-LAUNCH_S = 0.35e-3  # of a layer, one kernel after the other, as measured on a host of an H200
+LAUNCH_S = 0.8e-3  # of a layer, one kernel after the other: 0.35 to 1.0 on hosts of an H200
 FLOPS = 600e12  # that this GPU's prompts are computed with
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Where graphs of all numbers of tokens read and write. Made at the first capture, which knows the shapes."""
+    """Where graphs of all numbers of tokens read and write."""
 
-    q: torch.Tensor  # [tokens, heads * head_dim]
-    k: torch.Tensor
-    v: torch.Tensor
-    attended: torch.Tensor
-    hidden: torch.Tensor | None = None  # [tokens, hidden size]: what comes out
+    qkv: torch.Tensor  # [tokens, (heads, KV heads, KV heads) * head_dim]
+    attended: torch.Tensor  # [tokens, heads * head_dim]
+    hidden: torch.Tensor  # [outputs, hidden size]: what comes out
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,9 @@ class _Breaks(AttentionBackend):
         self._runner = runner
         self._cut = cut
         self.layers: list[RadixAttention] = []
+
+    def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
+        return self._runner.place_of(qkv)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
@@ -108,6 +110,7 @@ class PiecewiseCudaGraphRunner:
         self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._locations = torch.full((most,), self._dummy_location, dtype=torch.int64, device=device)
+        self._outputs = torch.zeros(tables.num_slots, dtype=torch.int64, device=device)
         self._buffers: _Buffers | None = None
         self._pieces: dict[int, _Pieces] = {}
 
@@ -115,8 +118,11 @@ class PiecewiseCudaGraphRunner:
     def num_left(self) -> int:
         return len(self._sizes) - len(self._pieces)
 
-    def can_run(self, num_tokens: int) -> bool:
-        place = bisect_left(self._sizes, num_tokens)
+    def can_run(self, batch: ForwardBatch) -> bool:
+        """Graphs give hidden states of no more tokens than there are requests."""
+        if batch.output_tokens is None:
+            return False
+        place = bisect_left(self._sizes, len(batch.input_ids))
         return place < len(self._sizes) and self._sizes[place] in self._pieces
 
     @property
@@ -132,14 +138,15 @@ class PiecewiseCudaGraphRunner:
     def capture_next(self) -> int:
         """Capture one more size; returns it. Tables stay as they are: only padding runs."""
         size = self.next_size
+        self._buffers = self._buffers or self._take_buffers()
         self._fill(size, None)
-        breaks: list[_Breaks] = []
+        breaks, buffers = list[_Breaks](), self._buffers
 
         def work(cut: Work) -> None:
             breaks.append(_Breaks(self, cut))
             batch = self._padding_batch(size, breaks[-1])
             hidden = self._model(batch.input_ids, batch.positions, batch)
-            self._keep(hidden)
+            buffers.hidden[: len(hidden)].copy_(hidden)
 
         replays = self._capture.pieces(work)
         self._pieces[size] = _Pieces(replays, breaks[-1].layers)
@@ -152,45 +159,54 @@ class PiecewiseCudaGraphRunner:
         self._fill(size, batch)
         self._attn_backend.init_forward_metadata(batch)
         pieces, buffers = self._pieces[size], self._buffers
-        assert buffers is not None
-        q, k, v, out = (t[:num_tokens] for t in (buffers.q, buffers.k, buffers.v, buffers.attended))
+        assert buffers is not None and batch.output_tokens is not None
+        q, k, v = pieces.layers[0].split_packed(buffers.qkv[:num_tokens])
         for replay, layer in zip(pieces.replays, pieces.layers, strict=False):
             replay()
-            self._attn_backend.attend_into(q, k, v, layer, batch, out)
+            self._attn_backend.attend_into(q, k, v, layer, batch, buffers.attended[:num_tokens])
         pieces.replays[-1]()
-        assert buffers.hidden is not None
-        return buffers.hidden[:num_tokens] if batch.output_tokens is None else buffers.hidden[batch.output_tokens]
+        return buffers.hidden[: len(batch.output_tokens)]
+
+    # ---- For pieces as they are captured
+
+    def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
+        assert self._buffers is not None
+        return self._buffers.qkv[: len(qkv)]
 
     def hand_over(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """For pieces as they are captured: copy attention's inputs to where it reads them; returns where its output will be."""
-        if self._buffers is None:
-            most = self._sizes[-1]
-            self._buffers = _Buffers(
-                *(torch.zeros((most, t.shape[1]), dtype=t.dtype, device=t.device) for t in (q, k, v, q))
-            )
-        rows = slice(0, len(q))
-        for target, source in ((self._buffers.q, q), (self._buffers.k, k), (self._buffers.v, v)):
-            target[rows].copy_(source)
-        return self._buffers.attended[rows]
+        """Attention's inputs, which are copied to where it reads them unless they are there; returns where its output will be."""
+        buffers = self._buffers
+        assert buffers is not None
+        if q.data_ptr() != buffers.qkv.data_ptr():
+            torch.cat((q, k, v), dim=-1, out=buffers.qkv[: len(q)])
+        return buffers.attended[: len(q)]
 
-    def _keep(self, hidden: torch.Tensor) -> None:
-        assert self._buffers is not None
-        if self._buffers.hidden is None:
-            shape = (self._sizes[-1], hidden.shape[1])
-            self._buffers.hidden = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
-        self._buffers.hidden[: len(hidden)].copy_(hidden)
+    def _take_buffers(self) -> _Buffers:
+        model, most = self._model.model, self._sizes[-1]
+        attention, weight = model.layers[0].get_submodule("self_attn.attn"), model.norm.weight
+        assert isinstance(attention, RadixAttention)
+        q_size, kv_size = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
+
+        def zeros(rows: int, columns: int) -> torch.Tensor:
+            return torch.zeros((rows, columns), dtype=weight.dtype, device=weight.device)
+
+        return _Buffers(zeros(most, q_size + 2 * kv_size), zeros(most, q_size), zeros(len(self._outputs), len(weight)))
 
     def _fill(self, size: int, batch: ForwardBatch | None) -> None:
         """The batch's tokens, and padding behind them, which is written to the dummy page."""
-        count = 0
+        count = num_outputs = 0
         if batch is not None:
-            count = len(batch.input_ids)
+            assert batch.output_tokens is not None
+            outputs = batch.output_tokens[: len(self._outputs)]  # what is left out is padding
+            count, num_outputs = len(batch.input_ids), len(outputs)
+            self._outputs[:num_outputs].copy_(outputs)
             self._input_ids[:count].copy_(batch.input_ids)
             self._positions[:count].copy_(batch.positions)
             self._locations[:count].copy_(batch.out_cache_loc)
         self._input_ids[count:size].zero_()
         self._positions[count:size].zero_()
         self._locations[count:size].fill_(self._dummy_location)
+        self._outputs[num_outputs:].zero_()
 
     def _padding_batch(self, size: int, breaks: _Breaks) -> ForwardBatch:
         none = self._input_ids[:0]
@@ -214,6 +230,7 @@ class PiecewiseCudaGraphRunner:
             req_to_token_pool=self._tables,
             token_to_kv_pool=self._kv_pool,
             attn_backend=breaks,
+            output_tokens=self._outputs[:size],
         )
 
 

@@ -101,6 +101,10 @@ class AttentionBackend(ABC):
 
     # ---- A layer
 
+    def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Where these packed rows are to be when they are normed and rotated, for `attend`: where they are, unless it says otherwise."""
+        return qkv
+
     def decode_packed(
         self,
         qkv: torch.Tensor,

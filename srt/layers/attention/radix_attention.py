@@ -54,6 +54,12 @@ class RadixAttention(nn.Module):
         batch.attn_backend.forward_decode(q.view(heads), self, batch, out.view(heads))
         return out
 
+    def split_packed(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Packed rows (query heads, key heads, value heads) as queries, keys and values."""
+        kv_size = self.num_kv_heads * self.head_dim
+        q, k, v = qkv.split((self.num_heads * self.head_dim, kv_size, kv_size), dim=-1)
+        return q, k, v
+
     def split_kv_heads(self, rows: torch.Tensor) -> torch.Tensor:
         """[tokens, kv_heads * head_dim] as [tokens, kv_heads, head_dim]."""
         return rows.view(-1, self.num_kv_heads, self.head_dim)

@@ -100,6 +100,7 @@ def test_queries_and_keys_are_normed_rotated_and_stored(
         q, k = norm_of(q, weights[0]), norm_of(k, weights[1])
     q, k = rotate(q, rotation), rotate(k, rotation)
 
+    before = qkv.clone()
     prepare_qkv(qkv, num_heads, weights, EPS, rotation.cos, rotation.sin, locations, buffers[0], buffers[1])
     prepared = qkv.view(tokens, all_heads, head_dim)
     assert_near(prepared[:, :num_heads], q, tolerance)
@@ -108,6 +109,11 @@ def test_queries_and_keys_are_normed_rotated_and_stored(
     assert torch.equal(buffers[1, locations], v.to(dtype))
     others = [location for location in range(20) if location not in locations.tolist()]
     assert (buffers[:, others] == 9).all()
+
+    elsewhere = torch.full_like(qkv, float("nan"))
+    arguments = num_heads, weights, EPS, rotation.cos, rotation.sin, locations, buffers[0], buffers[1]
+    prepare_qkv(before, *arguments, out=elsewhere)
+    assert torch.equal(elsewhere, qkv)
 
 
 def test_a_float8_memory_holds_them_divided_by_their_scales() -> None:

@@ -36,7 +36,7 @@ def test_tokens_are_those_of_steps_that_are_launched_whole(
     assert [job.outputs for job in found] == [job.outputs for job in expected]
     assert any(extends and decodes for extends, decodes in driver.steps), "no step was mixed"
     num_layers = runner.config.num_layers
-    assert recorder.num_replays > 3 * (num_layers + 1)
+    assert recorder.num_replays >= 3 * (num_layers + 1)  # those that report logprobs of a prompt are launched whole
 
 
 def test_a_capture_and_its_padding_change_nothing_but_the_dummy_page(checkpoint: CheckpointFactory) -> None:
@@ -64,8 +64,8 @@ def test_larger_steps_than_the_largest_size_are_launched_whole(checkpoint: Check
 
 def test_small_models_have_larger_pieces() -> None:
     small, large = worthwhile_tokens(28, 440_000_000), worthwhile_tokens(36, 7_000_000_000)
-    assert 4096 < small < 8192
-    assert 256 < large < 1024
+    assert small > 8192
+    assert 512 < large < 2048
 
 
 def test_sizes_end_at_the_most_tokens() -> None:
