@@ -170,6 +170,7 @@ def _value(argument: Argument) -> ctypes.Structure | ctypes.c_void_p | ctypes.c_
             return ctypes.c_void_p(pointer(argument))
 
 
+@lru_cache(maxsize=4096)
 def _config(variant: Variant, size: int, grid: tuple[int, int, int], stream: int, is_dependent: bool) -> Any:
     driver, _ = cuda()
     config = driver.CUlaunchConfig()

@@ -45,13 +45,13 @@ class KernelOps(LayerOps):
         return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, self._pdl(stream.hidden))
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
-        if self._is_few(x, affine):
-            return self._gemv(x, affine)
         product = self._streamed(x, affine)
+        if product is None and _is_few(x, affine.weight):
+            return self._gemv(x, affine)
         return super().linear(x, affine) if product is None else product
 
     def linear_into(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        if 0 < len(x) <= max_rows(weight):
+        if _is_few(x, weight):
             self._gemv(x, Affine(weight, None), out=out)
         else:
             super().linear_into(x, weight, out)
@@ -60,28 +60,28 @@ class KernelOps(LayerOps):
         return silu_and_mul(gate_up, self._pdl(gate_up))
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
-        if self._is_few(stream.hidden, affine):
+        if _is_few(stream.hidden, affine.weight):
             return self._gemv_of_norm(stream, norm, affine, is_gated=False)
         return super().linear_of_norm(stream, norm, affine)
 
     def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
-        if self._is_few(stream.hidden, affine):
-            return self._gemv_of_norm(stream, norm, affine, is_gated=True)
         if stream.weighted is not None:
             assert stream.weighted.weight is norm.weight
             product = self._gated(stream.weighted, affine)
             if product is not None:
                 return product, stream.hidden
+        if _is_few(stream.hidden, affine.weight):
+            return self._gemv_of_norm(stream, norm, affine, is_gated=True)
         normed, hidden = self.norm_stream(stream, norm)
         product = self._gated(normed, affine)
         return self.silu_and_mul(super().linear(normed, affine)) if product is None else product, hidden
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
-        if self._is_few(x, affine):
-            return Stream(self._gemv(x, affine, residual=hidden))
         stream = self._streamed_onto(hidden, x, affine, next_norm)
         if stream is not None:
             return stream
+        if _is_few(x, affine.weight):
+            return Stream(self._gemv(x, affine, residual=hidden))
         if affine.bias is not None or len(x) < _FEWEST_ADDED_ROWS:
             return super().linear_onto(hidden, x, affine)
         return Stream(hidden.addmm_(x, affine.weight.t()))
@@ -162,11 +162,6 @@ class KernelOps(LayerOps):
     def _pdl(self, rows: Tensor) -> int:
         return pdl_for(len(rows)) if self._has_pdl else 0
 
-    def _is_few(self, x: Tensor, affine: Affine) -> bool:
-        """Whether it is as fast as can be to read weights by a GEMV; where they can be streamed, only for one row."""
-        streams = self._stream_gemm is not None and affine.bias is None and x.dtype is torch.bfloat16
-        return 0 < len(x) <= (1 if streams else max_rows(affine.weight))
-
     def _gated(self, x: Tensor | Weighted, affine: Affine) -> Tensor | None:
         """None where others are faster."""
         is_scaled = isinstance(x, Weighted)
@@ -227,6 +222,10 @@ class KernelOps(LayerOps):
 
 def _rows(x: Tensor | Weighted) -> Tensor:
     return x.values if isinstance(x, Weighted) else x
+
+
+def _is_few(x: Tensor, weight: Tensor) -> bool:
+    return 0 < len(x) <= max_rows(weight)
 
 
 def _gemv_tiles(weight: Tensor, is_gated: bool) -> GemvTiles:

@@ -53,7 +53,7 @@ from srt.utils.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
-MOST_PIECE_TOKENS = 8192
+MOST_PIECE_TOKENS = 8192  # of prompts; decodes come beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class ModelRunner:
                 self._decode_runner = self._init_decode_runner(None)
                 self.warm_up()
                 if is_first:  # others would only load these kernels earlier
-                    self._run_requests(batches(self.num_slots, self.max_request_tokens))
+                    self._run_requests(batches(self.num_slots, self.max_request_tokens, self.page_size))
         except Exception as error:
             logger.warning("Kernels are compiled one after the other, because of %s: %s", type(error).__name__, error)
         finally:
@@ -311,7 +311,8 @@ class ModelRunner:
         if most is None:
             layer_weights = sum(weight.numel() for weight in self._model.model.layers.parameters())
             chunk = MOST_PIECE_TOKENS if self._args.prefill_chunk == -1 else self._args.prefill_chunk
-            most = min(worthwhile_tokens(self.config.num_layers, layer_weights), chunk + self.num_slots)
+            largest = min(chunk, MOST_PIECE_TOKENS) + self.num_slots
+            most = min(worthwhile_tokens(self.config.num_layers, layer_weights), largest)
         if capture is None or not most:
             return None
         return PiecewiseCudaGraphRunner(

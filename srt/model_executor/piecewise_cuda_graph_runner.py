@@ -197,9 +197,8 @@ class PiecewiseCudaGraphRunner:
         count = num_outputs = 0
         if batch is not None:
             assert batch.output_tokens is not None
-            outputs = batch.output_tokens[: len(self._outputs)]  # what is left out is padding
-            count, num_outputs = len(batch.input_ids), len(outputs)
-            self._outputs[:num_outputs].copy_(outputs)
+            count, num_outputs = len(batch.input_ids), len(batch.output_tokens)
+            self._outputs[:num_outputs].copy_(batch.output_tokens)
             self._input_ids[:count].copy_(batch.input_ids)
             self._positions[:count].copy_(batch.positions)
             self._locations[:count].copy_(batch.out_cache_loc)

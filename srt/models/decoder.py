@@ -100,9 +100,12 @@ class DecoderLayer(nn.Module):
         """What tokens take from each other, and the stream's sum: behind it every token is by itself."""
         return self.self_attn(stream, self.input_layernorm, rotation, batch)  # type: ignore[no-any-return]  # calls of modules are untyped
 
-    def finish(self, attended: Tensor, hidden: Tensor, next_norm: RMSNorm | None) -> Stream:
+    def add(self, attended: Tensor, hidden: Tensor) -> Stream:
+        """The stream with what tokens took from each other."""
+        return self.self_attn.o_proj.onto(hidden, attended, self.post_attention_layernorm)
+
+    def finish(self, stream: Stream, next_norm: RMSNorm | None) -> Stream:
         """The rest of the layer. `next_norm` is the next layer's, if there is one."""
-        stream = self.self_attn.o_proj.onto(hidden, attended, self.post_attention_layernorm)
         return self.mlp(stream, self.post_attention_layernorm, next_norm)  # type: ignore[no-any-return]
 
 
@@ -120,13 +123,20 @@ class Decoder(nn.Module):
         rotation = self.rotary_emb(positions)
         stream = Stream(self.embed_tokens(input_ids))
         layers = cast("list[DecoderLayer]", list(self.layers))
-        for layer, following in pairwise(layers):
-            stream = layer.finish(*layer.attend(stream, rotation, batch), following.input_layernorm)
         last = layers[-1]
-        attended, hidden = last.attend(stream, rotation, batch)
-        if batch.output_tokens is not None:
-            attended, hidden = attended[batch.output_tokens], hidden[batch.output_tokens]
-        return self.norm.of_stream(last.finish(attended, hidden, None)) if len(hidden) else hidden
+        for layer, following in pairwise(layers):
+            stream = layer.add(*layer.attend(stream, rotation, batch))
+            stream = layer.finish(stream, following.input_layernorm)
+        taken = _of_tokens(batch.output_tokens, *last.attend(stream, rotation, batch))
+        if not len(taken[1]):
+            return taken[1]
+        stream = last.add(*taken)
+        del taken  # MLPs need the memory most
+        return self.norm.of_stream(last.finish(stream, None))
+
+
+def _of_tokens(wanted: Tensor | None, attended: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    return (attended, hidden) if wanted is None else (attended[wanted], hidden[wanted])
 
 
 class CausalLM(nn.Module):

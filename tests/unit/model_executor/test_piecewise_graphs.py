@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def jobs() -> list[Job]:
     return made
 
 
-@pytest.mark.parametrize(("name", "page_size"), [("qwen3", 4), ("llama", 16)])
+@pytest.mark.parametrize(("name", "page_size"), [("qwen3", 4), ("llama", 16), ("qwen2", 16)])
 def test_tokens_are_those_of_steps_that_are_launched_whole(
     checkpoint: CheckpointFactory, name: str, page_size: int
 ) -> None:
@@ -60,6 +62,16 @@ def test_larger_steps_than_the_largest_size_are_launched_whole(checkpoint: Check
         runner.capture_graph()
     PlanDriver(runner, 4).run([Job(list(range(40)), greedy(1))])
     assert recorder.num_replays == 0
+
+
+def test_a_whole_chunk_fits_with_the_decodes_beside_it(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("srt.model_executor.model_runner.MOST_PIECE_TOKENS", 128)
+    for chunk, most in ((100, 108), (4096, 136), (-1, 136)):
+        options: dict[str, Any] = {"chunked_prefill_size": chunk, "max_running_requests": 8}
+        runner = make_runner(checkpoint("qwen3"), 4, capture=Recorder(), **options)
+        assert runner._pieces is not None and runner._pieces.next_size == most
 
 
 def test_small_models_have_larger_pieces() -> None:
