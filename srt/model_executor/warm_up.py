@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
+from srt.protocol.messages import Admission, Int32Array, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 
 CPU_TOKENS = 8
 GPU_TOKENS = 64  # more than kernels of their own serve
 BATCHES = (2, 8, 32, 64, 96, 128, 160, 176, 256)  # rows, one number of each class that has kernels of its own
+BATCH_TOKENS = 4  # of a row of those
 SHORT_TOKENS = 8  # of a chunk behind a prefix, which has kernels of its own
 
 
@@ -28,22 +29,29 @@ def warm_up_requests(device_type: str, max_request_tokens: int, page_size: int) 
             yield _sections(chunks, page_size, top_p)
 
 
-def batches(num_slots: int, max_request_tokens: int) -> Iterator[list[PlanSection]]:
-    """As many prompts of one token each as have kernels of their own on a GPU, one batch for each kind; then a step in which all decode."""
-    if max_request_tokens > 1:
+def batches(num_slots: int, max_request_tokens: int, page_size: int) -> Iterator[list[PlanSection]]:
+    """As many rows as have kernels of their own on a GPU, one batch for each kind: prompts of one token each, then steps of decodes,
+    beside the prompt of the last of them and all together."""
+    if max_request_tokens >= BATCH_TOKENS:
         for count in dict.fromkeys(min(rows, num_slots) for rows in BATCHES):
-            yield _batch(count)
+            yield _batch(count, page_size)
 
 
-def _batch(count: int) -> list[PlanSection]:
-    empty, slots, ones = int32_array(), int32_array(range(count)), np.ones(count, np.int32)
-    spec = SamplingSpec(max_new_tokens=2, temperature=1.0)
-    admissions = [Admission(slot, int32_array([0]), 1, 0, slot, spec, LogprobSpec()) for slot in range(count)]
-    pages = PageDelta(slots, ones, np.zeros(count, np.int32))
-    return [
-        PlanSection(admissions, [pages], slots, np.zeros(count, np.int32), ones, ones, empty),
-        PlanSection([], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, slots),
-    ]
+def _batch(count: int, page_size: int) -> list[PlanSection]:
+    empty, everyone = int32_array(), int32_array(range(count))
+    first, last = (everyone[:-1], everyone[-1:]) if count > 1 else (empty, everyone)
+    nothing = PageDelta(empty, empty, empty)
+    sections = [_prompts(slots, decodes, page_size) for slots, decodes in ((first, empty), (last, first)) if len(slots)]
+    return [*sections, PlanSection([], [nothing], empty, empty, empty, empty, everyone)]
+
+
+def _prompts(slots: Int32Array, decodes: Int32Array, page_size: int) -> PlanSection:
+    ones = np.ones(len(slots), np.int32)
+    spec = SamplingSpec(max_new_tokens=BATCH_TOKENS, temperature=1.0)
+    admissions = [Admission(slot, int32_array([0]), 1, 0, slot, spec, LogprobSpec()) for slot in slots.tolist()]
+    num_pages = -(-BATCH_TOKENS // page_size) * ones
+    pages = PageDelta(slots, num_pages, np.zeros(num_pages.sum(), np.int32))
+    return PlanSection(admissions, [pages], slots, 0 * ones, ones, ones, decodes)
 
 
 def _sections(chunks: list[int], page_size: int, top_p: float) -> list[PlanSection]:

@@ -17,12 +17,20 @@ def test_a_gpu_is_warmed_up_by_a_prompt_in_two_chunks_where_there_is_room(room: 
         assert sections[-1].decode_slots.tolist() == [0]
 
 
-@pytest.mark.parametrize(("num_slots", "counts"), [(256, list(BATCHES)), (40, [2, 8, 32, 40]), (3, [2, 3])])
-def test_batches_of_each_kind_are_as_large_as_there_are_slots(num_slots: int, counts: list[int]) -> None:
-    found = list(batches(num_slots, 100))
-    for (prompts, decodes), count in zip(found, counts, strict=True):
-        assert [admission.slot for admission in prompts.admissions] == list(range(count))
-        assert prompts.extend_samples.tolist() == [1] * count
+@pytest.mark.parametrize(("num_slots", "counts"), [(256, list(BATCHES)), (40, [2, 8, 32, 40]), (3, [2, 3]), (1, [1])])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_batches_of_each_kind_are_as_large_as_there_are_slots(
+    num_slots: int, counts: list[int], page_size: int
+) -> None:
+    found = list(batches(num_slots, 100, page_size))
+    for (*prompts, decodes), count in zip(found, counts, strict=True):
+        admitted = [[admission.slot for admission in section.admissions] for section in prompts]
+        assert admitted == ([[*range(count - 1)], [count - 1]] if count > 1 else [[0]])
+        # The last prompt goes beside decodes of all others, then all decode.
+        assert [section.decode_slots.tolist() for section in prompts] == [[], [*range(count - 1)]][-len(prompts) :]
         assert decodes.decode_slots.tolist() == list(range(count))
-        assert not prompts.pages[0].pages.any(), "there is one page"
-    assert not list(batches(num_slots, 1)), "a second token has no room"
+        for section in prompts:
+            assert section.extend_samples.tolist() == [1] * len(section.admissions)
+            assert not section.pages[0].pages.any(), "there is one page"
+            assert (section.pages[0].counts * page_size >= 3).all()
+    assert not list(batches(num_slots, 3, page_size)), "a third token has no room"
