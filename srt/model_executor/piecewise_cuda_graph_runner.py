@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.base import AttentionBackend, Views
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.cuda_graph_runner import Capture, Work
@@ -160,10 +160,12 @@ class PiecewiseCudaGraphRunner:
         self._attn_backend.init_forward_metadata(batch)
         pieces, buffers = self._pieces[size], self._buffers
         assert buffers is not None and batch.output_tokens is not None
-        q, k, v = pieces.layers[0].split_packed(buffers.qkv[:num_tokens])
+        first = pieces.layers[0]  # heads are alike in all of them
+        q, k, v = first.split_packed(buffers.qkv[:num_tokens])
+        views = Views.of(q, k, v, first, batch, buffers.attended[:num_tokens])
         for replay, layer in zip(pieces.replays, pieces.layers, strict=False):
             replay()
-            self._attn_backend.attend_into(q, k, v, layer, batch, buffers.attended[:num_tokens])
+            self._attn_backend.attend_views(views, layer, batch)
         pieces.replays[-1]()
         return buffers.hidden[: len(batch.output_tokens)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,34 @@ class Reading(IntEnum):
     """What neighbours have in common is read once."""
     EVEN = 2
     """By programs that read equally much, whatever the rows' lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """A step's rows by heads: extend rows' queries, keys, values and results, and decode rows' queries and results."""
+
+    extends: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None
+    decodes: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> Views:
+        """The same for all layers of a step whose tensors are the same."""
+        n = batch.num_extend_tokens
+        queries, attended = q.view(-1, layer.num_heads, layer.head_dim), out.view(-1, layer.num_heads, layer.head_dim)
+        extends = decodes = None
+        if batch.num_extend_rows:
+            extends = queries[:n], layer.split_kv_heads(k[:n]), layer.split_kv_heads(v[:n]), attended[:n]
+        if batch.num_decode_rows:
+            decodes = queries[n:], attended[n:]
+        return cls(extends, decodes)
 
 
 class AttentionBackend(ABC):
@@ -137,23 +166,14 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """[tokens, heads * head_dim] for tokens whose k and v are in the memory; a mixed batch is extend rows, then decode rows."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.attend_into(q, k, v, layer, batch, out)
+        self.attend_views(Views.of(q, k, v, layer, batch, out), layer, batch)
         return out
 
-    def attend_into(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        batch: ForwardBatch,
-        out: torch.Tensor,
-    ) -> None:
-        """The same into `out`. In two launches: tiles of prompts are wasted on one token (docs/architecture.md has the figures)."""
-        n = batch.num_extend_tokens
-        queries, attended = q.view(-1, layer.num_heads, layer.head_dim), out.view(-1, layer.num_heads, layer.head_dim)
-        if batch.num_extend_rows:
-            keys, values = layer.split_kv_heads(k[:n]), layer.split_kv_heads(v[:n])
-            self.forward_extend(queries[:n], keys, values, layer, batch, attended[:n])
-        if batch.num_decode_rows:
-            self.forward_decode(queries[n:], layer, batch, attended[n:])
+    def attend_views(self, views: Views, layer: RadixAttention, batch: ForwardBatch) -> None:
+        """The same for one layer, in two launches: tiles of prompts are wasted on one token (docs/architecture.md has the figures)."""
+        if views.extends is not None:
+            q, k, v, out = views.extends
+            self.forward_extend(q, k, v, layer, batch, out)
+        if views.decodes is not None:
+            q, out = views.decodes
+            self.forward_decode(q, layer, batch, out)

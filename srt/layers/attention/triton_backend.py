@@ -96,6 +96,8 @@ class TritonAttentionBackend(AttentionBackend):
     def plan_decode(self, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
         self._shared = self._even = None
+        if batch.num_extend_rows and self._can_stream(batch):
+            self._find_shares(batch)
 
     def can_read(self, reading: Reading, num_rows: int) -> bool:
         if reading is Reading.EVEN and not is_worth_it(num_rows, self._num_kv_heads, self._num_processors):
@@ -104,13 +106,11 @@ class TritonAttentionBackend(AttentionBackend):
 
     def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
         self._shared = self._even = None
-        pool = batch.req_to_token_pool
-        streams = self._streams and LEAST_ROWS <= batch.batch_size <= MOST_ROWS
-        if reading is Reading.EVEN or (reading is Reading.BY_ROW and streams):
-            self._even = self._even_memory or self._take_even_memory(pool)
-            find_shares(batch.seq_lens, self._even)
+        if reading is Reading.EVEN or (reading is Reading.BY_ROW and self._can_stream(batch)):
+            self._find_shares(batch)
         if reading is not Reading.SHARED:
             return
+        pool = batch.req_to_token_pool
         memory = self._shared_memory or self._take_shared_memory(pool)
         self._shared = memory.of(batch.batch_size, self._group, self._num_kv_heads, self._num_processors)
         find_shared(
@@ -122,6 +122,13 @@ class TritonAttentionBackend(AttentionBackend):
             LEAST_SAVED,
             self._shared.lens,
         )
+
+    def _can_stream(self, batch: ForwardBatch) -> bool:
+        return self._streams and LEAST_ROWS <= batch.num_decode_rows <= MOST_ROWS
+
+    def _find_shares(self, batch: ForwardBatch) -> None:
+        self._even = self._even_memory or self._take_even_memory(batch.req_to_token_pool)
+        find_shares(batch.seq_lens[batch.num_extend_rows :], self._even)
 
     def forward_extend(
         self,
@@ -149,12 +156,13 @@ class TritonAttentionBackend(AttentionBackend):
 
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
         kv, slots = _paged_kv(layer, batch), batch.req_pool_indices[batch.num_extend_rows :]
+        lens = batch.seq_lens[batch.num_extend_rows :]
         if self._even is not None and layer.window is None and self._streams:
-            stream_attention(q, kv, slots, batch.seq_lens, layer.scale, out, self._even)
+            stream_attention(q, kv, slots, lens, layer.scale, out, self._even)
             return
         if self._even is not None and layer.window is None:
             pdl = pdl_for(len(q)) if self._pdl else 0
-            even_attention(q, kv, slots, batch.seq_lens, layer.scale, out, self._even, pdl)
+            even_attention(q, kv, slots, lens, layer.scale, out, self._even, pdl)
             return
         num_programs = len(q) * layer.num_kv_heads
         tiles = DecodeTiles.choose(
@@ -173,7 +181,7 @@ class TritonAttentionBackend(AttentionBackend):
             q,
             kv,
             slots,
-            batch.seq_lens[batch.num_extend_rows :],
+            lens,
             layer.scale,
             out,
             tiles,
