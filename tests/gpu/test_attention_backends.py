@@ -47,6 +47,7 @@ def worst_error(backend: AttentionBackend, spec: AttentionSpec) -> float:
         world.step(extends=[(3, 15), (0, 1), (5, 150)], decodes=[]),
         world.step(extends=[(3, 2), (6, 16)], decodes=[5, 0]),
         world.step(extends=[], decodes=[6, 3, 0, 5]),
+        world.step(extends=[(4, 20)], decodes=[5, 6, 0, 3]),
         world.step(extends=[(1, 110), (2, 170)], decodes=[3]),
         world.step(extends=[(0, 100), (5, 1)], decodes=[3]),
         world.step(extends=[], decodes=[5, 0]),
