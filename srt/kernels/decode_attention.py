@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from srt.kernels.jit import block_dim, dot_dtype, jit, kernel
-from srt.kernels.paged_kv import PagedKV, check_decodes
+from srt.kernels.paged_kv import PagedKV, check_queries
 from srt.kernels.pdl import EARLY, let_next_start, let_next_start_late, pdl_options, prefetch, wait_for_inputs
 from srt.kernels.shared_prefix import BLOCK_N as SHARED_BLOCK_N
 from srt.kernels.shared_prefix import SharedPrefix, tokens_per_shared_split
@@ -333,7 +333,7 @@ def decode_attention(
     """
     assert shared is None or window is None
     num_rows, num_heads, head_dim = q.shape
-    group = check_decodes(q, out, kv)
+    group = check_queries(q, out, kv)
     assert 1 <= tiles.num_splits <= MAX_SPLITS, tiles.num_splits
     if num_rows == 0:
         return

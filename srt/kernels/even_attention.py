@@ -19,7 +19,7 @@ import triton.language as tl
 
 from srt.kernels.decode_attention import LONG_PIPELINE_BYTES, PROGRAMS_PER_PROCESSOR
 from srt.kernels.jit import block_dim, dot_dtype, kernel
-from srt.kernels.paged_kv import PagedKV, check_decodes
+from srt.kernels.paged_kv import PagedKV, check_queries
 from srt.kernels.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 
 BLOCK_N: Final = 64  # positions
@@ -274,7 +274,7 @@ def even_attention(
 ) -> None:
     """As `decode_attention`, for rows whose shares were found. With `pdl` the next kernel may start early, and this one too."""
     num_rows, _, head_dim = q.shape
-    group = check_decodes(q, out, kv)
+    group = check_queries(q, out, kv)
     assert num_rows < len(shares.row_begins), num_rows
     even_attention_kernel[(kv.num_kv_heads, len(shares.first_rows))](
         q, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, seq_lens,

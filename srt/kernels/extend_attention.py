@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from srt.kernels.jit import block_dim, dot_dtype, jit, kernel
-from srt.kernels.paged_kv import PagedKV, check_heads
+from srt.kernels.paged_kv import PagedKV, check_queries
 from srt.kernels.shared_memory import SHARED_BYTES
 
 
@@ -192,15 +192,9 @@ def extend_attention(
     A query sees the positions up to its own, or the last `window` of them. Tokens of no row are left alone in `out`. Memory
     past a row's last position is never read. `max_extend_len` is at least the longest of `extend_lens`.
     """
-    num_heads, head_dim = q.shape[1:]
+    head_dim = q.shape[2]
     num_rows = req_pool_indices.shape[0]
-    group = num_heads // kv.num_kv_heads
-    assert group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)
-    assert kv.page_table.stride(1) == 1, kv.page_table.stride()
-    check_heads(q, num_heads, head_dim)
-    check_heads(out, num_heads, head_dim)
-    check_heads(kv.k_buffer, kv.num_kv_heads, head_dim)
-    check_heads(kv.v_buffer, kv.num_kv_heads, head_dim)
+    group = check_queries(q, out, kv)
     if num_rows == 0 or max_extend_len == 0:
         return
     extend_kernel[(triton.cdiv(max_extend_len * group, tiles.block_m), kv.num_kv_heads, num_rows)](

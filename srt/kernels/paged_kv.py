@@ -31,8 +31,8 @@ class PagedKV:
         return self.k_buffer.shape[2]
 
 
-def check_decodes(q: torch.Tensor, out: torch.Tensor, kv: PagedKV) -> int:
-    """Of queries and results [rows, heads, head_dim] over such a memory: how many heads share a KV head."""
+def check_queries(q: torch.Tensor, out: torch.Tensor, kv: PagedKV) -> int:
+    """Of queries and results [tokens, heads, head_dim] over such a memory: how many heads share a KV head."""
     _, num_heads, head_dim = q.shape
     group = num_heads // kv.num_kv_heads
     assert group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)

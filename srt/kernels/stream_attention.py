@@ -18,7 +18,7 @@ import torch
 from srt.kernels.even_attention import BLOCK_N as SHARE_UNIT
 from srt.kernels.even_attention import MOST_ROWS, MOST_SHARES, EvenShares
 from srt.kernels.hopper import CAPABILITY, launch, pointer, runs_on, source_of, tensor_map, with_alignment
-from srt.kernels.paged_kv import PagedKV, check_decodes
+from srt.kernels.paged_kv import PagedKV, check_queries
 
 LEAST_ROWS: Final = 4
 _BLOCK: Final = 16  # positions that a load brings
@@ -120,7 +120,7 @@ def stream_attention(
     """As `even_attention`, where it is streamed. Keys and values of all but the rows' last positions must be there before the kernel
     before this one has ended."""
     num_rows, _, head_dim = q.shape
-    variant = AttentionVariant(check_decodes(q, out, kv), head_dim, kv.page_size)
+    variant = AttentionVariant(check_queries(q, out, kv), head_dim, kv.page_size)
     assert num_rows < min(len(shares.row_begins), MOST_ROWS + 1), num_rows
     assert seq_lens.dtype is torch.int64 and req_pool_indices.dtype is torch.int64 and kv.k_scale == 1.0 == kv.v_scale
     assert kv.page_table.dtype is torch.int32, kv.page_table.dtype
