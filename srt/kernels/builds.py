@@ -58,6 +58,7 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
     for kv in (torch.bfloat16, torch.float8_e4m3fn):
         builds.append(_decode_attention(torch.bfloat16, 128, 4, shared, kv))
         builds.append(_extend(torch.bfloat16, 128, 4, shared, kv, has_window=True))
+        builds.append(_extend(torch.bfloat16, 128, 4, shared, kv, block_r=64))
         builds.append(_write_kv(torch.bfloat16, 128, kv))
         if can_be_even(torch.bfloat16, 128, 8, 132, shared):
             builds.append(_even_attention(torch.bfloat16, 128, 4, kv))
@@ -274,12 +275,15 @@ def _extend(
     shared_bytes: int,
     kv: torch.dtype | None = None,
     has_window: bool = False,
+    block_r: int = 0,
 ) -> KernelBuild:
     kv, tiles = kv or dtype, ExtendTiles.choose(dtype, head_dim, 1 << 14, shared_bytes)
     strides = ("q_token_stride", "out_token_stride", "k_location_stride", "v_location_stride", "page_table_stride")
     rows = ("req_pool_indices_ptr", "prefix_lens_ptr", "extend_lens_ptr", "start_locs_ptr")
     return KernelBuild(
-        name=_kv_label("extend", dtype, head_dim, kv, " in a window" if has_window else ""),
+        name=_kv_label(
+            "extend", dtype, head_dim, kv, " in a window" if has_window else " of any rows" if block_r else ""
+        ),
         kernel=extend_kernel,
         types={
             **dict.fromkeys(("q_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
@@ -287,9 +291,10 @@ def _extend(
             "page_table_ptr": "*i32",
             **dict.fromkeys(rows, "*i64"),
             **dict.fromkeys(("scale_log2", "v_scale"), "fp32"),
-            **dict.fromkeys(("window", *strides), "i32"),
+            **dict.fromkeys(("num_rows", "window", *strides), "i32"),
         },
         constants={
+            "BLOCK_R": block_r,
             "HAS_WINDOW": has_window,
             "GROUP": group,
             "HEAD_DIM": head_dim,

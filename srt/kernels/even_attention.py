@@ -89,20 +89,21 @@ def find_shares_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> None:
-    """One program. A row of length 0 has a block too, so that somebody writes its zeros."""
+    """One program. Rows of length 0 are nobody's work."""
     rows = tl.arange(0, BLOCK_R)
     inside = rows < num_rows
     lengths = tl.load(seq_lens_ptr + rows, mask=inside, other=0).to(tl.int32)
-    blocks = tl.where(inside, tl.maximum(tl.cdiv(lengths, BLOCK_N), 1), 0)
+    blocks = tl.cdiv(lengths, BLOCK_N)
     row_ends = tl.cumsum(blocks, 0)
     row_begins = row_ends - blocks
     tl.store(row_begins_ptr + rows, row_begins, mask=inside)
     tl.store(row_begins_ptr + num_rows, tl.sum(blocks, 0))
 
     # Work is counted in blocks; to begin a row is as much as one.
-    work_ends = row_ends + rows + 1
-    work = tl.max(tl.where(inside, work_ends, 0), 0)
-    num_live = tl.minimum(num_shares, tl.cdiv(work, LEAST_WORK))
+    work_each = blocks + (blocks > 0).to(tl.int32)
+    work_ends = tl.cumsum(work_each, 0)
+    work = tl.max(work_ends, 0)
+    num_live = tl.maximum(tl.minimum(num_shares, tl.cdiv(work, LEAST_WORK)), 1)
     num_begun = tl.zeros([BLOCK_R], tl.int32)
     num_begun_within = tl.zeros([BLOCK_R], tl.int32)
     for first in range(0, num_shares + 1, BLOCK_S):
@@ -112,7 +113,8 @@ def find_shares_kernel(
         first_rows = tl.sum(is_done.to(tl.int32), 1)
         is_here = rows[None, :] == first_rows[:, None]
         row_begin = tl.sum(tl.where(is_here, row_begins[None, :], 0), 1)
-        begins = row_begin + tl.maximum(before - (row_begin + first_rows) - 1, 0)
+        work_begin = tl.sum(tl.where(is_here, (work_ends - work_each)[None, :], 0), 1)
+        begins = row_begin + tl.maximum(before - work_begin - 1, 0)
         begins = tl.where(shares < num_live, begins, tl.sum(blocks, 0))
         tl.store(begins_ptr + shares, begins, mask=shares <= num_shares)
         tl.store(first_rows_ptr + shares, first_rows, mask=shares < num_shares)
@@ -272,7 +274,8 @@ def even_attention(
     shares: EvenShares,
     pdl: int = 0,
 ) -> None:
-    """As `decode_attention`, for rows whose shares were found. With `pdl` the next kernel may start early, and this one too."""
+    """As `decode_attention`, for rows whose shares were found; those of length 0 may be left alone, and with `pdl`, by which the next
+    kernel may start early and this one too, some row has to be longer."""
     num_rows, _, head_dim = q.shape
     group = check_queries(q, out, kv)
     assert num_rows < len(shares.row_begins), num_rows

@@ -96,7 +96,11 @@ def _attend_block(
     return new_peak, total, acc
 
 
-@kernel(one_variant_for=("req_pool_indices_ptr", "prefix_lens_ptr", "extend_lens_ptr", "start_locs_ptr", "window"))
+@kernel(
+    one_variant_for=(
+        "req_pool_indices_ptr", "prefix_lens_ptr", "extend_lens_ptr", "start_locs_ptr", "num_rows", "window",
+    )
+)  # fmt: skip
 def extend_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -106,6 +110,7 @@ def extend_kernel(
     prefix_lens_ptr: tl.tensor,
     extend_lens_ptr: tl.tensor,
     start_locs_ptr: tl.tensor,
+    num_rows: tl.tensor,
     out_ptr: tl.tensor,
     scale_log2: float,  # softmax scale times the keys' scale times log2(e), so that weights are powers of two
     v_scale: float,
@@ -123,16 +128,33 @@ def extend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # a power of two, at least the number of rows; 0: there are programs for as many tiles of each row
 ) -> None:
-    """Program (tile, KV head, row); pair m of a row is token m // GROUP of its chunk, head m % GROUP of the group."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the tiles that see most go first
+    """Program (tile, KV head, row); pair m of a row is token m // GROUP of its chunk, head m % GROUP of the group.
+
+    With BLOCK_R (tile of all rows, KV head): chunks lie end to end, and programs that are left over end at once.
+    """
     kv_head = tl.program_id(1)
-    row = tl.program_id(2)
-    extend_len = tl.load(extend_lens_ptr + row).to(tl.int32)
-    if tile * BLOCK_M >= extend_len * GROUP:
-        return
+    # The tiles that see most go first.
+    if BLOCK_R == 0:
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        row = tl.program_id(2)
+        extend_len = tl.load(extend_lens_ptr + row).to(tl.int32)
+        if tile * BLOCK_M >= extend_len * GROUP:
+            return
+        start = tl.load(start_locs_ptr + row).to(tl.int64)
+    else:
+        rows = tl.arange(0, BLOCK_R)
+        lens = tl.load(extend_lens_ptr + rows, mask=rows < num_rows, other=0).to(tl.int32)
+        num_tiles = tl.cdiv(lens * GROUP, BLOCK_M)
+        place = tl.sum(num_tiles, 0) - 1 - tl.program_id(0)
+        if place < 0:
+            return
+        row = tl.sum((tl.cumsum(num_tiles, 0) <= place).to(tl.int32), 0)
+        tile = place - tl.sum(tl.where(rows < row, num_tiles, 0), 0)
+        extend_len = tl.sum(tl.where(rows == row, lens, 0), 0)
+        start = tl.sum(tl.where(rows < row, lens, 0), 0).to(tl.int64)
     prefix_len = tl.load(prefix_lens_ptr + row).to(tl.int32)
-    start = tl.load(start_locs_ptr + row).to(tl.int64)
 
     pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -192,16 +214,49 @@ def extend_attention(
     A query sees the positions up to its own, or the last `window` of them. Tokens of no row are left alone in `out`. Memory
     past a row's last position is never read. `max_extend_len` is at least the longest of `extend_lens`.
     """
-    head_dim = q.shape[2]
-    num_rows = req_pool_indices.shape[0]
-    group = check_queries(q, out, kv)
+    num_rows, group = len(req_pool_indices), check_queries(q, out, kv)
     if num_rows == 0 or max_extend_len == 0:
         return
-    extend_kernel[(triton.cdiv(max_extend_len * group, tiles.block_m), kv.num_kv_heads, num_rows)](
-        q, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, prefix_lens, extend_lens, start_locs, out,
+    grid = triton.cdiv(max_extend_len * group, tiles.block_m), kv.num_kv_heads, num_rows
+    _launch(grid, q, kv, (req_pool_indices, prefix_lens, extend_lens, start_locs), scale, out, tiles, window, block_r=0)
+
+
+def extend_any_rows(
+    q: torch.Tensor,
+    kv: PagedKV,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    tiles: ExtendTiles,
+    window: int | None = None,
+) -> None:
+    """The same for chunks that lie end to end from the first of q's tokens on, whatever their lengths: the launch depends on the most
+    rows and tokens alone, so it can be captured in a graph. Rows without tokens are none."""
+    num_rows, group = len(req_pool_indices), check_queries(q, out, kv)
+    grid = triton.cdiv(len(q) * group, tiles.block_m) + num_rows, kv.num_kv_heads, 1
+    block_r = triton.next_power_of_2(num_rows)
+    _launch(grid, q, kv, (req_pool_indices, prefix_lens, extend_lens, extend_lens), scale, out, tiles, window, block_r)
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    q: torch.Tensor,
+    kv: PagedKV,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    out: torch.Tensor,
+    tiles: ExtendTiles,
+    window: int | None,
+    block_r: int,
+) -> None:
+    _, num_heads, head_dim = q.shape
+    extend_kernel[grid](
+        q, kv.k_buffer, kv.v_buffer, kv.page_table, *rows, len(rows[0]), out,
         scale * kv.k_scale * math.log2(math.e), kv.v_scale, window or 0,
         q.stride(0), out.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
-        HAS_WINDOW=window is not None, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
-        DOT_DTYPE=dot_dtype(q.dtype), BLOCK_M=tiles.block_m, BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n,
+        HAS_WINDOW=window is not None, GROUP=num_heads // kv.num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
+        DOT_DTYPE=dot_dtype(q.dtype), BLOCK_M=tiles.block_m, BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n, BLOCK_R=block_r,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

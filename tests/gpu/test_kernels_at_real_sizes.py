@@ -302,7 +302,7 @@ def test_even_shares_give_what_is_read_row_by_row(rows: int, group: int, kv_head
     find_shares(lens, shares)
     for _ in range(20):
         even_attention(q, kv, slots, lens, 0.09, got.fill_(float("nan")), shares, pdl=2)
-        assert_near(got, expected)
+        assert_near(got[lens > 0], expected[lens > 0])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -336,5 +336,5 @@ def test_streamed_attention_gives_what_is_read_row_by_row(
     find_shares(lens, shares)
     for _ in range(20):
         stream_attention(q, kv, slots, lens, 0.09, got.fill_(float("nan")), shares)
-        assert_near(got, expected)
+        assert_near(got[lens > 0], expected[lens > 0])
     assert not shares.arrived.any()

@@ -39,7 +39,8 @@ def check(
     for _ in range(2):
         out = torch.full_like(q, float("nan"))
         even_attention(q, world.kv, world.req_pool_indices, world.seq_lens, scale, out, shares)
-        assert (out - expected).abs().max() <= TOLERANCE[dtype]
+        live = world.seq_lens > 0  # others are nobody's work
+        assert ((out - expected)[live].abs() <= TOLERANCE[dtype]).all()
         assert not shares.arrived.any()
 
 
@@ -50,7 +51,9 @@ def test_every_group_and_page_size_equals_the_reference(group: int, page_size: i
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 5, 8, 13])
-@pytest.mark.parametrize("lengths", [[0], [1000], [1, 1, 1], [700, 3, 0, 64, 129, 500], [64] * 9, [5, 900, 0, 0, 7]])
+@pytest.mark.parametrize(
+    "lengths", [[0], [1000], [1, 1, 1], [700, 3, 0, 64, 129, 500], [64] * 9, [0, 0, 5, 900, 0, 7, 0]]
+)
 def test_rows_of_any_lengths_are_cut_for_any_number_of_programs(lengths: list[int], programs: int) -> None:
     check(lengths, programs=programs)
 
@@ -61,25 +64,29 @@ def test_every_head_size_equals_the_reference(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("num_shares", [1, 4, 8, 9])
-@pytest.mark.parametrize("lengths", [[700, 3, 0, 64, 129, 500, 2000], [1000] * 8, [1000, 1010, 960, 1030] * 4, [9000]])
+@pytest.mark.parametrize(
+    "lengths", [[0, 0, 700, 3, 0, 64, 129, 500, 2000], [1000] * 8, [1000, 1010, 960, 1030] * 4, [9000]]
+)
 def test_shares_are_alike_and_cover_every_block_once(lengths: list[int], num_shares: int) -> None:
     shares = EvenShares.take(len(lengths), 2, 2, 32, num_shares, CPU)
     find_shares(torch.tensor(lengths), shares)
     row_begins, begins = shares.row_begins.tolist(), shares.begins.tolist()
-    blocks = [max(1, -(-length // 64)) for length in lengths]
+    blocks = [-(-length // 64) for length in lengths]
     assert row_begins == [sum(blocks[:row]) for row in range(len(blocks) + 1)]
     sizes = [end - begin for begin, end in itertools.pairwise(begins)]
     live = [size for size in sizes if size]
     assert sum(live) == sum(blocks) and sizes[: len(live)] == live
     assert len(live) == num_shares
     starts = [
-        sum(begin <= row_begin < end for row_begin in row_begins[:-1]) for begin, end in itertools.pairwise(begins)
+        sum(begin <= row_begin < end for row_begin in set(row_begins[:-1])) for begin, end in itertools.pairwise(begins)
     ]
     work = [size + num_starts for size, num_starts in zip(sizes, starts, strict=True)]
     assert max(work) - min(work) <= 3, "to begin a row is as much as a block"
     for share, row in enumerate(shares.first_rows.tolist()[: len(live)]):
         assert row_begins[row] <= begins[share] < row_begins[row + 1]
     for row, (first, last) in enumerate(shares.row_shares.tolist()):
+        if not lengths[row]:
+            continue
         assert begins[first] <= row_begins[row] < begins[first + 1]
         assert begins[last] < row_begins[row + 1] <= begins[last + 1]
 

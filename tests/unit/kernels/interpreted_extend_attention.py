@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from srt.kernels.extend_attention import ExtendTiles, extend_attention
+from srt.kernels.extend_attention import ExtendTiles, extend_any_rows, extend_attention
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.reference import extend_attention_reference
 from tests.unit.kernels.paged_world import make_paged_world
@@ -44,6 +44,11 @@ def check(
     extend_attention(q, world.kv, *rows, int(extend_lens.max()), scale, out, tiles, window)
     assert (out[:num_tokens] - expected[:num_tokens]).abs().max() <= TOLERANCE[dtype]
     assert out[num_tokens:].isnan().all()
+    slots, starts, counts = (torch.cat((values, torch.zeros(3, dtype=torch.int64))) for values in rows[:3])
+    any_rows = torch.full_like(q, float("nan"))
+    extend_any_rows(q, world.kv, slots, starts, counts, scale, any_rows, tiles, window)
+    assert torch.equal(any_rows[:num_tokens], out[:num_tokens])
+    assert any_rows[num_tokens:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -107,3 +112,11 @@ def test_a_memory_of_fp8_is_read_with_its_scales() -> None:
     out = torch.full_like(q, float("nan"))
     extend_attention(q, kv, *rows, 9, 0.2, out, SMALL_TILES)
     torch.testing.assert_close(out, extend_attention_reference(q, kv, *rows, 0.2))
+
+
+def test_rows_without_tokens_are_none() -> None:
+    world = make_paged_world([5], num_kv_heads=1, head_dim=32, page_size=16, dtype=torch.float32)
+    q, nothing = torch.randn(40, 2, 32), torch.zeros(3, dtype=torch.int64)
+    out = torch.full_like(q, float("nan"))
+    extend_any_rows(q, world.kv, nothing, nothing, nothing, 0.2, out, SMALL_TILES)
+    assert out.isnan().all()
