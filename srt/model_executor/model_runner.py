@@ -35,7 +35,12 @@ from srt.model_executor.memory_profile import (
     profile_max_num_token,
     table_bytes,
 )
-from srt.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner, piece_sizes, worthwhile_tokens
+from srt.model_executor.piecewise_cuda_graph_runner import (
+    PiecewiseCudaGraphRunner,
+    most_whole_tokens,
+    piece_sizes,
+    worthwhile_tokens,
+)
 from srt.model_executor.plan_arrays import PlanArrays, Staging
 from srt.model_executor.step_output import ResultBuffers, StepOutput
 from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
@@ -134,7 +139,7 @@ class ModelRunner:
         self._draws_by_row = device.type == "cuda" or capture is not None
         with torch.inference_mode():
             self._decode_runner = self._init_decode_runner(capture)
-            self._pieces = self._init_pieces(capture)
+            self._pieces = None if capture is None else self._new_pieces(capture)
 
     def _load_model(self, folder: str, report_weights: Progress) -> CausalLM:
         loader = get_model_loader(LoadConfig(load_format=self._args.load_format))  # type: ignore[arg-type]  # a checked choice
@@ -215,6 +220,8 @@ class ModelRunner:
                 self.warm_up()
                 if is_first:  # others would only load these kernels earlier
                     self._run_requests(batches(self.num_slots, self.max_request_tokens, self.page_size))
+                    if not self._args.disable_cuda_graph and (pieces := self._new_pieces(None)):
+                        pieces.rehearse()
         except Exception as error:
             logger.warning("Kernels are compiled one after the other, because of %s: %s", type(error).__name__, error)
         finally:
@@ -306,15 +313,17 @@ class ModelRunner:
             capture=capture if self._attn_backend.can_capture_decodes else None,
         )
 
-    def _init_pieces(self, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
+    def _new_pieces(self, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
         most = self._args.piecewise_cuda_graph_max_tokens
+        num_layers = self.config.num_layers
+        num_weights = num_layers * sum(weight.numel() for weight in self._model.model.layers[0].parameters())
         if most is None:
-            layer_weights = sum(weight.numel() for weight in self._model.model.layers.parameters())
             chunk = MOST_PIECE_TOKENS if self._args.prefill_chunk == -1 else self._args.prefill_chunk
             largest = min(chunk, MOST_PIECE_TOKENS) + self.num_slots
-            most = min(worthwhile_tokens(self.config.num_layers, layer_weights), largest)
-        if capture is None or not most:
+            most = min(worthwhile_tokens(num_layers, num_weights), largest)
+        if not most:
             return None
+        can_be_whole = self._attn_backend.can_capture_prompts
         return PiecewiseCudaGraphRunner(
             piece_sizes(most),
             self._model,
@@ -323,6 +332,7 @@ class ModelRunner:
             self._token_to_kv_pool,
             self.device,
             capture,
+            most_whole_tokens(num_layers, num_weights) if can_be_whole else 0,
         )
 
     def _new_planner(self) -> StepPlanner:

@@ -3,19 +3,23 @@
 Such a step has about ten launches a layer. A chunk of a prompt may be done before the host has launched it: a small one, or any of a
 small model. So for a few numbers of tokens all but attention, whose work depends on lengths, is captured. A step of fewer tokens than
 a number is padded to it.
+
+Of the smallest, which are done before even the attentions are launched, attention is captured as well, by kernels that find lengths on
+the device: one launch for the whole step. There prompts are the first tokens, decodes the last, and padding lies between.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from srt.layers.attention.base import AttentionBackend, Views
+from srt.layers.attention.base import AnyRows, AttentionBackend, Views
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.cuda_graph_runner import Capture, Work
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
 
 NO_ROWS = np.zeros(0, np.int64)
 LAUNCH_S = 0.8e-3  # of a layer, one kernel after the other: 0.35 to 1.0 on hosts of an H200
+ATTENTION_LAUNCH_S = 0.15e-3  # of a layer in pieces
+MOST_WHOLE_TOKENS = 1024  # of more, prompts are worth the kernels that are planned by the host
+MOST_WHOLE_EXTENDS = 64
+MOST_WHOLE_DECODES = 512
 FLOPS = 600e12  # that this GPU's prompts are computed with
 
 
@@ -40,17 +48,43 @@ class _Buffers:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Piece i ends where layer i's attention begins; the last ends with the model."""
+    """Piece i ends where layer i's attention begins; the last ends with the model. A whole step is the last piece."""
 
     replays: list[Work]
     layers: list[RadixAttention]
 
 
-class _Breaks(AttentionBackend):
-    """Stands for attention while pieces are captured: hands over its inputs, cuts, and goes on with what will be its output."""
+class _Captured(AttentionBackend):
+    """Stands for attention while something is captured: the model calls nothing but `attend`."""
+
+    def __init__(self, runner: PiecewiseCudaGraphRunner) -> None:
+        self._runner = runner
+
+    def plan_extend(self, batch: ForwardBatch) -> None:
+        raise AssertionError("nothing is planned while steps are captured")
+
+    plan_decode = plan_extend
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        raise AssertionError("rows are not known while steps are captured")
+
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        raise AssertionError("rows are not known while steps are captured")
+
+
+class _Breaks(_Captured):
+    """Hands over attention's inputs, cuts, and goes on with what will be its output."""
 
     def __init__(self, runner: PiecewiseCudaGraphRunner, cut: Work) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._cut = cut
         self.layers: list[RadixAttention] = []
 
@@ -65,24 +99,21 @@ class _Breaks(AttentionBackend):
         self._cut()
         return out
 
-    def plan_extend(self, batch: ForwardBatch) -> None:
-        raise AssertionError("nothing is planned while pieces are captured")
 
-    plan_decode = plan_extend
+class _Whole(_Captured):
+    """Attends to whatever the rows will be."""
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        batch: ForwardBatch,
-        out: torch.Tensor,
-    ) -> None:
-        raise AssertionError("nothing is attended to while pieces are captured")
+    def __init__(self, runner: PiecewiseCudaGraphRunner, backend: AttentionBackend, rows: AnyRows) -> None:
+        super().__init__(runner)
+        self._backend = backend
+        self._rows = rows
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
-        raise AssertionError("nothing is attended to while pieces are captured")
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> torch.Tensor:
+        out = self._runner.place_of_attended(len(q))
+        self._backend.attend_any(q, self._rows, layer, batch, out)
+        return out
 
 
 class PiecewiseCudaGraphRunner:
@@ -96,9 +127,11 @@ class PiecewiseCudaGraphRunner:
         tables: ReqToTokenPool,
         kv_pool: MHATokenToKVPool,
         device: torch.device,
-        capture: Capture,
+        capture: Capture | None,
+        most_whole: int = 0,
     ) -> None:
-        """`sizes` are numbers of tokens, and not none."""
+        """`sizes` are numbers of tokens, and not none. Those of up to `most_whole` are captured with their attention. Without a
+        `capture` they can only be rehearsed."""
         self._sizes = tuple(sorted(sizes))
         self._model = model
         self._attn_backend = attn_backend
@@ -111,6 +144,16 @@ class PiecewiseCudaGraphRunner:
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._locations = torch.full((most,), self._dummy_location, dtype=torch.int64, device=device)
         self._outputs = torch.zeros(tables.num_slots, dtype=torch.int64, device=device)
+        self._padding = torch.zeros(max(most, len(self._outputs)), dtype=torch.int64, device=device)
+        self._dummies = torch.full((most,), self._dummy_location, dtype=torch.int64, device=device)
+        self._most_whole = most_whole
+        extends, decodes = (min(tables.num_slots, most) for most in (MOST_WHOLE_EXTENDS, MOST_WHOLE_DECODES))
+        self._rows = AnyRows(
+            *(
+                torch.zeros(count, dtype=torch.int64, device=device)
+                for count in (extends, extends, extends, decodes, decodes)
+            )
+        )
         self._buffers: _Buffers | None = None
         self._pieces: dict[int, _Pieces] = {}
 
@@ -123,7 +166,11 @@ class PiecewiseCudaGraphRunner:
         if batch.output_tokens is None:
             return False
         place = bisect_left(self._sizes, len(batch.input_ids))
-        return place < len(self._sizes) and self._sizes[place] in self._pieces
+        if place == len(self._sizes) or (size := self._sizes[place]) not in self._pieces:
+            return False
+        rows = self._rows
+        have_room = batch.num_extend_rows <= len(rows.extend_lens) and batch.num_decode_rows <= len(rows.decode_lens)
+        return have_room or not self._is_whole(size)
 
     @property
     def next_size(self) -> int:
@@ -137,37 +184,63 @@ class PiecewiseCudaGraphRunner:
 
     def capture_next(self) -> int:
         """Capture one more size; returns it. Tables stay as they are: only padding runs."""
+        assert self._capture is not None
         size = self.next_size
-        self._buffers = self._buffers or self._take_buffers()
-        self._fill(size, None)
-        breaks, buffers = list[_Breaks](), self._buffers
+        self._tell_padding(size)
+        if self._is_whole(size):
+            self._pieces[size] = _Pieces([self._capture(partial(self._run_whole, size))], [])
+            return size
+        breaks = list[_Breaks]()
 
         def work(cut: Work) -> None:
             breaks.append(_Breaks(self, cut))
-            batch = self._padding_batch(size, breaks[-1])
-            hidden = self._model(batch.input_ids, batch.positions, batch)
-            buffers.hidden[: len(hidden)].copy_(hidden)
+            self._run(self._padding_batch(size, breaks[-1]))
 
         replays = self._capture.pieces(work)
         self._pieces[size] = _Pieces(replays, breaks[-1].layers)
         return size
 
+    def rehearse(self) -> None:
+        """The work of whole steps once, of few tokens and of many, which have kernels of their own."""
+        sizes = [size for size in self._sizes if self._is_whole(size)]
+        for size in dict.fromkeys((*sizes[:1], *sizes[-1:])):
+            self._tell_padding(size)
+            self._run_whole(size)
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states of a batch that `can_run`, as the model gives them; the next step overwrites them."""
         num_tokens = len(batch.input_ids)
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
-        self._fill(size, batch)
-        self._attn_backend.init_forward_metadata(batch)
         pieces, buffers = self._pieces[size], self._buffers
         assert buffers is not None and batch.output_tokens is not None
-        first = pieces.layers[0]  # heads are alike in all of them
-        q, k, v = first.split_packed(buffers.qkv[:num_tokens])
-        views = Views.of(q, k, v, first, batch, buffers.attended[:num_tokens])
-        for replay, layer in zip(pieces.replays, pieces.layers, strict=False):
-            replay()
-            self._attn_backend.attend_views(views, layer, batch)
+        if self._is_whole(size):
+            self._tell(size, batch, batch.num_extend_tokens)
+            self._tell_rows(size, batch)
+        else:
+            self._tell(size, batch, num_tokens)
+            self._attn_backend.init_forward_metadata(batch)
+            first = pieces.layers[0]  # heads are alike in all of them
+            q, k, v = first.split_packed(buffers.qkv[:num_tokens])
+            views = Views.of(q, k, v, first, batch, buffers.attended[:num_tokens])
+            for replay, layer in zip(pieces.replays, pieces.layers, strict=False):
+                replay()
+                self._attn_backend.attend_views(views, layer, batch)
         pieces.replays[-1]()
         return buffers.hidden[: len(batch.output_tokens)]
+
+    def _is_whole(self, size: int) -> bool:
+        return size <= self._most_whole
+
+    def _run_whole(self, size: int) -> None:
+        rows = self._rows_of(size)
+        batch = self._padding_batch(size, _Whole(self, self._attn_backend, rows))
+        self._attn_backend.begin_any(rows, batch)
+        self._run(batch)
+
+    def _run(self, batch: ForwardBatch) -> None:
+        assert self._buffers is not None
+        hidden = self._model(batch.input_ids, batch.positions, batch)
+        self._buffers.hidden[: len(hidden)].copy_(hidden)
 
     # ---- For pieces as they are captured
 
@@ -183,6 +256,10 @@ class PiecewiseCudaGraphRunner:
             torch.cat((q, k, v), dim=-1, out=buffers.qkv[: len(q)])
         return buffers.attended[: len(q)]
 
+    def place_of_attended(self, num_tokens: int) -> torch.Tensor:
+        assert self._buffers is not None
+        return self._buffers.attended[:num_tokens]
+
     def _take_buffers(self) -> _Buffers:
         model, most = self._model.model, self._sizes[-1]
         attention, weight = model.layers[0].get_submodule("self_attn.attn"), model.norm.weight
@@ -194,22 +271,44 @@ class PiecewiseCudaGraphRunner:
 
         return _Buffers(zeros(most, q_size + 2 * kv_size), zeros(most, q_size), zeros(len(self._outputs), len(weight)))
 
-    def _fill(self, size: int, batch: ForwardBatch | None) -> None:
-        """The batch's tokens, and padding behind them, which is written to the dummy page."""
-        count = num_outputs = 0
-        if batch is not None:
-            assert batch.output_tokens is not None
-            count, num_outputs = len(batch.input_ids), len(batch.output_tokens)
-            self._outputs[:num_outputs].copy_(batch.output_tokens)
-            self._input_ids[:count].copy_(batch.input_ids)
-            self._positions[:count].copy_(batch.positions)
-            self._locations[:count].copy_(batch.out_cache_loc)
-        self._input_ids[count:size].zero_()
-        self._positions[count:size].zero_()
-        self._locations[count:size].fill_(self._dummy_location)
-        self._outputs[num_outputs:].zero_()
+    # ---- What the graphs read
 
-    def _padding_batch(self, size: int, breaks: _Breaks) -> ForwardBatch:
+    def _tell(self, size: int, batch: ForwardBatch, num_first: int) -> None:
+        """The batch's tokens: so many at the beginning, the others at the end. Padding between them is written to the dummy page."""
+        outputs, shift = batch.output_tokens, size - len(batch.input_ids)
+        assert outputs is not None
+        if num_first < len(batch.input_ids):
+            outputs = torch.where(outputs < num_first, outputs, outputs + shift)
+        _lay(outputs, len(outputs), self._padding, self._outputs)
+        _lay(batch.input_ids, num_first, self._padding, self._input_ids[:size])
+        _lay(batch.positions, num_first, self._padding, self._positions[:size])
+        _lay(batch.out_cache_loc, num_first, self._dummies, self._locations[:size])
+
+    def _tell_rows(self, size: int, batch: ForwardBatch) -> None:
+        num_extends, rows = batch.num_extend_rows, self._rows_of(size)
+        slots, padding = batch.req_pool_indices, self._padding
+        _lay(slots[:num_extends], num_extends, padding, rows.extend_slots)
+        _lay(batch.extend_prefix_lens, num_extends, padding, rows.extend_prefix_lens)
+        _lay(batch.extend_seq_lens, num_extends, padding, rows.extend_lens)
+        _lay(slots[num_extends:], 0, padding, rows.decode_slots)
+        _lay(batch.seq_lens[num_extends:], 0, padding, rows.decode_lens)
+
+    def _tell_padding(self, size: int) -> None:
+        """Nothing but padding, for a run that leaves the tables as they are."""
+        self._buffers = self._buffers or self._take_buffers()
+        self._input_ids[:size].zero_()
+        self._positions[:size].zero_()
+        self._locations[:size].fill_(self._dummy_location)
+        self._outputs.zero_()
+        for lens in (self._rows.extend_lens, self._rows.decode_lens):
+            lens.zero_()
+
+    def _rows_of(self, size: int) -> AnyRows:
+        """A step of so many tokens has no more decodes than these."""
+        rows = self._rows
+        return replace(rows, decode_slots=rows.decode_slots[:size], decode_lens=rows.decode_lens[:size])
+
+    def _padding_batch(self, size: int, attention: _Captured) -> ForwardBatch:
         none = self._input_ids[:0]
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
@@ -230,14 +329,28 @@ class PiecewiseCudaGraphRunner:
             extend_seq_lens_cpu=NO_ROWS,
             req_to_token_pool=self._tables,
             token_to_kv_pool=self._kv_pool,
-            attn_backend=breaks,
+            attn_backend=attention,
             output_tokens=self._outputs[:size],
         )
 
 
+def _lay(values: torch.Tensor, num_first: int, padding: torch.Tensor, out: torch.Tensor) -> None:
+    """So many of the values at the beginning of `out`, the others at its end, padding between them."""
+    torch.cat((values[:num_first], padding[: len(out) - len(values)], values[num_first:]), out=out)
+
+
 def worthwhile_tokens(num_layers: int, num_weights: int) -> int:
     """Steps of more tokens take the device longer than the host needs to launch them: there a graph only adds padding."""
-    return int(LAUNCH_S * num_layers * FLOPS / (2 * num_weights))
+    return _tokens_done_in(LAUNCH_S * num_layers, num_weights)
+
+
+def most_whole_tokens(num_layers: int, num_weights: int) -> int:
+    """Steps of more tokens take it longer than pieces and the attentions between them need to be launched."""
+    return min(_tokens_done_in(ATTENTION_LAUNCH_S * num_layers, num_weights), MOST_WHOLE_TOKENS)
+
+
+def _tokens_done_in(seconds: float, num_weights: int) -> int:
+    return int(seconds * FLOPS / (2 * num_weights))
 
 
 def piece_sizes(most_tokens: int) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ class BackendChoice:
     prefill: str
     decode: str
     reason: str = ""
+    is_prefill_asked_for: bool = False
 
     @property
     def name(self) -> str:
@@ -42,7 +43,7 @@ def choose_backends(args: ServerArgs, spec: AttentionSpec, device: torch.device)
         _check_fp8(torch.cuda.get_device_capability(device))
     prefill = args.prefill_attention_backend or args.attention_backend
     decode = args.decode_attention_backend or ("triton" if args.attention_backend == "fa3" else args.attention_backend)
-    reason = ""
+    reason, is_asked_for = "", prefill is not None
     if prefill is None:
         prefill, reason = _best_prefill(spec, device)
     if decode is None:
@@ -51,7 +52,7 @@ def choose_backends(args: ServerArgs, spec: AttentionSpec, device: torch.device)
         obstacle = _obstacle(name, role, spec, device)
         if obstacle is not None:
             raise StartError(f"The attention backend {name} cannot serve here: {obstacle}; choose another one.")
-    return BackendChoice(prefill, decode, reason)
+    return BackendChoice(prefill, decode, reason, is_asked_for)
 
 
 def _check_fp8(capability: tuple[int, int]) -> None:
@@ -68,7 +69,7 @@ def make_backend(choice: BackendChoice, spec: AttentionSpec, device: torch.devic
     prefill = _make(choice.prefill, spec, device)
     if choice.decode == choice.prefill:
         return prefill
-    return SplitBackend(prefill, _make(choice.decode, spec, device))
+    return SplitBackend(prefill, _make(choice.decode, spec, device), shares_prompts=not choice.is_prefill_asked_for)
 
 
 def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBackend:

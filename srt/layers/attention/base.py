@@ -61,6 +61,17 @@ class Views:
         return cls(extends, decodes)
 
 
+@dataclass(frozen=True, slots=True)
+class AnyRows:
+    """Rows of steps that are captured with their prompts: what they are stands on the device. All int64; those of no tokens are none."""
+
+    extend_slots: torch.Tensor  # [E]: their tokens lie end to end, from the step's first on
+    extend_prefix_lens: torch.Tensor  # [E]
+    extend_lens: torch.Tensor  # [E]
+    decode_slots: torch.Tensor  # [D]: of the last D tokens one each
+    decode_lens: torch.Tensor  # [D], with the new position
+
+
 class AttentionBackend(ABC):
     """Causal attention over the paged memory: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
 
@@ -127,6 +138,21 @@ class AttentionBackend(ABC):
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
         """Before each replay, where `plans_decodes_on_host`. Of `batch` the graph's size, `*_cpu` arrays (padded) and tables count."""
         del batch
+
+    # ---- Graphs of steps with prompts, attention included
+
+    can_capture_prompts: bool = False
+    """Whether there are the two below."""
+
+    def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
+        """On the device before the first layer. Of `batch` the memory and the tables count."""
+        raise AssertionError("prompts are not captured")
+
+    def attend_any(
+        self, q: torch.Tensor, rows: AnyRows, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        """As `attend`, whatever the rows are; finite numbers or nothing for tokens of none."""
+        raise AssertionError("prompts are not captured")
 
     # ---- A layer
 

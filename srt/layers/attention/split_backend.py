@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from srt.layers.attention.base import AttentionBackend, Reading
+from srt.layers.attention.base import AnyRows, AttentionBackend, Reading
 
 if TYPE_CHECKING:
     from srt.layers.attention.radix_attention import RadixAttention
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 
 class SplitBackend(AttentionBackend):
-    """The extend rows of a mixed batch go to the first, its decode rows to the second."""
+    """The extend rows of a mixed batch go to the first, its decode rows to the second, and both of a captured one if they may."""
 
-    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, shares_prompts: bool = False) -> None:
+        """`shares_prompts`: the second takes prompts too, where they are captured."""
         self._prefill = prefill
         self._decode = decode
+        self.can_capture_prompts = shares_prompts and decode.can_capture_prompts
         self.plans_decodes_on_host = decode.plans_decodes_on_host
         self.can_capture_decodes = decode.can_capture_decodes
 
@@ -68,6 +70,14 @@ class SplitBackend(AttentionBackend):
 
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
         self._decode.init_forward_metadata_replay_cuda_graph(batch)
+
+    def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
+        self._decode.begin_any(rows, batch)
+
+    def attend_any(
+        self, q: torch.Tensor, rows: AnyRows, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        self._decode.attend_any(q, rows, layer, batch, out)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
         self._decode.write_kv(k, v, layer, batch)

@@ -25,7 +25,7 @@ from srt.kernels.even_attention import (
     is_worth_it,
     shares_at_once,
 )
-from srt.kernels.extend_attention import ExtendTiles, extend_attention
+from srt.kernels.extend_attention import ExtendTiles, extend_any_rows, extend_attention
 from srt.kernels.fused_decode import can_fuse_decode, fused_decode
 from srt.kernels.paged_kv import PagedKV
 from srt.kernels.pdl import EARLY, has_pdl, pdl_for
@@ -35,7 +35,7 @@ from srt.kernels.stream_attention import LEAST_ROWS, can_stream, is_streamed, sh
 from srt.kernels.triton_support import require_triton
 from srt.kernels.write_kv import write_kv
 from srt.layers.attention.attention_spec import AttentionSpec
-from srt.layers.attention.base import LEAST_SAVED, AttentionBackend, Reading
+from srt.layers.attention.base import LEAST_SAVED, AnyRows, AttentionBackend, Reading
 
 if TYPE_CHECKING:
     from srt.layers.attention.radix_attention import RadixAttention
@@ -55,6 +55,7 @@ class TritonAttentionBackend(AttentionBackend):
     """
 
     can_capture_decodes = True
+    can_capture_prompts = True
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         require_triton(device.type)
@@ -96,8 +97,8 @@ class TritonAttentionBackend(AttentionBackend):
     def plan_decode(self, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
         self._shared = self._even = None
-        if batch.num_extend_rows and self._can_stream(batch):
-            self._find_shares(batch)
+        if batch.num_extend_rows and self._can_stream(batch.num_decode_rows):
+            self._find_shares(batch.seq_lens[batch.num_extend_rows :], batch)
 
     def can_read(self, reading: Reading, num_rows: int) -> bool:
         if reading is Reading.EVEN and not is_worth_it(num_rows, self._num_kv_heads, self._num_processors):
@@ -106,8 +107,8 @@ class TritonAttentionBackend(AttentionBackend):
 
     def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
         self._shared = self._even = None
-        if reading is Reading.EVEN or (reading is Reading.BY_ROW and self._can_stream(batch)):
-            self._find_shares(batch)
+        if reading is Reading.EVEN or (reading is Reading.BY_ROW and self._can_stream(batch.num_decode_rows)):
+            self._find_shares(batch.seq_lens, batch)
         if reading is not Reading.SHARED:
             return
         pool = batch.req_to_token_pool
@@ -123,12 +124,40 @@ class TritonAttentionBackend(AttentionBackend):
             self._shared.lens,
         )
 
-    def _can_stream(self, batch: ForwardBatch) -> bool:
-        return self._streams and LEAST_ROWS <= batch.num_decode_rows <= MOST_ROWS
+    def _can_stream(self, num_rows: int) -> bool:
+        return self._streams and LEAST_ROWS <= num_rows <= MOST_ROWS
 
-    def _find_shares(self, batch: ForwardBatch) -> None:
+    def _find_shares(self, seq_lens: torch.Tensor, batch: ForwardBatch) -> None:
         self._even = self._even_memory or self._take_even_memory(batch.req_to_token_pool)
-        find_shares(batch.seq_lens[batch.num_extend_rows :], self._even)
+        find_shares(seq_lens, self._even)
+
+    def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
+        self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
+        self._shared = self._even = None
+        if self._can_stream(len(rows.decode_lens)):
+            self._find_shares(rows.decode_lens, batch)
+
+    def attend_any(
+        self, q: torch.Tensor, rows: AnyRows, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        kv, heads = _paged_kv(layer, batch), (-1, layer.num_heads, layer.head_dim)
+        queries, attended = q.view(heads), out.view(heads)
+        # Decodes first: they may leave zeros where there are none, and prompts may reach there.
+        decodes = slice(len(queries) - len(rows.decode_slots), None)
+        self._decode(
+            queries[decodes], kv, rows.decode_slots, rows.decode_lens, layer, attended[decodes], may_overlap=False
+        )
+        extend_any_rows(
+            queries,
+            kv,
+            rows.extend_slots,
+            rows.extend_prefix_lens,
+            rows.extend_lens,
+            layer.scale,
+            attended,
+            self._extend_tiles(len(queries), layer, q.dtype),
+            layer.window,
+        )
 
     def forward_extend(
         self,
@@ -139,7 +168,6 @@ class TritonAttentionBackend(AttentionBackend):
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
-        pairs = self._max_extend_len * layer.num_heads // layer.num_kv_heads
         extend_attention(
             q,
             _paged_kv(layer, batch),
@@ -150,18 +178,34 @@ class TritonAttentionBackend(AttentionBackend):
             self._max_extend_len,
             layer.scale,
             out,
-            ExtendTiles.choose(q.dtype, layer.head_dim, pairs, self._shared_bytes),
+            self._extend_tiles(self._max_extend_len, layer, q.dtype),
             layer.window,
         )
 
+    def _extend_tiles(self, most_tokens: int, layer: RadixAttention, dtype: torch.dtype) -> ExtendTiles:
+        pairs = most_tokens * layer.num_heads // layer.num_kv_heads
+        return ExtendTiles.choose(dtype, layer.head_dim, pairs, self._shared_bytes)
+
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
-        kv, slots = _paged_kv(layer, batch), batch.req_pool_indices[batch.num_extend_rows :]
-        lens = batch.seq_lens[batch.num_extend_rows :]
+        slots, lens = batch.req_pool_indices[batch.num_extend_rows :], batch.seq_lens[batch.num_extend_rows :]
+        self._decode(q, _paged_kv(layer, batch), slots, lens, layer, out)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        kv: PagedKV,
+        slots: torch.Tensor,
+        lens: torch.Tensor,
+        layer: RadixAttention,
+        out: torch.Tensor,
+        may_overlap: bool = True,
+    ) -> None:
+        """`may_overlap`: with the kernels before and behind."""
         if self._even is not None and layer.window is None and self._streams:
             stream_attention(q, kv, slots, lens, layer.scale, out, self._even)
             return
         if self._even is not None and layer.window is None:
-            pdl = pdl_for(len(q)) if self._pdl else 0
+            pdl = pdl_for(len(q)) if self._pdl and may_overlap else 0
             even_attention(q, kv, slots, lens, layer.scale, out, self._even, pdl)
             return
         num_programs = len(q) * layer.num_kv_heads
@@ -176,7 +220,7 @@ class TritonAttentionBackend(AttentionBackend):
         shared = self._shared if layer.window is None else None
         if shared is not None:
             shared_attention(q, kv, slots, layer.scale, shared, self._pdl)
-        pdl = pdl_for(len(q)) if self._pdl and shared is None else 0
+        pdl = pdl_for(len(q)) if self._pdl and may_overlap and shared is None else 0
         decode_attention(
             q,
             kv,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from srt.model_executor.piecewise_cuda_graph_runner import piece_sizes, worthwhile_tokens
+from srt.model_executor.piecewise_cuda_graph_runner import most_whole_tokens, piece_sizes, worthwhile_tokens
 from srt.protocol.messages import LogprobSpec, SamplingSpec
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy
@@ -78,6 +78,8 @@ def test_small_models_have_larger_pieces() -> None:
     small, large = worthwhile_tokens(28, 440_000_000), worthwhile_tokens(36, 7_000_000_000)
     assert small > 8192
     assert 512 < large < 2048
+    assert most_whole_tokens(28, 440_000_000) == 1024
+    assert 128 < most_whole_tokens(36, 7_000_000_000) < 512
 
 
 def test_sizes_end_at_the_most_tokens() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from srt.layers.attention import triton_backend
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import Reading
 from srt.layers.attention.triton_backend import TritonAttentionBackend
-from srt.model_executor import decode_runner, step_planner
+from srt.model_executor import decode_runner, piecewise_cuda_graph_runner, step_planner
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.model_runner import ModelRunner
 from srt.server_args import ServerArgs
@@ -135,3 +137,42 @@ def test_rows_of_uneven_lengths_draw_what_they_draw_when_read_one_by_one(
     assert isinstance(backend, Even)
     assert backend.num_even > 3
     assert recorder is None or recorder.num_replays > 0
+
+
+def test_steps_that_are_captured_whole_draw_the_same_tokens(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts alone and beside decodes, and steps of more prompts than there is room for, which are launched kernel by kernel."""
+    monkeypatch.setattr(piecewise_cuda_graph_runner, "MOST_WHOLE_EXTENDS", 2)
+    options: dict[str, Any] = {
+        "attention_backend": "triton",
+        "cuda_graph_bs": (4,),
+        "piecewise_cuda_graph_max_tokens": 32,
+    }
+
+    def driver(capture: Recorder | None = None) -> PlanDriver:
+        runner = make_runner(checkpoint("qwen3"), 4, capture=capture, max_running_requests=5, **options)
+        while capture is not None and runner.num_graphs_left:
+            runner.capture_graph()
+        return PlanDriver(runner, 4, chunk=24, share=True)
+
+    prefix = list(range(3, 13))
+    lengths = (30, 2, 3, 10, 1)
+    prompts = [prefix * (i % 2) + [30 + 7 * i + j for j in range(length)] for i, length in enumerate(lengths)]
+    expected, found = ([Job(prompt, greedy(3 + i)) for i, prompt in enumerate(prompts)] for _ in range(2))
+    driver().run(expected)
+    whole = driver(Recorder())
+    pieces, steps = whole.runner._pieces, list[tuple[int, int, bool]]()
+    assert pieces is not None and pieces._is_whole(32)
+    can_run = pieces.can_run
+
+    def noted(batch: ForwardBatch) -> bool:
+        steps.append((batch.num_extend_rows, batch.num_decode_rows, can_run(batch)))
+        return steps[-1][2]
+
+    monkeypatch.setattr(pieces, "can_run", noted)
+    whole.run(found)
+    assert [job.outputs for job in found] == [job.outputs for job in expected]
+    assert {(decodes > 0, is_whole) for _, decodes, is_whole in steps if is_whole} == {(False, True), (True, True)}
+    assert [is_whole for extends, _, is_whole in steps if extends > 2] == [False]
+    assert pieces._buffers is not None and torch.isfinite(pieces._buffers.attended).all()

@@ -11,6 +11,7 @@ import torch
 from srt.layers.attention import backend_choice
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.backend_choice import BackendChoice, choose_backends, make_backend
+from srt.layers.attention.split_backend import SplitBackend
 from srt.layers.attention.torch_native import TorchNativeBackend
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
@@ -124,3 +125,20 @@ def test_a_memory_of_fp8_is_refused_by_name_where_the_gpu_lacks_the_type(options
 def test_flashinfer_on_a_cpu_is_refused() -> None:
     with pytest.raises(StartError, match="needs a CUDA device"):
         choose(device=CPU, attention_backend="flashinfer")
+
+
+def test_captured_prompts_are_left_to_the_decodes_backend_unless_theirs_was_asked_for(host: Any) -> None:
+    host()
+    asked: list[tuple[dict[str, Any], bool]] = [
+        ({}, False),
+        ({"decode_attention_backend": "triton"}, False),
+        ({"prefill_attention_backend": "fa3"}, True),
+        ({"attention_backend": "fa3"}, True),
+    ]
+    for options, is_asked_for in asked:
+        assert choose_backends(ServerArgs(model_path="x", **options), QWEN3, CUDA).is_prefill_asked_for is is_asked_for
+    decode = TorchNativeBackend()
+    assert not SplitBackend(TorchNativeBackend(), decode, shares_prompts=True).can_capture_prompts
+    decode.can_capture_prompts = True
+    assert SplitBackend(TorchNativeBackend(), decode, shares_prompts=True).can_capture_prompts
+    assert not SplitBackend(TorchNativeBackend(), decode).can_capture_prompts
