@@ -355,6 +355,6 @@ def _tokens_done_in(seconds: float, num_weights: int) -> int:
 
 def piece_sizes(most_tokens: int) -> tuple[int, ...]:
     """Numbers of tokens that are captured, each at most a third more than the one before from 64 on."""
-    sizes = [32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048]
+    sizes = [32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048]
     sizes += range(2560, most_tokens, 512)
     return tuple(sorted({size for size in sizes if size <= most_tokens} | ({most_tokens} if most_tokens else set())))
