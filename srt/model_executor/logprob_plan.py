@@ -109,6 +109,11 @@ def plan_output_logprobs(wishes: dict[int, LogprobWish], slots: Ints, positions:
     return plan
 
 
+def wants_output_logprobs(wishes: dict[int, LogprobWish], slots: Ints) -> bool:
+    """Whether `plan_output_logprobs` finds anything to report."""
+    return bool(wishes) and any(slot in wishes and wishes[slot].spec.output for slot in slots.tolist())
+
+
 def row_logprobs(
     segment: LogprobSegment, chosen: Float32Array, top_ids: HostArray, top: Float32Array, of_ids: Float32Array
 ) -> RowLogprobs:

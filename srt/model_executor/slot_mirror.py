@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection
 
 Ints = NDArray[np.int64]
+ONE = np.ones(1, np.int32).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,17 @@ class LogprobWish:
     spec: LogprobSpec
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeAdvance:
-    """Rows that decode, once the step is done."""
+@dataclass(slots=True)
+class DecodeRows:
+    """Rows that decode, as the last step leaves them: what the mirror has of their slots, looked up once for all steps of just them.
 
+    `lengths` and `new_pages` are other arrays after each step.
+    """
+
+    slots: Ints
     lengths: Ints
-    new_pages: Ints | None  # the page that each row's position begins, or -1; None: no row begins one
+    room: Ints  # positions in their pages
+    new_pages: Ints | None = None  # the page that each row's last position begins, or -1; None: no row begins one
 
 
 class SlotMirror:
@@ -37,11 +43,11 @@ class SlotMirror:
         self._num_all_pages = num_pages
         self._page_size = page_size
         self._lengths: Ints = np.zeros(num_slots, np.int64)
-        self._num_pages: Ints = np.zeros(num_slots, np.int64)
+        self._room: Ints = np.zeros(num_slots, np.int64)  # positions in its pages
         self._num_cached: Ints = np.zeros(num_slots, np.int64)  # positions that were computed when it was admitted
         self._first_page: Ints = np.zeros(num_slots, np.int64)
         self._was_admitted: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        self._row_of_slot: Ints = np.zeros(num_slots, np.int64)  # scratch
+        self._no_pages: Ints = np.full(num_slots, -1, np.int64)
         self.logprob_wishes: dict[int, LogprobWish] = {}  # of the slots whose requests want any
 
     def admit(self, admission: Admission) -> None:
@@ -51,7 +57,7 @@ class SlotMirror:
         assert 0 <= admission.cached < num_ids, f"{admission.cached} of {num_ids} tokens cached in slot {slot}"
         assert 0 < admission.prompt_len <= num_ids, f"prompt of {admission.prompt_len} among {num_ids} tokens"
         self._lengths[slot] = self._num_cached[slot] = admission.cached
-        self._num_pages[slot] = 0
+        self._room[slot] = 0
         self._was_admitted[slot] = True
         self.logprob_wishes.pop(slot, None)
         if admission.logprobs.output or admission.logprobs.prompt_start >= 0:
@@ -64,11 +70,11 @@ class SlotMirror:
         assert least >= 0 and most < self._num_all_pages, f"pages {least} to {most} of {self._num_all_pages}"
         columns: list[int] = []
         for slot, count in zip(delta.slots.tolist(), delta.counts.tolist(), strict=True):
-            held = int(self._num_pages[slot])
+            held = int(self._room[slot]) // self._page_size
             if not held and count:
                 self._first_page[slot] = delta.pages[len(columns)]
             columns.extend(range(held, held + count))
-            self._num_pages[slot] = held + count
+            self._room[slot] = (held + count) * self._page_size
         return np.repeat(delta.slots.astype(np.int64), delta.counts), np.asarray(columns, np.int64)
 
     def advance(self, section: PlanSection) -> Ints:
@@ -79,24 +85,44 @@ class SlotMirror:
         assert np.array_equal(self._lengths[extends], starts), f"chunks at {starts}, computed {self._lengths[extends]}"
         assert (counts > 0).all(), f"chunks of {counts} tokens"
         lengths = np.concatenate((starts + counts, self._lengths[rows[len(extends) :]] + 1))
-        room = self._num_pages[rows] * self._page_size
+        room = self._room[rows]
         assert (lengths <= room).all(), f"rows of {lengths} tokens in pages for {room}"
         self._lengths[rows] = lengths
         return lengths
 
-    def advance_decodes(self, slots: Ints, delta: PageDelta | None) -> DecodeAdvance | None:
-        """The same for a plan whose rows all decode; None, changing nothing, where its pages are not what these rows begin next."""
+    def decode_rows(self, slots: Ints) -> DecodeRows | None:
+        """Of these slots; None where pages are missing for what is computed."""
+        lengths, room = self._lengths[slots], self._room[slots]
+        return DecodeRows(slots, lengths, room) if (lengths <= room).all() else None
+
+    def advance_decodes(self, rows: DecodeRows, delta: PageDelta | None) -> bool:
+        """Whether pages come for just the rows that begin one, in their order: then the rows and their slots are a position longer.
+
+        Else nothing has changed. Nothing but this may have changed the slots since the rows were looked up.
+        """
+        (begin,) = (rows.lengths == rows.room).nonzero()
+        if len(begin) != (0 if delta is None else len(delta.slots)):
+            return False
         new_pages = None
-        if delta is not None and len(delta.slots):
-            new_pages = self._pages_begun(slots, delta)
-            if new_pages is None:
-                return None
-            self._num_pages[delta.slots] += 1
-        lengths = self._lengths[slots] + 1
-        room = self._num_pages[slots] * self._page_size
-        assert (lengths <= room).all(), f"rows of {lengths} tokens in pages for {room}"
-        self._lengths[slots] = lengths
-        return DecodeAdvance(lengths, new_pages)
+        if delta is not None and len(begin):
+            slots = rows.slots[begin]
+            if not self._gives_one_each(delta, slots):
+                return False
+            rows.room[begin] = self._room[slots] = rows.room[begin] + self._page_size
+            new_pages = self._no_pages[: len(rows.slots)].copy()
+            new_pages[begin] = delta.pages
+        rows.new_pages = new_pages
+        rows.lengths = self._lengths[rows.slots] = rows.lengths + 1
+        return True
+
+    def _gives_one_each(self, delta: PageDelta, slots: Ints) -> bool:
+        """Comparing bytes is the quickest, and negative numbers are large ones without a sign."""
+        return (
+            delta.slots.tobytes() == slots.astype(np.int32).tobytes()
+            and delta.counts.tobytes() == ONE * len(slots)
+            and len(delta.pages) == len(slots)
+            and 0 not in (delta.pages.view(np.uint32) < self._num_all_pages).tobytes()
+        )
 
     def most_shared(self, slots: Ints, block_rows: int) -> int:
         """Of blocks of so many rows, at most so many positions do rows share with their block's first row, in one block.
@@ -112,24 +138,7 @@ class SlotMirror:
         shared = np.add.reduceat(np.where(is_same, cached, 0), starts)
         return int(np.where(sharers > 1, shared, 0).max())
 
-    def _pages_begun(self, slots: Ints, delta: PageDelta) -> Ints | None:
-        """The page of each row that begins one, -1 for the others."""
-        rows = self._row_of_slot
-        rows[slots] = np.arange(len(slots))
-        rows = rows[delta.slots]
-        begin_now = self._num_pages[delta.slots] * self._page_size == self._lengths[delta.slots]
-        if len(delta.pages) != len(rows) or (delta.counts != 1).any() or not begin_now.all():
-            return None
-        if (rows >= len(slots)).any() or (slots[rows] != delta.slots).any():
-            return None
-        assert delta.pages.min() >= 0 and delta.pages.max() < self._num_all_pages, (
-            f"pages {delta.pages} of {self._num_all_pages}"
-        )
-        new_pages = np.full(len(slots), -1, np.int64)
-        new_pages[rows] = delta.pages
-        return new_pages
-
     def num_pages_of_admitted(self) -> dict[int, int]:
         """Slot -> pages given to its latest admission, for the slots that were ever admitted."""
         slots: Sequence[int] = np.flatnonzero(self._was_admitted).tolist()
-        return {slot: int(self._num_pages[slot]) for slot in slots}
+        return {slot: int(self._room[slot]) // self._page_size for slot in slots}

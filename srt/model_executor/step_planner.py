@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from srt.layers.attention.base import BLOCK_ROWS, LEAST_SAVED, UNEVEN, Reading
 from srt.model_executor.forward_batch_info import HostRows
-from srt.model_executor.logprob_plan import LogprobPlan, plan_output_logprobs, plan_prompt_logprobs
+from srt.model_executor.logprob_plan import (
+    LogprobPlan,
+    plan_output_logprobs,
+    plan_prompt_logprobs,
+    wants_output_logprobs,
+)
 from srt.model_executor.plan_arrays import PlanArrays, SamplingStep
-from srt.model_executor.slot_mirror import Ints, SlotMirror
+from srt.model_executor.slot_mirror import DecodeRows, Ints, SlotMirror
 from srt.protocol.messages import Admission, PageDelta, PlanSection
 from srt.sampling.sampling_batch_info import SamplingKind, SamplingTable
 
 HostArray = NDArray[Any]
+NO_LOGPROBS = LogprobPlan()  # of all steps that report none: nobody adds to it
 LEAST_SHARING_ROWS = 16  # with fewer, reading weights takes most of the time: the rest is read row by row
 
 
@@ -31,16 +37,36 @@ class HostStep:
     output_logprobs: LogprobPlan
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """A step in which every row decodes, planned on the host."""
+class DecodeStep(NamedTuple):
+    """A step in which every row decodes, planned on the host. The arrays are not written to any more."""
 
-    slots: Ints
+    slots: Ints  # the same array in steps of the same rows that follow one another
     seq_lens: Ints  # once the step is done
     new_pages: Ints | None  # the page that each row begins, or -1; None: no row begins one
     kind: SamplingKind
     output_logprobs: LogprobPlan
     reading: Reading  # what suits its rows
+
+
+@dataclass(slots=True)
+class _Standing:
+    """Rows that are all that steps have, one after the other, and what does not change meanwhile."""
+
+    sent: bytes  # their slots, as plans have them
+    rows: DecodeRows
+    kind: SamplingKind
+    wants_logprobs: bool
+    reading: Reading
+    longest: int
+    total: int  # of their lengths
+
+    def advance(self) -> None:
+        """By one position each. They go on sharing what they share; uneven lengths become even in time, and not the reverse."""
+        num_rows = len(self.rows.slots)
+        self.longest += 1
+        self.total += num_rows
+        if self.reading is Reading.EVEN:
+            self.reading = _reading_by_lengths(self.longest, self.total, num_rows)
 
 
 class StepPlanner:
@@ -49,30 +75,41 @@ class StepPlanner:
     def __init__(self, num_slots: int, num_pages: int, page_size: int) -> None:
         self.slots = SlotMirror(num_slots, num_pages, page_size)
         self._sampling = SamplingTable(num_slots)
+        self._standing: _Standing | None = None  # of the last step, if it had decodes alone
 
     def plan_decodes(self, section: PlanSection) -> DecodeStep | None:
         """As `plan`, for a section whose rows all decode and which admits nobody; None, changing nothing, for any other."""
         if section.admissions or len(section.extend_slots) or not len(section.decode_slots):
             return None
-        slots = section.decode_slots.astype(np.int64)
         assert len(section.pages) <= 1, f"{len(section.pages)} page groups, but all layers share one"
-        advance = self.slots.advance_decodes(slots, section.pages[0] if section.pages else None)
-        if advance is None:
+        sent = section.decode_slots.tobytes()
+        standing, self._standing = self._standing, None
+        if standing is None or standing.sent != sent:
+            standing = self._look_up(sent, section.decode_slots.astype(np.int64))
+        delta = section.pages[0] if section.pages else None
+        if standing is None or not self.slots.advance_decodes(standing.rows, delta):
             return None
-        wishes = self.slots.logprob_wishes
-        logprobs = plan_output_logprobs(wishes, slots, advance.lengths)
-        kind = SamplingKind.OTHER if logprobs.segments else self._sampling.kind_of(slots)
-        return DecodeStep(
-            slots, advance.lengths, advance.new_pages, kind, logprobs, self._reading_of(slots, advance.lengths)
-        )
+        standing.advance()
+        self._standing = standing
+        rows, logprobs = standing.rows, NO_LOGPROBS
+        if standing.wants_logprobs:
+            logprobs = plan_output_logprobs(self.slots.logprob_wishes, rows.slots, rows.lengths)
+        return DecodeStep(rows.slots, rows.lengths, rows.new_pages, standing.kind, logprobs, standing.reading)
 
-    def _reading_of(self, slots: Ints, lengths: Ints) -> Reading:
+    def _look_up(self, sent: bytes, slots: Ints) -> _Standing | None:
+        rows = self.slots.decode_rows(slots)
+        if rows is None:
+            return None
+        wants_logprobs = wants_output_logprobs(self.slots.logprob_wishes, slots)
+        kind = SamplingKind.OTHER if wants_logprobs else self._sampling.kind_of(slots)
+        longest, total = int(rows.lengths.max()), int(rows.lengths.sum())
+        return _Standing(sent, rows, kind, wants_logprobs, self._reading_of(slots), longest, total)
+
+    def _reading_of(self, slots: Ints) -> Reading:
+        """How rows of these slots read the memory, if they are uneven."""
         if len(slots) < LEAST_SHARING_ROWS:
             return Reading.BY_ROW
-        if self.slots.most_shared(slots, BLOCK_ROWS) >= LEAST_SAVED:
-            return Reading.SHARED
-        is_uneven = int(lengths.max()) * len(lengths) > UNEVEN * int(lengths.sum())
-        return Reading.EVEN if is_uneven else Reading.BY_ROW
+        return Reading.SHARED if self.slots.most_shared(slots, BLOCK_ROWS) >= LEAST_SAVED else Reading.EVEN
 
     def sampling_of(self, step: DecodeStep) -> SamplingStep[HostArray]:
         """What the eager sampler must know of the step's rows."""
@@ -80,6 +117,7 @@ class StepPlanner:
 
     def plan(self, section: PlanSection) -> HostStep:
         """Take over the delta, then the rows; both count as done from now on."""
+        self._standing = None
         wishing = []
         for admission in section.admissions:
             self.slots.admit(admission)
@@ -145,6 +183,10 @@ class StepPlanner:
         )
         sampled = rows.sample_rows
         return prompt, plan_output_logprobs(wishes, rows.slots[sampled], rows.seq_lens[sampled])
+
+
+def _reading_by_lengths(longest: int, total: int, num_rows: int) -> Reading:
+    return Reading.EVEN if longest * num_rows > UNEVEN * total else Reading.BY_ROW
 
 
 def _ids_of(admissions: list[Admission]) -> dict[str, Ints]:

@@ -12,29 +12,9 @@ from srt.layers.attention.base import Reading
 from srt.model_executor.plan_arrays import Staging, _cut
 from srt.model_executor.slot_mirror import SlotMirror
 from srt.model_executor.step_planner import DecodeStep, StepPlanner
-from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
+from srt.protocol.messages import LogprobSpec, PlanSection, SamplingSpec, int32_array
 from tests.support.plan_driver import idle_section
-
-
-def admission(slot: int, ids: list[int], cached: int = 0, **fields: Any) -> Admission:
-    spec = fields.pop("sampling", SamplingSpec(9))
-    return Admission(slot, int32_array(ids), len(ids), cached, 0, spec, fields.pop("logprobs", LogprobSpec()))
-
-
-def section(
-    admissions: list[Admission] | None = None,
-    pages: list[tuple[int, list[int]]] | None = None,
-    extends: list[tuple[int, int, int, int]] | None = None,
-    decodes: list[int] | None = None,
-) -> PlanSection:
-    pages, extends = pages or [], extends or []
-    delta = PageDelta(
-        int32_array([slot for slot, _ in pages]),
-        int32_array([len(numbers) for _, numbers in pages]),
-        int32_array([number for _, numbers in pages for number in numbers]),
-    )
-    slots, starts, counts, samples = (int32_array([extend[i] for extend in extends]) for i in range(4))
-    return PlanSection(admissions or [], [delta], slots, starts, counts, samples, int32_array(decodes or []))
+from tests.support.sections import admission, section
 
 
 def test_rows_tokens_and_samples_lie_in_the_order_of_the_plan() -> None:
