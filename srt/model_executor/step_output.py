@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 
 from srt.layers.logits_processor import Logprobs
 from srt.model_executor.logprob_plan import LogprobSegment, row_logprobs
+from srt.protocol.arrays import INT32
 from srt.protocol.messages import Int32Array, RowLogprobs, int32_array
 
 Parts = Sequence[tuple[Logprobs, list[LogprobSegment]]]
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRows:
+class SampledRows(NamedTuple):
     """What the rows that sample drew: `counts[i]` ids for the i-th of them, -1 where the model produced no finite logit."""
 
     counts: Int32Array
@@ -28,7 +27,7 @@ class SampledRows:
 
     def ids_hash(self) -> int:
         """64 bits of the counts and ids: equal on all ranks, or one of them is at fault."""
-        data = self.counts.astype("<i4").tobytes() + self.ids.astype("<i4").tobytes()
+        data = self.counts.astype(INT32, copy=False).tobytes() + self.ids.astype(INT32, copy=False).tobytes()
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -38,13 +37,14 @@ class ResultBuffers:
     def __init__(self, device: torch.device, max_rows: int) -> None:
         self._is_cpu = device.type == "cpu"
         self._max_rows = max_rows
+        self._stream = None if self._is_cpu else torch.cuda.current_stream(device)
         self._free: list[_ResultBuffer] = []
 
     def start_copy(self, sampled: torch.Tensor) -> _CpuResult | _ResultBuffer:
         """`sampled` [R] int32 as it is once all that was enqueued so far is done."""
         if self._is_cpu:
             return _CpuResult(sampled.numpy().copy())
-        buffer = self._free.pop() if self._free else _ResultBuffer(self._max_rows, self._free)
+        buffer = self._free.pop() if self._free else _ResultBuffer(self._max_rows, self._stream, self._free)
         buffer.start_copy(sampled)
         return buffer
 
@@ -61,17 +61,24 @@ class _CpuResult:
 
 
 class _ResultBuffer:
-    def __init__(self, max_rows: int, home: list[_ResultBuffer]) -> None:
+    """Filled on `stream`, where all steps run: neither it nor slices of the memory are looked up in each step."""
+
+    def __init__(self, max_rows: int, stream: torch.cuda.Stream | None, home: list[_ResultBuffer]) -> None:
         self._memory = torch.empty(max_rows, dtype=torch.int32, pin_memory=True)
-        self._host: NDArray[np.int32] = self._memory.numpy()
         self._done = torch.cuda.Event()
+        self._stream = stream
         self._home = home
-        self._count = 0
+        self._slices: dict[int, tuple[torch.Tensor, Int32Array]] = {}  # by numbers of rows
+        self._host: Int32Array = self._memory.numpy()
 
     def start_copy(self, sampled: torch.Tensor) -> None:
-        self._count = len(sampled)
-        self._memory[: self._count].copy_(sampled, non_blocking=True)
-        self._done.record()
+        count = sampled.shape[0]
+        if count not in self._slices:
+            memory = self._memory[:count]
+            self._slices[count] = memory, memory.numpy()
+        memory, self._host = self._slices[count]
+        memory.copy_(sampled, non_blocking=True)
+        self._done.record(self._stream)
 
     def is_ready(self) -> bool:
         return bool(self._done.query())
@@ -79,7 +86,7 @@ class _ResultBuffer:
     def wait(self) -> Int32Array:
         """To be called once: the buffer is free then."""
         self._done.synchronize()
-        sampled = self._host[: self._count].copy()
+        sampled = self._host.copy()
         self._home.append(self)
         return sampled
 
@@ -94,10 +101,12 @@ class StepOutput:
 
         `logprobs` holds each kind, prompt and output, with its segments.
         """
-        self._segments = [segments for _, segments in logprobs]
-        tensors = [t for values, _ in logprobs for t in (values.chosen, values.top_ids, values.top, values.of_ids)]
-        # In the order of the stream: when the ids are there, so is what comes before them.
-        self._copies = _HostCopies(tensors, device) if sampled is None or tensors else None
+        self._copies: _HostCopies | None = None
+        if logprobs or sampled is None:
+            self._segments = [segments for _, segments in logprobs]
+            tensors = [t for values, _ in logprobs for t in (values.chosen, values.top_ids, values.top, values.of_ids)]
+            # In the order of the stream: when the ids are there, so is what comes before them.
+            self._copies = _HostCopies(tensors, device)
         self._sampled = None if sampled is None else buffers.start_copy(sampled)
 
     def is_ready(self) -> bool:
@@ -111,11 +120,11 @@ class StepOutput:
         if self._sampled is None:
             return SampledRows(int32_array(), int32_array(), self._logprobs(int32_array()))
         sampled = self._sampled.wait()
-        is_valid = sampled >= 0
-        if is_valid.all():
+        is_missing = sampled < 0
+        if 1 not in is_missing.tobytes():
             counts, ids = np.ones(len(sampled), np.int32), sampled
         else:
-            counts, ids = np.where(is_valid, np.int32(1), np.int32(-1)), sampled[is_valid]
+            counts, ids = np.where(is_missing, np.int32(-1), np.int32(1)), sampled[~is_missing]
         return SampledRows(counts, ids, self._logprobs(counts))
 
     def _logprobs(self, counts: Int32Array) -> list[RowLogprobs]:
