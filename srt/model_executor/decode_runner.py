@@ -70,6 +70,7 @@ class DecodeRunner:
         self._batches: dict[int, ForwardBatch] = {}
         head = parts.model.lm_head
         self.logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
+        self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # logits and ids of so many rows
         self._sizes = tuple(sorted(sizes))
         self._size = 0  # rows of the step at hand, padding included
         self._replayed: CudaGraphRunner | None = None  # whose graph it is, if it is one
@@ -90,7 +91,9 @@ class DecodeRunner:
     def forward(self, step: DecodeStep) -> torch.Tensor:
         """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
         num_rows = len(step.slots)
-        reading = step.reading if self._parts.attn_backend.can_read(step.reading, num_rows) else Reading.BY_ROW
+        reading = step.reading
+        if reading is not Reading.BY_ROW and not self._parts.attn_backend.can_read(reading, num_rows):
+            reading = Reading.BY_ROW
         self._replayed, size = find_graph(self.graphs, reading, num_rows) or (None, num_rows)
         self.buffers.tell(step.slots, step.new_pages)
         if self._plans_on_host and step.new_pages is not None:
@@ -107,7 +110,7 @@ class DecodeRunner:
                 self._pad_host_rows(batch, step.slots, step.seq_lens)
                 self._parts.attn_backend.init_forward_metadata_replay_cuda_graph(batch)
             self._replayed.replay(size, FORWARD)
-        return self.logits[:num_rows]
+        return self._outputs_of(num_rows)[0]
 
     def sample(self, step: DecodeStep) -> torch.Tensor:
         """Draw the rows' next ids from the logits and enter them. [rows] int32, -1 where the logits were not finite."""
@@ -116,7 +119,13 @@ class DecodeRunner:
             graphs.replay(self._size, FIRST_SAMPLE + step.kind)
         else:
             self._samplers[step.kind](self._size)
-        return self.buffers.sampled[: len(step.slots)]
+        return self._outputs_of(len(step.slots))[1]
+
+    def _outputs_of(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Kept, since taking slices costs the host as much as launching kernels."""
+        if num_rows not in self._outputs:
+            self._outputs[num_rows] = self.logits[:num_rows], self.buffers.sampled[:num_rows]
+        return self._outputs[num_rows]
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
         """With zeros, to a number that decodes have."""
@@ -271,14 +280,21 @@ def find_graph(
     graphs: Mapping[Reading, CudaGraphRunner], reading: Reading, num_rows: int
 ) -> tuple[CudaGraphRunner, int] | None:
     """Whose graph serves so many rows, and its size. To share is worth rows of padding; to read evenly is not."""
-    found: list[tuple[CudaGraphRunner, int]] = []
-    for one in dict.fromkeys((reading, Reading.BY_ROW)):
-        size = graphs[one].size_for(num_rows) if one in graphs else None
-        if size is not None:
-            found.append((graphs[one], size))
-    if reading is Reading.SHARED:
-        return found[0] if found else None
-    return min(found, key=lambda one: one[1], default=None)
+    by_row = _serving(graphs, Reading.BY_ROW, num_rows)
+    if reading is Reading.BY_ROW:
+        return by_row
+    found = _serving(graphs, reading, num_rows)
+    if found is None or by_row is None:
+        return found or by_row
+    return found if reading is Reading.SHARED or found[1] <= by_row[1] else by_row
+
+
+def _serving(
+    graphs: Mapping[Reading, CudaGraphRunner], reading: Reading, num_rows: int
+) -> tuple[CudaGraphRunner, int] | None:
+    one = graphs.get(reading)
+    size = None if one is None else one.size_for(num_rows)
+    return None if one is None or size is None else (one, size)
 
 
 @contextmanager

@@ -38,15 +38,18 @@ class GraphInputBuffers:
         """The ids that were drawn; -1 where the logits were not finite."""
         self._staging = [_Staging(max_rows, device) for _ in range(1 if device.type == "cpu" else window + 1)]
         self._next = 0
-        self._slots_told: bytes | None = None  # what `_told` holds, unless it has pages
+        self._slots_told: Ints | None = None  # what `_told` holds, unless it has pages
         self._gather, self._store = _operations(device)
 
     def tell(self, slots: Ints, new_pages: Ints | None) -> bool:
-        """The next step's slots, and the pages that they begin (-1: none). Copies, and returns True, only if something is new."""
-        as_bytes = slots.tobytes()
-        if new_pages is None and as_bytes == self._slots_told:
+        """The next step's slots, and the pages that they begin (-1: none). Copies, and returns True, only if something is new.
+
+        `slots` must not be written to from then on: the same array says the same.
+        """
+        told = self._slots_told
+        if new_pages is None and (slots is told or (told is not None and slots.tobytes() == told.tobytes())):
             return False
-        self._slots_told = as_bytes if new_pages is None else None
+        self._slots_told = slots if new_pages is None else None
         staging = self._staging[self._next]
         self._next = (self._next + 1) % len(self._staging)
         staging.fill(slots, new_pages, self._tables.dummy_slot)
@@ -96,22 +99,26 @@ class _Staging:
         is_cuda = device.type == "cuda"
         self._memory = torch.empty((2, max_rows), dtype=torch.int64, pin_memory=is_cuda)
         self._host: NDArray[Any] = self._memory.numpy()
+        self._slots: Ints | None = None  # that it holds
+        self._row_pages = self._host[1, :0]  # of their rows
         self._copied = torch.cuda.Event() if is_cuda else None
+        self._stream = torch.cuda.current_stream(device) if is_cuda else None  # of all steps
 
     def fill(self, slots: Ints, new_pages: Ints | None, dummy_slot: int) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        count = len(slots)
-        self._host[0, :count] = slots
-        self._host[0, count:] = dummy_slot
-        self._host[1] = NO_PAGE
-        if new_pages is not None:
-            self._host[1, :count] = new_pages
+        if slots is not self._slots:
+            count = len(slots)
+            self._host[0, :count] = slots
+            self._host[0, count:] = dummy_slot
+            self._host[1, count:] = NO_PAGE
+            self._slots, self._row_pages = slots, self._host[1, :count]
+        self._row_pages[:] = NO_PAGE if new_pages is None else new_pages
 
     def copy_to(self, target: torch.Tensor) -> None:
         target.copy_(self._memory, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(self._stream)
 
 
 def _operations(device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:

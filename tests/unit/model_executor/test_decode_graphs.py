@@ -201,10 +201,21 @@ def test_the_slots_of_the_step_before_are_not_told_again(checkpoint: CheckpointF
 def _tell_in_turn(buffers: GraphInputBuffers, slots: Ints) -> None:
     assert buffers.tell(slots, None)
     assert not buffers.tell(slots, None)
+    assert not buffers.tell(slots.copy(), None)
     assert buffers.tell(slots, np.array([9, -1]))
+    assert _told(buffers) == [[0, 1], [9, -1]]
     assert buffers.tell(slots, None), "the pages of the step before must not be entered again"
+    assert _told(buffers) == [[0, 1], [-1, -1]]
     assert not buffers.tell(slots, None)
-    assert buffers.tell(slots[::-1].copy(), None)
+    assert buffers.tell(slots[::-1].copy(), np.array([-1, 7]))
+    assert _told(buffers) == [[1, 0], [-1, 7]]
+    assert buffers.tell(slots[:1], None)
+    assert _told(buffers) == [[0, buffers._tables.dummy_slot], [-1, -1]]
+
+
+def _told(buffers: GraphInputBuffers) -> list[list[int]]:
+    told: list[list[int]] = buffers._told[:, :2].tolist()
+    return told
 
 
 def test_a_slot_that_was_admitted_anew_between_two_steps_of_the_same_slots_has_its_own_pages(
