@@ -11,9 +11,8 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 from srt.distributed.errors import CollectiveError
 from srt.managers.child import Child, SupervisorGone, run_child
@@ -22,7 +21,6 @@ from srt.managers.worker_link import WorkerLink
 from srt.managers.worker_times import WorkerTimes
 from srt.protocol.codec import protocol_hash
 from srt.protocol.messages import (
-    FromWorker,
     Scalar,
     StepAck,
     StepPlan,
@@ -44,8 +42,7 @@ SPIN_S = 2e-3  # so long after the last event the device is watched without a pa
 NAP_S = 50e-6  # between two looks from then on
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     """A step that was launched and not yet answered."""
 
     step: int
@@ -110,11 +107,12 @@ class TpWorker:
 
     def _launch(self, plan: StepPlan, arrived_s: float) -> None:
         assert len(plan.sections) == 1, f"{len(plan.sections)} attention groups, but this replica has one"
-        output = self._runner.sample(self._runner.execute(plan.sections[0]))
+        (section,) = plan.sections
+        output = self._runner.sample(self._runner.execute(section))
         if self._trace.is_on:
             self._trace.slice("launch", arrived_s, step=plan.step)
             self._trace.arrow("t", STEP, plan.step, arrived_s)
-        num_decodes = 0 if len(plan.sections[0].extend_slots) else len(plan.sections[0].decode_slots)
+        num_decodes = 0 if len(section.extend_slots) else len(section.decode_slots)
         self._times.launched(plan.step, num_decodes, arrived_s, time.monotonic(), is_busy=bool(self._in_flight))
         self._in_flight.append(_InFlight(plan.step, output, arrived_s))
 
@@ -134,10 +132,10 @@ class TpWorker:
         if self._trace.is_on:
             self._trace.slice("forward", begun_s, now_s, DEVICE, step=done.step, num_tokens=len(rows.ids))
         ids_hash = rows.ids_hash()
-        answer: FromWorker = StepAck(done.step, self._rank, ids_hash, step_us)
         if self._rank == 0:
-            answer = StepResult(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us)
-        self._link.send(answer)
+            self._link.send(StepResult(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us))
+        else:
+            self._link.send(StepAck(done.step, self._rank, ids_hash, step_us))
         if self._trace.is_on:
             self._trace.slice("answer", now_s, step=done.step)
         self._times.answered(done.step, begun_s, now_s, time.monotonic())
@@ -165,6 +163,8 @@ class TpWorker:
 
 def main(child: Child) -> None:
     runner = load_runner(child)
+    import torch  # which has been loaded now
+
     if child.start.args.enable_torch_compile:
         child.report_phase("compile")
         runner.compile()
@@ -179,7 +179,8 @@ def main(child: Child) -> None:
     child.start_heartbeats(worker.progress_age_s)
     child.report_ready(facts_of(runner))
     try:
-        worker.serve()
+        with torch.inference_mode():  # once, not in each step
+            worker.serve()
     except SupervisorGone:
         raise
     except Exception as error:

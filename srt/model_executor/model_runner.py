@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -58,11 +60,23 @@ from srt.utils.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
+P = ParamSpec("P")
+R = TypeVar("R")
 MOST_PIECE_TOKENS = 8192  # of prompts; decodes come beside them
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeOutput:
+def _in_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Enters it unless it is on: entering takes as long as planning a step of decodes."""
+    entering: Callable[P, R] = torch.inference_mode()(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs) if torch.is_inference_mode_enabled() else entering(*args, **kwargs)
+
+    return call
+
+
+class DecodeOutput(NamedTuple):
     """A step in which every row decodes, executed and not yet sampled."""
 
     step: DecodeStep
@@ -340,7 +354,7 @@ class ModelRunner:
 
     # ---- A step
 
-    @torch.inference_mode()
+    @_in_inference_mode
     def execute(self, section: PlanSection) -> ModelRunnerOutput | DecodeOutput:
         """Apply the delta, run the model, and compute logits of the rows that sample."""
         decodes = self._planner.plan_decodes(section)
@@ -377,7 +391,7 @@ class ModelRunner:
             case _:
                 raise AssertionError(f"no plan leads to {batch.forward_mode.name}")
 
-    @torch.inference_mode()
+    @_in_inference_mode
     def sample(self, step: ModelRunnerOutput | DecodeOutput, masks: torch.Tensor | None = None) -> StepOutput:
         """Draw an id for every row that samples, and write it to the token table: the next step reads it there.
 
