@@ -175,8 +175,8 @@ class ServerArgs:
     )
     piecewise_cuda_graph_max_tokens: int | None = option(
         None,
-        "most tokens of steps with prompts that are captured as CUDA graphs but for attention; 0: none (default: as many as are"
-        " computed sooner than launched)",
+        "most tokens of steps with prompts that are captured as CUDA graphs, of few tokens whole, of others but for attention;"
+        " 0: none (default: as many as are computed sooner than launched)",
         group=DEVICE,
     )
     enable_torch_compile: bool = option(

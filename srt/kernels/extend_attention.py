@@ -135,7 +135,7 @@ def extend_kernel(
     With BLOCK_R (tile of all rows, KV head): chunks lie end to end, and programs that are left over end at once.
     """
     kv_head = tl.program_id(1)
-    # The tiles that see most go first.
+    # Of a row the tiles that see most go first.
     if BLOCK_R == 0:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
         row = tl.program_id(2)
@@ -237,7 +237,8 @@ def extend_any_rows(
     num_rows, group = len(req_pool_indices), check_queries(q, out, kv)
     grid = triton.cdiv(len(q) * group, tiles.block_m) + num_rows, kv.num_kv_heads, 1
     block_r = triton.next_power_of_2(num_rows)
-    _launch(grid, q, kv, (req_pool_indices, prefix_lens, extend_lens, extend_lens), scale, out, tiles, window, block_r)
+    rows = req_pool_indices, prefix_lens, extend_lens, extend_lens  # the last stands in: where chunks begin is found from lengths
+    _launch(grid, q, kv, rows, scale, out, tiles, window, block_r)
 
 
 def _launch(

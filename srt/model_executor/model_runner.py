@@ -234,14 +234,18 @@ class ModelRunner:
                 self.warm_up()
                 if is_first:  # others would only load these kernels earlier
                     self._run_requests(batches(self.num_slots, self.max_request_tokens, self.page_size))
-                    if not self._args.disable_cuda_graph and (pieces := self._new_pieces(None)):
-                        pieces.rehearse()
+                    self._rehearse_pieces()
         except Exception as error:
             logger.warning("Kernels are compiled one after the other, because of %s: %s", type(error).__name__, error)
         finally:
             model.layers = layers
             self._draws_by_row = False
             self._drop_memory()
+
+    def _rehearse_pieces(self) -> None:
+        pieces = None if self._args.disable_cuda_graph else self._new_pieces(None)
+        if pieces is not None:
+            pieces.rehearse()
 
     def _largest_step(self) -> tuple[PlanSection, int]:
         """And how many tokens of prompts it has."""

@@ -11,6 +11,7 @@ from srt.kernels.apply_wishes import WishKernels
 from srt.kernels.decode_attention import DecodeScratch, DecodeTiles, decode_attention
 from srt.kernels.draw_rows import DrawRows
 from srt.kernels.even_attention import EvenShares, even_attention, find_shares, shares_at_once
+from srt.kernels.extend_attention import ExtendTiles, extend_any_rows, extend_attention
 from srt.kernels.filter import filter_thresholds
 from srt.kernels.gated_gemm import GatedGemm
 from srt.kernels.paged_kv import PagedKV
@@ -338,3 +339,51 @@ def test_streamed_attention_gives_what_is_read_row_by_row(
         stream_attention(q, kv, slots, lens, 0.09, got.fill_(float("nan")), shares)
         assert_near(got[lens > 0], expected[lens > 0])
     assert not shares.arrived.any()
+
+
+@pytest.mark.parametrize("num_live", [0, 1, 5, 30, 256])
+def test_decodes_at_the_end_of_captured_rows_are_read_and_nobody_else(num_live: int) -> None:
+    """By both kernels of equal shares. Others than the last rows are none, whose results are left alone."""
+    rows, longest, page_size, kv_heads, group, head_dim = 256, 2048, 16, 8, 2, 128
+    processors = torch.cuda.get_device_properties(CUDA).multi_processor_count
+    pages = torch.randperm(rows * longest // page_size, device=CUDA).to(torch.int32).view(rows, -1)
+    lens = torch.randint(1, longest, (rows,), device=CUDA)
+    lens[: rows - num_live] = 0
+    q, slots = randn(rows, kv_heads * group, head_dim), torch.randperm(rows, device=CUDA)
+    keys, values = (randn(pages.numel() * page_size, kv_heads, head_dim) for _ in range(2))
+    kv = PagedKV(keys, values, pages, page_size)
+    tiles = DecodeTiles.choose(q.dtype, head_dim, rows * kv_heads, 40_960, processors, 232_448)
+    scratch = DecodeScratch.take(rows, kv_heads * group, kv_heads, tiles.num_splits, head_dim, CUDA)
+    expected, got = torch.empty_like(q), torch.empty_like(q)
+    decode_attention(q, kv, slots, lens, 0.09, expected, tiles, scratch)
+    assert can_stream(CUDA, head_dim, group, page_size)
+    for attend, at_once in ((even_attention, shares_at_once), (stream_attention, shares_of)):
+        shares = EvenShares.take(rows, kv_heads * group, kv_heads, head_dim, at_once(kv_heads, processors), CUDA)
+        find_shares(lens, shares)
+        for _ in range(5):
+            attend(q, kv, slots, lens, 0.09, got.fill_(float("nan")), shares)
+            assert got[lens == 0].isnan().all()
+            assert num_live == 0 or (got - expected)[lens > 0].norm() <= 0.01 * expected[lens > 0].norm()
+        assert not shares.arrived.any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [2, 4, 5])
+@pytest.mark.parametrize("chunks", [[(0, 1024)], [(0, 1)], [(300, 70), (0, 129), (4000, 9), (0, 640)], [(64, 15)] * 64])
+def test_extend_attention_finds_its_rows_by_itself(chunks: list[tuple[int, int]], group: int, head_dim: int) -> None:
+    page_size, kv_heads = 16, 8
+    most = max(prefix + count for prefix, count in chunks) + page_size
+    pages = torch.randperm(len(chunks) * (most // page_size), device=CUDA).to(torch.int32).view(len(chunks), -1)
+    keys, values = (randn(pages.numel() * page_size, kv_heads, head_dim) for _ in range(2))
+    kv = PagedKV(keys, values, pages, page_size)
+    prefixes, counts = (torch.tensor(column, device=CUDA) for column in zip(*chunks, strict=True))
+    slots, num_tokens, padding = torch.arange(len(chunks), device=CUDA), int(counts.sum()), torch.zeros(64, device=CUDA)
+    q = randn(num_tokens + 100, kv_heads * group, head_dim)
+    expected, got = (torch.full_like(q, float("nan")) for _ in range(2))
+    tiles = ExtendTiles.choose(q.dtype, head_dim, len(q) * group, 232_448)
+    starts = counts.cumsum(0) - counts
+    extend_attention(q, kv, slots, prefixes, counts, starts, int(counts.max()), 0.09, expected, tiles)
+    rows = [torch.cat((values, padding.long()))[:64] for values in (slots, prefixes, counts)]
+    extend_any_rows(q, kv, rows[0], rows[1], rows[2], 0.09, got, tiles)
+    assert torch.equal(got[:num_tokens], expected[:num_tokens])
+    assert got[num_tokens:].isnan().all()

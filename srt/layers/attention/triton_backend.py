@@ -55,7 +55,6 @@ class TritonAttentionBackend(AttentionBackend):
     """
 
     can_capture_decodes = True
-    can_capture_prompts = True
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         require_triton(device.type)
@@ -87,6 +86,8 @@ class TritonAttentionBackend(AttentionBackend):
         shape = spec.dtype, spec.head_dim, self._num_kv_heads, self._num_processors, self._shared_bytes
         if sees_all and not has_stream and can_be_even(*shape):  # else row by row is evenly, whatever the lengths are
             self._readings.add(Reading.EVEN)
+        # Of few decodes among room for many, others would give each to one program alone.
+        self.can_capture_prompts = self._streams or Reading.EVEN in self._readings
         self._max_extend_len = 0
         self._max_context = 0
         self._scratch: DecodeScratch | None = None
@@ -134,7 +135,7 @@ class TritonAttentionBackend(AttentionBackend):
     def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
         self._shared = self._even = None
-        if self._can_stream(len(rows.decode_lens)):
+        if self._can_stream(len(rows.decode_lens)) or Reading.EVEN in self._readings:
             self._find_shares(rows.decode_lens, batch)
 
     def attend_any(
@@ -145,7 +146,7 @@ class TritonAttentionBackend(AttentionBackend):
         # Decodes first: they may leave zeros where there are none, and prompts may reach there.
         decodes = slice(len(queries) - len(rows.decode_slots), None)
         self._decode(
-            queries[decodes], kv, rows.decode_slots, rows.decode_lens, layer, attended[decodes], may_overlap=False
+            queries[decodes], kv, rows.decode_slots, rows.decode_lens, layer, attended[decodes], may_be_none=True
         )
         extend_any_rows(
             queries,
@@ -198,14 +199,14 @@ class TritonAttentionBackend(AttentionBackend):
         lens: torch.Tensor,
         layer: RadixAttention,
         out: torch.Tensor,
-        may_overlap: bool = True,
+        may_be_none: bool = False,
     ) -> None:
-        """`may_overlap`: with the kernels before and behind."""
+        """`may_be_none`: all lengths may be 0."""
         if self._even is not None and layer.window is None and self._streams:
             stream_attention(q, kv, slots, lens, layer.scale, out, self._even)
             return
         if self._even is not None and layer.window is None:
-            pdl = pdl_for(len(q)) if self._pdl and may_overlap else 0
+            pdl = pdl_for(len(q)) if self._pdl and not may_be_none else 0  # with no row nobody would wait
             even_attention(q, kv, slots, lens, layer.scale, out, self._even, pdl)
             return
         num_programs = len(q) * layer.num_kv_heads
@@ -220,7 +221,7 @@ class TritonAttentionBackend(AttentionBackend):
         shared = self._shared if layer.window is None else None
         if shared is not None:
             shared_attention(q, kv, slots, layer.scale, shared, self._pdl)
-        pdl = pdl_for(len(q)) if self._pdl and may_overlap and shared is None else 0
+        pdl = pdl_for(len(q)) if self._pdl and shared is None else 0
         decode_attention(
             q,
             kv,
