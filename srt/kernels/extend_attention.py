@@ -237,7 +237,12 @@ def extend_any_rows(
     num_rows, group = len(req_pool_indices), check_queries(q, out, kv)
     grid = triton.cdiv(len(q) * group, tiles.block_m) + num_rows, kv.num_kv_heads, 1
     block_r = triton.next_power_of_2(num_rows)
-    rows = req_pool_indices, prefix_lens, extend_lens, extend_lens  # the last stands in: where chunks begin is found from lengths
+    rows = (
+        req_pool_indices,
+        prefix_lens,
+        extend_lens,
+        extend_lens,
+    )  # the last stands in: where chunks begin is found from lengths
     _launch(grid, q, kv, rows, scale, out, tiles, window, block_r)
 
 

@@ -11,6 +11,9 @@ import torch
 
 Work = Callable[[], None]
 NUM_WARM_UPS = 2  # what is made at first use (kernels, workspaces) must not be made inside a graph
+MOST_PADDING = (
+    1.5  # times the best size: while requests run, a graph of up to so much serves, and a better one can wait
+)
 
 
 class Capture(Protocol):
@@ -26,6 +29,7 @@ class CudaGraphRunner:
     """Graphs are captured one size at a time, between steps; a step of fewer rows than a size is padded to it.
 
     Every rank sees the same steps and is asked for captures at the same places, so all capture the same sizes in the same order.
+    The largest comes first: the others find room in the memory that it takes, and it serves until they are there.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class CudaGraphRunner:
         self._capture = capture
         self._replays: dict[int, list[Work]] = {}
         self._captured: list[int] = []  # ascending
-        self._wanted = 0  # what the last step would have used and did not find
+        self._missed = 0  # the best size for the last step that found none, or only a much larger one; 0: all have one
 
     @property
     def num_left(self) -> int:
@@ -50,44 +54,49 @@ class CudaGraphRunner:
 
     def size_for(self, num_rows: int) -> int | None:
         """The captured size that serves so many rows; None: the step has to be launched eagerly."""
-        place = bisect_left(self.sizes, num_rows)
-        if place == len(self.sizes):
-            return None
-        ideal = self.sizes[place]
-        if not self._pads and ideal != num_rows:
-            return None
-        if ideal in self._replays:
-            return ideal
-        self._wanted = ideal
-        place = bisect_left(self._captured, num_rows)
-        return self._captured[place] if self._pads and place < len(self._captured) else None
+        best, size = self._smallest(self.sizes, num_rows), self._smallest(self._captured, num_rows)
+        if best is not None and is_far(size, best):
+            self._missed = best
+        return size
 
     def has(self, size: int) -> bool:
         return size in self._replays
 
     @property
     def next_size(self) -> int:
-        """What to capture next: the size that was missed last, or else the largest that is left."""
+        """What to capture next: the largest of all, then the size that was missed last, or else the largest that is left."""
         assert self.num_left, "all sizes are captured"
-        return self._wanted if self.is_missing_one else max(size for size in self.sizes if size not in self._replays)
+        if self._captured and self.is_missing_one:
+            return self._missed
+        return max(size for size in self.sizes if size not in self._replays)
 
     @property
     def is_missing_one(self) -> bool:
-        """Whether the last step would have used one that is not there."""
-        return bool(self._wanted) and self._wanted not in self._replays
+        """Whether a step has found none, or only a much larger one, and would again."""
+        return self._missed > 0
+
+    def forget_missed(self) -> None:
+        self._missed = 0
 
     def capture(self, size: int) -> None:
         self._replays[size] = [self._capture(work) for work in self._works(size)]
         self._captured = sorted(self._replays)
+        if not is_far(self._smallest(self._captured, self._missed), self._missed):
+            self.forget_missed()
 
     def give_up(self, size: int) -> None:
         """Capture nothing more, and forget this size if it was captured."""
         self._replays.pop(size, None)
         self._captured = sorted(self._replays)
         self.sizes = tuple(self._captured)
+        self.forget_missed()
 
     def replay(self, size: int, index: int) -> None:
         self._replays[size][index]()
+
+    def _smallest(self, sizes: Sequence[int], num_rows: int) -> int | None:
+        size = smallest(sizes, num_rows)
+        return size if self._pads or size == num_rows else None
 
 
 class GraphCapture:
@@ -132,6 +141,17 @@ class GraphCapture:
         graphs.append(torch.cuda.CUDAGraph())
         # Other threads may use CUDA meanwhile: they are not part of the graph.
         graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+
+def smallest(sizes: Sequence[int], least: int) -> int | None:
+    """Of ascending sizes the first that is large enough."""
+    place = bisect_left(sizes, least)
+    return sizes[place] if place < len(sizes) else None
+
+
+def is_far(size: int | None, best: int) -> bool:
+    """Whether the best size is worth its capture at once: none is there that serves, or only a much larger one."""
+    return size is None or size > MOST_PADDING * best
 
 
 def sharing_sizes(sizes: Sequence[int], least: int) -> tuple[int, ...]:

@@ -166,12 +166,20 @@ class DecodeRunner:
                 self._run_forward(size)
 
     @property
-    def num_graphs_left(self) -> int:
+    def num_left(self) -> int:
         return sum(graphs.num_left for graphs in self.graphs.values())
 
     @property
     def next_size(self) -> int:
         return self._next_graphs.next_size
+
+    @property
+    def is_missing_one(self) -> bool:
+        return any(graphs.is_missing_one for graphs in self.graphs.values())
+
+    def forget_missed(self) -> None:
+        for graphs in self.graphs.values():
+            graphs.forget_missed()
 
     @property
     def _next_graphs(self) -> CudaGraphRunner:
@@ -279,14 +287,17 @@ class DecodeRunner:
 def find_graph(
     graphs: Mapping[Reading, CudaGraphRunner], reading: Reading, num_rows: int
 ) -> tuple[CudaGraphRunner, int] | None:
-    """Whose graph serves so many rows, and its size. To share is worth rows of padding; to read evenly is not."""
-    by_row = _serving(graphs, Reading.BY_ROW, num_rows)
-    if reading is Reading.BY_ROW:
-        return by_row
+    """Whose graph serves so many rows, and its size. To share is worth rows of padding; to read evenly is not.
+
+    Who is not asked has missed nothing.
+    """
     found = _serving(graphs, reading, num_rows)
+    if reading is Reading.BY_ROW or (reading is Reading.SHARED and found is not None):
+        return found
+    by_row = _serving(graphs, Reading.BY_ROW, num_rows)
     if found is None or by_row is None:
         return found or by_row
-    return found if reading is Reading.SHARED or found[1] <= by_row[1] else by_row
+    return found if found[1] <= by_row[1] else by_row
 
 
 def _serving(

@@ -495,6 +495,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Requests through the whole model, prompt and next token, so that what is made at first use is made now."""
         self._run_requests(warm_up_requests(self.device.type, self.max_request_tokens, self.page_size))
+        for graphs in self._graphs:
+            graphs.forget_missed()
 
     def _run_requests(self, requests: Iterator[list[PlanSection]]) -> None:
         for sections in requests:
@@ -521,22 +523,30 @@ class ModelRunner:
     @property
     def num_graphs_left(self) -> int:
         """How often `capture_graph` has something to capture."""
-        return self._decode_runner.num_graphs_left + (self._pieces.num_left if self._pieces else 0)
+        return sum(graphs.num_left for graphs in self._graphs)
+
+    @property
+    def is_missing_graph(self) -> bool:
+        """Whether the last steps had none, or only a much larger one, where one can be captured."""
+        return any(graphs.is_missing_one for graphs in self._graphs)
+
+    @property
+    def _graphs(self) -> list[DecodeRunner | PiecewiseCudaGraphRunner]:
+        return [self._decode_runner] if self._pieces is None else [self._decode_runner, self._pieces]
 
     @torch.inference_mode()
     def capture_graph(self) -> int:
-        """Capture steps of one more size, those of decodes first; returns how many rows or tokens. All that was launched is done.
+        """Capture steps of one more size; returns how many rows or tokens. All that was launched is done.
 
-        What fails on a rank is a warning, and ends the captures of all: steps without a graph are launched kernel by kernel.
+        What steps have missed comes first, and decodes before prompts. What fails on a rank is a warning, and ends the captures of
+        all: steps without a graph are launched kernel by kernel.
         """
-        decodes, pieces = self._decode_runner, self._pieces
-        runner = decodes if decodes.num_graphs_left else pieces
-        assert runner is not None
-        size = runner.next_size
-        if not self._tp.min_int(int(self._tries(runner.capture_next, size))):
-            decodes.give_up(size if runner is decodes else 0)
-            if pieces is not None:
-                pieces.give_up(size if runner is pieces else 0)
+        left = [graphs for graphs in self._graphs if graphs.num_left]
+        chosen = next((graphs for graphs in left if graphs.is_missing_one), left[0])
+        size = chosen.next_size
+        if not self._tp.min_int(int(self._tries(chosen.capture_next, size))):
+            for graphs in self._graphs:
+                graphs.give_up(size if graphs is chosen else 0)
         return size
 
     def _tries(self, capture: Callable[[], int], size: int) -> bool:

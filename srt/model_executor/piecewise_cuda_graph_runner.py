@@ -10,7 +10,6 @@ the device: one launch for the whole step. There prompts are the first tokens, d
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from srt.layers.attention.base import AnyRows, AttentionBackend, Views
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from srt.model_executor.cuda_graph_runner import Capture, Work
+from srt.model_executor.cuda_graph_runner import Capture, Work, is_far, smallest
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class _Whole(_Captured):
 
 
 class PiecewiseCudaGraphRunner:
-    """Sizes are captured one at a time, the largest first; every rank is asked for it at the same places of the stream of steps."""
+    """Sizes are captured one at a time, in CudaGraphRunner's order; all ranks are asked for it at the same places of their stream."""
 
     def __init__(
         self,
@@ -158,6 +157,9 @@ class PiecewiseCudaGraphRunner:
         )
         self._buffers: _Buffers | None = None
         self._pieces: dict[int, _Pieces] = {}
+        self._missed = (
+            0  # the best size for the last step that was launched kernel by kernel for want of one; 0: all have one
+        )
 
     @property
     def num_left(self) -> int:
@@ -165,42 +167,68 @@ class PiecewiseCudaGraphRunner:
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Graphs give hidden states of no more tokens than there are requests."""
-        if batch.output_tokens is None:
-            return False
-        place = bisect_left(self._sizes, len(batch.input_ids))
-        if place == len(self._sizes) or (size := self._sizes[place]) not in self._pieces:
-            return False
-        rows = self._rows
-        have_room = batch.num_extend_rows <= len(rows.extend_lens) and batch.num_decode_rows <= len(rows.decode_lens)
-        return have_room or not self._is_whole(size)
+        return batch.output_tokens is not None and self._size_for(batch) is not None
+
+    def _size_for(self, batch: ForwardBatch) -> int | None:
+        """The captured size that serves the batch. One that is far away does not: padding takes its time here."""
+        num_tokens = len(batch.input_ids)
+        if not self._can_be_whole(batch):
+            num_tokens = max(num_tokens, self._most_whole + 1)
+        best, size = smallest(self._sizes, num_tokens), smallest(sorted(self._pieces), num_tokens)
+        if best is None or not is_far(size, best):
+            return size
+        self._missed = best
+        return None
+
+    def _can_be_whole(self, batch: ForwardBatch) -> bool:
+        num_extends, rows = batch.num_extend_rows, self._rows
+        pairs = int(batch.extend_seq_lens_cpu @ batch.seq_lens_cpu[:num_extends])
+        have_room = num_extends <= len(rows.extend_lens) and batch.num_decode_rows <= len(rows.decode_lens)
+        return have_room and pairs <= MOST_WHOLE_PAIRS
 
     @property
     def next_size(self) -> int:
-        """The largest that is left."""
-        return self._sizes[self.num_left - 1]
+        """The largest of all, then the one that was missed last, or else the largest that is left."""
+        if self._pieces and self.is_missing_one:
+            return self._missed
+        return max(size for size in self._sizes if size not in self._pieces)
+
+    @property
+    def is_missing_one(self) -> bool:
+        """Whether a step was launched kernel by kernel for want of a size, and would be again."""
+        return self._missed > 0
+
+    def forget_missed(self) -> None:
+        self._missed = 0
 
     def give_up(self, size: int) -> None:
         """Capture nothing more, and forget this size if it was captured."""
         self._pieces.pop(size, None)
         self._sizes = tuple(sorted(self._pieces))
+        self.forget_missed()
 
     def capture_next(self) -> int:
         """Capture one more size; returns it. Tables stay as they are: only padding runs."""
-        assert self._capture is not None
         size = self.next_size
         self._tell_padding(size)
-        if self._is_whole(size):
-            self._pieces[size] = _Pieces([self._capture(partial(self._run_whole, size))], [])
-            return size
+        self._pieces[size] = self._capture_whole(size) if self._is_whole(size) else self._capture_pieces(size)
+        if not is_far(smallest(sorted(self._pieces), self._missed), self._missed):
+            self.forget_missed()
+        return size
+
+    def _capture_whole(self, size: int) -> _Pieces:
+        assert self._capture is not None
+        return _Pieces([self._capture(partial(self._run_whole, size))], [])
+
+    def _capture_pieces(self, size: int) -> _Pieces:
+        assert self._capture is not None
         breaks = list[_Breaks]()
 
         def work(cut: Work) -> None:
             breaks.append(_Breaks(self, cut))
             self._run(self._padding_batch(size, breaks[-1]))
 
-        replays = self._capture.pieces(work)
-        self._pieces[size] = _Pieces(replays, breaks[-1].layers)
-        return size
+        return _Pieces(self._capture.pieces(work), breaks[-1].layers)
 
     def rehearse(self) -> None:
         """The work of whole steps once, of few tokens and of many, which extend attention has kernels of its own for."""
@@ -212,7 +240,8 @@ class PiecewiseCudaGraphRunner:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states of a batch that `can_run`, as the model gives them; the next step overwrites them."""
         num_tokens = len(batch.input_ids)
-        size = self._sizes[bisect_left(self._sizes, num_tokens)]
+        size = self._size_for(batch)
+        assert size is not None, f"nothing is captured for {num_tokens} tokens"
         pieces, buffers = self._pieces[size], self._buffers
         assert buffers is not None and batch.output_tokens is not None
         if self._is_whole(size):

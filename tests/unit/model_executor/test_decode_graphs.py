@@ -6,7 +6,7 @@ A capture that only remembers the work stands in for CUDA's: what is replayed is
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -380,14 +380,67 @@ def test_a_step_takes_graphs_of_its_kind_unless_others_fit_it_better() -> None:
     assert find_graph(graphs, Reading.BY_ROW, 60) == (graphs[Reading.BY_ROW], 64)
 
 
-def test_the_size_in_demand_is_captured_first_and_the_largest_of_the_others_next() -> None:
+def test_the_largest_size_is_captured_first_then_the_one_in_demand_then_the_largest_of_the_others() -> None:
     graphs = make_graphs((1, 2, 4, 8))
-    assert graphs.size_for(3) is None
-    assert [capture_next(graphs) for _ in range(2)] == [4, 8]
-    assert graphs.size_for(1) == 4, "a larger graph serves until its own is there"
-    assert [capture_next(graphs) for _ in range(2)] == [1, 2]
+    assert graphs.size_for(1) is None
+    assert [capture_next(graphs) for _ in range(2)] == [8, 1]
+    assert graphs.size_for(2) == 8, "a larger graph serves until its own is there"
+    assert [capture_next(graphs) for _ in range(2)] == [2, 4]
     assert graphs.num_left == 0
     assert [graphs.size_for(rows) for rows in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, None]
+
+
+def captures_of(rows: Iterable[int]) -> list[int]:
+    """What is captured while steps of so many rows follow each other, one capture at most between two of them."""
+    graphs, captured = make_graphs(graph_sizes(256)), []
+    for num_rows in rows:
+        graphs.size_for(num_rows)
+        if graphs.is_missing_one:
+            captured.append(capture_next(graphs))
+    return captured
+
+
+def test_a_step_misses_a_graph_where_there_is_none_or_one_that_is_much_larger() -> None:
+    graphs = make_graphs((24, 32, 48, 64))
+    assert not graphs.is_missing_one
+    graphs.size_for(65)
+    assert not graphs.is_missing_one, "there is no size for so many rows"
+    graphs.size_for(32)
+    assert graphs.is_missing_one
+    assert capture_next(graphs) == 64
+    assert graphs.is_missing_one, "twice as large is too large"
+    assert graphs.size_for(48) == 64
+    assert graphs.next_size == 32, "a step that has a near one misses nothing"
+    assert capture_next(graphs) == 32
+    assert graphs.size_for(20) == 32
+    assert not graphs.is_missing_one
+    graphs.size_for(10)
+    assert not graphs.is_missing_one, "what counts is the best size, not the rows"
+    assert graphs.num_left == 2
+
+
+def test_a_larger_graph_that_turns_out_to_be_near_is_missed_no_more() -> None:
+    graphs = make_graphs((48, 64))
+    graphs.size_for(48)
+    assert capture_next(graphs) == 64
+    assert not graphs.is_missing_one
+
+
+def test_a_burst_captures_less_than_half_of_the_sizes() -> None:
+    assert captures_of(range(256, 0, -1)) == [256, 160, 96, 56, 32, 16, 8, 4, 2, 1]
+    assert captures_of([256] * 9) == [256]
+    assert captures_of([100] * 9) == [256, 112]
+
+
+def test_steps_that_share_miss_what_they_share_in_and_no_size_of_others() -> None:
+    graphs = {Reading.BY_ROW: make_graphs((32, 64, 256)), Reading.SHARED: make_graphs((64, 256))}
+    assert find_graph(graphs, Reading.SHARED, 20) is None
+    assert [one.is_missing_one for one in graphs.values()] == [True, True]
+    for one in graphs.values():
+        one.forget_missed()
+    graphs[Reading.SHARED].capture(256)
+    find_graph(graphs, Reading.SHARED, 20)
+    assert [one.is_missing_one for one in graphs.values()] == [False, True]
 
 
 def test_without_padding_only_exact_sizes_are_replayed() -> None:
@@ -395,6 +448,40 @@ def test_without_padding_only_exact_sizes_are_replayed() -> None:
     for _ in range(2):
         capture_next(graphs)
     assert [graphs.size_for(rows) for rows in (1, 2, 4, 5)] == [1, None, 4, None]
+    assert not graphs.is_missing_one
+
+
+def test_without_padding_a_step_misses_its_own_size_alone() -> None:
+    graphs = make_graphs((1, 4, 5), pads=False)
+    graphs.size_for(3)
+    assert not graphs.is_missing_one
+    graphs.size_for(4)
+    assert [capture_next(graphs) for _ in range(2)] == [5, 4]
+    assert not graphs.is_missing_one
+
+
+def test_what_is_missed_is_captured_first_by_decodes_then_by_prompts(checkpoint: CheckpointFactory) -> None:
+    """Decodes from slots 0 and 1, prompts of a few tokens."""
+    options: dict[str, Any] = {"cuda_graph_bs": (2, 8), "piecewise_cuda_graph_max_tokens": 64}
+    runner = with_graphs(checkpoint, 4, Recorder(), **options)
+    runner.warm_up()
+    assert not runner.is_missing_graph, "what warms up says nothing of what comes"
+    run_section(runner, admit([0, 1], [5, 6, 7], 3, greedy(9)))
+    assert runner.is_missing_graph
+    assert runner.capture_graph() == 64
+    run_section(runner, section_of([0, 1]))
+    assert [runner.capture_graph() for _ in range(3)] == [8, 2, 32]
+    assert not runner.is_missing_graph
+    assert runner.num_graphs_left == 0
+
+
+def test_where_captures_end_nothing_is_missed(checkpoint: CheckpointFactory) -> None:
+    runner = with_graphs(checkpoint, 4, Failing(0), piecewise_cuda_graph_max_tokens=64)
+    run_section(runner, admit([0, 1], [5, 6, 7], 3, greedy(9)))
+    run_section(runner, section_of([0, 1]))
+    runner.capture_graph()
+    run_section(runner, section_of([0, 1]))
+    assert not runner.is_missing_graph
 
 
 def test_sizes_end_at_the_most_rows() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.piecewise_cuda_graph_runner import most_whole_tokens, piece_sizes, worthwhile_tokens
 from srt.protocol.messages import LogprobSpec, SamplingSpec
 from tests.support.checkpoints import CheckpointFactory
@@ -62,6 +63,33 @@ def test_larger_steps_than_the_largest_size_are_launched_whole(checkpoint: Check
         runner.capture_graph()
     PlanDriver(runner, 4).run([Job(list(range(40)), greedy(1))])
     assert recorder.num_replays == 0
+
+
+def run_prompt(runner: ModelRunner, num_tokens: int) -> None:
+    PlanDriver(runner, 4).run([Job(list(range(num_tokens)), greedy(1))])
+
+
+def test_a_prompt_takes_a_larger_size_that_is_near_and_misses_its_own_where_none_is(
+    checkpoint: CheckpointFactory,
+) -> None:
+    runner = make_runner(checkpoint("qwen3"), 4, capture=(recorder := Recorder()), piecewise_cuda_graph_max_tokens=128)
+    run_prompt(runner, 130)
+    assert not runner.is_missing_graph, "there is no size for so many tokens"
+    run_prompt(runner, 70)
+    assert runner.is_missing_graph
+    assert runner.capture_graph() == 128
+    assert not runner.is_missing_graph, "128 is near to 96"
+    run_prompt(runner, 70)
+    assert recorder.num_replays == runner.config.num_layers + 1
+    run_prompt(runner, 10)
+    assert recorder.num_replays == runner.config.num_layers + 1, "launched whole: to pad it to 128 would take its time"
+    run_prompt(runner, 70)
+    assert runner.is_missing_graph, "and is remembered"
+    assert runner.capture_graph() == 32
+    run_prompt(runner, 10)
+    assert recorder.num_replays == 3 * (runner.config.num_layers + 1)
+    assert not runner.is_missing_graph
+    assert [runner.capture_graph() for _ in range(runner.num_graphs_left)] == [96, 64]
 
 
 def test_a_whole_chunk_fits_with_the_decodes_beside_it(
