@@ -81,6 +81,11 @@ class Replica:
         hello = SchedulerHello(self.max_total_num_tokens, self.max_request_tokens, self._hello.page_size)
         return [ToFrontend(frontend, hello), ToFrontend(frontend, self.load())]
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits or runs, and no step is out."""
+        return not (self.stream.num_in_flight or self.slots.num_used or self.planner.num_waiting)
+
     def load(self) -> Load:
         return Load(self.slots.num_used, self.planner.num_waiting, self.memory.num_free, self.counters.num_steps)
 

@@ -50,7 +50,8 @@ from srt.protocol.views import FromFrontendView, RequestView
 from srt.server_args import ServerArgs
 
 LOAD_INTERVAL_S = 0.2
-CAPTURE_AFTER_S = 0.5  # from the workers' hello on, unless a step is done before: the first token waits for no graph
+CAPTURE_AFTER_S = 0.5  # from the workers' hello on, with nothing to do: the first token waits for no graph
+CAPTURE_REST_S = 0.1  # from the last step on: whoever asks again as soon as it is answered waits for none
 PAUSE_MODES = ("abort", "retract", "in_place")
 _FROM_FRONTEND = (
     FrontendHello,
@@ -98,11 +99,9 @@ class Scheduler:
     @property
     def is_drained(self) -> bool:
         """Nothing waits or runs, no step is out, and all that frontends are owed was sent."""
-        if self._replica is None or self._replica.stream.num_in_flight:
-            return self._replica is None and not self._early
-        slots, planner = self._replica.slots, self._replica.planner
-        is_busy = slots.num_used or planner.num_waiting
-        return not is_busy and all(client.outbox.is_sent for client in self._clients.values())
+        if self._replica is None:
+            return not self._early
+        return self._replica.is_idle and all(client.outbox.is_sent for client in self._clients.values())
 
     @property
     def next_tick_s(self) -> float | None:
@@ -112,7 +111,7 @@ class Scheduler:
         times: list[float | None] = []
         if self._deadlines.are_set:
             times.append(self._deadlines.next_s(self._replica.planner.started()))
-        if self._replica.stream.wants_capture:
+        if self._replica.stream.can_capture and self._has_nothing_to_do(self._replica):
             times.append(self._capture_from_s)
         if self._last_load is not None and self._clients:
             told_at, told = self._last_load
@@ -413,7 +412,7 @@ class Scheduler:
 
     def _take_result(self, replica: Replica, rank: int, result: StepResult) -> None:
         planned = replica.stream.take_result(rank, result)
-        self._capture_from_s = 0.0
+        self._capture_from_s = self._now + CAPTURE_REST_S
         outcome = replica.results.take(planned, result)
         for request in outcome.logged:
             self._clients[request.frontend].outbox.add_logs(request)
@@ -452,10 +451,17 @@ class Scheduler:
             effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "inspect")))
             replica.stream.submit_inspection(Inspection(number, call, replica.slots.tables_hash()))
         self._asked_deep.clear()
-        if replica.stream.wants_capture and now >= self._capture_from_s:
+        if replica.stream.wants_capture or self._may_capture(replica, now):
             effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "capture")))
             replica.stream.submit_capture()
         return effects
+
+    def _may_capture(self, replica: Replica, now: float) -> bool:
+        """Whether nobody would wait for it now. Who comes while it is under way waits for this one alone."""
+        return replica.stream.can_capture and now >= self._capture_from_s and self._has_nothing_to_do(replica)
+
+    def _has_nothing_to_do(self, replica: Replica) -> bool:
+        return replica.is_idle or (bool(self._paused_by) and not replica.stream.num_in_flight)
 
     def _answer_pauses(self) -> list[Effect]:
         """No step is in flight, or somebody has let generation go on before that."""

@@ -133,7 +133,10 @@ class TpWorker:
             self._trace.slice("forward", begun_s, now_s, DEVICE, step=done.step, num_tokens=len(rows.ids))
         ids_hash = rows.ids_hash()
         if self._rank == 0:
-            self._link.send(StepResult(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us))
+            wants_capture = self._runner.is_missing_graph
+            self._link.send(
+                StepResult(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us, wants_capture)
+            )
         else:
             self._link.send(StepAck(done.step, self._rank, ids_hash, step_us))
         if self._trace.is_on:

@@ -40,6 +40,7 @@ class WorkerStream:
         self._num_ranks = num_ranks
         self._num_graphs = num_graphs  # that the workers can still capture
         self._is_capturing = False
+        self._is_missing_graph = False  # as the last result says
         self._items: deque[_Item] = deque()
         self._first_step = 1  # of _items
         self._next_answer = [1] * num_ranks
@@ -63,9 +64,14 @@ class WorkerStream:
         return self._num_graphs
 
     @property
-    def wants_capture(self) -> bool:
+    def can_capture(self) -> bool:
         """Whether there are graphs to capture and none is being captured: they come one by one, steps go between."""
         return self._num_graphs > 0 and not self._is_capturing
+
+    @property
+    def wants_capture(self) -> bool:
+        """Whether a capture pays even while requests run."""
+        return self._is_missing_graph and self.can_capture
 
     def submit_capture(self) -> None:
         self._items.append(_Item())
@@ -79,6 +85,7 @@ class WorkerStream:
         if planned is None:
             raise BrokenReplica(f"Worker {rank} sent a result for item {result.step}, which is not a step.")
         self.num_in_flight -= 1
+        self._is_missing_graph = result.wants_capture
         return planned
 
     def take_ack(self, rank: int, ack: StepAck) -> None:
@@ -110,6 +117,8 @@ class WorkerStream:
             item.num_graphs_left = 0 if left == 0 else self._num_graphs - 1
         if left != item.num_graphs_left:
             raise BrokenReplica(f"Worker {rank} has {left} graphs left to capture, not {item.num_graphs_left}.")
+        if rank == 0:  # its results so far were of steps before this graph
+            self._is_missing_graph = False
         if item.num_answers == self._num_ranks:
             self._num_graphs = item.num_graphs_left
             self._is_capturing = False

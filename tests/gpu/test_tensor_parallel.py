@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
+from srt.managers.scheduler_state import CAPTURE_REST_S
 from srt.runtime import Runtime
 from tests.support.checkpoints import CheckpointFactory
 
@@ -40,4 +42,5 @@ def test_two_ranks_in_graphs_give_the_tokens_of_a_cpu(checkpoint: CheckpointFact
         assert outputs_of(runtime) == expected, "before all graphs are there"
         while num_graphs_left(runtime):
             outputs_of(runtime)
+            time.sleep(2 * CAPTURE_REST_S)
         assert outputs_of(runtime) == expected

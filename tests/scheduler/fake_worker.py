@@ -68,6 +68,7 @@ class FakeWorker:
         self._turn_of: Int64Array = np.zeros(s.num_slots, np.int64)
         self._rng = np.random.Generator(np.random.PCG64(len(by_seed)))
         self._next_step = 1
+        self.num_graphs_left = s.num_graphs
         self.rows_per_step: list[int] = []
         self.num_prefix_hits = 0
         self.num_readmissions = 0
@@ -89,6 +90,9 @@ class FakeWorker:
 
     def do(self, work: WorkPlan) -> WorkDone:
         self._count(work.step)
+        if work.kind == "capture":
+            self.num_graphs_left -= 1
+            return WorkDone(work.step, 0, {"num_left": self.num_graphs_left})
         assert work.kind == "inspect", work.kind
         used = (slot for slot, choice in enumerate(self._choices) if choice is not None)
         hashed = tables_hash({slot: self._pages[slot, : self._num_pages[slot]] for slot in used})
@@ -124,7 +128,8 @@ class FakeWorker:
         ids = self._ids[rows, places] if is_plain else self._sampled(rows, counts.clip(0))
         self._known[rows] = places + (1 if is_plain else abs(counts))  # of what failed something is there, too
         logged = [self._row_logprobs(*entry) for entry in chosen]
-        return StepResult(plan.step, counts, ids, int(ids.sum()), logged, step_us)
+        wants_capture = self.num_graphs_left > 0 and self._rng.random() < self._settings.missing_share
+        return StepResult(plan.step, counts, ids, int(ids.sum()), logged, step_us, wants_capture)
 
     def _counts(self, rows: Int32Array, num_prompt_ends: int) -> Int32Array:
         """How many ids each row draws: decodes that guess, any number; -1 where the model has no finite logits for the next one."""

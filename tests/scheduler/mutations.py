@@ -352,6 +352,18 @@ MORE_MUTATIONS = (
         "",
     ),
     Mutation(
+        "captures while requests wait",
+        "managers/scheduler_state.py",
+        "if replica.stream.wants_capture or self._may_capture(replica, now):",
+        "if replica.stream.can_capture:",
+    ),
+    Mutation(
+        "a graph that is there is still missed",
+        "managers/worker_stream.py",
+        "if rank == 0:  #",
+        "if rank > 0:  #",
+    ),
+    Mutation(
         "the urgent wait like all others",
         "managers/policy.py",
         "            return -inf, request.serial\n",

@@ -103,6 +103,8 @@ class Server:
         self._fairness = Fairness(s)
         self._calls: list[tuple[LedgerFrontend, int]] = []  # that must be answered
         self._pauses: set[int] = set()  # calls
+        self._num_capturing = 0  # ranks whose word that they have captured has not come
+        self._wants_capture = False  # as the last result says of steps behind the last capture
         self._told_load: dict[int, tuple[float, Load]] = {}  # by frontend
 
     def start(self) -> None:
@@ -110,9 +112,8 @@ class Server:
         s = self._settings
         sizes = (s.page_size, s.num_pages, s.num_slots, s.max_request_tokens, s.vocab_size)
         for rank in range(s.tp_size):
-            self._from_rank(
-                rank, s.delay, WorkerHello(rank, PROTOCOL, "config", "float32", *sizes, s.row_tokens, s.num_stages)
-            )
+            counts = (s.row_tokens, s.num_stages, s.num_graphs)
+            self._from_rank(rank, s.delay, WorkerHello(rank, PROTOCOL, "config", "float32", *sizes, *counts))
 
     def die(self) -> None:
         """By a fault of a worker, or all at once."""
@@ -358,12 +359,27 @@ class Server:
             answer = self._worker.execute(work, step_us, self._answered)
         else:
             answer = self._worker.do(work)
+            if work.kind == "capture":
+                self._check_capture()
+                step_us = int(1e6 * s.step_time)
         begin = max(self._world.now, self._first_stage_free_at)
         self._first_stage_free_at = begin + step_us / 1e6 / s.num_stages
         duration = begin - self._world.now + step_us / 1e6 + self._extra_s
         self._extra_s = 0.0
         for rank in range(s.tp_size):
             self._from_rank(rank, duration + s.delay * rng.random(), _of_rank(answer, rank))
+
+    def _check_capture(self) -> None:
+        """One at a time, where a step missed it, or nobody waits for anything else."""
+        assert not self._num_capturing, "two graphs are captured at once"
+        assert self._worker.num_graphs_left >= 0, "more graphs are captured than there are"
+        replica = self._scheduler._replica
+        assert replica is not None
+        state = replica.state()
+        is_busy = self._num_in_flight or (not self._paused_by and (state["num_running"] or state["num_waiting"]))
+        assert self._wants_capture or not is_busy, "requests wait for a graph that no step has missed"
+        self._world.statistics["captures while busy" if is_busy else "captures while idle"] += 1
+        self._num_capturing = self._settings.tp_size
 
     def _step_us(self, plan: StepPlan) -> int:
         s, (section,) = self._settings, plan.sections
@@ -389,9 +405,13 @@ class Server:
                 self._num_in_flight -= 1
                 self._busy_since = self._world.now if self._num_in_flight else math.inf
                 self._answered = message.step
+                self._wants_capture = message.wants_capture
                 if message.counts.min(initial=0) < 0:
                     self._hear_failure(rank, message)
                     return
+            elif isinstance(message, WorkDone) and "num_left" in message.values:
+                self._num_capturing -= 1
+                self._wants_capture &= rank != 0
             elif isinstance(message, WorkerHello) and self._is_to_abort_all:
                 self._world.note_abort_of_all()
             self._handle(Worker(rank), message, 0.0)

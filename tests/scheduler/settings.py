@@ -60,9 +60,12 @@ class Settings:
     watchdog_timeout: float = 2.0
     num_questions: int = 4  # and flushes, and aborts of what others sent
     drains: bool = False  # at some time nothing new is taken any more
+    num_graphs: int = 0
+    missing_share: float = 0.0  # of the steps, which miss a graph
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Settings:
+    def draw(cls, rng: random.Random, graphs: random.Random) -> Settings:
+        """`graphs` draws what is said of graphs: the same `rng` is the same world wherever it has none."""
         page_size = rng.choice((1, 4, 16, 16))
         num_slots = rng.choice((1, 4, 16, 24, 32, 112, 128, 160, 160, 160))
         if num_slots <= 4:
@@ -129,6 +132,8 @@ class Settings:
             drains=rng.random() < 0.05,
             stream_share=rng.choice((0.0, 0.1, 0.5, 1.0, 1.0)),
             num_slow_steps=rng.choice((0, 0, 1, 3)),
+            num_graphs=graphs.choice((0, 0, 5, 50)),
+            missing_share=graphs.choice((0.0, 0.1, 1.0)),
         )
 
     def server_args(self) -> ServerArgs:

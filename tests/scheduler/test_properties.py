@@ -53,6 +53,8 @@ def small_worlds(draw: st.DrawFn) -> Settings:
         num_returns=draw(st.integers(0, 1)),
         num_questions=draw(st.integers(0, 3)),
         drains=draw(st.booleans()) and draw(st.booleans()),
+        num_graphs=draw(st.sampled_from((0, 4))),
+        missing_share=draw(st.sampled_from((0.0, 0.3, 1.0))),
     )
 
 

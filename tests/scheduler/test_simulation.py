@@ -15,7 +15,7 @@ from tests.scheduler.world import World
 MUST_HAPPEN = (
     *"num_mixed_steps num_cached_tokens num_evicted_pages num_dropped_rows num_aborted_waiting num_aborted_prefill".split(),
     *"num_aborted_decode num_failed num_held_back preemptions finished refused deaths".split(),
-    *("lost ranges", "frontend deaths", "crossing aborts", "prefix hits"),
+    *("lost ranges", "frontend deaths", "crossing aborts", "prefix hits", "captures while busy", "captures while idle"),
 )
 
 

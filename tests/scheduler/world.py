@@ -44,7 +44,7 @@ class World:
 
     def __init__(self, seed: int, settings: Settings | None = None, *, check_every: int = 16) -> None:
         self.rng = random.Random(seed)
-        self.settings = s = settings or Settings.draw(self.rng)
+        self.settings = s = settings or Settings.draw(self.rng, random.Random(f"graphs in {seed}"))
         self.statistics: Counter[str] = Counter()
         self.rows_per_step: list[int] = []
         self.now = 0.0

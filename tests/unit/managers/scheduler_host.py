@@ -104,7 +104,7 @@ class Host:
         self._apply(self.scheduler.tick(self.now))
         self.scheduler.check()
 
-    def answer(self) -> None:
+    def answer(self, wants_capture: bool = False) -> None:
         """Execute the oldest plan and deliver what every rank says of it."""
         work = self.plans.popleft()
         if isinstance(work, WorkPlan):
@@ -112,7 +112,7 @@ class Host:
             for rank in range(self.tp_size):
                 self.from_worker(replace(done, rank=rank), rank)
             return
-        result = self.worker.execute(work)
+        result = replace(self.worker.execute(work), wants_capture=wants_capture)
         self.from_worker(result)
         for rank in range(1, self.tp_size):
             self.from_worker(StepAck(result.step, rank, result.ids_hash, 0), rank)

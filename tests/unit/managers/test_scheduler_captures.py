@@ -1,9 +1,21 @@
-"""Graphs are captured one by one between steps, and the first token waits for none."""
+"""Graphs are captured one by one: those that steps have missed between steps, the others when there is nothing else to do."""
 
 from __future__ import annotations
 
-from srt.managers.scheduler_state import CAPTURE_AFTER_S
-from srt.protocol.messages import StepPlan, WorkDone, WorkPlan
+import pytest
+
+from srt.managers.scheduler_state import CAPTURE_AFTER_S, CAPTURE_REST_S
+from srt.protocol.messages import (
+    Abort,
+    ContinueGeneration,
+    PauseGeneration,
+    StepAck,
+    StepPlan,
+    StepResult,
+    WorkDone,
+    WorkPlan,
+    int32_array,
+)
 from tests.unit.managers.scheduler_host import Host, request, worker_hello
 
 PROMPT = list(range(20))
@@ -23,35 +35,49 @@ def capture(host: Host, num_left: int) -> None:
         host.from_worker(WorkDone(plan.step, rank, {"num_left": num_left}), rank)
 
 
-def test_the_first_step_comes_before_the_first_capture_and_steps_go_on_between_captures() -> None:
+def run_steps(host: Host) -> None:
+    """Until something else than a step is in line, or nothing."""
+    host.tick()
+    while host.plans and isinstance(host.plans[0], StepPlan):
+        host.answer()
+        host.tick()
+        host.acknowledge()
+    host.tick()
+
+
+def test_what_a_step_has_missed_is_captured_between_steps_and_only_that() -> None:
     host = Host(hello=worker_hello(num_graphs=3))
     host.tick()
     assert kinds(host) == []
-    host.say(request(1, PROMPT, max_new=9))
+    host.say(request(1, PROMPT, max_new=12))
+    host.now = 100.0
     host.tick()
     assert kinds(host) == ["step", "step"]
     host.answer()
     host.tick()
+    assert kinds(host) == ["step", "step"], "nobody misses a graph"
+    host.answer(wants_capture=True)
+    host.tick()
     assert kinds(host) == ["step", "step", "capture"]
-    host.answer()
+    host.answer(wants_capture=True)
     host.tick()
     assert kinds(host) == ["step", "capture", "step"], "only one capture at a time"
-    host.answer()
+    host.answer(wants_capture=True)
+    host.tick()
     capture(host, 2)
     host.tick()
-    assert kinds(host) == ["step", "step", "capture"]
-    num_left = 1
-    while host.plans:
-        if isinstance(host.plans[0], StepPlan):
-            host.answer()
-        else:
-            capture(host, num_left)
-            num_left -= 1
-        host.tick()
-        host.acknowledge()
+    assert kinds(host) == ["step", "step"], "the steps before a capture have not seen it"
+    host.answer(wants_capture=True)
     host.tick()
-    assert num_left == -1
+    assert kinds(host) == ["step", "step", "capture"]
+    host.answer()
+    host.answer()
+    host.tick()
+    capture(host, 1)
+    run_steps(host)
+    assert kinds(host) == []
     assert host.ends()[1, 0].reason == "length"
+    assert host.value("num_graphs_left") == 1
 
 
 def test_an_idle_server_captures_after_a_moment() -> None:
@@ -66,6 +92,90 @@ def test_an_idle_server_captures_after_a_moment() -> None:
     host.tick()
     assert kinds(host) == []
     assert host.scheduler.next_tick_s != CAPTURE_AFTER_S
+
+
+def test_a_rest_after_the_last_step_keeps_captures_from_a_client_that_asks_again_at_once() -> None:
+    host = Host(hello=worker_hello(num_graphs=2))
+    for rid in range(1, 6):
+        host.now += 0.5 * CAPTURE_REST_S
+        host.say(request(rid, PROMPT))
+        run_steps(host)
+        assert kinds(host) == []
+        assert host.ends()[rid, 0].reason == "length"
+    assert host.scheduler.next_tick_s == host.now + CAPTURE_REST_S
+    host.now += CAPTURE_REST_S
+    host.tick()
+    assert kinds(host) == ["capture"]
+
+
+def test_a_request_that_comes_in_between_waits_for_one_capture() -> None:
+    host = Host(hello=worker_hello(num_graphs=3))
+    host.now = CAPTURE_AFTER_S
+    host.tick()
+    host.say(request(1, PROMPT))
+    host.tick()
+    assert kinds(host) == ["capture", "step", "step"]
+    capture(host, 2)
+    run_steps(host)
+    assert kinds(host) == []
+    assert host.ends()[1, 0].reason == "length"
+
+
+def test_nobody_captures_while_a_step_is_out_though_its_requests_have_left() -> None:
+    host = Host(hello=worker_hello(num_graphs=1))
+    host.say(request(1, PROMPT))
+    host.tick()
+    host.say(Abort(1, -1))
+    host.now = 100.0
+    host.tick()
+    assert kinds(host) == ["step", "step"]
+    run_steps(host)
+    assert host.scheduler.next_tick_s == 100.0 + CAPTURE_REST_S
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_leaves_time_for_captures(mode: str) -> None:
+    host = Host(hello=worker_hello(num_graphs=2))
+    host.say(request(1, PROMPT, max_new=9))
+    host.tick()
+    host.answer()
+    host.say(PauseGeneration(1, mode))
+    host.tick()
+    host.now = 100.0
+    host.tick()
+    assert kinds(host) == ["step"]
+    run_steps(host)
+    assert host.scheduler.next_tick_s == 100.0 + CAPTURE_REST_S
+    host.now += CAPTURE_REST_S
+    host.tick()
+    assert kinds(host) == ["capture"]
+    host.say(ContinueGeneration(2))
+    host.tick()
+    capture(host, 1)
+    host.now = 200.0
+    run_steps(host)
+    assert kinds(host) == []
+    assert host.ends()[1, 0].reason == "length"
+
+
+def test_what_worker_0_misses_behind_a_capture_is_not_forgotten_when_a_slower_rank_has_captured() -> None:
+    host = Host(tp_size=2, hello=worker_hello(num_graphs=2))
+    host.say(request(1, PROMPT, max_new=20))
+    host.tick()
+    host.answer(wants_capture=True)
+    host.tick()
+    host.answer()
+    host.answer()
+    host.tick()
+    assert kinds(host) == ["capture", "step", "step"]
+    plan, step = host.plans.popleft(), host.plans.popleft()
+    host.from_worker(WorkDone(plan.step, 0, {"num_left": 1}), 0)
+    host.from_worker(StepResult(step.step, int32_array([1]), int32_array([5]), 5, [], 0, wants_capture=True), 0)
+    host.from_worker(WorkDone(plan.step, 1, {"num_left": 1}), 1)
+    host.from_worker(StepAck(step.step, 1, 5, 0), 1)
+    host.tick()
+    assert kinds(host) == ["step", "step", "capture"]
+    assert host.fatal is None
 
 
 def test_a_rank_that_has_other_graphs_than_the_others_ends_the_replica() -> None:

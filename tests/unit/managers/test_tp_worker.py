@@ -219,13 +219,16 @@ class LateOutput:
 
 
 class LateRunner:
-    """A device whose steps take until somebody waits for them."""
+    """A device whose steps take until somebody waits for them. There is one graph, which they miss."""
 
     def __init__(self, log: list[str], ready: bool) -> None:
         self._log, self._ready, self._count = log, ready, 0
+        self.num_graphs_left = 1
+        self.is_missing_graph = False
 
     def execute(self, section: PlanSection) -> str:
         self._count += 1
+        self.is_missing_graph = self.num_graphs_left > 0
         self._log.append(f"launch {self._count}")
         return str(self._count)
 
@@ -234,6 +237,11 @@ class LateRunner:
 
     def reset(self) -> None:
         self._log.append("reset")
+
+    def capture_graph(self) -> int:
+        self._log.append("capture")
+        self.num_graphs_left, self.is_missing_graph = 0, False
+        return 1
 
 
 class ScriptedLink:
@@ -263,6 +271,20 @@ def test_the_next_step_is_launched_while_the_device_works_on_the_last(ready: boo
     assert log == expected
     assert [message.step for message in link.sent if hasattr(message, "step")] == [1, 2, 3, 4]
     assert worker.step == 4
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_results_say_whether_a_graph_is_missed_until_it_is_captured(
+    ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    log: list[str] = []
+    idle = [idle_section()]
+    link = ScriptedLink([StepPlan(1, idle), StepPlan(2, idle), WorkPlan(3, "capture"), StepPlan(4, idle)])
+    TpWorker(0, LateRunner(log, ready), link).serve()  # type: ignore[arg-type]  # fakes
+    assert log[-4:] == ["answer 2", "capture", "launch 3", "answer 3"]
+    results = [message for message in link.sent if isinstance(message, StepResult)]
+    assert [(result.step, result.wants_capture) for result in results] == [(1, True), (2, True), (4, False)]
 
 
 def test_a_draw_that_is_lost_changes_the_hash() -> None:
