@@ -3,8 +3,9 @@
     python -m benchmarks.serving --model-path qwen3-8b --load-format dummy [--rate R] [any option of the server]
     python -m benchmarks.serving --url http://127.0.0.1:30000 --rate 20
 
-Starts a server (or uses the one at --url) and sends --requests requests with 100 to 1,024 tokens in and out: all at once (saturation,
-the default), or as a Poisson process of --rate requests a second. Clients are processes of their own that read sockets and no more.
+Starts a server (or uses the one at --url), waits for its graphs, and sends --requests requests with 100 to 1,024 tokens in and out:
+all at once (saturation, the default), or as a Poisson process of --rate requests a second. Clients are processes of their own that read
+sockets and no more.
 Prints output tokens/s, the percentiles of TTFT (time to first token), TPOT (mean time per token of a request after its first) and ITL (time
 between chunks), and how long the server's device had a decode step.
 """
@@ -22,6 +23,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -186,6 +188,8 @@ def main() -> int:
 def measure(url: str, options: argparse.Namespace) -> dict[str, float]:
     shape = (options.least, options.most, options.temperature)
     load(url, make_calls(min(options.requests, 64), 0.0, 16, 32, options.temperature, 1), options.clients)  # warm-up
+    while (state_of(url) or {}).get("num_graphs_left"):
+        time.sleep(0.1)
     step_ms(url)
     figures = report(*load(url, make_calls(options.requests, options.rate, *shape, options.seed), options.clients))
     step = step_ms(url)
@@ -194,10 +198,16 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, float]:
 
 def step_ms(url: str) -> float | None:
     """How long the worker's device had a decode step, of those since the last call: the median. None where the server does not say."""
+    state = state_of(url) or {}
+    return float(state["worker_step_us_p50"]) / 1e3 if "worker_step_us_p50" in state else None
+
+
+def state_of(url: str) -> dict[str, Any] | None:
+    """What the server says of itself; None if it does not."""
     try:
         with urlopen(f"{url}/server_info?deep=true", timeout=60) as answer:
             (state,) = json.load(answer)["internal_states"]
-            return float(state["worker_step_us_p50"]) / 1e3
+            return dict(state)
     except (OSError, ValueError, KeyError):
         return None
 

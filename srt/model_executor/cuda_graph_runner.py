@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -11,9 +12,8 @@ import torch
 
 Work = Callable[[], None]
 NUM_WARM_UPS = 2  # what is made at first use (kernels, workspaces) must not be made inside a graph
-MOST_PADDING = (
-    1.5  # times the best size: while requests run, a graph of up to so much serves, and a better one can wait
-)
+MOST_PADDING = 1.5  # times the best size: a graph of up to so much serves while requests run, and a better one can wait
+PADDED_STEPS = 200  # by as many, padded to a near graph, as much time is lost as the capture of the best one takes
 
 
 class Capture(Protocol):
@@ -23,6 +23,34 @@ class Capture(Protocol):
 
     def pieces(self, work: Callable[[Work], None]) -> list[Work]:
         """What repeats each stretch of the work, which calls `cut` where one ends and the next begins."""
+
+
+class Misses:
+    """Which size is worth its capture even while requests run.
+
+    The best one for steps that found no graph, or only a much larger one, or that were padded to a near one for long.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0  # 0: none is
+        self._num_padded: Counter[int] = Counter()  # steps, by their best sizes
+
+    def note(self, best: int, size: int | None) -> None:
+        """A step whose best size is the first was served by the second."""
+        if size == best:
+            return
+        self._num_padded[best] += 1
+        if is_far(size, best) or self._num_padded[best] >= PADDED_STEPS:
+            self.size = best
+
+    def note_capture(self, size: int | None) -> None:
+        """The missed one is served by this now."""
+        if not is_far(size, self.size):
+            self.size = 0
+
+    def forget(self) -> None:
+        self.size = 0
+        self._num_padded.clear()
 
 
 class CudaGraphRunner:
@@ -46,7 +74,7 @@ class CudaGraphRunner:
         self._capture = capture
         self._replays: dict[int, list[Work]] = {}
         self._captured: list[int] = []  # ascending
-        self._missed = 0  # the best size for the last step that found none, or only a much larger one; 0: all have one
+        self._misses = Misses()
 
     @property
     def num_left(self) -> int:
@@ -55,8 +83,8 @@ class CudaGraphRunner:
     def size_for(self, num_rows: int) -> int | None:
         """The captured size that serves so many rows; None: the step has to be launched eagerly."""
         best, size = self._smallest(self.sizes, num_rows), self._smallest(self._captured, num_rows)
-        if best is not None and is_far(size, best):
-            self._missed = best
+        if best is not None:
+            self._misses.note(best, size)
         return size
 
     def has(self, size: int) -> bool:
@@ -67,22 +95,20 @@ class CudaGraphRunner:
         """What to capture next: the largest of all, then the size that was missed last, or else the largest that is left."""
         assert self.num_left, "all sizes are captured"
         if self._captured and self.is_missing_one:
-            return self._missed
+            return self._misses.size
         return max(size for size in self.sizes if size not in self._replays)
 
     @property
     def is_missing_one(self) -> bool:
-        """Whether a step has found none, or only a much larger one, and would again."""
-        return self._missed > 0
+        return self._misses.size > 0
 
     def forget_missed(self) -> None:
-        self._missed = 0
+        self._misses.forget()
 
     def capture(self, size: int) -> None:
         self._replays[size] = [self._capture(work) for work in self._works(size)]
         self._captured = sorted(self._replays)
-        if not is_far(self._smallest(self._captured, self._missed), self._missed):
-            self.forget_missed()
+        self._misses.note_capture(self._smallest(self._captured, self._misses.size))
 
     def give_up(self, size: int) -> None:
         """Capture nothing more, and forget this size if it was captured."""

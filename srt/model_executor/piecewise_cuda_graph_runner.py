@@ -21,7 +21,7 @@ import torch
 from srt.layers.attention.base import AnyRows, AttentionBackend, Views
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from srt.model_executor.cuda_graph_runner import Capture, Work, is_far, smallest
+from srt.model_executor.cuda_graph_runner import Capture, Misses, Work, is_far, smallest
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 if TYPE_CHECKING:
@@ -157,28 +157,24 @@ class PiecewiseCudaGraphRunner:
         )
         self._buffers: _Buffers | None = None
         self._pieces: dict[int, _Pieces] = {}
-        self._missed = (
-            0  # the best size for the last step that was launched kernel by kernel for want of one; 0: all have one
-        )
+        self._misses = Misses()
 
     @property
     def num_left(self) -> int:
         return len(self._sizes) - len(self._pieces)
 
-    def can_run(self, batch: ForwardBatch) -> bool:
-        """Graphs give hidden states of no more tokens than there are requests."""
-        return batch.output_tokens is not None and self._size_for(batch) is not None
-
-    def _size_for(self, batch: ForwardBatch) -> int | None:
-        """The captured size that serves the batch. One that is far away does not: padding takes its time here."""
+    def size_for(self, batch: ForwardBatch) -> int | None:
+        """The captured size that serves the batch, if there is one: a step is launched kernel by kernel rather than padded far."""
+        if batch.output_tokens is None:  # graphs give hidden states of no more tokens than there are requests
+            return None
         num_tokens = len(batch.input_ids)
         if not self._can_be_whole(batch):
             num_tokens = max(num_tokens, self._most_whole + 1)
         best, size = smallest(self._sizes, num_tokens), smallest(sorted(self._pieces), num_tokens)
-        if best is None or not is_far(size, best):
-            return size
-        self._missed = best
-        return None
+        if best is None:
+            return None
+        self._misses.note(best, size)
+        return None if is_far(size, best) else size
 
     def _can_be_whole(self, batch: ForwardBatch) -> bool:
         num_extends, rows = batch.num_extend_rows, self._rows
@@ -190,16 +186,15 @@ class PiecewiseCudaGraphRunner:
     def next_size(self) -> int:
         """The largest of all, then the one that was missed last, or else the largest that is left."""
         if self._pieces and self.is_missing_one:
-            return self._missed
+            return self._misses.size
         return max(size for size in self._sizes if size not in self._pieces)
 
     @property
     def is_missing_one(self) -> bool:
-        """Whether a step was launched kernel by kernel for want of a size, and would be again."""
-        return self._missed > 0
+        return self._misses.size > 0
 
     def forget_missed(self) -> None:
-        self._missed = 0
+        self._misses.forget()
 
     def give_up(self, size: int) -> None:
         """Capture nothing more, and forget this size if it was captured."""
@@ -212,8 +207,7 @@ class PiecewiseCudaGraphRunner:
         size = self.next_size
         self._tell_padding(size)
         self._pieces[size] = self._capture_whole(size) if self._is_whole(size) else self._capture_pieces(size)
-        if not is_far(smallest(sorted(self._pieces), self._missed), self._missed):
-            self.forget_missed()
+        self._misses.note_capture(smallest(sorted(self._pieces), self._misses.size))
         return size
 
     def _capture_whole(self, size: int) -> _Pieces:
@@ -237,11 +231,9 @@ class PiecewiseCudaGraphRunner:
             self._tell_padding(size)
             self._run_whole(size)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states of a batch that `can_run`, as the model gives them; the next step overwrites them."""
+    def forward(self, batch: ForwardBatch, size: int) -> torch.Tensor:
+        """Hidden states by the graphs of a size for the batch, as the model gives them; the next step overwrites them."""
         num_tokens = len(batch.input_ids)
-        size = self._size_for(batch)
-        assert size is not None, f"nothing is captured for {num_tokens} tokens"
         pieces, buffers = self._pieces[size], self._buffers
         assert buffers is not None and batch.output_tokens is not None
         if self._is_whole(size):

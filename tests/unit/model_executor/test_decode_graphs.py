@@ -18,7 +18,7 @@ import torch
 from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
 from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
-from srt.model_executor.cuda_graph_runner import CudaGraphRunner, Work, graph_sizes
+from srt.model_executor.cuda_graph_runner import PADDED_STEPS, CudaGraphRunner, Work, graph_sizes
 from srt.model_executor.decode_runner import find_graph
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.input_buffers import GraphInputBuffers, Ints
@@ -430,6 +430,11 @@ def test_a_burst_captures_less_than_half_of_the_sizes() -> None:
     assert captures_of(range(256, 0, -1)) == [256, 160, 96, 56, 32, 16, 8, 4, 2, 1]
     assert captures_of([256] * 9) == [256]
     assert captures_of([100] * 9) == [256, 112]
+
+
+def test_a_graph_that_many_steps_are_padded_beside_is_missed_in_the_end() -> None:
+    assert captures_of([256, 160, *[130] * (PADDED_STEPS - 1)]) == [256, 160]
+    assert captures_of([256, 160, *[130] * PADDED_STEPS]) == [256, 160, 144]
 
 
 def test_steps_that_share_miss_what_they_share_in_and_no_size_of_others() -> None:

@@ -108,6 +108,7 @@ class Even(TritonAttentionBackend):
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         super().__init__(spec, device)
         self._readings.add(Reading.EVEN)
+        self.can_capture_prompts = True
         self.num_even = 0
 
     def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
@@ -142,12 +143,13 @@ def test_rows_of_uneven_lengths_draw_what_they_draw_when_read_one_by_one(
 def test_steps_that_are_captured_whole_draw_the_same_tokens(
     checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts alone and beside decodes, and steps of more prompts than there is room for, which are launched kernel by kernel."""
+    """Prompts alone and beside decodes; and in pieces, where there are more of them than whole steps have room for."""
     monkeypatch.setattr(piecewise_cuda_graph_runner, "MOST_WHOLE_EXTENDS", 2)
+    monkeypatch.setattr(piecewise_cuda_graph_runner, "MOST_WHOLE_TOKENS", 32)
     options: dict[str, Any] = {
         "attention_backend": "triton",
         "cuda_graph_bs": (4,),
-        "piecewise_cuda_graph_max_tokens": 32,
+        "piecewise_cuda_graph_max_tokens": 64,
     }
 
     def driver(capture: Recorder | None = None) -> PlanDriver:
@@ -161,18 +163,19 @@ def test_steps_that_are_captured_whole_draw_the_same_tokens(
     prompts = [prefix * (i % 2) + [30 + 7 * i + j for j in range(length)] for i, length in enumerate(lengths)]
     expected, found = ([Job(prompt, greedy(3 + i)) for i, prompt in enumerate(prompts)] for _ in range(2))
     driver().run(expected)
+    monkeypatch.setattr(triton_backend, "TritonAttentionBackend", Even)
     whole = driver(Recorder())
-    pieces, steps = whole.runner._pieces, list[tuple[int, int, bool]]()
-    assert pieces is not None and pieces._is_whole(32)
-    can_run = pieces.can_run
+    pieces, steps = whole.runner._pieces, list[tuple[int, int, int | None]]()
+    assert pieces is not None
+    size_for = pieces.size_for
 
-    def noted(batch: ForwardBatch) -> bool:
-        steps.append((batch.num_extend_rows, batch.num_decode_rows, can_run(batch)))
+    def noted(batch: ForwardBatch) -> int | None:
+        steps.append((batch.num_extend_rows, batch.num_decode_rows, size_for(batch)))
         return steps[-1][2]
 
-    monkeypatch.setattr(pieces, "can_run", noted)
+    monkeypatch.setattr(pieces, "size_for", noted)
     whole.run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
-    assert {(decodes > 0, is_whole) for _, decodes, is_whole in steps if is_whole} == {(False, True), (True, True)}
-    assert [is_whole for extends, _, is_whole in steps if extends > 2] == [False]
+    assert {decodes > 0 for _, decodes, size in steps if size == 32} == {False, True}
+    assert {size for extends, _, size in steps if extends > 2} == {64}
     assert pieces._buffers is not None and torch.isfinite(pieces._buffers.attended).all()

@@ -11,7 +11,6 @@ import torch
 from srt.layers.attention import backend_choice
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.backend_choice import BackendChoice, choose_backends, make_backend
-from srt.layers.attention.split_backend import SplitBackend
 from srt.layers.attention.torch_native import TorchNativeBackend
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
@@ -127,8 +126,16 @@ def test_flashinfer_on_a_cpu_is_refused() -> None:
         choose(device=CPU, attention_backend="flashinfer")
 
 
-def test_captured_prompts_are_left_to_the_decodes_backend_unless_theirs_was_asked_for(host: Any) -> None:
+def test_captured_prompts_are_left_to_the_decodes_backend_unless_theirs_was_asked_for(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(name: str, spec: AttentionSpec, device: torch.device) -> TorchNativeBackend:
+        backend = TorchNativeBackend()
+        backend.can_capture_prompts = name == "triton"
+        return backend
+
     host()
+    monkeypatch.setattr(backend_choice, "_make", make)
     asked: list[tuple[dict[str, Any], bool]] = [
         ({}, False),
         ({"decode_attention_backend": "triton"}, False),
@@ -136,9 +143,7 @@ def test_captured_prompts_are_left_to_the_decodes_backend_unless_theirs_was_aske
         ({"attention_backend": "fa3"}, True),
     ]
     for options, is_asked_for in asked:
-        assert choose_backends(ServerArgs(model_path="x", **options), QWEN3, CUDA).is_prefill_asked_for is is_asked_for
-    decode = TorchNativeBackend()
-    assert not SplitBackend(TorchNativeBackend(), decode, shares_prompts=True).can_capture_prompts
-    decode.can_capture_prompts = True
-    assert SplitBackend(TorchNativeBackend(), decode, shares_prompts=True).can_capture_prompts
-    assert not SplitBackend(TorchNativeBackend(), decode).can_capture_prompts
+        choice = choose_backends(ServerArgs(model_path="x", **options), QWEN3, CUDA)
+        assert make_backend(choice, QWEN3, CUDA).can_capture_prompts is not is_asked_for
+    only_decodes = choose_backends(ServerArgs(model_path="x", decode_attention_backend="flashinfer"), QWEN3, CUDA)
+    assert not make_backend(only_decodes, QWEN3, CUDA).can_capture_prompts
