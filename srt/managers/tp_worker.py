@@ -54,10 +54,17 @@ class TpWorker:
     """Executes plans in their order. Where the device works by itself, the next step is launched before the last is answered."""
 
     def __init__(
-        self, rank: int, runner: ModelRunner, link: WorkerLink, window: int = 2, tracer: Tracer | None = None
+        self,
+        rank: int,
+        runner: ModelRunner,
+        link: WorkerLink,
+        window: int = 2,
+        tracer: Tracer | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self._trace = tracer or Tracer()
         self._rank = rank
+        self._is_alone = num_ranks == 1
         self._runner = runner
         self._link = link
         self._times = WorkerTimes(window)
@@ -131,7 +138,7 @@ class TpWorker:
         self._busy_since_s = self._done_s = now_s
         if self._trace.is_on:
             self._trace.slice("forward", begun_s, now_s, DEVICE, step=done.step, num_tokens=len(rows.ids))
-        ids_hash = rows.ids_hash()
+        ids_hash = 0 if self._is_alone else rows.ids_hash()
         if self._rank == 0:
             wants_capture = self._runner.is_missing_graph
             self._link.send(
@@ -175,7 +182,7 @@ def main(child: Child) -> None:
     runner.warm_up()
     link = WorkerLink(child)
     rank, args = child.start.index, child.start.args
-    worker = TpWorker(rank, runner, link, args.window, child.tracer)
+    worker = TpWorker(rank, runner, link, args.window, child.tracer, args.tp_size)
     link.send(hello_of(rank, args.page_size, runner))
     gc.collect()
     gc.freeze()

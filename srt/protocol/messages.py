@@ -329,7 +329,8 @@ class StepResult(Wire, frozen=True, tag=61):
     """The sampled ids of a step, from rank 0 of the last stage: `counts[i]` ids for the i-th row that samples.
 
     That is 1 for the end of a prompt, 0 to `max_row_tokens` for a decode, and -1 (no ids) where the model gave no finite logits.
-    `wants_capture`: the steps launched so far miss a graph that is worth its capture even while requests run.
+    `ids_hash` is compared with other ranks'; a rank that is alone says 0. `wants_capture`: the steps launched so far miss a graph that is
+    worth its capture even while requests run.
     """
 
     step: int

@@ -285,6 +285,7 @@ def test_results_say_whether_a_graph_is_missed_until_it_is_captured(
     assert log[-4:] == ["answer 2", "capture", "launch 3", "answer 3"]
     results = [message for message in link.sent if isinstance(message, StepResult)]
     assert [(result.step, result.wants_capture) for result in results] == [(1, True), (2, True), (4, False)]
+    assert {result.ids_hash for result in results} == {0}, "a rank that is alone has nobody to agree with"
 
 
 def test_a_draw_that_is_lost_changes_the_hash() -> None:
