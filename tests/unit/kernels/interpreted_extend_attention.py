@@ -44,6 +44,8 @@ def check(
     extend_attention(q, world.kv, *rows, int(extend_lens.max()), scale, out, tiles, window)
     assert (out[:num_tokens] - expected[:num_tokens]).abs().max() <= TOLERANCE[dtype]
     assert out[num_tokens:].isnan().all()
+    if dtype is not torch.float32:
+        return
     slots, starts, counts = (torch.cat((values, torch.zeros(3, dtype=torch.int64))) for values in rows[:3])
     any_rows = torch.full_like(q, float("nan"))
     extend_any_rows(q, world.kv, slots, starts, counts, scale, any_rows, tiles, window)
