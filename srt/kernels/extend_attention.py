@@ -237,12 +237,8 @@ def extend_any_rows(
     num_rows, group = len(req_pool_indices), check_queries(q, out, kv)
     grid = triton.cdiv(len(q) * group, tiles.block_m) + num_rows, kv.num_kv_heads, 1
     block_r = triton.next_power_of_2(num_rows)
-    rows = (
-        req_pool_indices,
-        prefix_lens,
-        extend_lens,
-        extend_lens,
-    )  # the last stands in: where chunks begin is found from lengths
+    # Lengths stand in for where chunks begin, which the kernel finds from them.
+    rows = req_pool_indices, prefix_lens, extend_lens, extend_lens
     _launch(grid, q, kv, rows, scale, out, tiles, window, block_r)
 
 

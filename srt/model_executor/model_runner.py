@@ -527,7 +527,7 @@ class ModelRunner:
 
     @property
     def is_missing_graph(self) -> bool:
-        """Whether the last steps had none, or only a much larger one, where one can be captured."""
+        """Whether steps miss one that is worth its capture even while requests run."""
         return any(graphs.is_missing_one for graphs in self._graphs)
 
     @property
