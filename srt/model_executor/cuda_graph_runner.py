@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 import torch
@@ -42,6 +42,12 @@ class Misses:
         self._num_padded[best] += 1
         if is_far(size, best) or self._num_padded[best] >= PADDED_STEPS:
             self.size = best
+
+    def next_of(self, sizes: Sequence[int], captured: Container[int]) -> int:
+        """What to capture next: the largest of all, then the one that was missed last, or else the largest that is left."""
+        if self.size and max(sizes) in captured:
+            return self.size
+        return max(size for size in sizes if size not in captured)
 
     def note_capture(self, size: int | None) -> None:
         """The missed one is served by this now."""
@@ -92,11 +98,8 @@ class CudaGraphRunner:
 
     @property
     def next_size(self) -> int:
-        """What to capture next: the largest of all, then the size that was missed last, or else the largest that is left."""
         assert self.num_left, "all sizes are captured"
-        if self._captured and self.is_missing_one:
-            return self._misses.size
-        return max(size for size in self.sizes if size not in self._replays)
+        return self._misses.next_of(self.sizes, self._replays)
 
     @property
     def is_missing_one(self) -> bool:

@@ -184,10 +184,7 @@ class PiecewiseCudaGraphRunner:
 
     @property
     def next_size(self) -> int:
-        """The largest of all, then the one that was missed last, or else the largest that is left."""
-        if self._pieces and self.is_missing_one:
-            return self._misses.size
-        return max(size for size in self._sizes if size not in self._pieces)
+        return self._misses.next_of(self._sizes, self._pieces)
 
     @property
     def is_missing_one(self) -> bool:
