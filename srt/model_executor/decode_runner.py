@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from srt.model_executor.step_planner import LEAST_SHARING_ROWS, DecodeStep
 from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo, SamplingKind
 
 if TYPE_CHECKING:
+    from srt.kernels.resident_layers import ResidentLayers
     from srt.models.decoder import CausalLM
 
 NO_ROWS = np.zeros(0, np.int64)
@@ -45,6 +46,7 @@ class DecodeParts:
     tables: ReqToTokenPool
     kv_pool: MHATokenToKVPool
     compiled: CompiledForward | None = None  # takes the model's place in steps of few rows
+    resident: Mapping[int, ResidentLayers] = field(default_factory=dict)  # take it in steps of so many rows
 
 
 class DecodeRunner:
@@ -218,6 +220,8 @@ class DecodeRunner:
         forward: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor] = parts.model
         if parts.compiled is not None and size <= parts.compiled.most_tokens and reading is not Reading.SHARED:
             forward = parts.compiled
+        elif size in parts.resident:
+            forward = parts.resident[size]
         hidden = forward(batch.input_ids, batch.positions, batch)
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[:size])
 

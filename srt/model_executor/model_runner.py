@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -57,6 +57,9 @@ from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.host import usable_cores
 from srt.utils.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from srt.kernels.resident_layers import ResidentLayers
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -322,6 +325,7 @@ class ModelRunner:
                 self._req_to_token_pool,
                 self._token_to_kv_pool,
                 self._compiled,
+                self._new_resident_layers(),
             ),
             self.num_slots,
             args.window,
@@ -330,6 +334,17 @@ class ModelRunner:
             pads=not args.disable_cuda_graph_padding,
             capture=capture if self._attn_backend.can_capture_decodes else None,
         )
+
+    def _new_resident_layers(self) -> dict[int, ResidentLayers]:
+        """By numbers of rows. They attend as our own decode kernels do, and do not know other ranks."""
+        if self.device.type != "cuda" or self.attention.decode != "triton" or self._tp.size > 1:
+            return {}
+        # Triton is not there on every host; with PyTorch for CUDA it is.
+        from srt.kernels.resident_layers import ROWS, ResidentLayers
+
+        state = self._model, self._token_to_kv_pool, self._req_to_token_pool, self.device
+        made = {rows: ResidentLayers.of(*state, rows) for rows in ROWS if rows <= self.num_slots}
+        return {rows: layers for rows, layers in made.items() if layers is not None}
 
     def _new_pieces(self, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
         most = self._args.piecewise_cuda_graph_max_tokens

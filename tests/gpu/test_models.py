@@ -21,7 +21,8 @@ from tests.support.runners import make_runner
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
-REAL_CONFIG = Path(__file__).parents[2] / "benchmarks" / "configs" / "qwen3-0.6b.json"
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+REAL_CONFIG = CONFIGS / "qwen3-0.6b.json"
 
 
 def jobs_of(seed: int, count: int, vocab_size: int = 512) -> list[Job]:
@@ -262,6 +263,34 @@ def test_steps_of_many_rows_are_near_those_of_float32(tmp_path: Path, num_rows: 
         while runner.num_graphs_left:
             runner.capture_graph()
         assert_near(logits_of_rows(runner, prompts, 16, decodes=3), reference, f"{num_rows} rows, {sizes or 'eager'}")
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-8b", "qwen3-14b"])
+def test_layers_in_one_kernel_are_near_those_of_plain_attention(tmp_path: Path, model: str, captures: bool) -> None:
+    """Two layers of real shapes: one row behind few and many positions, and two rows at a time."""
+    if torch.cuda.get_device_capability(CUDA) != (9, 0):
+        pytest.skip("a kernel for Hopper")
+    config = json.loads((CONFIGS / f"{model}.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(8)
+    prompts = [token_ids(rng, length, 512) for length in (1, 16, 31, 700, 3000)]
+    options: dict[str, Any] = {"device": CUDA, "load_format": "dummy", "dtype": "bfloat16", "cuda_graph_bs": (1, 2)}
+
+    def run(decode: str) -> tuple[torch.Tensor, set[int]]:
+        runner = make_runner(tmp_path, 16, decode_attention_backend=decode, **options)
+        while captures and runner.num_graphs_left:
+            runner.capture_graph()
+        steps = []
+        for prompt in prompts:
+            steps.append(logits_of(runner, prompt, 4096, 16, decodes=20)[1:])
+            runner.reset()
+        steps.append(logits_of_rows(runner, prompts[2:4], 16, decodes=20)[:-3])
+        return torch.cat(steps), set(runner._decode_runner._parts.resident)
+
+    (theirs, without), (ours, served) = run("torch_native"), run("triton")
+    assert not without and served == ({1} if model == "qwen3-14b" else {1, 2})
+    assert_near(ours, theirs, f"{model}, graphs: {captures}")
 
 
 @pytest.mark.parametrize("captures", [False, True])

@@ -1,0 +1,741 @@
+// All layers of a step of a few decoding rows, by programs that stay on their processors: see resident_layers.py, which defines the
+// constants in capitals.
+//
+// One warp of a program sends for its share of all weights, in the order in which they are used, through a ring that is hundreds of
+// kilobytes long: it never waits for anything but room. The other warps go through the layers. What one program computes and all others need
+// travels in words of 8 bytes, data and tag: such a word is written and read whole, so who finds the tag that it expects has the data,
+// and nobody waits for anything else. A tag is the number of a layer, counted over all steps.
+//
+// A word is written anew a layer later. By then all have read it: every program has a share of every product, so who has all results of a
+// product knows that everyone has read what came before it.
+//
+// All products go through the same instructions, and little is unrolled: a layer takes 10 µs, in which a program comes through all of this
+// once, and instructions that are not near take longer to come than to execute.
+
+constexpr int WARPS = 15;  // that multiply and attend; one more loads. Five on a quarter of a processor would have fewer registers
+constexpr int THREADS = 32 * WARPS;
+constexpr int UNIT = 8;  // rows of a weight that one multiplication takes
+constexpr int HEADS = QUERY_WIDTH / HEAD_DIM;
+constexpr int KV_HEADS = KV_WIDTH / HEAD_DIM;
+constexpr int GROUP = HEADS / KV_HEADS;
+constexpr int PACKED_WIDTH = QUERY_WIDTH + 2 * KV_WIDTH;
+constexpr int STAGE_BYTES = UNIT * 2 * CHUNK;  // blocks of 64 columns, one after the other
+
+// A layer's products: of queries, keys and values; of attention's output; of gates and ups; down.
+enum { PACKED, OUTPUT, GATES, DOWN };
+constexpr int PRODUCTS = 4;
+__device__ constexpr int SLICES[PRODUCTS] = {HIDDEN / CHUNK, QUERY_WIDTH / CHUNK, HIDDEN / CHUNK, INNER / CHUNK};
+// Of a program: units of each weight, and pairs of each result
+__device__ constexpr int UNITS[PRODUCTS] = {PACKED_WIDTH / UNIT / PROGRAMS, HIDDEN / UNIT / PROGRAMS, 2 * (INNER / UNIT / PROGRAMS),
+                                            HIDDEN / UNIT / PROGRAMS};
+__device__ constexpr int PAIRS[PRODUCTS] = {PACKED_WIDTH / 2 / PROGRAMS, HIDDEN / 2 / PROGRAMS, INNER / 2 / PROGRAMS,
+                                            HIDDEN / 2 / PROGRAMS};
+constexpr int HIDDEN_PAIRS = HIDDEN / 2 / PROGRAMS;
+constexpr int ATTENDED = ROWS * QUERY_WIDTH / PROGRAMS;  // numbers of what heads found that a program puts together
+
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int WIDEST = larger(larger(HIDDEN, QUERY_WIDTH), INNER);
+constexpr int X_PITCH = CHUNK / 8 + 4;  // words: of one lane's pairs of columns, in all groups of 8 columns of a chunk
+constexpr int X_SLICE = 4 * X_PITCH;    // of a chunk's columns
+constexpr int X_ROW = WIDEST / CHUNK * X_SLICE;
+constexpr int MOST_CHUNKS = larger(larger(UNITS[PACKED] * SLICES[PACKED], UNITS[OUTPUT] * SLICES[OUTPUT]),
+                                   larger(UNITS[GATES] * SLICES[GATES], UNITS[DOWN] * SLICES[DOWN]));
+
+constexpr int ATTENDING = GROUP <= 2 ? WARPS : WARPS / 2;  // warps, as there is room for what they find
+constexpr int FINISHING = 4;  // lanes that put two numbers of a product together
+constexpr int HALF = HEAD_DIM / 2;
+constexpr int AHEAD = 2;  // turns of attention whose keys and values are sent for together
+constexpr int PREFETCHED = AHEAD + 16;  // turns whose keys and values are brought near
+constexpr float NOTHING = -1e30f;
+
+static_assert(HEAD_DIM == 128, "a half of a warp has a head, 8 numbers each");
+static_assert(PACKED_WIDTH % (UNIT * PROGRAMS) == 0 && HIDDEN % (UNIT * PROGRAMS) == 0 && INNER % (UNIT * PROGRAMS) == 0 &&
+              ROWS * QUERY_WIDTH % (2 * PROGRAMS) == 0);
+static_assert(STAGES >= WARPS, "a warp that waits for a chunk must know that the one before the last in its place is done with");
+static_assert(HIDDEN % CHUNK == 0 && QUERY_WIDTH % CHUNK == 0 && INNER % CHUNK == 0 && CHUNK % 64 == 0);
+static_assert(FINISHING * ROWS * HIDDEN_PAIRS <= THREADS && ROWS <= UNIT && GROUP + 2 <= WARPS && ROWS * KV_HEADS * SPLITS <= PROGRAMS);
+static_assert(SPLITS <= 16 && (SPLITS & (SPLITS - 1)) == 0);
+
+// How weights are found: blocks of 64 columns, all rows of them.
+struct LayerMaps {
+  TensorMap weights[PRODUCTS];
+};
+
+struct Layer {
+  const u16* norm;
+  const u16* mlp_norm;
+  const u16* q_norm;
+  const u16* k_norm;
+  u16* k_buffer;
+  u16* v_buffer;
+};
+
+// Of words that travel.
+struct Exchange {
+  u64* packed;    // [rows, PACKED_WIDTH / 2] pairs
+  u64* parts;     // [rows, heads, SPLITS, HEAD_DIM] sums
+  u64* factors;   // [rows, heads, SPLITS, 2] maximum and total
+  u64* attended;  // [rows, QUERY_WIDTH / 2] pairs
+  u64* added;     // [rows, HIDDEN / 2] pairs: the stream behind attention
+  u64* active;    // [rows, INNER / 2] pairs
+  u64* stream;    // [rows, HIDDEN / 2] pairs: the stream behind the layer
+  u32* tag;       // the next step's first
+};
+
+struct Step {
+  const LayerMaps* maps;
+  const Layer* layers;
+  const u16* embedded;  // [rows, HIDDEN]
+  u16* out;             // [rows, HIDDEN]
+  const float* cosines;  // [rows, HALF]
+  const float* sines;
+  const long long* locations;
+  const long long* slots;
+  const long long* seq_lens;  // the new position included
+  const int* page_table;
+  long long page_stride;
+  long long k_stride;
+  long long v_stride;
+  int num_layers;
+  float eps;
+  float head_eps;
+  float scale_log2;
+};
+
+struct Words {
+  u64 first, second;
+};
+
+__device__ __forceinline__ Words load_words(const u64* from) {
+  Words words;
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(words.first), "=l"(words.second) : "l"(from) : "memory");
+  return words;
+}
+
+__device__ __forceinline__ u64 load_word(const u64* from) {
+  u64 word;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+  return word;
+}
+
+__device__ __forceinline__ void store_word(u64* to, u32 data, u32 tag) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"((u64)tag << 32 | data) : "memory");
+}
+
+__device__ __forceinline__ bool has(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
+
+// Words at several places, all of them. Those that were looked at too early are loaded again together: one after the other each would take as
+// long as all.
+template <int COUNT, class Place>
+__device__ __forceinline__ void await(Words (&found)[COUNT], u32 tag, Place place) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) found[i].first = found[i].second = 0;
+  bool is_early;
+  do {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      const u64* from = place(i);
+      if (from && !(has(found[i].first, tag) && has(found[i].second, tag))) found[i] = load_words(from);
+    }
+    is_early = false;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) is_early |= place(i) && !(has(found[i].first, tag) && has(found[i].second, tag));
+  } while (is_early);
+}
+
+__device__ __forceinline__ uint4 load_once(const u16* from) {
+  uint4 values;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
+               : "l"(from)
+               : "memory");
+  return values;
+}
+
+__device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
+__device__ __forceinline__ void wait_for_all() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+__device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+__device__ __forceinline__ float sum_of_warp(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+  return value;
+}
+
+__device__ __forceinline__ float exp2_of(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+// What attention keeps in shared memory, where products keep x and their parts.
+struct Attention {
+  float queries[GROUP][HEAD_DIM];
+  u32 new_key[HALF], new_value[HALF];
+  float2 factors[ATTENDING][GROUP];
+  __align__(16) float sums[ATTENDING][GROUP][HEAD_DIM];
+};
+
+// What comes with a layer's weights, in two loads.
+struct First {
+  u16 norm[HIDDEN];
+  u16 q_norm[HEAD_DIM], k_norm[HEAD_DIM];
+  u16 *k_buffer, *v_buffer;
+};
+struct Second {
+  u16 norm[HIDDEN];
+};
+
+struct Memory {
+  char stages[STAGES * STAGE_BYTES];
+  First first[LAYERS_AHEAD];
+  Second second[LAYERS_AHEAD];
+  u64 full[STAGES], empty[STAGES];
+  u64 first_full[LAYERS_AHEAD], first_empty[LAYERS_AHEAD], second_full[LAYERS_AHEAD], second_empty[LAYERS_AHEAD];
+  float squares[ROWS * WARPS];
+  union __align__(16) {
+    struct {
+      u32 x[ROWS * X_ROW];
+      float parts[MOST_CHUNKS * ROWS * UNIT];  // [chunk, row, UNIT]
+    };
+    Attention attention;
+  };
+};
+
+__device__ __forceinline__ void load_bytes(const void* to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address_of(to)),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// All that the other warps need, in their order. By one thread.
+__device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  const u32 full = address_of(memory.full), empty = address_of(memory.empty), stages = address_of(memory.stages);
+  int stage = 0, round = 0, chunk = 0;
+  for (int i = 0; i < step.num_layers; i++) {
+    const int place = i % LAYERS_AHEAD, turn = i / LAYERS_AHEAD;
+    const Layer& layer = step.layers[i];
+    for (int product = 0; product < PRODUCTS; product++) {
+      const TensorMap* map = &step.maps[i].weights[product];
+      asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+      if (product == PACKED) {
+        First& to = memory.first[place];
+        const u32 barrier = address_of(memory.first_full + place);
+        if (turn > 0) wait_for(address_of(memory.first_empty + place), (turn - 1) & 1);
+        expect_bytes(barrier, 2 * HIDDEN + (HEAD_NORM ? 4 * HEAD_DIM : 0) + 16);
+        load_bytes(to.norm, layer.norm, 2 * HIDDEN, barrier);
+        if (HEAD_NORM) load_bytes(to.q_norm, layer.q_norm, 2 * HEAD_DIM, barrier);
+        if (HEAD_NORM) load_bytes(to.k_norm, layer.k_norm, 2 * HEAD_DIM, barrier);
+        load_bytes(&to.k_buffer, &layer.k_buffer, 16, barrier);
+      }
+      if (product == OUTPUT) {
+        const u32 barrier = address_of(memory.second_full + place);
+        if (turn > 0) wait_for(address_of(memory.second_empty + place), (turn - 1) & 1);
+        expect_bytes(barrier, 2 * HIDDEN);
+        load_bytes(memory.second[place].norm, layer.mlp_norm, 2 * HIDDEN, barrier);
+      }
+      const int units = UNITS[product], slices = SLICES[product];
+      for (int unit = 0; unit < units; unit++) {
+        int row = (blockIdx.x * units + unit) * UNIT;
+        if (product == GATES) row = unit % 2 * INNER + (blockIdx.x * (units / 2) + unit / 2) * UNIT;
+        for (int slice = 0; slice < slices; slice++, chunk++) {
+          if (round > 0) wait_for(empty + 8 * stage, (round - 1) & 1);
+          if (chunk >= IN_FLIGHT) wait_for(full + 8 * ((chunk - IN_FLIGHT) % STAGES), (chunk - IN_FLIGHT) / STAGES & 1);
+          expect_bytes(full + 8 * stage, STAGE_BYTES);
+          asm volatile(
+              "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+              "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(stages + stage * STAGE_BYTES),
+              "l"(map), "r"(0), "r"(row), "r"(slice * (CHUNK / 64)), "r"(full + 8 * stage), "l"(policy)
+              : "memory");
+          if (++stage == STAGES) stage = 0, round++;
+        }
+      }
+    }
+  }
+}
+
+// x of a product as others have made it, to where lanes read it. `norm`, if any: x is multiplied by these weights, and its sums of squares
+// are left, a warp's each: the norm's factor comes to the product.
+__device__ __forceinline__ void take(Memory& memory, const u64* words, u32 tag, int size, const u16* norm) {
+  constexpr int TOGETHER = HIDDEN <= 2048 ? 2 : 4;  // loads of a thread
+#pragma unroll 1
+  for (int row = 0; row < ROWS; row++, words += size / 2) {
+    float total = 0;
+#pragma unroll 1
+    for (int first = threadIdx.x; first < size / 4; first += TOGETHER * THREADS) {
+      Words found[TOGETHER];
+      await(found, tag, [&](int j) { return first + j * THREADS < size / 4 ? words + 2 * (first + j * THREADS) : nullptr; });
+#pragma unroll
+      for (int j = 0; j < TOGETHER; j++) {
+        const int i = first + j * THREADS;
+        if (i >= size / 4) break;
+        u32 low = (u32)found[j].first, high = (u32)found[j].second;
+        if (norm) {
+          const uint2 weights = *(const uint2*)(norm + 4 * i);
+          const float a = low_of(low), b = high_of(low), c = low_of(high), d = high_of(high);
+          total += a * a + b * b + c * c + d * d;
+          low = pair_of(a * low_of(weights.x), b * high_of(weights.x));
+          high = pair_of(c * low_of(weights.y), d * high_of(weights.y));
+        }
+        const int inside = i % (CHUNK / 4);
+        u32* to = memory.x + row * X_ROW + i / (CHUNK / 4) * X_SLICE + inside % 2 * 2 * X_PITCH + inside / 2;
+        to[0] = low, to[X_PITCH] = high;
+      }
+    }
+    if (norm) {
+      total = sum_of_warp(total);
+      if (threadIdx.x % 32 == 0) memory.squares[row * WARPS + threadIdx.x / 32] = total;
+    }
+  }
+}
+
+// What lanes multiply of 64 columns: of a unit, and of x.
+//
+// An instruction takes 16 rows of 16 columns, 8 to a register. Here its rows from the 8th on are x's other columns: with a unit's first and
+// third 8 columns it makes what x's first and third make in the rows before, and with the second and fourth what the others make in those
+// behind. The other halves of the sums mean nothing; but registers stay as they are loaded. Rows that x has not are its first.
+struct Operands {
+  u32 pairs[8];
+  uint4 x[2];
+
+  __device__ __forceinline__ void load(u32 even, u32 odd, const uint4* values) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+                 : "r"(even)
+                 : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs[4]), "=r"(pairs[5]), "=r"(pairs[6]), "=r"(pairs[7])
+                 : "r"(odd)
+                 : "memory");
+    x[0] = values[0], x[1] = values[1];
+  }
+
+  __device__ __forceinline__ void multiply(float (&sums)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint4 rows = x[i / 2];
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
+          : "r"(rows.x), "r"(rows.y), "r"(rows.z), "r"(rows.w), "r"(pairs[2 * i]), "r"(pairs[2 * i + 1]));
+    }
+  }
+};
+
+// Parts of the product of x with a program's chunks, which are in the ring from chunk `begin` on. Each warp takes every so many-th.
+__device__ __forceinline__ void multiply(Memory& memory, int product, int begin) {
+  constexpr int BLOCKS = CHUNK / 64;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x_row = lane / 4, chunks = UNITS[product] * SLICES[product];
+  const int eighth = lane / 16 + lane / 8 % 2 * 2;  // of 64 columns, or the fourth behind it; where it lies depends on the row
+  const u32 of_even = (eighth ^ lane % 8) * 16, of_odd = (eighth + 4 ^ lane % 8) * 16;
+#pragma unroll 1
+  for (int i = (warp + WARPS - begin % WARPS) % WARPS; i < chunks; i += WARPS) {
+    const int stage = (begin + i) % STAGES, round = (begin + i) / STAGES;
+    const int slice = product == OUTPUT ? i % SLICES[OUTPUT] : product == DOWN ? i % SLICES[DOWN] : i % SLICES[PACKED];
+    const u32 full = address_of(memory.full + stage), empty = address_of(memory.empty + stage);
+    const u32 w = address_of(memory.stages) + stage * STAGE_BYTES + lane % 8 * LINE;
+    const uint4* values = (const uint4*)(memory.x + (x_row < ROWS ? x_row : 0) * X_ROW + slice * X_SLICE + lane % 4 * X_PITCH);
+    float sums[4][4] = {};
+    if (round > 0) wait_for(empty, (round - 1) & 1);  // what lay there before is another warp's: that one may be behind
+    wait_for(full, round & 1);
+    Operands operands[2];
+    operands[0].load(w + of_even, w + of_odd, values);
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block++) {
+      const int next = block + 1;
+      if (next < BLOCKS) operands[next % 2].load(w + next * UNIT * LINE + of_even, w + next * UNIT * LINE + of_odd, values + 2 * next);
+      operands[block % 2].multiply(sums);
+    }
+    __syncwarp();
+    if (lane == 0) arrive(empty);
+    if (x_row < ROWS) {
+      const float first = sums[0][0] + sums[1][2] + sums[2][0] + sums[3][2];
+      const float second = sums[0][1] + sums[1][3] + sums[2][1] + sums[3][3];
+      *(float2*)(memory.parts + (i * ROWS + x_row) * UNIT + lane % 4 * 2) = make_float2(first, second);
+    }
+  }
+}
+
+// Of neighbouring lanes, so many of them.
+__device__ __forceinline__ float sum_over(float value, int lanes) {
+#pragma unroll
+  for (int distance = 1; distance < lanes; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
+  return value;
+}
+
+// Two neighbouring numbers of a row of a product, put together by FINISHING lanes.
+__device__ __forceinline__ float2 sums_of(const Memory& memory, int unit, int slices, int row, int column) {
+  float2 total = make_float2(0, 0);
+  const float* parts = memory.parts + (unit * slices * ROWS + row) * UNIT + column;
+#pragma unroll 4
+  for (int slice = threadIdx.x % FINISHING; slice < slices; slice += FINISHING) {
+    const float2 part = *(const float2*)(parts + slice * ROWS * UNIT);
+    total.x += part.x, total.y += part.y;
+  }
+  return make_float2(sum_over(total.x, FINISHING), sum_over(total.y, FINISHING));
+}
+
+// Results of a product, for all. `mine` is the thread's pair of the stream, to which two of the products add.
+__device__ __forceinline__ void finish(const Memory& memory, int product, u32& mine, u64* words, u32 tag, float eps) {
+  const int slices = SLICES[product], pairs = PAIRS[product];
+  const bool is_added = product == OUTPUT || product == DOWN;
+#pragma unroll 1
+  for (int first = threadIdx.x / 32 * 32; first < FINISHING * ROWS * pairs; first += THREADS) {  // whole warps
+    const int index = min((first + (int)threadIdx.x % 32) / FINISHING, ROWS * pairs - 1);
+    const int row = ROWS == 1 ? 0 : index / pairs, pair = index - row * pairs;
+    const int unit = pair / (UNIT / 2), column = pair % (UNIT / 2) * 2;
+    float2 result = sums_of(memory, product == GATES ? 2 * unit : unit, slices, row, column);
+    if (is_added) {
+      result.x += low_of(mine), result.y += high_of(mine);
+    } else {
+      float squares = 0;
+#pragma unroll
+      for (int warp = 0; warp < WARPS; warp += FINISHING) {
+        const int mine = warp + threadIdx.x % FINISHING;
+        if (mine < WARPS) squares += memory.squares[row * WARPS + mine];
+      }
+      const float scale = rsqrtf(sum_over(squares, FINISHING) / HIDDEN + eps);
+      result.x *= scale, result.y *= scale;
+      if (product == GATES) {
+        const float2 up = sums_of(memory, 2 * unit + 1, slices, row, column);
+        result.x = result.x / (1 + __expf(-result.x)) * (up.x * scale);
+        result.y = result.y / (1 + __expf(-result.y)) * (up.y * scale);
+      }
+    }
+    const u32 both = pair_of(result.x, result.y);
+    if (is_added) mine = both;
+    if (threadIdx.x % FINISHING == 0) store_word(words + (row * PROGRAMS + blockIdx.x) * pairs + pair, both, tag);
+  }
+}
+
+// A head of which lane i has columns 2 i, 2 i + 1 and as many half a head behind them; normed if heads are, and rotated.
+__device__ __forceinline__ void turn_head(float (&head)[4], const u16* norm, float2 cosine, float2 sine, float eps) {
+  if (HEAD_NORM) {
+    const u32 first = ((const u32*)norm)[threadIdx.x % 32], second = ((const u32*)norm)[threadIdx.x % 32 + HALF / 2];
+    const float squares = head[0] * head[0] + head[1] * head[1] + head[2] * head[2] + head[3] * head[3];
+    const float scale = rsqrtf(sum_of_warp(squares) / HEAD_DIM + eps);
+    head[0] *= scale * low_of(first), head[1] *= scale * high_of(first);
+    head[2] *= scale * low_of(second), head[3] *= scale * high_of(second);
+  }
+  const float a = head[0], b = head[1], c = head[2], d = head[3];
+  head[0] = a * cosine.x - c * sine.x, head[1] = b * cosine.y - d * sine.y;
+  head[2] = c * cosine.x + a * sine.x, head[3] = d * cosine.y + b * sine.y;
+}
+
+// What a half of a warp has found in its positions: lane i has columns 8 i to 8 i + 7.
+struct Found {
+  float peak[GROUP], total[GROUP], sums[GROUP][8];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int head = 0; head < GROUP; head++) {
+      peak[head] = NOTHING, total[head] = 0;
+#pragma unroll
+      for (int i = 0; i < 8; i++) sums[head][i] = 0;
+    }
+  }
+
+  __device__ __forceinline__ void attend(const float (&queries)[GROUP][HEAD_DIM], const uint4 (&keys)[AHEAD],
+                                         const uint4 (&values)[AHEAD], const bool (&is_there)[AHEAD]) {
+    const int columns = threadIdx.x % 16 * 8;
+#pragma unroll
+    for (int head = 0; head < GROUP; head++) {
+      float scores[AHEAD], most = peak[head];
+      const float4 q = *(const float4*)(queries[head] + columns), p = *(const float4*)(queries[head] + columns + 4);
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const uint4 k = keys[i];
+        float score = q.x * low_of(k.x) + q.y * high_of(k.x) + q.z * low_of(k.y) + q.w * high_of(k.y) + p.x * low_of(k.z) +
+                      p.y * high_of(k.z) + p.z * low_of(k.w) + p.w * high_of(k.w);
+#pragma unroll
+        for (int distance = 8; distance > 0; distance /= 2) score += __shfl_xor_sync(~0u, score, distance);
+        scores[i] = is_there[i] ? score : NOTHING;
+        most = fmaxf(most, scores[i]);
+      }
+      const float shrink = exp2_of(peak[head] - most);
+      peak[head] = most, total[head] *= shrink;
+#pragma unroll
+      for (int i = 0; i < 8; i++) sums[head][i] *= shrink;
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const float weight = is_there[i] ? exp2_of(scores[i] - most) : 0.0f;
+        const uint4 v = values[i];
+        total[head] += weight;
+        sums[head][0] += weight * low_of(v.x), sums[head][1] += weight * high_of(v.x);
+        sums[head][2] += weight * low_of(v.y), sums[head][3] += weight * high_of(v.y);
+        sums[head][4] += weight * low_of(v.z), sums[head][5] += weight * high_of(v.z);
+        sums[head][6] += weight * low_of(v.w), sums[head][7] += weight * high_of(v.w);
+      }
+    }
+  }
+
+  // Both halves of the warp, to where all find it.
+  __device__ __forceinline__ void leave(Attention& own) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = lane / 16, columns = lane % 16 * 8;
+#pragma unroll
+    for (int head = 0; head < GROUP; head++) {
+      const float most = fmaxf(peak[head], __shfl_xor_sync(~0u, peak[head], 16)), shrink = exp2_of(peak[head] - most);
+      const float mine = total[head] * shrink, all = mine + __shfl_xor_sync(~0u, mine, 16);
+      float kept[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {  // each half keeps one half of the columns, and gives the other
+        const float first = sums[head][i] * shrink, second = sums[head][i + 4] * shrink;
+        kept[i] = (half ? second : first) + __shfl_xor_sync(~0u, half ? first : second, 16);
+      }
+      *(float4*)(own.sums[warp][head] + columns + 4 * half) = make_float4(kept[0], kept[1], kept[2], kept[3]);
+      if (lane == 0) own.factors[warp][head] = make_float2(most, all);
+    }
+  }
+};
+
+// One program's part of attention: positions of one row, for the query heads of one KV head.
+struct Share {
+  int row, kv_head, split;
+  int begin, end, newest;  // the newest comes from the other programs, not from the memory
+  long long new_location;
+  const int* pages;
+  float2 cosine, sine;
+  u64 first_locations[AHEAD];
+
+  __device__ __forceinline__ Share(const Step& step) {
+    const int program = blockIdx.x, lane = threadIdx.x % 32;
+    row = program / (KV_HEADS * SPLITS), kv_head = program / SPLITS % KV_HEADS, split = program % SPLITS;
+    begin = end = newest = 0, new_location = 0, pages = step.page_table;
+    if (!has_work()) return;
+    const int length = (int)step.seq_lens[row], share = (length + SPLITS - 1) / SPLITS;
+    begin = min(split * share, length), end = min(begin + share, length), newest = length - 1;
+    pages += step.slots[row] * step.page_stride;
+    new_location = step.locations[row];
+    cosine = *(const float2*)(step.cosines + row * HALF + 2 * lane);
+    sine = *(const float2*)(step.sines + row * HALF + 2 * lane);
+#pragma unroll
+    for (int turn = 0; turn < AHEAD; turn++) first_locations[turn] = is_old(turn) ? location_of(turn) : 0;
+  }
+
+  __device__ __forceinline__ bool has_work() const { return row < ROWS; }
+  __device__ __forceinline__ bool has_newest() const { return begin <= newest && newest < end; }
+  __device__ __forceinline__ int position_of(int turn) const {
+    return begin + (turn * ATTENDING + threadIdx.x / 32) * 2 + threadIdx.x % 32 / 16;
+  }
+  __device__ __forceinline__ bool is_there(int turn) const { return threadIdx.x < 32 * ATTENDING && position_of(turn) < end; }
+  __device__ __forceinline__ bool is_old(int turn) const { return is_there(turn) && position_of(turn) != newest; }
+  __device__ __forceinline__ u64 location_of(int turn) const {
+    const int position = position_of(turn);
+    int page;  // asked for here, and not where it is used
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(page) : "l"(pages + position / PAGE_SIZE));
+    return (u64)page * PAGE_SIZE + position % PAGE_SIZE;
+  }
+
+  // Keys and values that will be read, nearer.
+  __device__ __forceinline__ void bring(const Step& step, const First& layer) const {
+    if (threadIdx.x % 8) return;
+    const int columns = kv_head * HEAD_DIM + threadIdx.x % 16 * 8;
+#pragma unroll 1
+    for (int first = 0; first < PREFETCHED && is_old(first); first += AHEAD) {
+      u64 locations[AHEAD];
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) {
+        locations[j] = first == 0 ? first_locations[j] : is_old(first + j) ? location_of(first + j) : 0;
+      }
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) {
+        if (!is_old(first + j)) continue;
+        prefetch(layer.k_buffer + locations[j] * step.k_stride + columns);
+        prefetch(layer.v_buffer + locations[j] * step.v_stride + columns);
+      }
+    }
+  }
+
+  // What the heads of the group find in these positions, for all.
+  __device__ __forceinline__ void attend(Attention& own, const Step& step, const Exchange& exchange, const First& layer, u32 tag) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, columns = lane % 16 * 8;
+    const u16 *k_head = layer.k_buffer + kv_head * HEAD_DIM, *v_head = layer.v_buffer + kv_head * HEAD_DIM;
+    uint4 keys[AHEAD], values[AHEAD];
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++) {
+      keys[j] = values[j] = make_uint4(0, 0, 0, 0);
+      if (is_old(j)) {
+        keys[j] = load_once(k_head + first_locations[j] * step.k_stride + columns);
+        values[j] = load_once(v_head + first_locations[j] * step.v_stride + columns);
+      }
+    }
+    wait_for_all();  // nobody needs what lies there
+    if (warp < GROUP || (has_newest() && warp < GROUP + 2)) {
+      const int head_of_packed = warp < GROUP ? kv_head * GROUP + warp : HEADS + (warp - GROUP) * KV_HEADS + kv_head;
+      const u64* from = exchange.packed + row * (PACKED_WIDTH / 2) + head_of_packed * HALF + lane;
+      u64 words[2];
+      do {
+        words[0] = load_word(from), words[1] = load_word(from + HALF / 2);
+      } while (!has(words[0], tag) || !has(words[1], tag));
+      u32 first = (u32)words[0], second = (u32)words[1];
+      if (warp <= GROUP) {
+        float head[4] = {low_of(first), high_of(first), low_of(second), high_of(second)};
+        turn_head(head, warp < GROUP ? layer.q_norm : layer.k_norm, cosine, sine, step.head_eps);
+        first = pair_of(head[0], head[1]), second = pair_of(head[2], head[3]);
+      }
+      if (warp < GROUP) {
+        float* to = own.queries[warp] + 2 * lane;
+        *(float2*)to = make_float2(low_of(first) * step.scale_log2, high_of(first) * step.scale_log2);
+        *(float2*)(to + HALF) = make_float2(low_of(second) * step.scale_log2, high_of(second) * step.scale_log2);
+      } else {
+        const bool is_key = warp == GROUP;
+        u32* near = is_key ? own.new_key : own.new_value;
+        u16* far = is_key ? layer.k_buffer + new_location * step.k_stride : layer.v_buffer + new_location * step.v_stride;
+        u32* memory = (u32*)(far + kv_head * HEAD_DIM);
+        near[lane] = memory[lane] = first, near[lane + HALF / 2] = memory[lane + HALF / 2] = second;
+      }
+    }
+    wait_for_all();
+
+    const int active = min((end - begin + 1) / 2, ATTENDING);  // warps that have positions
+    if (warp < active) {
+      Found found;
+      found.clear();
+      u64 next_locations[AHEAD];
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) next_locations[j] = is_old(AHEAD + j) ? location_of(AHEAD + j) : 0;
+#pragma unroll 1
+      for (int turn = 0; begin + turn * ATTENDING * 2 < end; turn += AHEAD) {
+        uint4 next_keys[AHEAD], next_values[AHEAD];
+        bool there[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+          there[j] = is_there(turn + j);
+          if (there[j] && !is_old(turn + j)) {
+            keys[j] = *(const uint4*)(own.new_key + columns / 2), values[j] = *(const uint4*)(own.new_value + columns / 2);
+          }
+          next_keys[j] = next_values[j] = make_uint4(0, 0, 0, 0);
+          if (is_old(turn + AHEAD + j)) {
+            next_keys[j] = load_once(k_head + next_locations[j] * step.k_stride + columns);
+            next_values[j] = load_once(v_head + next_locations[j] * step.v_stride + columns);
+          }
+          if (is_old(turn + 2 * AHEAD + j)) next_locations[j] = location_of(turn + 2 * AHEAD + j);
+        }
+        found.attend(own.queries, keys, values, there);
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) keys[j] = next_keys[j], values[j] = next_values[j];
+      }
+      found.leave(own);
+    }
+    wait_for_all();
+#pragma unroll 1
+    for (int index = threadIdx.x; index < GROUP * HEAD_DIM; index += THREADS) {
+      const int head = index / HEAD_DIM, column = index % HEAD_DIM, of_all = row * HEADS + kv_head * GROUP + head;
+      float most = NOTHING, total = 0, sum = 0;
+#pragma unroll 4
+      for (int other = 0; other < active; other++) most = fmaxf(most, own.factors[other][head].x);
+#pragma unroll 4
+      for (int other = 0; other < active; other++) {
+        const float2 factor = own.factors[other][head];
+        const float shrink = exp2_of(factor.x - most);
+        total += shrink * factor.y, sum += shrink * own.sums[other][head][column];
+      }
+      store_word(exchange.parts + (of_all * SPLITS + split) * HEAD_DIM + column, __float_as_uint(sum), tag);
+      if (column < 2) {
+        store_word(exchange.factors + (of_all * SPLITS + split) * 2 + column, __float_as_uint(column ? total : most), tag);
+      }
+    }
+    wait_for_all();  // what lies there is not needed any more
+  }
+};
+
+// What programs found in their positions, put together: LANES_OF_PAIR lanes have some of the shares of two numbers each.
+__device__ __forceinline__ void put_together(const Exchange& exchange, u32 tag) {
+  constexpr int LANES_OF_PAIR = SPLITS < 4 ? SPLITS : 4, SHARES = SPLITS / LANES_OF_PAIR, PAIRS_AT_ONCE = 32 / LANES_OF_PAIR;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int first = threadIdx.x / 32 * PAIRS_AT_ONCE; first < ATTENDED / 2; first += WARPS * PAIRS_AT_ONCE) {
+    const int inside = first + lane % PAIRS_AT_ONCE, pair = blockIdx.x * (ATTENDED / 2) + min(inside, ATTENDED / 2 - 1);
+    const int head = pair / HALF, split = lane / PAIRS_AT_ONCE * SHARES;
+    const u64* factors = exchange.factors + (head * SPLITS + split) * 2;
+    const u64* parts = exchange.parts + (head * SPLITS + split) * HEAD_DIM + pair % HALF * 2;
+    Words found[2 * SHARES];  // factors, then parts
+    await(found, tag, [&](int i) { return i < SHARES ? factors + 2 * i : parts + (i - SHARES) * HEAD_DIM; });
+    float most = NOTHING, total = 0, low = 0, high = 0;
+#pragma unroll
+    for (int i = 0; i < SHARES; i++) most = fmaxf(most, __uint_as_float((u32)found[i].first));
+#pragma unroll
+    for (int distance = PAIRS_AT_ONCE; distance < 32; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+#pragma unroll
+    for (int i = 0; i < SHARES; i++) {
+      const float shrink = exp2_of(__uint_as_float((u32)found[i].first) - most);
+      total += shrink * __uint_as_float((u32)found[i].second);
+      low += shrink * __uint_as_float((u32)found[SHARES + i].first), high += shrink * __uint_as_float((u32)found[SHARES + i].second);
+    }
+#pragma unroll
+    for (int distance = PAIRS_AT_ONCE; distance < 32; distance *= 2) {
+      total += __shfl_xor_sync(~0u, total, distance);
+      low += __shfl_xor_sync(~0u, low, distance), high += __shfl_xor_sync(~0u, high, distance);
+    }
+    const float factor_of_all = __fdividef(1.0f, total);
+    if (lane < PAIRS_AT_ONCE && inside < ATTENDED / 2) {
+      store_word(exchange.attended + pair, pair_of(low * factor_of_all, high * factor_of_all), tag);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+    resident_layers(const __grid_constant__ Exchange exchange, const __grid_constant__ Step step) {
+  extern __shared__ char bytes[];
+  Memory& memory = *(Memory*)(bytes + (-address_of(bytes) & 1023));
+  const int thread = threadIdx.x;
+  if (thread == 0) {
+    // One arrival each: of who loads, or of one thread for all who have read.
+    for (u64* barrier = memory.full; barrier < memory.second_empty + LAYERS_AHEAD; barrier++) init_barrier(address_of(barrier), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (thread >= THREADS) {
+    // Weights are constants: they are on their way before the kernels before this one have ended.
+    if (thread == THREADS) load_layers(memory, step);
+    return;
+  }
+
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const u32 first_tag = *(volatile u32*)exchange.tag;
+  const Share share(step);
+  u32 mine = 0;
+  const int my_pair = min(thread / FINISHING, ROWS * HIDDEN_PAIRS - 1);
+  const int my_place = (my_pair / HIDDEN_PAIRS * PROGRAMS + blockIdx.x) * HIDDEN_PAIRS + my_pair % HIDDEN_PAIRS;
+  mine = ((const u32*)step.embedded)[my_place];
+  if (thread < FINISHING * ROWS * HIDDEN_PAIRS && thread % FINISHING == 0) store_word(exchange.stream + my_place, mine, first_tag);
+
+  int begin = 0;  // of the next product in the ring
+#pragma unroll 1
+  for (int i = 0; i < step.num_layers; i++) {
+    const int place = i % LAYERS_AHEAD, turn = i / LAYERS_AHEAD;
+    const First& first = memory.first[place];
+    const u32 tag = first_tag + i + 1;
+#pragma unroll 1
+    for (int product = 0; product < PRODUCTS; product++) {
+      const u64* from = product == PACKED ? exchange.stream : product == OUTPUT ? exchange.attended
+                        : product == GATES ? exchange.added : exchange.active;
+      u64* to = product == PACKED ? exchange.packed : product == OUTPUT ? exchange.added
+                : product == GATES ? exchange.active : exchange.stream;
+      const u16* norm = nullptr;
+      if (product == PACKED) wait_for(address_of(memory.first_full + place), turn & 1), norm = first.norm;
+      if (product == GATES) wait_for(address_of(memory.second_full + place), turn & 1), norm = memory.second[place].norm;
+      take(memory, from, product == PACKED ? tag - 1 : tag, SLICES[product] * CHUNK, norm);
+      wait_for_all();
+      if (product == OUTPUT && thread == 0) arrive(address_of(memory.first_empty + place));
+      if (product == GATES && thread == 0) arrive(address_of(memory.second_empty + place));
+      if (product == PACKED && share.has_work()) share.bring(step, first);
+      multiply(memory, product, begin);
+      begin += UNITS[product] * SLICES[product];
+      wait_for_all();
+      finish(memory, product, mine, to, tag, step.eps);
+      if (product == PACKED) {
+        if (share.has_work()) share.attend(memory.attention, step, exchange, first, tag);
+        put_together(exchange, tag);
+      }
+    }
+  }
+  if (thread < FINISHING * ROWS * HIDDEN_PAIRS && thread % FINISHING == 0) ((u32*)step.out)[my_place] = mine;
+  // Everyone has read this step's first tag: else there would be no results of everyone's.
+  if (blockIdx.x == 0 && thread == 0) *exchange.tag = first_tag + step.num_layers + 1;
+}

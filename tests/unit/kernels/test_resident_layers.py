@@ -1,0 +1,79 @@
+"""That the kernel of whole layers compiles and finds room, on a machine without a GPU. What it computes: tests/gpu."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from srt.kernels.cuda_source import machine_code
+from srt.kernels.hopper import ARCHITECTURE
+from srt.kernels.resident_layers import ResidentVariant
+from srt.kernels.shared_memory import SHARED_BYTES
+
+Widths = tuple[int, int, int, int]  # of the stream, of queries, of keys, of the MLP's inside
+SMALL: Widths = (1024, 2048, 1024, 3072)  # Qwen3-0.6B
+SHAPES: list[Widths] = [
+    SMALL,
+    (4096, 4096, 1024, 12288),  # Qwen3-8B
+    (5120, 5120, 1024, 17408),  # Qwen3-14B
+    (4096, 4096, 1024, 14336),  # Llama-3-8B
+    (2048, 4096, 512, 6144),  # 8 query heads of a group
+]
+
+
+def variant_of(
+    widths: Widths, rows: int = 1, has_head_norm: bool = True, page_size: int = 16
+) -> ResidentVariant | None:
+    return ResidentVariant.of(rows, widths, has_head_norm, page_size, num_processors=132)
+
+
+@pytest.mark.parametrize("widths", SHAPES, ids=str)
+@pytest.mark.parametrize(("rows", "has_head_norm", "page_size"), [(1, True, 16), (1, False, 1), (2, True, 64)])
+def test_every_variant_compiles_for_hopper_and_finds_room(
+    widths: Widths, rows: int, has_head_norm: bool, page_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path))
+    variant = variant_of(widths, rows, has_head_norm, page_size)
+    if variant is None:
+        assert rows > 1, widths
+        return
+    # As large as the kernel says itself that its memory is, wherever that begins.
+    check = f'\nstatic_assert(sizeof(Memory) + 1008 <= {variant.shared_bytes}, "it needs more");'
+    assert machine_code(variant.source + check, variant.constants, ARCHITECTURE).startswith(b"\x7fELF")
+    assert variant.shared_bytes <= SHARED_BYTES[90] < replace(variant, stages=variant.stages + 1).shared_bytes
+
+
+def test_a_ring_shorter_than_its_warps_is_not_compiled() -> None:
+    variant = variant_of(SMALL)
+    assert variant is not None
+    with pytest.raises(RuntimeError, match="a warp that waits for a chunk"):
+        machine_code(variant.source, replace(variant, stages=14).constants, ARCHITECTURE)
+
+
+def test_programs_have_equal_shares_and_each_has_some() -> None:
+    for widths in SHAPES:
+        hidden, query_width, kv_width, inner = widths
+        variant = variant_of(widths)
+        assert variant is not None and 0.95 * 132 <= variant.programs <= 132
+        assert all(width % (8 * variant.programs) == 0 for width in (hidden, query_width + 2 * kv_width, inner))
+        assert variant.splits * kv_width // 128 <= variant.programs
+
+
+def test_shapes_that_cannot_be_shared_evenly_are_left_to_others() -> None:
+    assert variant_of((2560, 4096, 1024, 9728)) is None, "64 programs at most"
+    assert variant_of((1000, 2048, 1024, 3072)) is None, "no whole chunks"
+    assert variant_of((1024, 16384, 1024, 3072)) is None, "more heads of a group than warps"
+    assert variant_of((5120, 5120, 1024, 17408), rows=2) is None, "no room for a ring"
+    assert ResidentVariant.of(1, SMALL, True, 16, num_processors=114) is None, "an H100 PCIe's processors"
+
+
+def test_the_kernel_is_told_as_many_pointers_of_a_layer_as_it_reads() -> None:
+    """The table of layers is made of numbers: no compiler compares it with the kernel's structure."""
+    variant = variant_of(SMALL)
+    assert variant is not None
+    (layer,) = re.findall(r"struct Layer \{(.*?)\};", variant.source, re.DOTALL)
+    names = re.findall(r"\*\s*(\w+);", layer)
+    assert names == ["norm", "mlp_norm", "q_norm", "k_norm", "k_buffer", "v_buffer"]
