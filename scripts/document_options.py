@@ -54,6 +54,7 @@ SGLANG_DEFAULTS: dict[str, Any] = {
     "base_gpu_id": 0,
     "attention_backend": None,
     "random_seed": None,
+    "disable_custom_all_reduce": False,
     "dist_timeout": "that of PyTorch",
     "watchdog_timeout": 300.0,
     "log_level": "info",

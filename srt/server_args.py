@@ -186,6 +186,11 @@ class ServerArgs:
     )
     torch_compile_max_bs: int = option(32, "most rows of these steps", group=DEVICE)
     random_seed: int | None = option(None, "seed of the seeds that are drawn for requests without one", group=DEVICE)
+    disable_custom_all_reduce: bool = option(
+        False,
+        "exchange the few numbers of decode steps through NCCL, not by writing the other GPUs' memory",
+        group=DEVICE,
+    )
     dist_timeout: int = option(300, "seconds that collective operations wait for a peer", group=DEVICE)
     watchdog_timeout: float = option(
         30.0, "seconds that a step may take before its worker counts as stuck", group=DEVICE
@@ -328,7 +333,7 @@ UNSUPPORTED = frozenset(
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend grammar_backend"
     " enable_memory_saver enable_deterministic_inference"
-    " disable_custom_all_reduce speculative_algorithm speculative_draft_model_path speculative_num_steps enable_lora lora_paths"
+    " speculative_algorithm speculative_draft_model_path speculative_num_steps enable_lora lora_paths"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
     " detokenizer_worker_num quantization_param_path skip_server_warmup".split()
 )

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from srt.distributed.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from srt.distributed.peer_memory import PeerMemory
 
 Backend = Literal["gloo", "nccl"]
 
@@ -51,18 +54,24 @@ class TensorParallel:
     arithmetic in rank order. With one rank nothing is sent and tensors come back as they went in.
     """
 
-    def __init__(self, rank: int, size: int, group: Group | None, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, size: int, group: Group | None, device: torch.device, peers: PeerMemory | None = None
+    ) -> None:
+        """`peers`, if given, serves what is small."""
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert (group is None) == (size == 1), f"{size} ranks, group {group}"
         self.rank = rank
         self.size = size
         self.device = device
         self._group = group
+        self._peers = peers
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, added in rank order; low precision is added in float32 and rounded once."""
         if self._group is None:
             return x
+        if self._peers is not None and (added := self._peers.add(x)) is not None:
+            return added
         parts = self._gather(x)
         wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         total = parts[0].to(wide) + parts[1]
@@ -74,7 +83,10 @@ class TensorParallel:
         """The ranks' tensors, all of one shape, concatenated along `dim` in rank order."""
         if self._group is None:
             return x
-        return torch.cat(tuple(self._gather(x)), dim=dim)
+        parts = None if self._peers is None else self._peers.gather(x)
+        if parts is None:
+            parts = self._gather(x)
+        return parts.flatten(0, 1) if dim == 0 else torch.cat(tuple(parts), dim=dim)
 
     def min_int(self, value: int) -> int:
         """The smallest of the ranks' values, such as how many pages fit on every device."""
@@ -85,16 +97,24 @@ class TensorParallel:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, this rank waits for nobody: the others seem to send what it sends itself."""
-        group = self._group
-        self._group = None if group is None else _Echo()
+        group, peers = self._group, self._peers
+        self._group, self._peers = None if group is None else _Echo(), None
         try:
             yield
         finally:
-            self._group = group
+            self._group, self._peers = group, peers
+
+    @property
+    def lost_peer(self) -> CollectiveError | None:
+        """Whom the device has waited for in vain, if that is why CUDA fails."""
+        return None if self._peers is None else self._peers.lost_peer
 
     def close(self) -> None:
         """Leave the group; the other ranks' operations fail from then on. Twice is fine."""
         group, self._group = self._group, None
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close()
         if group is not None:
             group.shutdown()
 
@@ -114,19 +134,40 @@ class TensorParallel:
 
 
 def init_tensor_parallel(
-    rank: int, size: int, rendezvous_file: str, backend: Backend, device: torch.device, timeout_s: float = 300.0
+    rank: int,
+    size: int,
+    rendezvous_file: str,
+    backend: Backend,
+    device: torch.device,
+    timeout_s: float = 300.0,
+    maps_peers: bool = True,
 ) -> TensorParallel:
     """Meet the other ranks at `rendezvous_file`, a path that they share and that no earlier group has used.
 
-    A collective whose peers do not come fails after `timeout_s`. With one rank there is nobody to meet.
+    A collective whose peers do not come fails after `timeout_s`. With one rank there is nobody to meet. GPUs map each other's memory for
+    what is small, if they can and unless told not to.
     """
     if size == 1:
         return TensorParallel(0, 1, None, device)
     store = dist.FileStore(rendezvous_file, size)  # type: ignore[attr-defined]  # missing in torch's own stubs
-    tp = TensorParallel(rank, size, _open_group(store, rank, size, backend, timedelta(seconds=timeout_s)), device)
+    group = _open_group(store, rank, size, backend, timedelta(seconds=timeout_s))
+    tp = TensorParallel(rank, size, group, device)
     # Connect now: whoever is missing is found at start-up and not in the first step.
     tp.min_int(rank)
-    return tp
+    if device.type != "cuda" or not maps_peers:
+        return tp
+    return TensorParallel(rank, size, group, device, _map_peers(tp, timeout_s))
+
+
+def _map_peers(tp: TensorParallel, timeout_s: float) -> PeerMemory | None:
+    # Triton is not there on every host; with PyTorch for CUDA it is.
+    from srt.distributed.mapped_memory import CudaMemory
+    from srt.distributed.peer_memory import open_peer_memory
+    from srt.kernels.hopper import runs_on
+    from srt.kernels.peer_sum import PeerKernel
+
+    has_kernel = runs_on(tp.device, PeerKernel(tp.size, None))
+    return open_peer_memory(tp, CudaMemory(tp.device) if has_kernel else None, timeout_s)
 
 
 def _open_group(store: Any, rank: int, size: int, backend: Backend, timeout: timedelta) -> Group:

@@ -194,10 +194,11 @@ def main(child: Child) -> None:
     except SupervisorGone:
         raise
     except Exception as error:
-        sentence = " ".join(f"Worker {rank} failed in step {worker.step}: {type(error).__name__}: {error}".split())
+        cause = runner.lost_peer or error
+        sentence = " ".join(f"Worker {rank} failed in step {worker.step}: {type(cause).__name__}: {cause}".split())
         link.send(WorkerFault(rank, worker.step, sentence))
         link.close()
-        if isinstance(error, CollectiveError):  # another rank's fault as a rule, so where we were tells nobody anything
+        if isinstance(cause, CollectiveError):  # another rank's fault as a rule, so where we were tells nobody anything
             raise StartError(sentence) from error
         raise
     link.close()
@@ -222,7 +223,13 @@ def load_runner(child: Child) -> ModelRunner:
     child.report_phase("communicator")
     rendezvous = str(Path(start.run_dir) / f"rendezvous-{start.generation}")
     tp = init_tensor_parallel(
-        rank, args.tp_size, rendezvous, "gloo" if device.type == "cpu" else "nccl", device, args.dist_timeout
+        rank,
+        args.tp_size,
+        rendezvous,
+        "gloo" if device.type == "cpu" else "nccl",
+        device,
+        args.dist_timeout,
+        maps_peers=not args.disable_custom_all_reduce,
     )
     child.report_phase("weights")
     return ModelRunner(

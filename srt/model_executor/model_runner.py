@@ -171,6 +171,11 @@ class ModelRunner:
         )
 
     @property
+    def lost_peer(self) -> CollectiveError | None:
+        """Whom the device has waited for in vain, if that is why CUDA fails."""
+        return self._tp.lost_peer
+
+    @property
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in self._model.parameters())
 

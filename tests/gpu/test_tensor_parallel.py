@@ -1,12 +1,16 @@
-"""Two ranks on two GPUs, whose collectives are in the graphs: the tokens of one CPU."""
+"""Two ranks on two GPUs, whose collectives are in the graphs: the tokens of one CPU. And what they add up by themselves, to the bit."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from srt.runtime import Runtime
+from tests.gpu.peer_ranks import FIRST_RUNS
 from tests.support.checkpoints import CheckpointFactory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
@@ -24,8 +28,10 @@ def num_graphs_left(runtime: Runtime) -> int:
     return int(state["num_graphs_left"])
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_two_ranks_in_graphs_give_the_tokens_of_a_cpu(checkpoint: CheckpointFactory, page_size: int) -> None:
+@pytest.mark.parametrize(("page_size", "disable_custom_all_reduce"), [(1, False), (16, False), (16, True)])
+def test_two_ranks_in_graphs_give_the_tokens_of_a_cpu(
+    checkpoint: CheckpointFactory, page_size: int, disable_custom_all_reduce: bool
+) -> None:
     options: dict[str, Any] = {
         "model_path": str(checkpoint("qwen3")),
         "dtype": "float32",
@@ -35,9 +41,44 @@ def test_two_ranks_in_graphs_give_the_tokens_of_a_cpu(checkpoint: CheckpointFact
     with Runtime(**options, device="cpu") as runtime:
         expected = outputs_of(runtime)
     graphs: dict[str, Any] = {"attention_backend": "triton", "cuda_graph_bs": [2, 4, 8]}
+    graphs["disable_custom_all_reduce"] = disable_custom_all_reduce
     with Runtime(**options, **graphs, device="cuda", tp_size=2) as runtime:
         assert num_graphs_left(runtime) > 0
         assert outputs_of(runtime) == expected, "before all graphs are there"
         while num_graphs_left(runtime):  # they are captured while nobody asks for anything else
             pass
         assert outputs_of(runtime) == expected
+
+
+def run_two(case: str, folder: Path) -> None:
+    """One of tests.gpu.peer_ranks' cases, on both ranks."""
+    command = [sys.executable, "-m", "tests.gpu.peer_ranks", case]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder / "rendezvous")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=150)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, words in zip(ranks, said, strict=True):
+        assert rank.returncode == 0 and words.endswith("done\n"), "\n".join(said)
+
+
+@pytest.mark.parametrize("case", FIRST_RUNS)
+def test_sums_equal_those_of_gathered_parts_to_the_bit_however_late_a_rank_comes(case: str, tmp_path: Path) -> None:
+    run_two(case, tmp_path)
+
+
+def test_sums_in_a_graph_are_those_of_the_numbers_at_each_replay(tmp_path: Path) -> None:
+    run_two("graph", tmp_path)
+
+
+def test_a_peer_that_is_gone_ends_the_wait_with_an_error_that_names_it(tmp_path: Path) -> None:
+    run_two("dead", tmp_path)

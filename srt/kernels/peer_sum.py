@@ -1,0 +1,108 @@
+"""What the ranks of a host add up or gather of few bytes, in one launch: a kernel in CUDA's C++ that writes the others' memory.
+
+The few bytes of a decode step travel sooner than NCCL begins. Compute capability 9.0 only, as all such kernels here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from srt.kernels.hopper import launch, source_of
+
+LETTERS: Final = 512
+"""Of a box, and threads of the program that fills it."""
+LETTER_BYTES: Final = 8
+"""Of data; as many tell the run."""
+BOXES: Final = 128
+"""So that all programs run at once: one that waits for another rank's must not keep back one that another rank waits for."""
+MOST_BYTES: Final = BOXES * LETTERS * LETTER_BYTES
+"""Of a rank's part."""
+MOST_RANKS: Final = 8
+_KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerKernel:
+    """One variant. What is gathered has no type."""
+
+    ranks: int
+    dtype: torch.dtype | None  # of what is added up; None: it is gathered
+
+    name = "peer_sum"
+    shared_bytes = 0
+    num_threads = LETTERS
+    cluster = 1
+
+    @property
+    def source(self) -> str:
+        return source_of(self.name)
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        return {
+            "RANKS": self.ranks,
+            "BOXES": BOXES,
+            "LETTERS": LETTERS,
+            "GATHERS": int(self.dtype is None),
+            "KIND": 0 if self.dtype is None else _KINDS[self.dtype],
+            "FLOAT16": _KINDS[torch.float16],
+            "FLOAT32": _KINDS[torch.float32],
+        }
+
+
+class Mail(ctypes.Structure):
+    """Where letters go and come from, as the kernel has it."""
+
+    _fields_ = (
+        ("memories", ctypes.c_ulonglong * MOST_RANKS),
+        ("runs", ctypes.c_void_p),
+        ("missing", ctypes.c_void_p),
+        ("patience_ns", ctypes.c_ulonglong),
+        ("rank", ctypes.c_int),
+    )
+
+
+def memory_bytes(ranks: int) -> int:
+    """Of a rank's boxes: two sides, and room for a part of every rank."""
+    return 2 * BOXES * ranks * LETTERS * 2 * LETTER_BYTES
+
+
+def own_place(rank: int) -> int:
+    """Where in a rank's memory its own letters would come: nobody ever writes there."""
+    return rank * LETTERS * 2 * LETTER_BYTES
+
+
+def is_summable(dtype: torch.dtype, num_bytes: int) -> bool:
+    return dtype in _KINDS and is_gatherable(num_bytes)
+
+
+def is_gatherable(num_bytes: int) -> bool:
+    return 0 < num_bytes <= MOST_BYTES and num_bytes % LETTER_BYTES == 0
+
+
+def add_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:
+    """The sum of the ranks' `x`, added in rank order in float32 and rounded once."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _exchange(PeerKernel(ranks, x.dtype), x, out, mail)
+    return out
+
+
+def gather_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:
+    """[ranks, *x.shape]"""
+    out = torch.empty((ranks, *x.shape), dtype=x.dtype, device=x.device)
+    _exchange(PeerKernel(ranks, None), x, out, mail)
+    return out
+
+
+def _exchange(kernel: PeerKernel, x: torch.Tensor, out: torch.Tensor, mail: Mail) -> None:
+    part = x.contiguous()
+    if part.data_ptr() % LETTER_BYTES:
+        part = part.clone()
+    num_letters = part.nbytes // LETTER_BYTES
+    with torch.cuda.device(x.device):
+        launch(kernel, (-(-num_letters // LETTERS), 1, 1), (), (mail, part, out, num_letters), is_dependent=True)

@@ -1,0 +1,150 @@
+"""One of two ranks whose GPUs write each other's memory: `python -m tests.gpu.peer_ranks CASE RANK RENDEZVOUS`.
+
+It says `done`, or what is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable
+
+import torch
+
+from srt.distributed.mapped_memory import CudaMemory
+from srt.distributed.parallel_state import TensorParallel, init_tensor_parallel
+from srt.distributed.peer_memory import open_peer_memory
+from srt.kernels.peer_sum import MOST_BYTES
+
+SIZE = 2
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BYTES = (8, 16, 1000, 4096, 4104, 8192, 32768, 131072, 131080, 400000, MOST_BYTES)
+FIRST_RUNS = {"few": 1, "renewal": (1 << 20) - 100, "overflow": -100}
+
+
+def part_of(rank: int, number: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any rank knows any rank's: numbers of all magnitudes, so that the order of addition shows."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator = torch.Generator(device).manual_seed(1000 * number + rank)
+    count = num_bytes // dtype.itemsize
+    scales = torch.randint(-6, 7, (count,), generator=generator, device=device)
+    return (torch.randn(count, generator=generator, device=device) * torch.exp2(scales)).to(dtype)
+
+
+def sum_of(number: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    total = part_of(0, number, num_bytes, dtype).float()
+    for rank in range(1, SIZE):
+        total += part_of(rank, number, num_bytes, dtype).float()
+    return total.to(dtype)
+
+
+class Delay:
+    """Other work on the device, of a length that is this rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        self._random = random.Random(rank)
+        self._matrix = torch.randn(2048, 2048, device="cuda")
+
+    def __call__(self) -> None:
+        if self._random.random() < 0.5:
+            for _ in range(self._random.choice((1, 1, 2, 8))):
+                torch.mm(self._matrix, self._matrix)
+
+
+def check(is_right: bool, *what: object) -> None:
+    if not is_right:
+        raise SystemExit(f"wrong: {what}")
+
+
+def eager(tp: TensorParallel, first_run: int) -> None:
+    """Many in a row without a look at the results, of sizes in any order, which all ranks choose alike."""
+    memory = CudaMemory(tp.device)
+    peers = open_peer_memory(tp, memory, timeout_s=60, first_run=first_run)
+    check(peers is not None, "no memory of peers")
+    assert peers is not None
+    delay, same = Delay(tp.rank), random.Random(7)
+    for _ in range(20):
+        works = [(same.randrange(1 << 20), same.choice(BYTES), same.choice(DTYPES)) for _ in range(40)]
+        parts = [part_of(tp.rank, *work) for work in works]
+        results = []
+        for part in parts:
+            delay()
+            results.append((peers.add(part), peers.gather(part)))
+        for work, (added, gathered) in zip(works, results, strict=True):
+            assert added is not None and gathered is not None
+            check(torch.equal(added, sum_of(*work)), "sum", work)
+            every = torch.stack([part_of(rank, *work) for rank in range(SIZE)])
+            check(torch.equal(gathered.view(torch.uint8), every.view(torch.uint8)), "gathered", work)
+    peers.close()
+
+
+def graph(tp: TensorParallel) -> None:
+    """Sums between sums, in a graph that is replayed on new numbers, and others beside it."""
+    check(tp._peers is not None, "no memory of peers")
+    delay, same = Delay(tp.rank), random.Random(8)
+    works = [(same.choice(BYTES), same.choice(DTYPES)) for _ in range(30)]
+    inputs = [part_of(tp.rank, 0, *work) for work in works]
+    outputs: list[torch.Tensor] = []
+
+    def run() -> None:
+        outputs.clear()
+        for x in inputs:
+            delay()
+            outputs.append(tp.all_reduce(x))
+        # One that needs the one before, and what ranks gather.
+        outputs.append(tp.all_reduce(outputs[-1] * 0.5))
+        outputs.append(tp.all_gather(outputs[0].unsqueeze(0), dim=0))
+
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+        run()
+    for number in range(150):
+        for x, work in zip(inputs, works, strict=True):
+            x.copy_(part_of(tp.rank, number, *work))
+        captured.replay()
+        beside = tp.all_reduce(part_of(tp.rank, number, 512, torch.float32))
+        delay()
+        sums = [sum_of(number, *work) for work in works]
+        for output, expected, work in zip(outputs, sums, works, strict=False):
+            check(torch.equal(output, expected), "captured", number, work)
+        half = (sums[-1] * 0.5).float()
+        check(torch.equal(outputs[-2], (half + half).to(sums[-1].dtype)), "chained", number)
+        check(torch.equal(outputs[-1], torch.stack([sums[0]] * SIZE)), "gathered", number)
+        check(torch.equal(beside, sum_of(number, 512, torch.float32)), "beside", number)
+
+
+def dead(tp: TensorParallel) -> None:
+    """Rank 1 leaves while rank 0 waits for it."""
+    check(tp._peers is not None, "no memory of peers")
+    x = torch.ones(4096, dtype=torch.bfloat16, device=tp.device)
+    check(tp.all_reduce(x).sum().item() == SIZE * 4096, "the first sum")
+    if tp.rank == 1:
+        return
+    check(tp.lost_peer is None, "lost too early")
+    try:
+        tp.all_reduce(x).sum().item()
+    except RuntimeError:
+        check(str(tp.lost_peer) == "rank 0 lost the others: rank 1 sent nothing for 3 s", str(tp.lost_peer))
+        tp.close()
+    else:
+        check(False, "a sum without a peer")
+
+
+def main(case: str, rank: int, rendezvous: str) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    timeout_s = 3.0 if case == "dead" else 60.0
+    works: dict[str, Callable[[TensorParallel], None]] = {"graph": graph, "dead": dead}
+    works |= {name: lambda tp, run=run: eager(tp, run) for name, run in FIRST_RUNS.items()}  # type: ignore[misc]
+    with torch.inference_mode():
+        works[case](init_tensor_parallel(rank, SIZE, rendezvous, "nccl", device, timeout_s))
+    print("done", flush=True)
+    os._exit(0)  # NCCL would wait for who is gone
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

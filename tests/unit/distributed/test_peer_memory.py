@@ -1,0 +1,214 @@
+"""How ranks agree on memory that they write for each other, without a GPU: what CUDA is asked for is a dictionary here."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from srt.distributed.mapped_memory import HANDLE_BYTES, LOCATION_BYTES
+from srt.distributed.parallel_state import TensorParallel
+from srt.distributed.peer_memory import PeerMemory, open_peer_memory
+from srt.kernels.peer_sum import memory_bytes
+from tests.support.ranks import run_ranks
+
+
+class Host:
+    """The GPUs' memory: what lies at an address, and what of it is mapped."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.blocks: dict[int, bytearray] = {}
+        self.num_mapped = 0
+
+
+class FakeMemory:
+    """One rank's GPU."""
+
+    def __init__(self, host: Host, rank: int) -> None:
+        self._host = host
+        self._rank = rank
+        self._aliases: dict[int, int] = {}
+
+    @property
+    def location(self) -> bytes:
+        return bytes([1 + self._rank]).ljust(LOCATION_BYTES, b"\0")
+
+    def reaches(self, location: bytes) -> bool:
+        return location != self.location
+
+    def take(self, num_bytes: int, value: int) -> int:
+        address = (1 + self._rank) << 40
+        with self._host.lock:
+            self._host.blocks[address] = bytearray(value.to_bytes(4, "little") * (num_bytes // 4))
+        return address
+
+    def free(self, address: int) -> None:
+        with self._host.lock:
+            assert not self._host.num_mapped, "somebody may still write there"
+            del self._host.blocks[address]
+
+    def handle_of(self, address: int) -> bytes:
+        return address.to_bytes(HANDLE_BYTES, "little")
+
+    def map(self, handle: bytes) -> int:
+        address = int.from_bytes(handle, "little")
+        alias = address | (1 + self._rank) << 32
+        with self._host.lock:
+            self._host.num_mapped += 1
+        self._aliases[alias] = address
+        return alias
+
+    def unmap(self, address: int) -> None:
+        del self._aliases[address]
+        with self._host.lock:
+            self._host.num_mapped -= 1
+
+    def write(self, address: int, data: bytes) -> None:
+        block, place = self._find(address)
+        block[place : place + len(data)] = data
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        block, place = self._find(address)
+        return bytes(block[place : place + num_bytes])
+
+    def _find(self, address: int) -> tuple[bytearray, int]:
+        for alias, real in self._aliases.items():
+            if alias <= address < alias + (1 << 32):
+                return self._host.blocks[real], address - alias
+        real = address & ~((1 << 32) - 1)
+        return self._host.blocks[real], address - real
+
+
+class Unreachable(FakeMemory):
+    def reaches(self, location: bytes) -> bool:
+        return False
+
+
+class Unmappable(FakeMemory):
+    def map(self, handle: bytes) -> int:
+        raise RuntimeError("CUDA says CUDA_ERROR_INVALID_CONTEXT")
+
+
+class Elsewhere(FakeMemory):
+    """Where a handle leads to memory that is not the other's."""
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        return bytes(num_bytes)
+
+
+class Full(FakeMemory):
+    def take(self, num_bytes: int, value: int) -> int:
+        raise RuntimeError("CUDA says CUDA_ERROR_OUT_OF_MEMORY")
+
+
+def open_on(size: int, folder: Path, host: Host, memory_of: Callable[[int], FakeMemory | None]) -> list[bool]:
+    """Which ranks have it, closed again."""
+
+    def work(tp: TensorParallel) -> bool:
+        peers = open_peer_memory(tp, memory_of(tp.rank), timeout_s=1)
+        tp.min_int(0)
+        if peers is not None:
+            assert host.num_mapped == size * (size - 1)
+        tp.min_int(0)
+        if peers is not None:
+            assert peers.lost_peer is None
+            peers.close()
+            peers.close()
+        return peers is not None
+
+    return run_ranks(size, folder, work)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_every_rank_maps_all_others_and_unmaps_them_in_the_end(size: int, tmp_path: Path) -> None:
+    host = Host()
+    assert open_on(size, tmp_path, host, lambda rank: FakeMemory(host, rank)) == [True] * size
+    assert host.num_mapped == 0
+    assert [len(block) for block in host.blocks.values()] == [memory_bytes(size)] * size, "others may map it to the end"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Unreachable, "RuntimeError: its GPU cannot write to the memory of rank 0's"),
+        (Unmappable, "RuntimeError: CUDA says CUDA_ERROR_INVALID_CONTEXT"),
+        (Elsewhere, "RuntimeError: it finds other memory than that of rank 0"),
+        (Full, "RuntimeError: CUDA says CUDA_ERROR_OUT_OF_MEMORY"),
+        (None, "RuntimeError: its GPU has no kernel for that"),
+    ],
+)
+def test_where_one_rank_cannot_all_use_nccl_and_one_line_says_why(
+    kind: type[FakeMemory] | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = Host()
+
+    def memory_of(rank: int) -> FakeMemory | None:
+        if rank != 2:
+            return FakeMemory(host, rank)
+        return None if kind is None else kind(host, rank)
+
+    with caplog.at_level(logging.INFO):
+        assert open_on(3, tmp_path, host, memory_of) == [False] * 3
+    assert caplog.messages == [f"Small sums over GPUs go through NCCL: rank 2: {said}"]
+    assert host.num_mapped == 0 and not host.blocks, "nothing is left behind"
+
+
+def test_more_ranks_than_the_kernel_knows_use_nccl(tmp_path: Path) -> None:
+    host = Host()
+    assert open_on(9, tmp_path, host, lambda rank: FakeMemory(host, rank)) == [False] * 9
+
+
+def test_a_rank_alone_asks_nothing_of_its_peers(tmp_path: Path) -> None:
+    class Recorder:
+        """Of what is asked."""
+
+        lost_peer = None
+
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        def add(self, x: torch.Tensor) -> torch.Tensor | None:
+            self.asked.append("add")
+            return x + 1 if x.nbytes <= 8 else None
+
+        def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+            self.asked.append("gather")
+            return None
+
+        def close(self) -> None:
+            self.asked.append("close")
+
+    def work(tp: TensorParallel) -> tuple[list[list[float]], list[str]]:
+        recorder = Recorder()
+        other = TensorParallel(tp.rank, tp.size, tp._group, tp.device, recorder)  # type: ignore[arg-type]  # which is asked the same
+        few, many = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0])
+        sums = [other.all_reduce(few).tolist(), other.all_reduce(many).tolist(), other.all_gather(few).tolist()]
+        with other.alone():
+            assert other.lost_peer is None
+            sums.append(other.all_reduce(few).tolist())
+        tp.min_int(0)
+        other.close()
+        other.close()
+        return sums, recorder.asked
+
+    expected = [[2.0, 3.0], [2.0, 4.0, 6.0], [1.0, 2.0, 1.0, 2.0], [2.0, 4.0]], ["add", "add", "gather", "close"]
+    assert run_ranks(2, tmp_path, work) == [expected] * 2
+
+
+def test_who_was_waited_for_in_vain_is_told_as_the_ranks_error(tmp_path: Path) -> None:
+    host = Host()
+
+    def work(tp: TensorParallel) -> str:
+        peers = open_peer_memory(tp, FakeMemory(host, tp.rank), timeout_s=2.5)
+        assert isinstance(peers, PeerMemory)
+        peers._missing[0] = 1 + (1 - tp.rank)  # as the device writes it
+        return str(TensorParallel(tp.rank, tp.size, tp._group, tp.device, peers).lost_peer)
+
+    assert run_ranks(2, tmp_path, work) == [
+        f"rank {rank} lost the others: rank {1 - rank} sent nothing for 2.5 s" for rank in (0, 1)
+    ]

@@ -1,0 +1,63 @@
+"""Which sums over ranks the kernel takes, and that it compiles, on a machine without a GPU. What it computes: tests/gpu."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from srt.kernels.cuda_source import compile_source
+from srt.kernels.hopper import ARCHITECTURE
+from srt.kernels.peer_sum import (
+    BOXES,
+    LETTERS,
+    MOST_BYTES,
+    Mail,
+    PeerKernel,
+    is_gatherable,
+    is_summable,
+    memory_bytes,
+    own_place,
+)
+
+PROCESSORS = 132  # of an H200
+ROW_OF_8B = 4096 * 2
+
+
+def test_steps_of_up_to_64_rows_of_8b_are_added_up() -> None:
+    assert all(is_summable(torch.bfloat16, rows * ROW_OF_8B) for rows in (1, 3, 16, 64))
+    assert not is_summable(torch.bfloat16, 65 * ROW_OF_8B)
+
+
+def test_types_and_sizes_decide_alone() -> None:
+    assert is_summable(torch.float16, 8) and is_summable(torch.float32, MOST_BYTES)
+    assert not is_summable(torch.float64, 8) and not is_summable(torch.int32, 8)
+    assert is_gatherable(8) and is_gatherable(MOST_BYTES)
+    for num_bytes in (0, 4, 12, MOST_BYTES + 8):
+        assert not is_gatherable(num_bytes) and not is_summable(torch.float32, num_bytes)
+
+
+def test_all_programs_run_at_once() -> None:
+    # One that waited for another rank's program while that one waits for a place on its processor would wait for ever.
+    assert BOXES <= PROCESSORS and LETTERS <= 1024
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_rank_has_a_place_of_its_own_where_nobody_writes(ranks: int) -> None:
+    places = [own_place(rank) for rank in range(ranks)]
+    assert len(set(places)) == ranks
+    assert max(places) + 16 <= memory_bytes(ranks)
+    assert memory_bytes(ranks) % (2 << 20) == 0, "whole blocks of the driver's: nothing else lies in what others map"
+
+
+def test_the_kernels_structure_has_no_holes_but_at_its_end() -> None:
+    assert [getattr(Mail, name).offset for name, _ in Mail._fields_] == [0, 64, 72, 80, 88]
+    assert ctypes.sizeof(Mail) == 96
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, None])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_it_compiles_for_hopper(ranks: int, dtype: torch.dtype | None) -> None:
+    kernel = PeerKernel(ranks, dtype)
+    assert compile_source(kernel.source, kernel.constants, ARCHITECTURE).startswith(b"\x7fELF")
