@@ -79,6 +79,15 @@ class TensorParallel:
             total += part
         return total.to(x.dtype)
 
+    def all_reduce_and_norm(
+        self, x: Tensor, hidden: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """(RMSNorm of hidden + sum, hidden + sum), where one launch does that; None where it would be done one after the other.
+
+        [rows, columns] all. The sum is that of `all_reduce`.
+        """
+        return None if self._peers is None else self._peers.add_and_norm(x, hidden, weight, eps)
+
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """The ranks' tensors, all of one shape, concatenated along `dim` in rank order."""
         if self._group is None:

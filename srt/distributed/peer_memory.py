@@ -22,8 +22,10 @@ from srt.kernels.peer_sum import (
     MOST_RANKS,
     Mail,
     add_parts,
+    add_parts_and_norm,
     gather_parts,
     is_gatherable,
+    is_normable,
     is_summable,
     memory_bytes,
     own_place,
@@ -58,6 +60,12 @@ class PeerMemory:
     def add(self, x: Tensor) -> Tensor | None:
         """The sum over ranks, added in rank order in float32 and rounded once; None where there is too much of it."""
         return add_parts(x, self._mail, self._size) if is_summable(x.dtype, x.nbytes) else None
+
+    def add_and_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        """(the norm of hidden + sum, hidden + sum) for [rows, columns]; None where that is more than one launch."""
+        if not is_normable(x.dtype, len(x), x.shape[1] * x.itemsize):
+            return None
+        return add_parts_and_norm(x, hidden, weight, eps, self._mail, self._size)
 
     def gather(self, x: Tensor) -> Tensor | None:
         """[ranks, *x.shape]; None where there is too much of it."""

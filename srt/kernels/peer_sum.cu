@@ -1,9 +1,9 @@
 // What the ranks of a host tell each other in few bytes, by way of memory that they write for each other: see peer_sum.py, which defines
 // the constants in capitals.
 //
-// A rank's memory has BOXES boxes. A program writes its rank's part to the boxes of the same number in all others' memory, and waits for
-// theirs in its own. What travels are letters of 16 bytes: two words, each of 4 bytes of data and, above them, the number of the box's
-// run. An aligned access of 8 bytes is whole, so who reads the number has the data: nothing is fenced, nobody is asked whether he is ready.
+// A rank's memory has BOXES boxes. A program writes its rank's part to boxes of the same number in all others' memory, and waits for theirs
+// in its own. What travels are letters of 16 bytes: two words, each of 4 bytes of data and, above them, the number of the box's run. An
+// aligned access of 8 bytes is whole, so who reads the number has the data: nothing is fenced, nobody is asked whether he is ready.
 //
 // A run of a box is a launch that uses it. Every rank launches the same in the same order, so all count the same runs, whatever else a
 // launch is made of; and as they are counted on the device, so do the launches of a graph.
@@ -120,46 +120,126 @@ __device__ __forceinline__ uint2 data_of(const Values& values) {
   return make_uint2(rounded(values.of[0], values.of[1]), rounded(values.of[FLOATS - 2], values.of[FLOATS - 1]));
 }
 
+__device__ __forceinline__ void add(Values& total, uint2 data) {
+  const Values part = values_of(data);
+#pragma unroll
+  for (int i = 0; i < FLOATS; i++) total.of[i] += part.of[i];
+}
+
 __device__ __forceinline__ uint2 sum_of(const uint2 (&parts)[RANKS]) {
   Values total = values_of(parts[0]);
 #pragma unroll
-  for (int rank = 1; rank < RANKS; rank++) {
-    const Values part = values_of(parts[rank]);
-#pragma unroll
-    for (int i = 0; i < FLOATS; i++) total.of[i] += part.of[i];
-  }
+  for (int rank = 1; rank < RANKS; rank++) add(total, parts[rank]);
   return data_of(total);
 }
 
-// Program p: letters of box p. `out` has as many, or where GATHERS as many of each rank.
+__device__ __forceinline__ uint2 sum_of_two(uint2 first, uint2 second) {
+  Values total = values_of(first);
+  add(total, second);
+  return data_of(total);
+}
+
+__device__ __forceinline__ float squares_of(uint2 data) {
+  const Values values = values_of(data);
+  float total = 0;
+#pragma unroll
+  for (int i = 0; i < FLOATS; i++) total += values.of[i] * values.of[i];
+  return total;
+}
+
+__device__ __forceinline__ uint2 normed_by(uint2 data, float scale, uint2 weight) {
+  Values values = values_of(data);
+  const Values weights = values_of(weight);
+#pragma unroll
+  for (int i = 0; i < FLOATS; i++) values.of[i] = values.of[i] * scale * weights.of[i];
+  return data_of(values);
+}
+
+__device__ __forceinline__ float sum_over_program(float value) {
+  __shared__ float of_warps[LETTERS / 32];
+  for (int distance = 1; distance < 32; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  float total = 0;
+#pragma unroll
+  for (int warp = 0; warp < LETTERS / 32; warp++) total += of_warps[warp];
+  return total;
+}
+
+// NORMS: the sum is added to `hidden`, and a row of that is normed.
+struct Ending {
+  const uint2* hidden;
+  const uint2* weight;
+  uint2* normed;
+  float eps;
+};
+
+// Program p: row p of so many letters, in PARTS boxes; the last row may be shorter. `out` has as many letters as `part`, or where GATHERS
+// as many of each rank.
 extern "C" __global__ void __launch_bounds__(LETTERS)
-    peer_sum(const __grid_constant__ Mail mail, const uint2* part, uint2* out, int num_letters) {
+    peer_sum(const __grid_constant__ Mail mail, const __grid_constant__ Ending ending, const uint2* part, uint2* out,
+             int num_letters, int row_letters) {
+  const int row = blockIdx.x * row_letters, count = min(row_letters, num_letters - row), boxes = blockIdx.x * PARTS;
+  auto letter_of = [&](int i) { return i * LETTERS + (int)threadIdx.x; };  // of the row, in box i
+  uint2 weight[PARTS];
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) {
+    if (NORMS && letter_of(i) < count) weight[i] = ending.weight[letter_of(i)];
+  }
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int box = blockIdx.x, index = box * LETTERS + threadIdx.x;
-  const bool is_used = index < num_letters;
-  const u32 run = *(const volatile u32*)(mail.runs + box);
-  uint2 mine = make_uint2(0, 0);
-  if (is_used) {
-    mine = part[index];
+
+  u32 runs[PARTS];
+  uint2 mine[PARTS], hidden[PARTS];
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) {
+    runs[i] = *(const volatile u32*)(mail.runs + boxes + i);
+    mine[i] = make_uint2(0, 0);
+    if (letter_of(i) < count) mine[i] = part[row + letter_of(i)];
+  }
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) {
+    if (letter_of(i) >= count) continue;
 #pragma unroll
     for (int to = 0; to < RANKS; to++) {
-      if (to != mail.rank) send(letter_at(mail.memories[to], run, box, mail.rank, threadIdx.x), mine, run);
+      if (to != mail.rank) send(letter_at(mail.memories[to], runs[i], boxes + i, mail.rank, threadIdx.x), mine[i], runs[i]);
     }
   }
   // What comes next sends for its weights while the others' parts are under way.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (is_used) {
-    uint2 parts[RANKS];
-    receive(parts, mine, mail, run, box, threadIdx.x);
-    if (GATHERS) {
 #pragma unroll
-      for (int from = 0; from < RANKS; from++) out[(u64)from * num_letters + index] = parts[from];
-    } else {
-      out[index] = sum_of(parts);
-    }
-  } else if (run % RENEWAL < 2) {  // both sides
-    for (int from = 0; from < RANKS; from++) send(letter_at(mail.memories[mail.rank], run, box, from, threadIdx.x), mine, run);
+  for (int i = 0; i < PARTS; i++) {
+    if (NORMS && letter_of(i) < count) hidden[i] = ending.hidden[row + letter_of(i)];
   }
-  __syncthreads();  // all have read it
-  if (threadIdx.x == 0) mail.runs[box] = run + 1;
+
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) {
+    const int letter = row + letter_of(i);
+    if (letter_of(i) < count) {
+      uint2 parts[RANKS];
+      receive(parts, mine[i], mail, runs[i], boxes + i, threadIdx.x);
+      if (GATHERS) {
+#pragma unroll
+        for (int from = 0; from < RANKS; from++) out[(u64)from * num_letters + letter] = parts[from];
+      } else {
+        mine[i] = sum_of(parts);
+        if (NORMS) mine[i] = sum_of_two(hidden[i], mine[i]);
+        if (NORMS) squares += squares_of(mine[i]);
+        out[letter] = mine[i];
+      }
+    } else if (runs[i] % RENEWAL < 2) {  // both sides
+      for (int from = 0; from < RANKS; from++) {
+        send(letter_at(mail.memories[mail.rank], runs[i], boxes + i, from, threadIdx.x), mine[i], runs[i]);
+      }
+    }
+  }
+  if (NORMS) {
+    const float scale = rsqrtf(sum_over_program(squares) / (row_letters * FLOATS) + ending.eps);
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+      if (letter_of(i) < count) ending.normed[row + letter_of(i)] = normed_by(mine[i], scale, weight[i]);
+    }
+  }
+  __syncthreads();  // all have read them
+  if (threadIdx.x < PARTS) mail.runs[boxes + threadIdx.x] += 1;
 }

@@ -1,6 +1,7 @@
 """What the ranks of a host add up or gather of few bytes, in one launch: a kernel in CUDA's C++ that writes the others' memory.
 
-The few bytes of a decode step travel sooner than NCCL begins. Compute capability 9.0 only, as all such kernels here.
+A decode step sends a few bytes many times, and what NCCL does before and after them takes longer than they do. Compute capability 9.0
+only, as all such kernels here.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ BOXES: Final = 128
 MOST_BYTES: Final = BOXES * LETTERS * LETTER_BYTES
 """Of a rank's part."""
 MOST_RANKS: Final = 8
+_MOST_PARTS: Final = 4
 _KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -32,6 +34,8 @@ class PeerKernel:
 
     ranks: int
     dtype: torch.dtype | None  # of what is added up; None: it is gathered
+    is_normed: bool = False  # the sum is added to the residual stream, rows of which are normed
+    parts: int = 1  # boxes of a program
 
     name = "peer_sum"
     shared_bytes = 0
@@ -46,9 +50,11 @@ class PeerKernel:
     def constants(self) -> Mapping[str, int]:
         return {
             "RANKS": self.ranks,
+            "PARTS": self.parts,
             "BOXES": BOXES,
             "LETTERS": LETTERS,
             "GATHERS": int(self.dtype is None),
+            "NORMS": int(self.is_normed),
             "KIND": 0 if self.dtype is None else _KINDS[self.dtype],
             "FLOAT16": _KINDS[torch.float16],
             "FLOAT32": _KINDS[torch.float32],
@@ -64,6 +70,15 @@ class Mail(ctypes.Structure):
         ("missing", ctypes.c_void_p),
         ("patience_ns", ctypes.c_ulonglong),
         ("rank", ctypes.c_int),
+    )
+
+
+class _Ending(ctypes.Structure):
+    """As the kernel has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("hidden", "weight", "normed")),
+        ("eps", ctypes.c_float),
     )
 
 
@@ -85,6 +100,13 @@ def is_gatherable(num_bytes: int) -> bool:
     return 0 < num_bytes <= MOST_BYTES and num_bytes % LETTER_BYTES == 0
 
 
+def is_normable(dtype: torch.dtype, num_rows: int, row_bytes: int) -> bool:
+    """A program has a whole row. One row alone is normed by the product that reads it."""
+    parts = _parts(row_bytes)
+    fits = 1 < num_rows <= BOXES // max(parts, 1) and parts <= _MOST_PARTS
+    return fits and dtype in _KINDS and is_gatherable(row_bytes)
+
+
 def add_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:
     """The sum of the ranks' `x`, added in rank order in float32 and rounded once."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -99,10 +121,37 @@ def gather_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:
     return out
 
 
-def _exchange(kernel: PeerKernel, x: torch.Tensor, out: torch.Tensor, mail: Mail) -> None:
+def add_parts_and_norm(
+    x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, eps: float, mail: Mail, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm of hidden + sum, hidden + sum) for [rows, columns]; the sum is that of `add_parts`, and the norm is of what was rounded."""
+    assert hidden.shape == x.shape and hidden.is_contiguous() and weight.shape == x.shape[1:], x.shape
+    assert not hidden.data_ptr() % LETTER_BYTES and not weight.data_ptr() % LETTER_BYTES
+    total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    row_bytes = x.shape[1] * x.itemsize
+    kernel = PeerKernel(ranks, x.dtype, is_normed=True, parts=_parts(row_bytes))
+    ending = _Ending(hidden.data_ptr(), weight.data_ptr(), normed.data_ptr(), eps)
+    _exchange(kernel, x, total, mail, ending, row_bytes // LETTER_BYTES)
+    return normed, total
+
+
+def _parts(row_bytes: int) -> int:
+    """Boxes of a row."""
+    return -(-row_bytes // (LETTERS * LETTER_BYTES))
+
+
+def _exchange(
+    kernel: PeerKernel,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    mail: Mail,
+    ending: _Ending = _Ending(),  # noqa: B008  which is never changed
+    row_letters: int = LETTERS,
+) -> None:
     part = x.contiguous()
     if part.data_ptr() % LETTER_BYTES:
         part = part.clone()
     num_letters = part.nbytes // LETTER_BYTES
+    grid = -(-num_letters // row_letters), 1, 1
     with torch.cuda.device(x.device):
-        launch(kernel, (-(-num_letters // LETTERS), 1, 1), (), (mail, part, out, num_letters), is_dependent=True)
+        launch(kernel, grid, (), (mail, ending, part, out, num_letters, row_letters), is_dependent=True)

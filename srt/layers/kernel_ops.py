@@ -40,6 +40,8 @@ class KernelOps(LayerOps):
         return rms_norm(x, norm.weight, norm.eps, self._pdl(x))
 
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
+        if stream.normed is not None:
+            return stream.normed, stream.hidden
         if stream.delta is None:
             return self.norm(stream.hidden, norm), stream.hidden
         return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, self._pdl(stream.hidden))

@@ -134,7 +134,14 @@ class RowParallelLinear(WeightedModule):
         """hidden + y, which that norm is applied to next, if any. hidden may be overwritten."""
         if self._tp.size == 1:
             return self._ops.linear_onto(hidden, x, self.affine, None if next_norm is None else next_norm.norm)
-        return Stream(hidden, self(x))
+        if self.bias is not None or next_norm is None:
+            return Stream(hidden, self(x))
+        product, norm = self._ops.linear(x, self.affine), next_norm.norm
+        formed = self._tp.all_reduce_and_norm(product, hidden, norm.weight, norm.eps)
+        if formed is None:
+            return Stream(hidden, self._tp.all_reduce(product))
+        normed, total = formed
+        return Stream(total, normed=normed)
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         rows, columns = self.weight.shape[0], self._columns

@@ -27,6 +27,8 @@ class Stream:
     delta: Tensor | None = None
     weighted: Weighted | None = None
     """The sum on its way to the norm that comes next, if who formed it was told which; there is no delta then."""
+    normed: Tensor | None = None
+    """The sum after that norm, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class LayerOps:
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
+        if stream.normed is not None:
+            return stream.normed, stream.hidden
         hidden = stream.hidden if stream.delta is None else stream.hidden + stream.delta
         return self.norm(hidden, norm), hidden
 

@@ -14,12 +14,14 @@ import torch
 
 from srt.distributed.mapped_memory import CudaMemory
 from srt.distributed.parallel_state import TensorParallel, init_tensor_parallel
-from srt.distributed.peer_memory import open_peer_memory
+from srt.distributed.peer_memory import PeerMemory, open_peer_memory
 from srt.kernels.peer_sum import MOST_BYTES
+from srt.kernels.rms_norm import add_rms_norm
 
 SIZE = 2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BYTES = (8, 16, 1000, 4096, 4104, 8192, 32768, 131072, 131080, 400000, MOST_BYTES)
+BYTES = (8, 16, 1000, 4096, 4104, 8192, 32768, 131072, 131080, 400000, MOST_BYTES, 2560 * 4, 2560 * 12, 2560 * 128)
+NORM_WIDTH = 2560  # in more than one box, and not a multiple of one
 FIRST_RUNS = {"few": 1, "renewal": (1 << 20) - 100, "overflow": -100}
 
 
@@ -37,6 +39,27 @@ def sum_of(number: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
     for rank in range(1, SIZE):
         total += part_of(rank, number, num_bytes, dtype).float()
     return total.to(dtype)
+
+
+def check_normed(peers: PeerMemory, part: torch.Tensor, number: int, num_bytes: int, dtype: torch.dtype) -> None:
+    """The sum to the bit, its norm as the kernel for norms has it."""
+    rows = part.view(-1, NORM_WIDTH)
+    hidden, weight = (
+        part_of(7, number, num_bytes, dtype).view_as(rows),
+        part_of(8, 0, NORM_WIDTH * dtype.itemsize, dtype),
+    )
+    formed = peers.add_and_norm(rows, hidden, weight, 1e-6)
+    check((formed is not None) == (1 < len(rows) <= most_rows(dtype)), "normed at all", rows.shape, dtype)
+    if formed is None:
+        return
+    normed, total = add_rms_norm(hidden, sum_of(number, num_bytes, dtype).view_as(rows), weight, 1e-6)
+    check(torch.equal(formed[1], total), "sum of the stream", rows.shape, dtype)
+    eps = torch.finfo(dtype).eps
+    check(torch.allclose(formed[0].float(), normed.float(), rtol=2 * eps, atol=eps), "norm", rows.shape, dtype)
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    return 128 // -(-NORM_WIDTH * dtype.itemsize // 4096)
 
 
 class Delay:
@@ -71,6 +94,8 @@ def eager(tp: TensorParallel, first_run: int) -> None:
         for part in parts:
             delay()
             results.append((peers.add(part), peers.gather(part)))
+            if part.numel() % NORM_WIDTH == 0:
+                check_normed(peers, part, *works[len(results) - 1])
         for work, (added, gathered) in zip(works, results, strict=True):
             assert added is not None and gathered is not None
             check(torch.equal(added, sum_of(*work)), "sum", work)
@@ -129,7 +154,6 @@ def dead(tp: TensorParallel) -> None:
         tp.all_reduce(x).sum().item()
     except RuntimeError:
         check(str(tp.lost_peer) == "rank 0 lost the others: rank 1 sent nothing for 3 s", str(tp.lost_peer))
-        tp.close()
     else:
         check(False, "a sum without a peer")
 

@@ -16,6 +16,7 @@ from srt.kernels.peer_sum import (
     Mail,
     PeerKernel,
     is_gatherable,
+    is_normable,
     is_summable,
     memory_bytes,
     own_place,
@@ -38,6 +39,20 @@ def test_types_and_sizes_decide_alone() -> None:
         assert not is_gatherable(num_bytes) and not is_summable(torch.float32, num_bytes)
 
 
+def test_rows_of_8b_are_normed_in_the_same_launch_but_one_alone() -> None:
+    assert all(is_normable(torch.bfloat16, rows, ROW_OF_8B) for rows in (2, 16, 64))
+    assert not is_normable(torch.bfloat16, 1, ROW_OF_8B)
+    assert not is_normable(torch.bfloat16, 65, ROW_OF_8B)
+
+
+def test_rows_that_need_boxes_in_part_leave_room_for_fewer() -> None:
+    assert is_normable(torch.bfloat16, 128, 1024 * 2) and not is_normable(torch.bfloat16, 129, 1024 * 2)
+    assert is_normable(torch.bfloat16, 42, 5120 * 2) and not is_normable(torch.bfloat16, 43, 5120 * 2)
+    assert is_normable(torch.bfloat16, 32, 8192 * 2) and not is_normable(torch.bfloat16, 2, 16384 * 2)
+    assert not is_normable(torch.bfloat16, 2, 4098) and not is_normable(torch.float64, 2, 4096)
+    assert not is_normable(torch.bfloat16, 2, 0) and not is_normable(torch.bfloat16, 0, 4096)
+
+
 def test_all_programs_run_at_once() -> None:
     # One that waited for another rank's program while that one waits for a place on its processor would wait for ever.
     assert BOXES <= PROCESSORS and LETTERS <= 1024
@@ -56,8 +71,17 @@ def test_the_kernels_structure_has_no_holes_but_at_its_end() -> None:
     assert ctypes.sizeof(Mail) == 96
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, None])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_it_compiles_for_hopper(ranks: int, dtype: torch.dtype | None) -> None:
-    kernel = PeerKernel(ranks, dtype)
+KERNELS = [
+    *(
+        PeerKernel(ranks, dtype)
+        for ranks in (2, 3, 8)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, None)
+    ),
+    *(PeerKernel(ranks, torch.bfloat16, is_normed=True, parts=parts) for ranks in (2, 8) for parts in (1, 2, 4)),
+    *(PeerKernel(2, dtype, is_normed=True, parts=2) for dtype in (torch.float16, torch.float32)),
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_it_compiles_for_hopper(kernel: PeerKernel) -> None:
     assert compile_source(kernel.source, kernel.constants, ARCHITECTURE).startswith(b"\x7fELF")

@@ -13,7 +13,7 @@ from srt.distributed.parallel_state import TensorParallel
 from srt.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.norm import RMSNorm
-from srt.layers.ops import TORCH_OPS, rotate
+from srt.layers.ops import TORCH_OPS, Norm, rotate
 from srt.layers.rope import RotaryEmbedding, compute_frequencies
 from srt.layers.weights import WeightedModule
 from srt.utils.rope_config import RopeConfig, read_rope
@@ -95,6 +95,47 @@ def test_columns_then_rows_are_one_matrix_product(size: int, tmp_path: Path) -> 
     expected = (torch.nn.functional.silu(gate) * up) @ tensors["mlp.down.weight"].T + tensors["mlp.down.bias"]
     for result in run_ranks(size, tmp_path, work):
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+class OneLaunch:
+    """Memory of peers as a CPU has it: what it adds up comes of the group."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self._tp = tp
+
+    def add(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def add_and_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        if len(x) == 1:
+            return None
+        total = hidden + self._tp.all_reduce(x)
+        return TORCH_OPS.norm(total, Norm(weight, eps)), total
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_sum_over_ranks_may_come_with_the_norm_behind_it(num_rows: int, bias: bool, tmp_path: Path) -> None:
+    tensors = {"o.weight": randn(6, 8), "o.bias": randn(6)}
+    x, hidden, weight = randn(num_rows, 8), randn(num_rows, 6), randn(6)
+    total = hidden + x @ tensors["o.weight"].T + (tensors["o.bias"] if bias else 0)
+    expected = TORCH_OPS.norm(total, Norm(weight, 1e-6))
+
+    def work(tp: TensorParallel) -> bool:
+        peers: Any = OneLaunch(tp)
+        layer = RowParallelLinear(8, 6, bias, TensorParallel(tp.rank, tp.size, tp._group, tp.device, peers))
+        fill(layer, tensors, "o")
+        norm = RMSNorm(6, 1e-6)
+        norm.weight.copy_(weight)
+        part = x[:, 4 * tp.rank : 4 * tp.rank + 4]
+        stream = layer.onto(hidden, part, norm)
+        normed, summed = TORCH_OPS.norm_stream(stream, norm.norm)
+        torch.testing.assert_close(summed, total)
+        torch.testing.assert_close(normed, expected)
+        assert layer.onto(hidden, part, None).normed is None
+        return stream.normed is not None
+
+    assert run_ranks(2, tmp_path, work) == [num_rows > 1 and not bias] * 2
 
 
 @pytest.mark.parametrize(("size", "kv_of_rank"), [(1, [[0, 1]]), (2, [[0], [1]]), (4, [[0], [0], [1], [1]])])
