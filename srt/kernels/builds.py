@@ -113,12 +113,12 @@ def _store_draws() -> KernelBuild:
         name="store_draws[]",
         kernel=store_draws_kernel,
         types={
-            **dict.fromkeys(("ids_ptr", "row_slots_ptr", "positions_ptr"), "*i64"),
+            **dict.fromkeys(("ids_ptr", "row_slots_ptr", "positions_ptr", "words_ptr", "last_ptr"), "*i64"),
             "values_ptr": "*fp32",
-            **dict.fromkeys(("token_table_ptr", "sampled_ptr"), "*i32"),
-            **dict.fromkeys(("num_rows", "token_table_stride"), "i32"),
+            "token_table_ptr": "*i32",
+            **dict.fromkeys(("num_rows", "token_table_stride", "words_stride"), "i32"),
         },
-        constants={"BLOCK": 32},
+        constants={"RING": 8, "BLOCK": 256},
     )
 
 

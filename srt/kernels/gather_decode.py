@@ -11,6 +11,7 @@ import triton.language as tl
 from srt.kernels.jit import kernel
 
 _BLOCK: Final = 32
+_STORE_BLOCK: Final = 256
 
 
 @kernel(
@@ -90,9 +91,11 @@ def gather_decode_kernel(
         "values_ptr",
         "row_slots_ptr",
         "positions_ptr",
-        "sampled_ptr",
+        "words_ptr",
+        "last_ptr",
         "num_rows",
         "token_table_stride",
+        "words_stride",
     )
 )
 def store_draws_kernel(
@@ -101,20 +104,30 @@ def store_draws_kernel(
     row_slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     token_table_ptr: tl.tensor,
-    sampled_ptr: tl.tensor,  # [rows] int32: the id, or -1 where it means nothing
+    words_ptr: tl.tensor,  # [RING, rows] int64, in memory of the host: number << 32 | the id, or -1 where it means nothing
+    last_ptr: tl.tensor,  # [1] int64: the number of the last store
     num_rows: tl.tensor,
     token_table_stride: tl.tensor,
+    words_stride: tl.tensor,
+    RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each row's id, into the token table and onto what the host is told."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < num_rows
-    ids = tl.load(ids_ptr + rows, mask=inside, other=0).to(tl.int32)
-    is_finite = tl.abs(tl.load(values_ptr + rows, mask=inside, other=0.0)) < float("inf")
-    slots = tl.load(row_slots_ptr + rows, mask=inside, other=0)
-    positions = tl.load(positions_ptr + rows, mask=inside, other=0)
-    tl.store(token_table_ptr + slots * token_table_stride + positions, ids, mask=inside)
-    tl.store(sampled_ptr + rows, tl.where(is_finite, ids, -1), mask=inside)
+    """Each row's id, into the token table and to the host. One program for all rows: it numbers the store."""
+    number = tl.load(last_ptr) + 1
+    words_ptr += number % RING * words_stride
+    for begin in range(0, num_rows, BLOCK):
+        rows = begin + tl.arange(0, BLOCK)
+        inside = rows < num_rows
+        ids = tl.load(ids_ptr + rows, mask=inside, other=0).to(tl.int32)
+        is_finite = tl.abs(tl.load(values_ptr + rows, mask=inside, other=0.0)) < float("inf")
+        slots = tl.load(row_slots_ptr + rows, mask=inside, other=0)
+        positions = tl.load(positions_ptr + rows, mask=inside, other=0)
+        tl.store(token_table_ptr + slots * token_table_stride + positions, ids, mask=inside)
+        told = tl.where(is_finite, ids, -1).to(tl.int64) & 0xFFFFFFFF
+        # Written through, each word whole (STG.E.64.STRONG.SYS): the host looks while the kernel runs.
+        tl.store(words_ptr + rows, (number << 32) | told, mask=inside, cache_modifier=".wt")
+    tl.debug_barrier()  # all threads have read the number
+    tl.store(last_ptr, number)
 
 
 def gather_decode(
@@ -147,11 +160,15 @@ def store_draws(
     row_slots: torch.Tensor,
     positions: torch.Tensor,
     token_table: torch.Tensor,
-    sampled: torch.Tensor,
+    words: torch.Tensor,
+    last: torch.Tensor,
 ) -> None:
-    """Row i drew `ids[i]` for position `positions[i]` of its slot, unless `values[i]` is not finite."""
-    num_rows = len(row_slots)
-    store_draws_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-        ids, values, row_slots, positions, token_table, sampled, num_rows, token_table.stride(0),
-        BLOCK=_BLOCK,
+    """Row i drew `ids[i]` for position `positions[i]` of its slot, unless `values[i]` is not finite.
+
+    `words`, in page-locked memory of the host, and `last` are those of a DrawStore.
+    """
+    store_draws_kernel[(1,)](
+        ids, values, row_slots, positions, token_table, words, last,
+        len(row_slots), token_table.stride(0), words.stride(0),
+        RING=len(words), BLOCK=_STORE_BLOCK,
     )  # fmt: skip

@@ -60,6 +60,11 @@ def is_anything_cached() -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
+def is_rehearsing() -> bool:
+    """Whether kernels are compiled at present, and not launched."""
+    return _compilers.get() is not None
+
+
 def is_rehearsed(kernel: Hashable, compile_it: Callable[[], object]) -> bool:
     """Whether this is a rehearsal, where kernels that are not Triton's are compiled and not launched either."""
     compilers = _compilers.get()

@@ -19,6 +19,7 @@ from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.compiled_forward import CompiledForward, compiling
 from srt.model_executor.cuda_graph_runner import Capture, CudaGraphRunner, Work, sharing_sizes
+from srt.model_executor.draw_store import DrawStore
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from srt.model_executor.input_buffers import GraphInputBuffers
 from srt.model_executor.slot_mirror import Ints
@@ -45,6 +46,7 @@ class DecodeParts:
     attn_backend: AttentionBackend
     tables: ReqToTokenPool
     kv_pool: MHATokenToKVPool
+    draw_store: DrawStore
     compiled: CompiledForward | None = None  # takes the model's place in steps of few rows
     resident: Mapping[int, ResidentLayers] = field(default_factory=dict)  # take it in steps of so many rows
 
@@ -72,7 +74,7 @@ class DecodeRunner:
         self._batches: dict[int, ForwardBatch] = {}
         head = parts.model.lm_head
         self.logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
-        self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # logits and ids of so many rows
+        self._logits_of_rows: dict[int, torch.Tensor] = {}  # kept: a slice costs the host as much as a launch
         self._sizes = tuple(sorted(sizes))
         self._size = 0  # rows of the step at hand, padding included
         self._replayed: CudaGraphRunner | None = None  # whose graph it is, if it is one
@@ -112,22 +114,17 @@ class DecodeRunner:
                 self._pad_host_rows(batch, step.slots, step.seq_lens)
                 self._parts.attn_backend.init_forward_metadata_replay_cuda_graph(batch)
             self._replayed.replay(size, FORWARD)
-        return self._outputs_of(num_rows)[0]
+        if num_rows not in self._logits_of_rows:
+            self._logits_of_rows[num_rows] = self.logits[:num_rows]
+        return self._logits_of_rows[num_rows]
 
-    def sample(self, step: DecodeStep) -> torch.Tensor:
-        """Draw the rows' next ids from the logits and enter them. [rows] int32, -1 where the logits were not finite."""
+    def sample(self, step: DecodeStep) -> None:
+        """Draw the rows' next ids from the logits, and store them."""
         graphs = self.graphs.get(Reading.BY_ROW)
         if graphs is not None and self._replayed is not None and graphs.has(self._size):
-            graphs.replay(self._size, FIRST_SAMPLE + step.kind)
+            self._parts.draw_store.replay(partial(graphs.replay, self._size, FIRST_SAMPLE + step.kind))
         else:
             self._samplers[step.kind](self._size)
-        return self._outputs_of(len(step.slots))[1]
-
-    def _outputs_of(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Kept, since taking slices costs the host as much as launching kernels."""
-        if num_rows not in self._outputs:
-            self._outputs[num_rows] = self.logits[:num_rows], self.buffers.sampled[:num_rows]
-        return self._outputs[num_rows]
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
         """With zeros, to a number that decodes have."""
@@ -140,10 +137,10 @@ class DecodeRunner:
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[: len(hidden)])
         return self.logits[: len(hidden)]
 
-    def store(self, draws: Draws) -> torch.Tensor:
-        """The same for ids that were drawn elsewhere."""
-        self.buffers.store(draws)
-        return self.buffers.sampled[: len(draws.ids)]
+    def store(self, draws: Draws) -> None:
+        """What the rows drew, from row 0 on."""
+        parts, buffers, rows = self._parts, self.buffers, slice(0, len(draws.ids))
+        parts.draw_store.store(draws, buffers.row_slots[rows], buffers.seq_lens[rows], parts.tables.token_table)
 
     def sampling_info(self, step: DecodeStep, arrays: SamplingArrays[torch.Tensor]) -> SamplingBatchInfo:
         num_rows = len(step.slots)
@@ -237,17 +234,17 @@ class DecodeRunner:
     def _run_sample(self, size: int) -> None:
         rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
         draws = self._parts.sampler.draw_plain(self.logits[:size], rows.temperatures, rows.seeds, positions)
-        self.buffers.store(draws)
+        self.store(draws)
 
     def _run_filtered_sample(self, size: int) -> None:
         rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
         draws = self._parts.sampler.draw_filtered(self.logits[:size], rows, positions)
-        self.buffers.store(draws)
+        self.store(draws)
 
     def _run_wished_sample(self, size: int) -> None:
         slots, positions = self.buffers.row_slots[:size], self.buffers.seq_lens[:size]
         draws = self._parts.sampler.draw_wished(self.logits[:size], slots, self.buffers.draws.first(size), positions)
-        self.buffers.store(draws)
+        self.store(draws)
 
     def _pad_host_rows(self, batch: ForwardBatch, slots: Ints, seq_lens: Ints) -> None:
         """What attention that plans on the host sees of padding: one position of the dummy slot each."""

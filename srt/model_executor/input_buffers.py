@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from srt.layers.sampler import Draws
 from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 
 Ints = NDArray[np.int64]
@@ -34,12 +33,10 @@ class GraphInputBuffers:
         )
         self.draws = DrawTables(*(torch.empty(max_rows, dtype=table.dtype, device=device) for table in tables.draws))
         self.draws.clear()
-        self.sampled = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        """The ids that were drawn; -1 where the logits were not finite."""
         self._staging = [_Staging(max_rows, device) for _ in range(1 if device.type == "cpu" else window + 1)]
         self._next = 0
         self._slots_told: Ints | None = None  # what `_told` holds, unless it has pages
-        self._gather, self._store = _operations(device)
+        self._gather = _gather_operation(device)
 
     def tell(self, slots: Ints, new_pages: Ints | None) -> bool:
         """The next step's slots, and the pages that they begin (-1: none). Copies, and returns True, only if something is new.
@@ -85,12 +82,6 @@ class GraphInputBuffers:
             self.draws.first(num_rows),
         )
 
-    def store(self, draws: Draws) -> None:
-        """The rows' draws, from row 0 on: into the token table, where the next step reads them, and into `sampled`."""
-        rows = slice(0, len(draws.ids))
-        tokens = self._tables.token_table
-        self._store(draws.ids, draws.values, self.row_slots[rows], self.seq_lens[rows], tokens, self.sampled[rows])
-
 
 class _Staging:
     """One host copy of what a step is told, and the event behind its latest use."""
@@ -121,13 +112,13 @@ class _Staging:
             self._copied.record(self._stream)
 
 
-def _operations(device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:
+def _gather_operation(device: torch.device) -> Callable[..., None]:
     if device.type != "cuda":
-        return gather_decode_reference, store_draws_reference
+        return gather_decode_reference
     # Triton is not there on every host: it is imported where there is a GPU.
-    from srt.kernels.gather_decode import gather_decode, store_draws
+    from srt.kernels.gather_decode import gather_decode
 
-    return gather_decode, store_draws
+    return gather_decode
 
 
 def gather_decode_reference(
@@ -159,16 +150,3 @@ def gather_decode_reference(
     )
     for target, values in zip((*out, *row_draws), gathered, strict=True):
         target.copy_(values)
-
-
-def store_draws_reference(
-    ids: torch.Tensor,
-    values: torch.Tensor,
-    row_slots: torch.Tensor,
-    positions: torch.Tensor,
-    token_table: torch.Tensor,
-    sampled: torch.Tensor,
-) -> None:
-    """What the kernel `store_draws` does, in plain PyTorch."""
-    token_table[row_slots, positions] = ids.to(torch.int32)
-    sampled.copy_(ids.masked_fill(~torch.isfinite(values), -1))

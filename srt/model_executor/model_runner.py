@@ -22,6 +22,7 @@ from srt.model_executor.compiled_forward import CompiledForward
 from srt.model_executor.cuda_graph_runner import Capture, GraphCapture, graph_sizes
 from srt.model_executor.decode_runner import DecodeParts, DecodeRunner
 from srt.model_executor.device_memory import DeviceMemory
+from srt.model_executor.draw_store import DrawStore
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
 from srt.model_executor.logprob_plan import LogprobPlan, LogprobSegment
 from srt.model_executor.memory_profile import (
@@ -44,7 +45,7 @@ from srt.model_executor.piecewise_cuda_graph_runner import (
     worthwhile_tokens,
 )
 from srt.model_executor.plan_arrays import PlanArrays, Staging
-from srt.model_executor.step_output import ResultBuffers, StepOutput
+from srt.model_executor.step_output import StepOutput
 from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
 from srt.model_executor.warm_up import batches, num_distinct_layers, warm_up_requests
 from srt.model_executor.worst_step import worst_section
@@ -132,7 +133,7 @@ class ModelRunner:
         self.num_slots = args.max_running_requests
         self.memory = DeviceMemory(device)
         self._staging = Staging(device, args.window)
-        self._results = ResultBuffers(device, self.num_slots)
+        self._draw_store = DrawStore.take(device, self.num_slots, args.window)
         self._logits_processor = LogitsProcessor(tp, config.vocab_size)
         self._pieces: PiecewiseCudaGraphRunner | None = None
         self._draws_by_row = False  # not while memory is measured
@@ -329,6 +330,7 @@ class ModelRunner:
                 self._attn_backend,
                 self._req_to_token_pool,
                 self._token_to_kv_pool,
+                self._draw_store,
                 self._compiled,
                 self._new_resident_layers(),
             ),
@@ -417,7 +419,7 @@ class ModelRunner:
 
     @_in_inference_mode
     def sample(self, step: ModelRunnerOutput | DecodeOutput, masks: torch.Tensor | None = None) -> StepOutput:
-        """Draw an id for every row that samples, and write it to the token table: the next step reads it there.
+        """Draw an id for every row that samples, and store it: in the token table the next step reads it.
 
         `masks` [R, this rank's columns] bool, if given, says which tokens a row may draw at all.
         """
@@ -427,7 +429,7 @@ class ModelRunner:
         if step.prompt_logprobs is not None or step.host.prompt_logprobs.segments:
             empty = _no_logprobs(self.device)
             parts.append((step.prompt_logprobs or empty, step.host.prompt_logprobs.segments))
-        sampled = None
+        ids = None
         if step.logits is not None:
             info, wanted = step.sampling_info, step.host.output_logprobs
             if masks is None and self._draws_by_row and step.host.kind is not SamplingKind.OTHER:
@@ -436,9 +438,9 @@ class ModelRunner:
                 logits = step.logits.to(torch.float32)
                 draws, logprobs = self._draw(logits, info, masks, wanted, step.plan.output_logprobs)
                 parts += logprobs
-            self._req_to_token_pool.write_tokens(info.slots, info.positions, draws.ids)
-            sampled = draws.ids.masked_fill(~draws.is_valid, -1).to(torch.int32)
-        return StepOutput(self._results, sampled, parts, self.device)
+            self._draw_store.store(draws, info.slots, info.positions, self._req_to_token_pool.token_table)
+            ids = self._draw_store.latest(info.num_rows)
+        return StepOutput(ids, parts, self.device)
 
     def _draw_by_row(self, logits: torch.Tensor, info: SamplingBatchInfo, kind: SamplingKind) -> Draws:
         """By what the device's tables say of the rows."""
@@ -451,13 +453,16 @@ class ModelRunner:
 
     def _sample_decodes(self, output: DecodeOutput, masks: torch.Tensor | None) -> StepOutput:
         runner, step = self._decode_runner, output.step
+        num_rows = len(step.slots)
         if masks is None and self._draws_by_row and step.kind is not SamplingKind.OTHER:
-            return StepOutput(self._results, runner.sample(step), [], self.device)
+            runner.sample(step)
+            return StepOutput(self._draw_store.latest(num_rows), [], self.device)
         arrays = self._staging.copy_sampling(self._planner.sampling_of(step))
         info = runner.sampling_info(step, arrays.sampling)
         logits = output.logits.to(torch.float32)
         draws, logprobs = self._draw(logits, info, masks, step.output_logprobs, arrays.output_logprobs)
-        return StepOutput(self._results, runner.store(draws), logprobs, self.device)
+        runner.store(draws)
+        return StepOutput(self._draw_store.latest(num_rows), logprobs, self.device)
 
     def _draw(
         self,

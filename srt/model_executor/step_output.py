@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from srt.layers.logits_processor import Logprobs
+from srt.model_executor.draw_store import StepIds
 from srt.model_executor.logprob_plan import LogprobSegment, row_logprobs
 from srt.protocol.arrays import INT32
 from srt.protocol.messages import Int32Array, RowLogprobs, int32_array
@@ -31,95 +32,32 @@ class SampledRows(NamedTuple):
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-class ResultBuffers:
-    """Page-locked memory for sampled ids on their way to the host: a buffer serves one step at a time, and is then used anew."""
-
-    def __init__(self, device: torch.device, max_rows: int) -> None:
-        self._is_cpu = device.type == "cpu"
-        self._max_rows = max_rows
-        self._stream = None if self._is_cpu else torch.cuda.current_stream(device)
-        self._free: list[_ResultBuffer] = []
-
-    def start_copy(self, sampled: torch.Tensor) -> _CpuResult | _ResultBuffer:
-        """`sampled` [R] int32 as it is once all that was enqueued so far is done."""
-        if self._is_cpu:
-            return _CpuResult(sampled.numpy().copy())
-        buffer = self._free.pop() if self._free else _ResultBuffer(self._max_rows, self._stream, self._free)
-        buffer.start_copy(sampled)
-        return buffer
-
-
-class _CpuResult:
-    def __init__(self, sampled: Int32Array) -> None:
-        self._sampled = sampled
-
-    def is_ready(self) -> bool:
-        return True
-
-    def wait(self) -> Int32Array:
-        return self._sampled
-
-
-class _ResultBuffer:
-    """Filled on `stream`, where all steps run: neither it nor slices of the memory are looked up in each step."""
-
-    def __init__(self, max_rows: int, stream: torch.cuda.Stream | None, home: list[_ResultBuffer]) -> None:
-        self._memory = torch.empty(max_rows, dtype=torch.int32, pin_memory=True)
-        self._done = torch.cuda.Event()
-        self._stream = stream
-        self._home = home
-        self._slices: dict[int, tuple[torch.Tensor, Int32Array]] = {}  # by numbers of rows
-        self._host: Int32Array = self._memory.numpy()
-
-    def start_copy(self, sampled: torch.Tensor) -> None:
-        count = sampled.shape[0]
-        if count not in self._slices:
-            memory = self._memory[:count]
-            self._slices[count] = memory, memory.numpy()
-        memory, self._host = self._slices[count]
-        memory.copy_(sampled, non_blocking=True)
-        self._done.record(self._stream)
-
-    def is_ready(self) -> bool:
-        return bool(self._done.query())
-
-    def wait(self) -> Int32Array:
-        """To be called once: the buffer is free then."""
-        self._done.synchronize()
-        sampled = self._host.copy()
-        self._home.append(self)
-        return sampled
-
-
 class StepOutput:
-    """A step on its way to the host: the copies are enqueued when it is made, and waited for in `result`."""
+    """A step on its way to the host. Whatever is copied is enqueued when it is made, and waited for in `result`."""
 
-    def __init__(
-        self, buffers: ResultBuffers, sampled: torch.Tensor | None, logprobs: Parts, device: torch.device
-    ) -> None:
-        """`sampled` [R] int32 holds ids, -1 where the logits were not finite; None where no row samples.
+    def __init__(self, ids: StepIds | None, logprobs: Parts, device: torch.device) -> None:
+        """`ids` are those of its store, which has been launched; None where no row samples.
 
         `logprobs` holds each kind, prompt and output, with its segments.
         """
+        self._ids = ids
         self._copies: _HostCopies | None = None
-        if logprobs or sampled is None:
+        if logprobs or ids is None:
             self._segments = [segments for _, segments in logprobs]
             tensors = [t for values, _ in logprobs for t in (values.chosen, values.top_ids, values.top, values.of_ids)]
-            # In the order of the stream: when the ids are there, so is what comes before them.
             self._copies = _HostCopies(tensors, device)
-        self._sampled = None if sampled is None else buffers.start_copy(sampled)
 
     def is_ready(self) -> bool:
         """Whether `result` returns at once."""
-        if self._sampled is not None:
-            return self._sampled.is_ready()
-        return self._copies is None or self._copies.are_done()
+        if self._copies is not None:  # enqueued behind the store: when they are done, the ids are there
+            return self._copies.are_done()
+        return self._ids is None or self._ids.is_ready()
 
     def result(self) -> SampledRows:
         """Waits for the step. To be called once."""
-        if self._sampled is None:
+        if self._ids is None:
             return SampledRows(int32_array(), int32_array(), self._logprobs(int32_array()))
-        sampled = self._sampled.wait()
+        sampled = self._ids.wait()
         is_missing = sampled < 0
         if 1 not in is_missing.tobytes():
             counts, ids = np.ones(len(sampled), np.int32), sampled

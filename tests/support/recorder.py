@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from srt.model_executor.cuda_graph_runner import Work
+from srt.model_executor.cuda_graph_runner import NUM_WARM_UPS, Work
+from srt.model_executor.draw_store import RING, DrawStore, store_draws_reference
 
 
 class Recorder:
@@ -32,6 +34,50 @@ class Recorder:
             turns.take()
 
         return [replay] * (len(cuts) + 1)
+
+
+class UnseenGraphs(Recorder):
+    """Like CUDA's: work runs twice to warm up, is then recorded, and nobody sees a replay store draws.
+
+    So of stores of draws: a recorded one does not run, and one in a replay runs without being launched. What they tell the host
+    arrives when it asks whether the device is idle.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_recording = False
+        self.is_replaying = False
+
+    def pieces(self, work: Callable[[Work], None]) -> list[Work]:
+        for _ in range(NUM_WARM_UPS):
+            work(lambda: None)
+        self.is_recording = True
+        replays = super().pieces(work)
+        self.is_recording = False
+        return [partial(self._replay, replay) for replay in replays]
+
+    def _replay(self, replay: Work) -> None:
+        self.is_replaying = True
+        replay()
+        self.is_replaying = False
+
+    def take_store(self, device: torch.device, max_rows: int, window: int) -> DrawStore:
+        del window
+        words, here = (torch.zeros((RING, max_rows), dtype=torch.int64, device=device) for _ in range(2))
+        last = torch.zeros(1, dtype=torch.int64, device=device)
+
+        def launch(*tensors: torch.Tensor) -> bool:
+            if self.is_recording:
+                return False
+            ids, values, row_slots, positions, token_table, *_ = tensors
+            store_draws_reference(ids, values, row_slots, positions, token_table, here, last)
+            return not self.is_replaying
+
+        def is_idle() -> bool:
+            words.copy_(here)
+            return True
+
+        return DrawStore(words, last, launch, is_idle)
 
 
 class _Turns:

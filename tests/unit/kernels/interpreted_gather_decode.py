@@ -9,7 +9,8 @@ import torch
 
 from srt.kernels.gather_decode import gather_decode, store_draws
 from srt.mem_cache.memory_pool import DrawTables
-from srt.model_executor.input_buffers import gather_decode_reference, store_draws_reference
+from srt.model_executor.draw_store import store_draws_reference
+from srt.model_executor.input_buffers import gather_decode_reference
 from srt.sampling.no_filter import NO_TOP_K
 
 NUM_SLOTS, MAX_PAGES = 9, 5  # the dummy slot is the last
@@ -62,16 +63,35 @@ def test_rows_are_gathered_pages_entered_and_lengths_grown_but_for_the_dummy(pag
     assert not torch.equal(lens, before.lens) or set(rows) == {8}
 
 
-@pytest.mark.parametrize("count", [1, 5, 40])
-def test_draws_reach_the_token_table_and_the_host(count: int) -> None:
+MOST_ROWS, DUMMY = 600, 600
+RING = 4
+
+
+@pytest.mark.parametrize("counts", [[1], [5], [600], [40, 1, 257, 256, 3, 600, 2, 255, 9], [1] * 9])
+@pytest.mark.parametrize("last", [0, (1 << 32) - 3])
+def test_draws_reach_the_token_table_and_the_host(counts: list[int], last: int) -> None:
+    """One store after the other, of more and of fewer rows than a block; the last rows are padding."""
+    random = torch.Generator().manual_seed(2)
     nothing = torch.tensor([float("inf"), float("-inf"), float("nan")])
-    ids, values = torch.arange(count) * 3, torch.arange(count) - 5.0
-    values[1::3] = nothing.repeat(count)[: len(values[1::3])]
-    row_slots, positions = torch.randperm(count + 2)[:count], torch.arange(count) % 6
-    tables = torch.zeros(2, count + 2, 7, dtype=torch.int32)
-    sampled = torch.full((2, count), -5, dtype=torch.int32)
-    store_draws_reference(ids, values, row_slots, positions, tables[0], sampled[0])
-    store_draws(ids, values, row_slots, positions, tables[1], sampled[1])
-    assert torch.equal(tables[0], tables[1])
-    assert torch.equal(sampled[0], sampled[1])
-    assert sampled[0].tolist() == [3 * i if i % 3 != 1 else -1 for i in range(count)]
+    tables = torch.zeros(2, MOST_ROWS + 1, 7, dtype=torch.int32)
+    words = torch.full((2, RING, MOST_ROWS), -9)
+    lasts = torch.full((2, 1), last)
+    for number, count in enumerate(counts, last + 1):
+        ids = torch.randint(0, 1 << 31, (count,), generator=random)
+        values = torch.rand(count, generator=random) - 0.5
+        values[1::3] = nothing.repeat(count)[: len(values[1::3])]
+        row_slots, positions = torch.randperm(MOST_ROWS, generator=random)[:count], torch.arange(count) % 6
+        row_slots[count - count // 4 :], ids[count - count // 4 :] = DUMMY, 0
+        before = words[1].clone()
+        store_draws_reference(ids, values, row_slots, positions, tables[0], words[0], lasts[0])
+        store_draws(ids, values, row_slots, positions, tables[1], words[1], lasts[1])
+        assert torch.equal(tables[0], tables[1])
+        assert torch.equal(words[0], words[1])
+        assert lasts.flatten().tolist() == [number, number]
+        entry = words[1, number % RING]
+        told = [-1 if row % 3 == 1 else drawn for row, drawn in enumerate(ids.tolist())]
+        assert entry[:count].to(torch.int32).tolist() == told
+        assert {word >> 32 & 0xFFFFFFFF for word in entry[:count].tolist()} == {number % (1 << 32)}
+        others = torch.ones_like(before, dtype=torch.bool)
+        others[number % RING, :count] = False
+        assert torch.equal(words[1][others], before[others]), "something else was written to"

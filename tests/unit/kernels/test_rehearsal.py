@@ -24,6 +24,8 @@ from srt.kernels.rehearsal import is_anything_cached, is_rehearsed, rehearsal
 from srt.kernels.sample import draw
 from srt.kernels.silu_and_mul import silu_and_mul
 from srt.kernels.stream_gemm import SMALLEST
+from srt.layers.sampler import Draws
+from srt.model_executor.draw_store import RING, DrawStore, cuda_launch
 
 
 class FakeGpu:
@@ -163,3 +165,25 @@ def test_kernels_in_cuda_are_compiled_once_and_not_launched(monkeypatch: pytest.
     assert compiled == ["sm_90a"]
     assert not is_rehearsed(SMALLEST, lambda: compiled.append("afterwards"))
     assert compiled == ["sm_90a"]
+
+
+def test_of_stores_of_draws_those_count_that_are_launched_and_run(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that are compiled, whose ids read as zeros, nor those that a graph records."""
+    words, tokens, rows = numbers(RING * 3, torch.int64).view(RING, 3), numbers(12).view(3, 4), torch.arange(3)
+    store = DrawStore(words, numbers(1, torch.int64), cuda_launch(), lambda: True)
+    draws = Draws(torch.tensor([7, 8, 9]), torch.ones(3))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with rehearsal(2):
+        store.store(draws, rows, rows, tokens)
+        assert store.latest(3).wait().tolist() == [0, 0, 0]
+    assert gpu.launched == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    store.store(draws, rows, rows, tokens)
+    assert gpu.launched == ["store_draws_kernel"]
+    assert store._number == 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    store.store(draws, rows, rows, tokens)
+    assert gpu.launched == ["store_draws_kernel"] * 2
+    assert store._number == 1

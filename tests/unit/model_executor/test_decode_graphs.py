@@ -20,6 +20,7 @@ from srt.layers.attention.base import Reading
 from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
 from srt.model_executor.cuda_graph_runner import PADDED_STEPS, CudaGraphRunner, Work, graph_sizes
 from srt.model_executor.decode_runner import find_graph
+from srt.model_executor.draw_store import DrawStore
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.input_buffers import GraphInputBuffers, Ints
 from srt.model_executor.memory_profile import graph_bytes
@@ -36,7 +37,7 @@ from srt.sampling.sampling_batch_info import SamplingKind
 from srt.server_args import ServerArgs
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, run_section
-from tests.support.recorder import Recorder
+from tests.support.recorder import Recorder, UnseenGraphs
 from tests.support.runners import make_runner
 
 EMPTY = int32_array()
@@ -146,6 +147,29 @@ def test_graphs_that_are_captured_while_requests_run_change_nothing(checkpoint: 
     assert [job.outputs for job in found] == [job.outputs for job in expected]
     assert runner.num_graphs_left == 0
     assert recorder.num_replays > 10
+
+
+def test_draws_are_counted_as_the_device_counts_them_through_warm_ups_captures_and_replays(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, found = jobs(9), jobs(9)
+    PlanDriver(make_runner(checkpoint("qwen3"), 4), 4, chunk=25).run(expected)
+    graphs = UnseenGraphs()
+    monkeypatch.setattr(DrawStore, "take", graphs.take_store)
+    runner = with_graphs(checkpoint, 4, graphs)
+    runner.warm_up()
+    half = runner.num_graphs_left // 2
+    while runner.num_graphs_left > half:
+        runner.capture_graph()
+    PlanDriver(runner, 4, chunk=25).run(found)
+    while runner.num_graphs_left:
+        runner.capture_graph()
+    again = jobs(9)
+    PlanDriver(runner, 4, chunk=25).run(again)
+    outputs = [[job.outputs for job in some] for some in (found, again, expected)]
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert graphs.num_replays > 20
+    assert int(runner._draw_store._last) == runner._draw_store._number
 
 
 def section_of(slots: list[int]) -> PlanSection:
