@@ -33,10 +33,6 @@ class Draws:
     ids: torch.Tensor
     values: torch.Tensor  # [R] float32
 
-    @property
-    def is_valid(self) -> torch.Tensor:
-        return torch.isfinite(self.values)
-
 
 class Sampler:
     """Draws from this rank's shard of the vocabulary, token ids `shard_start` … `shard_start + columns - 1`."""
