@@ -9,8 +9,10 @@
 // A word is written anew a layer later. By then all have read it: every program has a share of every product, so who has all results of a
 // product knows that everyone has read what came before it.
 //
-// All products go through the same instructions, and little is unrolled: a layer takes 10 µs, in which a program comes through all of this
-// once, and instructions that are not near take longer to come than to execute.
+// All products go through the same instructions, and little is unrolled: in a layer a program comes through all of this once, and instructions
+// that are not near take longer to come than to execute.
+//
+// Only so much is sent for at a time as keeps the memory busy (IN_FLIGHT): words wait behind weights.
 
 constexpr int WARPS = 15;  // that multiply and attend; one more loads. Five on a quarter of a processor would have fewer registers
 constexpr int THREADS = 32 * WARPS;
@@ -159,9 +161,10 @@ __device__ __forceinline__ void wait_for_all() { asm volatile("bar.sync 1, %0;" 
 __device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
-__device__ __forceinline__ float sum_of_warp(float value) {
+// Of neighbouring lanes, so many of them.
+__device__ __forceinline__ float sum_over(float value, int lanes) {
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+  for (int distance = 1; distance < lanes; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
   return value;
 }
 
@@ -288,7 +291,7 @@ __device__ __forceinline__ void take(Memory& memory, const u64* words, u32 tag, 
       }
     }
     if (norm) {
-      total = sum_of_warp(total);
+      total = sum_over(total, 32);
       if (threadIdx.x % 32 == 0) memory.squares[row * WARPS + threadIdx.x / 32] = total;
     }
   }
@@ -361,13 +364,6 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin)
   }
 }
 
-// Of neighbouring lanes, so many of them.
-__device__ __forceinline__ float sum_over(float value, int lanes) {
-#pragma unroll
-  for (int distance = 1; distance < lanes; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
-  return value;
-}
-
 // Two neighbouring numbers of a row of a product, put together by FINISHING lanes.
 __device__ __forceinline__ float2 sums_of(const Memory& memory, int unit, int slices, int row, int column) {
   float2 total = make_float2(0, 0);
@@ -396,8 +392,8 @@ __device__ __forceinline__ void finish(const Memory& memory, int product, u32& m
       float squares = 0;
 #pragma unroll
       for (int warp = 0; warp < WARPS; warp += FINISHING) {
-        const int mine = warp + threadIdx.x % FINISHING;
-        if (mine < WARPS) squares += memory.squares[row * WARPS + mine];
+        const int one = warp + threadIdx.x % FINISHING;
+        if (one < WARPS) squares += memory.squares[row * WARPS + one];
       }
       const float scale = rsqrtf(sum_over(squares, FINISHING) / HIDDEN + eps);
       result.x *= scale, result.y *= scale;
@@ -418,7 +414,7 @@ __device__ __forceinline__ void turn_head(float (&head)[4], const u16* norm, flo
   if (HEAD_NORM) {
     const u32 first = ((const u32*)norm)[threadIdx.x % 32], second = ((const u32*)norm)[threadIdx.x % 32 + HALF / 2];
     const float squares = head[0] * head[0] + head[1] * head[1] + head[2] * head[2] + head[3] * head[3];
-    const float scale = rsqrtf(sum_of_warp(squares) / HEAD_DIM + eps);
+    const float scale = rsqrtf(sum_over(squares, 32) / HEAD_DIM + eps);
     head[0] *= scale * low_of(first), head[1] *= scale * high_of(first);
     head[2] *= scale * low_of(second), head[3] *= scale * high_of(second);
   }

@@ -1,8 +1,8 @@
-"""All layers of a step of one decoding row in one kernel: for Hopper, bfloat16, and the decoder of Llama and Qwen3.
+"""All layers of a step of one or two decoding rows in one kernel: for Hopper, bfloat16, and the decoder of Llama and Qwen3.
 
-Such a step has little to compute, and kernels that take 4 to 5 µs each, most of it to start, to wait for each other and to fetch what the
-last one left. Here programs stay on their processors: weights stream through their shared memory without a pause, and what programs tell
-each other takes 1 to 2 µs five times a layer, while the weights of what comes next are on their way.
+Such a step has little to compute, and kernels of 4 to 5 µs, most of it to start, to wait for each other and to fetch what the last one
+left. Here programs stay on their processors: weights stream through their shared memory while they tell each other what they computed,
+six times a layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from srt.models.decoder import CausalLM, DecoderLayer
 
 ROWS: Final = (1, 2)
-"""Numbers of rows for which it pays, as measured on an H200: 4 rows of 0.6B take 5 % longer than by kernels of their own."""
+"""Numbers of rows for which it pays, as measured on an H200: 4 rows of 0.6B take 5 % longer than by kernels of their own, and so do 2 of
+8B; where streams are longer than _SHORT it is one."""
 _UNIT: Final = 8  # rows of a weight
 _WARPS: Final = 15
 _CHUNKS: Final = (512, 256)  # columns of a weight that a load brings
@@ -75,7 +76,7 @@ class ResidentVariant:
         units = math.gcd(hidden, query_width + 2 * kv_width, inner) // _UNIT
         programs = next((n for n in range(num_processors, 0, -1) if units and units % n == 0), 0)
         chunk = next((n for n in _CHUNKS if hidden % n == query_width % n == inner % n == 0), 0)
-        if programs < _FULL_SHARE * num_processors or not chunk:
+        if programs < _FULL_SHARE * num_processors or not chunk or (rows > 1 and hidden > _SHORT):
             return None
         if rows * kv_width // _HEAD_DIM > programs or query_width // kv_width + 2 > _WARPS:
             return None

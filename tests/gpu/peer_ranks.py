@@ -54,8 +54,9 @@ def check_normed(peers: PeerMemory, part: torch.Tensor, number: int, num_bytes: 
         return
     normed, total = add_rms_norm(hidden, sum_of(number, num_bytes, dtype).view_as(rows), weight, 1e-6)
     check(torch.equal(formed[1], total), "sum of the stream", rows.shape, dtype)
-    eps = torch.finfo(dtype).eps
-    check(torch.allclose(formed[0].float(), normed.float(), rtol=2 * eps, atol=eps), "norm", rows.shape, dtype)
+    # Squares are added in another order.
+    most = max(2 * torch.finfo(dtype).eps, 1e-5)
+    check(torch.allclose(formed[0].float(), normed.float(), rtol=most, atol=most), "norm", rows.shape, dtype)
 
 
 def most_rows(dtype: torch.dtype) -> int:
