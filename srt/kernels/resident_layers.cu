@@ -9,9 +9,6 @@
 // A word is written anew a layer later. By then all have read it: every program has a share of every product, so who has all results of a
 // product knows that everyone has read what came before it.
 //
-// All products go through the same instructions, and little is unrolled: in a layer a program comes through all of this once, and instructions
-// that are not near take longer to come than to execute.
-//
 // Only so much is sent for at a time as keeps the memory busy (IN_FLIGHT): words wait behind weights.
 
 constexpr int WARPS = 15;  // that multiply and attend; one more loads. Five on a quarter of a processor would have fewer registers
