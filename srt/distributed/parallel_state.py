@@ -113,10 +113,16 @@ class TensorParallel:
         finally:
             self._group, self._peers = group, peers
 
-    @property
-    def lost_peer(self) -> CollectiveError | None:
-        """Whom the device has waited for in vain, if that is why CUDA fails."""
-        return None if self._peers is None else self._peers.lost_peer
+    @contextmanager
+    def naming_lost_peer(self) -> Iterator[None]:
+        """Whatever fails inside once the device has given up on a peer fails because of it: CollectiveError says whom."""
+        try:
+            yield
+        except Exception as error:
+            lost = None if self._peers is None else self._peers.lost_peer
+            if lost is None:
+                raise
+            raise lost from error
 
     def close(self) -> None:
         """Leave the group; the other ranks' operations fail from then on. Twice is fine."""
@@ -173,9 +179,13 @@ def _map_peers(tp: TensorParallel, timeout_s: float) -> PeerMemory | None:
     from srt.distributed.mapped_memory import CudaMemory
     from srt.distributed.peer_memory import open_peer_memory
     from srt.kernels.hopper import runs_on
-    from srt.kernels.peer_sum import PeerKernel
+    from srt.kernels.peer_sum import BOXES, MOST_RANKS, PeerKernel
 
-    has_kernel = runs_on(tp.device, PeerKernel(tp.size, None))
+    if tp.size > MOST_RANKS:
+        return None
+    # Programs that wait for other ranks' must all run at once: each has a processor.
+    has_room = torch.cuda.get_device_properties(tp.device).multi_processor_count >= BOXES
+    has_kernel = has_room and runs_on(tp.device, PeerKernel(tp.size, None))
     return open_peer_memory(tp, CudaMemory(tp.device) if has_kernel else None, timeout_s)
 
 

@@ -78,7 +78,8 @@ class PeerMemory:
         if missing < 0:
             return None
         reason = f"rank {missing} sent nothing for {self._timeout_s:g} s"
-        return CollectiveError(f"rank {self._boxes.rank} lost the others: {reason}")
+        help_ = "if GPUs cannot write each other's memory here, --disable-custom-all-reduce leaves it to NCCL"
+        return CollectiveError(f"rank {self._boxes.rank} lost the others: {reason}; {help_}")
 
     def close(self) -> None:
         """Twice is fine. Our own boxes stay until the process ends: CUDA forbids to free what others may still map."""
@@ -100,7 +101,7 @@ class Boxes:
         """Take ours, and say how others map it."""
         memory, rank = self._memory, self.rank
         if memory is None:
-            raise RuntimeError("its GPU has no kernel for that")
+            raise RuntimeError("there is no kernel for its GPU")
         own = self.addresses[rank] = memory.take(memory_bytes(len(self.addresses)), (self.first_run - 1) % 2**32)
         proof = os.urandom(_PROOF_BYTES)
         memory.write(own + own_place(rank), proof)
@@ -158,7 +159,7 @@ def open_peer_memory(
         tp.min_int(0)  # nobody maps ours any more
         boxes.free()
         if tp.rank == 0:
-            logger.warning("Small sums over GPUs go through NCCL: %s", error)
+            logger.info("Small sums over GPUs go through NCCL: %s", error)
         return None
     return PeerMemory(boxes, tp.device, timeout_s)
 

@@ -1,8 +1,8 @@
 // All layers of a step of a few decoding rows, by programs that stay on their processors: see resident_layers.py, which defines the
 // constants in capitals.
 //
-// One warp of a program sends for its share of all weights, in the order in which they are used, through a ring that is hundreds of
-// kilobytes long: it never waits for anything but room. The other warps go through the layers. What one program computes and all others need
+// One warp of a program sends for its share of all weights, in the order in which they are used, through a ring of 150 to
+// 200 KB: it never waits for what others compute. The other warps go through the layers. What one program computes and all others need
 // travels in words of 8 bytes, data and tag: such a word is written and read whole, so who finds the tag that it expects has the data,
 // and nobody waits for anything else. A tag is the number of a layer, counted over all steps.
 //
@@ -51,6 +51,7 @@ static_assert(HEAD_DIM == 128, "a half of a warp has a head, 8 numbers each");
 static_assert(PACKED_WIDTH % (UNIT * PROGRAMS) == 0 && HIDDEN % (UNIT * PROGRAMS) == 0 && INNER % (UNIT * PROGRAMS) == 0 &&
               ROWS * QUERY_WIDTH % (2 * PROGRAMS) == 0);
 static_assert(STAGES >= WARPS, "a warp that waits for a chunk must know that the one before the last in its place is done with");
+static_assert(0 < IN_FLIGHT && IN_FLIGHT <= STAGES);
 static_assert(HIDDEN % CHUNK == 0 && QUERY_WIDTH % CHUNK == 0 && INNER % CHUNK == 0 && CHUNK % 64 == 0);
 static_assert(FINISHING * ROWS * HIDDEN_PAIRS <= THREADS && ROWS <= UNIT && GROUP + 2 <= WARPS && ROWS * KV_HEADS * SPLITS <= PROGRAMS);
 static_assert(SPLITS <= 16 && (SPLITS & (SPLITS - 1)) == 0);
@@ -128,7 +129,7 @@ __device__ __forceinline__ bool has(u64 word, u32 tag) { return (u32)(word >> 32
 template <int COUNT, class Place>
 __device__ __forceinline__ void await(Words (&found)[COUNT], u32 tag, Place place) {
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) found[i].first = found[i].second = 0;
+  for (int i = 0; i < COUNT; i++) found[i].first = found[i].second = (u64)~tag << 32;  // not there
   bool is_early;
   do {
 #pragma unroll
@@ -684,7 +685,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
   }
   __syncthreads();
   if (thread >= THREADS) {
-    // Weights are constants: they are on their way before the kernels before this one have ended.
+    // Weights are constants: they wait for no kernel before this one.
     if (thread == THREADS) load_layers(memory, step);
     return;
   }

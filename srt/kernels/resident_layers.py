@@ -1,4 +1,4 @@
-"""All layers of a step of one or two decoding rows in one kernel: for Hopper, bfloat16, and the decoder of Llama and Qwen3.
+"""All layers of a step of one or two decoding rows in one kernel: for Hopper, bfloat16, and the decoder of Qwen3.
 
 Such a step has little to compute, and kernels of 4 to 5 µs, most of it to start, to wait for each other and to fetch what the last one
 left. Here programs stay on their processors: weights stream through their shared memory while they tell each other what they computed,
@@ -20,6 +20,7 @@ from srt.kernels.cuda_source import machine_code
 from srt.kernels.hopper import (
     ARCHITECTURE,
     BLOCK_K,
+    CAPABILITY,
     launch,
     most_clusters,
     pointer,
@@ -42,13 +43,19 @@ ROWS: Final = (1, 2)
 8B; where streams are longer than _SHORT it is one."""
 _UNIT: Final = 8  # rows of a weight
 _WARPS: Final = 15
-_CHUNKS: Final = (512, 256)  # columns of a weight that a load brings
+_CHUNK: Final = 512  # columns of a weight that a load brings
 _MOST_SPLITS: Final = 16
 _HEAD_DIM: Final = 128
 _FEWEST_STAGES: Final = 16
+_STAGE_BYTES: Final = _UNIT * 2 * _CHUNK
 _MAP_BYTES: Final = 128
-_IN_FLIGHT_BYTES: Final = {1: 49152, 2: 16384}  # that a program waits for: with more the others' words wait too
-_SHORT: Final = 2048  # columns of a stream whose layers are so short that the ring holds one
+_SHORT: Final = 2048  # columns of a stream whose layers are so short that the ring holds most of one
+_IN_FLIGHT: Final = 2, 6
+"""Chunks that a program waits for, of short streams and of others: with more the others' words wait too."""
+_MOST_GROUP: Final = 5  # heads that share keys and values: with more, registers are short
+_MOST_POSITIONS: Final = 12_288, 1024
+"""Behind which a row of a short stream, or of another, is no slower than by kernels of their own, whose attention reads faster. For short
+streams measured on an H200; for others it was behind 354, where it is 3 % faster, and one turn of attention more is to be had."""
 _FULL_SHARE: Final = 0.95  # of the processors, that have a program at least
 
 
@@ -64,7 +71,6 @@ class ResidentVariant:
     has_head_norm: bool
     page_size: int
     programs: int
-    chunk: int
     stages: int
 
     @classmethod
@@ -75,15 +81,15 @@ class ResidentVariant:
         hidden, query_width, kv_width, inner = widths
         units = math.gcd(hidden, query_width + 2 * kv_width, inner) // _UNIT
         programs = next((n for n in range(num_processors, 0, -1) if units and units % n == 0), 0)
-        chunk = next((n for n in _CHUNKS if hidden % n == query_width % n == inner % n == 0), 0)
-        if programs < _FULL_SHARE * num_processors or not chunk or (rows > 1 and hidden > _SHORT):
+        has_chunks = hidden % _CHUNK == query_width % _CHUNK == inner % _CHUNK == 0
+        if programs < _FULL_SHARE * num_processors or not has_chunks or (rows > 1 and hidden > _SHORT):
             return None
-        if rows * kv_width // _HEAD_DIM > programs or query_width // kv_width + 2 > _WARPS:
+        if rows * kv_width // _HEAD_DIM > programs or query_width // kv_width > _MOST_GROUP:
             return None
         if query_width * rows % (2 * programs):
             return None
-        variant = cls(rows, hidden, query_width, kv_width, inner, has_head_norm, page_size, programs, chunk, 1)
-        stages = (SHARED_BYTES[90] - variant.shared_bytes) // (variant._stage_bytes + 16) + 1
+        variant = cls(rows, hidden, query_width, kv_width, inner, has_head_norm, page_size, programs, 1)
+        stages = (SHARED_BYTES[90] - variant.shared_bytes) // (_STAGE_BYTES + 16) + 1
         return replace(variant, stages=stages) if stages >= _FEWEST_STAGES else None
 
     @property
@@ -97,9 +103,18 @@ class ResidentVariant:
         return 1 << (most.bit_length() - 1)
 
     @property
-    def layers_ahead(self) -> int:
+    def is_short(self) -> bool:
+        return self.hidden <= _SHORT
+
+    @property
+    def _layers_ahead(self) -> int:
         """Whose norms there is room for."""
-        return 2 if self.hidden <= _SHORT else 1
+        return 2 if self.is_short else 1
+
+    @property
+    def most_positions(self) -> int:
+        """Behind which a row is faster so, its own included."""
+        return _MOST_POSITIONS[not self.is_short]
 
     @property
     def name(self) -> str:
@@ -118,23 +133,19 @@ class ResidentVariant:
         return 1
 
     @property
-    def _stage_bytes(self) -> int:
-        return _UNIT * 2 * self.chunk
-
-    @property
     def shared_bytes(self) -> int:
         """As the kernel lays it out: the ring and its barriers, sums of squares, and x with parts of products, or what attention keeps."""
         widest = max(self.hidden, self.query_width, self.inner)
-        x = 4 * self.rows * widest // self.chunk * 4 * (self.chunk // 8 + 4)
+        x = 4 * self.rows * widest // _CHUNK * 4 * (_CHUNK // 8 + 4)
         of_hidden, of_inner = self.hidden // _UNIT // self.programs, self.inner // _UNIT // self.programs
         packed = (self.query_width + 2 * self.kv_width) // _UNIT // self.programs
         columns = packed * self.hidden, of_hidden * self.query_width, 2 * of_inner * self.hidden, of_hidden * self.inner
-        parts = 4 * max(columns) // self.chunk * self.rows * _UNIT
+        parts = 4 * max(columns) // _CHUNK * self.rows * _UNIT
         attending = _WARPS if self.group <= 2 else _WARPS // 2
         attention = 4 * (self.group * _HEAD_DIM + _HEAD_DIM + attending * self.group * (2 + _HEAD_DIM))
-        norms = self.layers_ahead * (2 * 2 * self.hidden + 4 * _HEAD_DIM + 16 + 4 * 8)
+        norms = self._layers_ahead * (2 * 2 * self.hidden + 4 * _HEAD_DIM + 16 + 4 * 8)
         others = norms + 4 * self.rows * _WARPS + max(x + parts, attention) + 64  # to lie where they may
-        return with_alignment(self.stages * (self._stage_bytes + 16) + others)
+        return with_alignment(self.stages * (_STAGE_BYTES + 16) + others)
 
     @property
     def constants(self) -> Mapping[str, int]:
@@ -149,14 +160,22 @@ class ResidentVariant:
             "PAGE_SIZE": self.page_size,
             "PROGRAMS": self.programs,
             "SPLITS": self.splits,
-            "CHUNK": self.chunk,
+            "CHUNK": _CHUNK,
             "STAGES": self.stages,
-            "LAYERS_AHEAD": self.layers_ahead,
-            "IN_FLIGHT": max(1, _IN_FLIGHT_BYTES[self.layers_ahead] // self._stage_bytes),
+            "LAYERS_AHEAD": self._layers_ahead,
+            "IN_FLIGHT": _IN_FLIGHT[not self.is_short],
         }
 
 
-class _Exchange(ctypes.Structure):
+class Layer(ctypes.Structure):
+    """As the kernel has it."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("norm", "mlp_norm", "q_norm", "k_norm", "k_buffer", "v_buffer")
+    )
+
+
+class Exchange(ctypes.Structure):
     """As the kernel has it."""
 
     _fields_ = tuple(
@@ -165,7 +184,7 @@ class _Exchange(ctypes.Structure):
     )
 
 
-class _Step(ctypes.Structure):
+class Step(ctypes.Structure):
     """As the kernel has it."""
 
     _fields_ = (
@@ -192,12 +211,14 @@ class ResidentLayers:
         self._norm_eps = first.input_layernorm.norm.eps
         self._head_eps = first.self_attn.head_norms[0].eps if first.self_attn.head_norms else 0.0
         self._scale_log2 = first.self_attn.attn.scale * math.log2(math.e)
-        tables = [_tensors_of(layer, kv_pool) for layer in layers]
-        maps = [_map_of(affine.weight, variant.chunk) for layer in layers for affine in _affines_of(layer)]
-        self._maps = torch.frombuffer(bytearray(b"".join(maps)), dtype=torch.uint8).to(device)
+        maps = [_map_of(affine.weight) for layer in layers for affine in _affines_of(layer)]
+        self._maps = _on_device(b"".join(maps), device)
         self._strides = tuple(buffer.stride(0) for buffer in kv_pool.get_kv(0))
-        addresses = [list(map(pointer, tensors)) for tensors in tables]
-        self._layers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        tables = [
+            Layer(**{name: pointer(one) for name, one in _tensors_of(layer, kv_pool).items()}) for layer in layers
+        ]
+        self._layers = _on_device(b"".join(map(bytes, tables)), device)
+        self._num_layers = len(layers)
         rows, heads = variant.rows, variant.query_width // _HEAD_DIM
         counts = (
             rows * (variant.query_width + 2 * variant.kv_width) // 2,
@@ -220,7 +241,7 @@ class ResidentLayers:
         device: torch.device,
         rows: int,
     ) -> ResidentLayers | None:
-        """None where it cannot be, which may be told."""
+        """None where there is no variant for it. If there is, but it does not run, that is told."""
         layers = cast("list[DecoderLayer]", list(model.model.layers))
         variant = _variant_of(layers, kv_pool, tables.page_size, device, rows)
         if variant is None:
@@ -233,8 +254,9 @@ class ResidentLayers:
         return cls(model, variant, kv_pool, device)
 
     @property
-    def rows(self) -> int:
-        return self._variant.rows
+    def most_positions(self) -> int:
+        """Behind which a row is faster so, its own included."""
+        return self._variant.most_positions
 
     def __call__(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         model, variant, tables = self._model, self._variant, batch.req_to_token_pool
@@ -244,41 +266,44 @@ class ResidentLayers:
         assert embedded.shape == (variant.rows, variant.hidden) and embedded.is_contiguous()
         integers = batch.out_cache_loc, batch.req_pool_indices, batch.seq_lens
         assert all(tensor.dtype is torch.int64 for tensor in integers) and tables.page_table.dtype is torch.int32
-        step = _Step(
+        step = Step(
             *map(
                 pointer,
                 (self._maps, self._layers, embedded, out, rotation.cos, rotation.sin, *integers, tables.page_table),
             ),
             tables.page_table.stride(0),
             *self._strides,
-            len(self._layers),
+            self._num_layers,
             self._norm_eps,
             self._head_eps,
             self._scale_log2,
         )
-        exchange = _Exchange(*map(pointer, self._words), pointer(self._tag))
+        exchange = Exchange(*map(pointer, self._words), pointer(self._tag))
         with torch.cuda.device(self._device):
             launch(variant, (variant.programs, 1, 1), (), (exchange, step), is_dependent=True)
         return model.norm(out)  # type: ignore[no-any-return]
 
 
 def _runs_at_once(variant: ResidentVariant, device: torch.device) -> bool:
-    """All programs: they wait for each other."""
-    return runs_on(device, variant) and most_clusters(variant, torch.cuda.current_device(), 1) >= variant.programs
+    """All programs: they wait for each other. On a device that others use at the same time (MPS) nobody can know."""
+    return runs_on(device, variant) and most_clusters(variant, device.index, 1) >= variant.programs
 
 
 def _variant_of(
     layers: list[DecoderLayer], kv_pool: MHATokenToKVPool, page_size: int, device: torch.device, rows: int
 ) -> ResidentVariant | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return None
     first = layers[0].self_attn
-    tensors = [tensor for layer in layers for tensor in _tensors_of(layer, kv_pool) if tensor is not None]
     affines = [affine for layer in layers for affine in _affines_of(layer)]
+    tensors = [tensor for layer in layers for tensor in _tensors_of(layer, kv_pool).values()]
     tensors += [affine.weight for affine in affines]
-    if any(affine.bias is not None for affine in affines) or any(t.dtype is not torch.bfloat16 for t in tensors):
+    has_other_types = any(tensor is not None and tensor.dtype is not torch.bfloat16 for tensor in tensors)
+    if has_other_types or any(affine.bias is not None for affine in affines):
         return None
     if first.attn.head_dim != _HEAD_DIM or any(layer.self_attn.attn.window is not None for layer in layers):
         return None
-    if device.type != "cuda":
+    if first.head_norms is None:  # the kernel can do without, but that was not seen on a GPU yet
         return None
     widths = (
         first.o_proj.affine.weight.shape[0],
@@ -287,7 +312,7 @@ def _variant_of(
         layers[0].mlp.down_proj.affine.weight.shape[1],
     )
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return ResidentVariant.of(rows, widths, first.head_norms is not None, page_size, num_processors)
+    return ResidentVariant.of(rows, widths, True, page_size, num_processors)
 
 
 def _affines_of(layer: DecoderLayer) -> list[Affine]:
@@ -296,24 +321,28 @@ def _affines_of(layer: DecoderLayer) -> list[Affine]:
     return [attention.qkv_proj.affine, attention.o_proj.affine, mlp.gate_up_proj.affine, mlp.down_proj.affine]
 
 
-def _map_of(weight: Tensor, chunk: int) -> bytes:
-    """A load brings so many columns of a unit's rows, as blocks that are stored one after the other."""
+def _map_of(weight: Tensor) -> bytes:
+    """A load brings a chunk of a unit's rows, as blocks that are stored one after the other."""
     rows, columns = weight.shape
-    shape, box = (BLOCK_K, rows, columns // BLOCK_K), (BLOCK_K, _UNIT, chunk // BLOCK_K)
+    shape, box = (BLOCK_K, rows, columns // BLOCK_K), (BLOCK_K, _UNIT, _CHUNK // BLOCK_K)
     made = tensor_map(weight.data_ptr(), shape, (2 * columns, 2 * BLOCK_K), box)
     return ctypes.string_at(int(made.getPtr()), _MAP_BYTES)
 
 
-def _tensors_of(layer: DecoderLayer, kv_pool: MHATokenToKVPool) -> list[Tensor | None]:
-    """In the order in which the kernel has them."""
+def _on_device(data: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _tensors_of(layer: DecoderLayer, kv_pool: MHATokenToKVPool) -> dict[str, Tensor | None]:
+    """By the kernel's names."""
     attention = layer.self_attn
-    norms = attention.head_norms
+    q_norm, k_norm = (None, None) if attention.head_norms is None else attention.head_norms
     k_buffer, v_buffer = kv_pool.get_kv(attention.attn.layer_id)
-    return [
-        layer.input_layernorm.norm.weight,
-        layer.post_attention_layernorm.norm.weight,
-        None if norms is None else norms[0].weight,
-        None if norms is None else norms[1].weight,
-        k_buffer,
-        v_buffer,
-    ]
+    return {
+        "norm": layer.input_layernorm.norm.weight,
+        "mlp_norm": layer.post_attention_layernorm.norm.weight,
+        "q_norm": None if q_norm is None else q_norm.weight,
+        "k_norm": None if k_norm is None else k_norm.weight,
+        "k_buffer": k_buffer,
+        "v_buffer": v_buffer,
+    }

@@ -175,11 +175,12 @@ def main(child: Child) -> None:
     runner = load_runner(child)
     import torch  # which has been loaded now
 
-    if child.start.args.enable_torch_compile:
-        child.report_phase("compile")
-        runner.compile()
-    child.report_phase("warm-up")
-    runner.warm_up()
+    with runner.naming_lost_peer():
+        if child.start.args.enable_torch_compile:
+            child.report_phase("compile")
+            runner.compile()
+        child.report_phase("warm-up")
+        runner.warm_up()
     link = WorkerLink(child)
     rank, args = child.start.index, child.start.args
     worker = TpWorker(rank, runner, link, args.window, child.tracer, args.tp_size)
@@ -189,16 +190,15 @@ def main(child: Child) -> None:
     child.start_heartbeats(worker.progress_age_s)
     child.report_ready(facts_of(runner))
     try:
-        with torch.inference_mode():  # once, not in each step
+        with runner.naming_lost_peer(), torch.inference_mode():  # once, not in each step
             worker.serve()
     except SupervisorGone:
         raise
     except Exception as error:
-        cause = runner.lost_peer or error
-        sentence = " ".join(f"Worker {rank} failed in step {worker.step}: {type(cause).__name__}: {cause}".split())
+        sentence = " ".join(f"Worker {rank} failed in step {worker.step}: {type(error).__name__}: {error}".split())
         link.send(WorkerFault(rank, worker.step, sentence))
         link.close()
-        if isinstance(cause, CollectiveError):  # another rank's fault as a rule, so where we were tells nobody anything
+        if isinstance(error, CollectiveError):  # another rank's fault as a rule, so where we were tells nobody anything
             raise StartError(sentence) from error
         raise
     link.close()
@@ -232,15 +232,16 @@ def load_runner(child: Child) -> ModelRunner:
         maps_peers=not args.disable_custom_all_reduce,
     )
     child.report_phase("weights")
-    return ModelRunner(
-        args,
-        config,
-        start.model_folder,
-        tp,
-        device,
-        report_weights=_Throttled(lambda done, total: child.report_phase("weights", done, total)),
-        report_phase=child.report_phase,
-    )
+    with tp.naming_lost_peer():
+        return ModelRunner(
+            args,
+            config,
+            start.model_folder,
+            tp,
+            device,
+            report_weights=_Throttled(lambda done, total: child.report_phase("weights", done, total)),
+            report_phase=child.report_phase,
+        )
 
 
 def hello_of(rank: int, page_size: int, runner: ModelRunner) -> WorkerHello:

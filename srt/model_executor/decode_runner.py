@@ -48,7 +48,7 @@ class DecodeParts:
     kv_pool: MHATokenToKVPool
     draw_store: DrawStore
     compiled: CompiledForward | None = None  # takes the model's place in steps of few rows
-    resident: Mapping[int, ResidentLayers] = field(default_factory=dict)  # take it in steps of so many rows
+    resident: Mapping[int, ResidentLayers] = field(default_factory=dict)  # take it in short steps of so many rows
 
 
 class DecodeRunner:
@@ -86,8 +86,8 @@ class DecodeRunner:
             wanted = {Reading.BY_ROW: sizes}
             if pads:
                 wanted |= {Reading.SHARED: sharing_sizes(sizes, LEAST_SHARING_ROWS), Reading.EVEN: sizes}
-            for reading, all_sizes in wanted.items():
-                some = tuple(size for size in all_sizes if parts.attn_backend.can_read(reading, size))
+            for reading, all_sizes in (wanted | {Reading.RESIDENT: sizes}).items():
+                some = tuple(size for size in all_sizes if self._can_read(reading, size))
                 if some:
                     works = partial(self._works, reading=reading)
                     self.graphs[reading] = CudaGraphRunner(some, pads, works, capture)
@@ -95,9 +95,7 @@ class DecodeRunner:
     def forward(self, step: DecodeStep) -> torch.Tensor:
         """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
         num_rows = len(step.slots)
-        reading = step.reading
-        if reading is not Reading.BY_ROW and not self._parts.attn_backend.can_read(reading, num_rows):
-            reading = Reading.BY_ROW
+        reading = self._reading_of(step)
         self._replayed, size = find_graph(self.graphs, reading, num_rows) or (None, num_rows)
         self.buffers.tell(step.slots, step.new_pages)
         if self._plans_on_host and step.new_pages is not None:
@@ -117,6 +115,17 @@ class DecodeRunner:
         if num_rows not in self._logits_of_rows:
             self._logits_of_rows[num_rows] = self.logits[:num_rows]
         return self._logits_of_rows[num_rows]
+
+    def _reading_of(self, step: DecodeStep) -> Reading:
+        resident = self._parts.resident.get(len(step.slots))
+        if resident is not None and max(step.seq_lens.tolist()) <= resident.most_positions:
+            return Reading.RESIDENT
+        return step.reading if self._can_read(step.reading, len(step.slots)) else Reading.BY_ROW
+
+    def _can_read(self, reading: Reading, num_rows: int) -> bool:
+        if reading is Reading.RESIDENT:
+            return num_rows in self._parts.resident
+        return reading is Reading.BY_ROW or self._parts.attn_backend.can_read(reading, num_rows)
 
     def sample(self, step: DecodeStep) -> None:
         """Draw the rows' next ids from the logits, and store them."""
@@ -213,12 +222,13 @@ class DecodeRunner:
     def _run_forward(self, size: int, reading: Reading = Reading.BY_ROW) -> None:
         parts, batch = self._parts, self._batch(size)
         self.buffers.gather(size)
-        parts.attn_backend.begin_decodes(batch, reading)
         forward: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor] = parts.model
-        if parts.compiled is not None and size <= parts.compiled.most_tokens and reading is not Reading.SHARED:
-            forward = parts.compiled
-        elif size in parts.resident:
+        if reading is Reading.RESIDENT:
             forward = parts.resident[size]
+        else:
+            parts.attn_backend.begin_decodes(batch, reading)
+            if parts.compiled is not None and size <= parts.compiled.most_tokens and reading is not Reading.SHARED:
+                forward = parts.compiled
         hidden = forward(batch.input_ids, batch.positions, batch)
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[:size])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
@@ -171,10 +172,9 @@ class ModelRunner:
             check_size=lambda num_bytes: check_weights(num_bytes, self.device),
         )
 
-    @property
-    def lost_peer(self) -> CollectiveError | None:
-        """Whom the device has waited for in vain, if that is why CUDA fails."""
-        return self._tp.lost_peer
+    def naming_lost_peer(self) -> AbstractContextManager[None]:
+        """As the ranks' own."""
+        return self._tp.naming_lost_peer()
 
     @property
     def weight_bytes(self) -> int:
@@ -343,8 +343,9 @@ class ModelRunner:
         )
 
     def _new_resident_layers(self) -> dict[int, ResidentLayers]:
-        """By numbers of rows. They attend as our own decode kernels do, and do not know other ranks."""
-        if self.device.type != "cuda" or self.attention.decode != "triton" or self._tp.size > 1:
+        """By numbers of rows. They attend as our own decode kernels do, and know no other ranks; where PyTorch's compiler was asked for, it
+        has these steps."""
+        if self.device.type != "cuda" or self.attention.decode != "triton" or self._tp.size > 1 or self._compiled:
             return {}
         # Triton is not there on every host; with PyTorch for CUDA it is.
         from srt.kernels.resident_layers import ROWS, ResidentLayers
@@ -563,8 +564,9 @@ class ModelRunner:
     def capture_graph(self) -> int:
         """Capture steps of one more size; returns how many rows or tokens. All that was launched is done.
 
-        What steps have missed comes first, and decodes before prompts. What fails on a rank is a warning, and ends the captures of
-        all: steps without a graph are launched kernel by kernel.
+        What steps have missed comes first, and decodes before prompts. What fails on all ranks alike is a warning, and ends the captures:
+        steps without a graph are launched kernel by kernel. If it fails on one alone, the others wait for it in the middle of the size,
+        until the watchdog ends the server.
         """
         left = [graphs for graphs in self._graphs if graphs.num_left]
         chosen = next((graphs for graphs in left if graphs.is_missing_one), left[0])
@@ -583,6 +585,10 @@ class ModelRunner:
         except CollectiveError:
             raise
         except Exception as error:
+            if self._tp.size > 1:
+                raise RuntimeError(
+                    f"a graph of steps of {size} rows or tokens could not be captured: {error}"
+                ) from error
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             logger.warning(

@@ -268,17 +268,21 @@ def test_steps_of_many_rows_are_near_those_of_float32(tmp_path: Path, num_rows: 
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-8b", "qwen3-14b"])
 def test_layers_in_one_kernel_are_near_those_of_plain_attention(tmp_path: Path, model: str, captures: bool) -> None:
-    """Two layers of real shapes: one row behind few and many positions, and two rows at a time."""
+    """Two layers of real shapes: one row behind few and many positions, and two rows at a time; while the numbers of layers begin again."""
     if torch.cuda.get_device_capability(CUDA) != (9, 0):
         pytest.skip("a kernel for Hopper")
     config = json.loads((CONFIGS / f"{model}.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(8)
-    prompts = [token_ids(rng, length, 512) for length in (1, 16, 31, 700, 3000)]
+    prompts = [token_ids(rng, length, 512) for length in (1, 16, 31, 700, 1000, 3000)]
     options: dict[str, Any] = {"device": CUDA, "load_format": "dummy", "dtype": "bfloat16", "cuda_graph_bs": (1, 2)}
 
     def run(decode: str) -> tuple[torch.Tensor, set[int]]:
         runner = make_runner(tmp_path, 16, decode_attention_backend=decode, **options)
+        vary_norms(runner)
+        resident = runner._decode_runner._parts.resident
+        for layers in resident.values():
+            layers._tag.fill_(-31)
         while captures and runner.num_graphs_left:
             runner.capture_graph()
         steps = []
@@ -286,11 +290,20 @@ def test_layers_in_one_kernel_are_near_those_of_plain_attention(tmp_path: Path, 
             steps.append(logits_of(runner, prompt, 4096, 16, decodes=20)[1:])
             runner.reset()
         steps.append(logits_of_rows(runner, prompts[2:4], 16, decodes=20)[:-3])
-        return torch.cat(steps), set(runner._decode_runner._parts.resident)
+        return torch.cat(steps), set(resident)
 
     (theirs, without), (ours, served) = run("torch_native"), run("triton")
     assert not without and served == ({1, 2} if model == "qwen3-0.6b" else {1})
     assert_near(ours, theirs, f"{model}, graphs: {captures}")
+
+
+@torch.inference_mode()
+def vary_norms(runner: ModelRunner) -> None:
+    """Dummy weights of norms are 1: who took another's, or none, would not be noticed."""
+    generator = torch.Generator(CUDA).manual_seed(5)
+    for name, weight in runner._model.named_parameters():
+        if "norm" in name:
+            weight.uniform_(0.5, 1.5, generator=generator)
 
 
 @pytest.mark.parametrize("captures", [False, True])

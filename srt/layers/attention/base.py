@@ -31,6 +31,8 @@ class Reading(IntEnum):
     """What neighbours have in common is read once."""
     EVEN = 2
     """By programs that read equally much, whatever the rows' lengths."""
+    RESIDENT = 3
+    """By the kernel that goes through all layers."""
 
 
 @dataclass(frozen=True, slots=True)

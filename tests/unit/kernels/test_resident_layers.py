@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from srt.kernels.cuda_source import machine_code
 from srt.kernels.hopper import ARCHITECTURE
-from srt.kernels.resident_layers import ResidentVariant
+from srt.kernels.resident_layers import Exchange, Layer, ResidentVariant, Step
 from srt.kernels.shared_memory import SHARED_BYTES
 
 Widths = tuple[int, int, int, int]  # of the stream, of queries, of keys, of the MLP's inside
@@ -20,7 +21,7 @@ SHAPES: list[Widths] = [
     (4096, 4096, 1024, 12288),  # Qwen3-8B
     (5120, 5120, 1024, 17408),  # Qwen3-14B
     (4096, 4096, 1024, 14336),  # Llama-3-8B
-    (2048, 4096, 512, 6144),  # 8 query heads of a group
+    (2048, 2048, 2048, 6144),  # as many KV heads
 ]
 
 
@@ -65,15 +66,18 @@ def test_programs_have_equal_shares_and_each_has_some() -> None:
 def test_shapes_that_cannot_be_shared_evenly_are_left_to_others() -> None:
     assert variant_of((2560, 4096, 1024, 9728)) is None, "64 programs at most"
     assert variant_of((1000, 2048, 1024, 3072)) is None, "no whole chunks"
-    assert variant_of((1024, 16384, 1024, 3072)) is None, "more heads of a group than warps"
+    assert variant_of((2048, 4096, 512, 6144)) is None, "8 heads of a group"
     assert variant_of((4096, 4096, 1024, 12288), rows=2) is None, "kernels of their own are faster"
     assert ResidentVariant.of(1, SMALL, True, 16, num_processors=114) is None, "an H100 PCIe's processors"
 
 
-def test_the_kernel_is_told_as_many_pointers_of_a_layer_as_it_reads() -> None:
-    """The table of layers is made of numbers: no compiler compares it with the kernel's structure."""
+@pytest.mark.parametrize("structure", [Layer, Exchange, Step], ids=lambda one: one.__name__)
+def test_structures_are_those_of_the_kernel(structure: type[ctypes.Structure]) -> None:
+    """They travel as bytes: no compiler compares them."""
     variant = variant_of(SMALL)
     assert variant is not None
-    (layer,) = re.findall(r"struct Layer \{(.*?)\};", variant.source, re.DOTALL)
-    names = re.findall(r"\*\s*(\w+);", layer)
-    assert names == ["norm", "mlp_norm", "q_norm", "k_norm", "k_buffer", "v_buffer"]
+    (body,) = re.findall(rf"struct {structure.__name__} \{{(.*?)\}};", variant.source, re.DOTALL)
+    kinds = {"int": ctypes.c_int, "float": ctypes.c_float, "long long": ctypes.c_longlong}
+    members = re.findall(r"^\s*(?:const )?([\w ]+?)\s*(\*?)\s*(\w+);", body, re.MULTILINE)
+    expected = [(name, ctypes.c_void_p if is_pointer else kinds[kind]) for kind, is_pointer, name in members]
+    assert list(structure._fields_) == expected and expected

@@ -25,6 +25,7 @@ from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.input_buffers import GraphInputBuffers, Ints
 from srt.model_executor.memory_profile import graph_bytes
 from srt.model_executor.model_runner import DecodeOutput, ModelRunner
+from srt.models.decoder import CausalLM
 from srt.protocol.messages import (
     Admission,
     LogprobSpec,
@@ -112,6 +113,51 @@ def test_a_plan_that_is_made_before_a_step_knows_the_pages_that_the_step_begins(
         runner = planning_at_once(checkpoint("qwen3"), page_size)
     PlanDriver(runner, page_size).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
+
+
+class Resident:
+    """Stands in for all layers in one kernel: the model itself, as long as rows are short."""
+
+    most_positions = 12
+
+    def __init__(self, model: CausalLM, rows: int) -> None:
+        self._model, self._rows = model, rows
+        self.lengths: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        assert len(input_ids) == self._rows
+        self.lengths.append(batch.seq_lens.tolist())
+        hidden: torch.Tensor = self._model(input_ids, positions, batch)
+        return hidden
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_short_rows_go_through_all_layers_at_once_and_longer_ones_do_not(
+    checkpoint: CheckpointFactory, captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By graphs of their own, since others serve the same number of rows."""
+    expected, found = ([Job([7 + i, 8, 9], greedy(14 + 6 * i)) for i in range(3)] for _ in range(2))
+    PlanDriver(make_runner(checkpoint("qwen3"), 4), 4).run(expected)
+    made: dict[int, Resident] = {}
+
+    def resident(runner: ModelRunner) -> dict[int, Resident]:
+        made.update({rows: Resident(runner._model, rows) for rows in (1, 2)})
+        return made
+
+    monkeypatch.setattr(ModelRunner, "_new_resident_layers", resident)
+    runner = with_graphs(checkpoint, 4, Recorder(), cuda_graph_bs=(1, 2, 4))
+    assert runner._decode_runner.graphs[Reading.RESIDENT].sizes == (1, 2)
+    while captures and runner.num_graphs_left:
+        runner.capture_graph()
+    for layers in made.values():
+        layers.lengths.clear()
+    driver = PlanDriver(runner, 4)
+    driver.run(found[:1])
+    driver.run(found[1:])
+    assert [job.outputs for job in found] == [job.outputs for job in expected]
+    # A prompt of three, whose first token came with it: the last step that is short enough ends with twelve positions.
+    assert made[1].lengths == [[length] for length in range(4, 13)]
+    assert made[2].lengths == [[length, length] for length in range(4, 13)]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
