@@ -107,10 +107,10 @@ def eager(tp: TensorParallel, first_run: int) -> None:
 
 
 def graph(tp: TensorParallel) -> None:
-    """Sums between sums, in a graph that is replayed on new numbers, and others beside it."""
+    """Sums between sums, some of them NCCL's, in a graph that is replayed on new numbers, and others beside it."""
     check(tp._peers is not None, "no memory of peers")
     delay, same = Delay(tp.rank), random.Random(8)
-    works = [(same.choice(BYTES), same.choice(DTYPES)) for _ in range(30)]
+    works = [(same.choice((*BYTES, 3 * MOST_BYTES)), same.choice(DTYPES)) for _ in range(30)]
     inputs = [part_of(tp.rank, 0, *work) for work in works]
     outputs: list[torch.Tensor] = []
 
