@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from srt.kernels import resident_layers
 from srt.kernels.cuda_source import machine_code
 from srt.kernels.hopper import ARCHITECTURE
-from srt.kernels.resident_layers import Exchange, Layer, ResidentVariant, Step
+from srt.kernels.resident_layers import Exchange, Layer, ResidentLayers, ResidentVariant, Step
 from srt.kernels.shared_memory import SHARED_BYTES
+from srt.models.decoder import DecoderLayer
+from tests.support.runners import make_runner
+
+CONFIG = Path(__file__).parents[3] / "benchmarks" / "configs" / "qwen3-0.6b.json"
 
 Widths = tuple[int, int, int, int]  # of the stream, of queries, of keys, of the MLP's inside
 SMALL: Widths = (1024, 2048, 1024, 3072)  # Qwen3-0.6B
@@ -81,3 +91,57 @@ def test_structures_are_those_of_the_kernel(structure: type[ctypes.Structure]) -
     members = re.findall(r"^\s*(?:const )?([\w ]+?)\s*(\*?)\s*(\w+);", body, re.MULTILINE)
     expected = [(name, ctypes.c_void_p if is_pointer else kinds[kind]) for kind, is_pointer, name in members]
     assert list(structure._fields_) == expected and expected
+
+
+@torch.inference_mode()
+def test_the_kernel_is_told_where_everything_of_its_layers_and_rows_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads(CONFIG.read_text()) | {"num_hidden_layers": 2, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runner = make_runner(tmp_path, 16, load_format="dummy", dtype="bfloat16")
+    launches: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(resident_layers, "tensor_map", Map)
+    monkeypatch.setattr(resident_layers, "launch", lambda *args, **options: launches.append(args))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    variant = variant_of(SMALL)
+    assert variant is not None
+    pool, tables = runner._token_to_kv_pool, runner._req_to_token_pool
+    layers = ResidentLayers(runner._model, variant, pool, torch.device("cpu"))
+    row = torch.zeros(1, dtype=torch.int64)
+    batch = SimpleNamespace(req_to_token_pool=tables, out_cache_loc=row, req_pool_indices=row + 1, seq_lens=row + 2)
+    layers(row, row, batch)  # type: ignore[arg-type]  # what it asks of a batch
+
+    ((_, grid, _, (exchange, step)),) = launches
+    assert grid == (128, 1, 1)
+    assert step.num_layers == 2 and step.k_stride == pool.get_kv(0)[0].stride(0)
+    assert step.seq_lens == batch.seq_lens.data_ptr() and step.page_table == tables.page_table.data_ptr()
+    places = {getattr(exchange, field[0]) for field in Exchange._fields_}
+    assert len(places) == len(Exchange._fields_)
+    told = (Layer * 2).from_address(step.layers)
+    weights = (ctypes.c_longlong * (2 * 4 * 16)).from_address(step.maps)
+    for index, layer in enumerate(cast("list[DecoderLayer]", list(runner._model.model.layers))):
+        attention, mlp = layer.self_attn, layer.mlp
+        assert attention.head_norms is not None
+        named = {
+            "norm": layer.input_layernorm.norm.weight,
+            "mlp_norm": layer.post_attention_layernorm.norm.weight,
+            "q_norm": attention.head_norms[0].weight,
+            "k_norm": attention.head_norms[1].weight,
+            "k_buffer": pool.get_kv(index)[0],
+            "v_buffer": pool.get_kv(index)[1],
+        }
+        assert {name: getattr(told[index], name) for name in named} == {k: v.data_ptr() for k, v in named.items()}
+        in_order = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+        mapped = [weights[(4 * index + i) * 16] for i in range(4)]
+        assert mapped == [linear.weight.data_ptr() for linear in in_order]
+
+
+class Map:
+    """As large as the driver's, and begins with the matrix's address."""
+
+    def __init__(self, address: int, *_: object) -> None:
+        self._numbers = (ctypes.c_longlong * 16)(address)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self._numbers)
