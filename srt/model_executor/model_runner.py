@@ -585,10 +585,6 @@ class ModelRunner:
         except CollectiveError:
             raise
         except Exception as error:
-            if self._tp.size > 1:
-                raise RuntimeError(
-                    f"a graph of steps of {size} rows or tokens could not be captured: {error}"
-                ) from error
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             logger.warning(

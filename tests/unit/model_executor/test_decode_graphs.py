@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
 from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
@@ -38,6 +39,7 @@ from srt.sampling.sampling_batch_info import SamplingKind
 from srt.server_args import ServerArgs
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, run_section
+from tests.support.ranks import run_ranks
 from tests.support.recorder import Recorder, UnseenGraphs
 from tests.support.runners import make_runner
 
@@ -421,6 +423,27 @@ def test_a_capture_that_fails_ends_capturing_and_nothing_else(
     PlanDriver(runner, 4).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
     assert (recorder.num_replays > 0) == bool(kept)
+
+
+def test_a_capture_that_fails_on_all_ranks_alike_ends_capturing_on_each_and_nothing_else(
+    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = checkpoint("qwen3"), plain_jobs(4)
+    PlanDriver(make_runner(folder, 4), 4).run(expected)
+    monkeypatch.setattr(backend_choice, "TorchNativeBackend", PlansAtOnce)
+
+    def work(tp: TensorParallel) -> tuple[list[list[int]], int]:
+        options: dict[str, Any] = {"cuda_graph_bs": SIZES, "piecewise_cuda_graph_max_tokens": 0, "tp_size": 2}
+        runner = make_runner(folder, 4, tp=tp, capture=Failing(6), **options)
+        sizes = [runner.capture_graph(), runner.capture_graph()]
+        jobs = plain_jobs(4)
+        PlanDriver(runner, 4).run(jobs)
+        assert sizes[0] == SIZES[-1], sizes
+        return [job.outputs for job in jobs], runner.num_graphs_left
+
+    for outputs, num_left in run_ranks(2, tmp_path, work):
+        assert num_left == 0
+        assert outputs == [job.outputs for job in expected]
 
 
 def make_graphs(sizes: tuple[int, ...], pads: bool = True) -> CudaGraphRunner:
