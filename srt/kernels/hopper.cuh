@@ -54,6 +54,13 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
   return both;
 }
 
+// Over neighbouring lanes, so many of them; every lane gets it.
+__device__ __forceinline__ float sum_over(float value, int lanes) {
+#pragma unroll
+  for (int distance = 1; distance < lanes; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
+  return value;
+}
+
 // What is left of a norm of rows that were multiplied by its weight alone: the factor 1 / rms of each. `squares`, [parts, pitch], are the
 // sums of squares of some of the `size` columns each. This is thread `thread` of `threads`.
 __device__ __forceinline__ void find_scales(float* scales, const float* squares, int num_rows, int pitch, int parts, int size,

@@ -159,13 +159,6 @@ __device__ __forceinline__ void wait_for_all() { asm volatile("bar.sync 1, %0;" 
 __device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
-// Of neighbouring lanes, so many of them.
-__device__ __forceinline__ float sum_over(float value, int lanes) {
-#pragma unroll
-  for (int distance = 1; distance < lanes; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
-  return value;
-}
-
 __device__ __forceinline__ float exp2_of(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));

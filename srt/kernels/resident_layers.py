@@ -54,8 +54,8 @@ _IN_FLIGHT: Final = 2, 6
 """Chunks that a program waits for, of short streams and of others: with more the others' words wait too."""
 _MOST_GROUP: Final = 5  # heads that share keys and values: with more, registers are short
 _MOST_POSITIONS: Final = 12_288, 1024
-"""Behind which a row of a short stream, or of another, is no slower than by kernels of their own, whose attention reads faster. For short
-streams measured on an H200; for others it was behind 354, where it is 3 % faster, and one turn of attention more is to be had."""
+"""Of a row of a short stream, or of another: behind more, kernels of their own are faster, whose attention reads faster. For short streams
+as measured on an H200. For others 354 were, by which it is 3 % faster; the rest is a guess."""
 _FULL_SHARE: Final = 0.95  # of the processors, that have a program at least
 
 

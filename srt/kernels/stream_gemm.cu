@@ -95,12 +95,6 @@ __device__ __forceinline__ uint2 pairs_of(float4 values) {
   return make_uint2(pair_of(values.x, values.y), pair_of(values.z, values.w));
 }
 
-// Over neighbouring lanes, so many of them; every lane gets it.
-__device__ __forceinline__ float sum_over(float value, int lanes) {
-  for (int distance = 1; distance < lanes; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
-  return value;
-}
-
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
 // A lane's part of a head, normed if heads are, and rotated: columns of its halves turn together.
