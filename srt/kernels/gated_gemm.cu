@@ -23,11 +23,11 @@ __device__ __forceinline__ void load_for_all(u32 to, const TensorMap* map, int c
 }
 
 // Gates by groups of 8, each followed by what it gates: both come to the same thread.
-__device__ __forceinline__ void load_weights(u32 to, const TensorMap* map, int column, int group, u32 barrier) {
+__device__ __forceinline__ void load_weights(u32 to, const TensorMap* map, int column, int group, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];" ::
-          "r"(to),
-      "l"(map), "r"(column), "r"(0), "r"(group), "r"(barrier)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(column), "r"(0), "r"(group), "r"(barrier), "l"(policy)
       : "memory");
 }
 
@@ -96,11 +96,13 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   if (warpgroup == WARPGROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // registers for those who multiply
     if (threadIdx.x == MULTIPLYING) {
+      const u64 policy = CLUSTER == 1 ? reading_once() : reading_again();  // prompts have many tiles of the same weights
       // Weights are constants: the first are on their way before the kernels before this one have ended.
       const int early = CLUSTER == 1 ? min(STAGES, num_blocks) : 0;
       for (int block = 0; block < early; block++) {
         expect_bytes(full + 8 * block, STAGE_BYTES);
-        load_weights(stages + block * STAGE_BYTES + X_BYTES, &w_map, block * BLOCK_K, column_of(first_item) / 8, full + 8 * block);
+        load_weights(stages + block * STAGE_BYTES + X_BYTES, &w_map, block * BLOCK_K, column_of(first_item) / 8, full + 8 * block,
+                     policy);
       }
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
       asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -111,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
           if (item != first_item || block >= early) {
             wait_for(empty + 8 * stage, parity ^ 1);
             expect_bytes(barrier, STAGE_BYTES);
-            load_weights(to + X_BYTES, &w_map, block * BLOCK_K, group, barrier);
+            load_weights(to + X_BYTES, &w_map, block * BLOCK_K, group, barrier, policy);
           }
           const u32 share = to + rank * (X_BYTES / CLUSTER);
           if (CLUSTER > 1) load_for_all(share, &x_map, block * BLOCK_K, row, barrier);

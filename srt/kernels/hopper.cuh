@@ -41,6 +41,27 @@ __device__ __forceinline__ void load_block(u32 to, const TensorMap* map, int col
       : "memory");
 }
 
+// Of a load: whether the cache gives up what it brings before anything else, as nobody will read it again.
+__device__ __forceinline__ u64 reading_once() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ u64 reading_again() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void load_block(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // What a tensor core is told of a block in shared memory: lines of 128 bytes, stored in a pattern that repeats every 8.
 __device__ __forceinline__ u64 operand(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (u64)(8 * LINE >> 4) << 32 | (1ull << 62);

@@ -207,8 +207,7 @@ __device__ __forceinline__ void load_bytes(const void* to, const void* from, u32
 
 // All that the other warps need, in their order. By one thread.
 __device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  const u64 policy = reading_once();
   const u32 full = address_of(memory.full), empty = address_of(memory.empty), stages = address_of(memory.stages);
   int stage = 0, round = 0, chunk = 0;
   for (int i = 0; i < step.num_layers; i++) {

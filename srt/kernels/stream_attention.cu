@@ -26,11 +26,11 @@ struct Found {
   float sums[WARPS][GROUP][PITCH];
 };
 
-__device__ __forceinline__ void load_heads(u32 to, const TensorMap* map, int location, int head, u32 barrier) {
+__device__ __forceinline__ void load_heads(u32 to, const TensorMap* map, int location, int head, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4}], [%5];" ::
-          "r"(to),
-      "l"(map), "r"(0), "r"(location), "r"(head), "r"(barrier)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %2, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(0), "r"(location), "r"(head), "r"(barrier), "l"(policy)
       : "memory");
 }
 
@@ -138,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
 
   if (warp == WARPS) {
     // Keys and values of earlier steps are there: they are on their way before the kernels before this one have ended.
+    const u64 once = reading_once();
     bool has_waited = false;
     int number = 0;  // of the block
     for_each_part(shares, share, [&](const Part& part) {
@@ -157,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
             const u32 to = ring + slot * SLOT_BYTES, barrier = full + 8 * slot;
             if (number >= SLOTS) wait_for(empty + 8 * slot, (number / SLOTS - 1) & 1);
             expect_bytes(barrier, SLOT_BYTES);
-            load_heads(to, &k_map, from, kv_head, barrier);
-            load_heads(to + BLOCK_BYTES, &v_map, from, kv_head, barrier);
+            load_heads(to, &k_map, from, kv_head, barrier, once);
+            load_heads(to + BLOCK_BYTES, &v_map, from, kv_head, barrier, once);
           }
           __syncwarp();
         }

@@ -124,12 +124,13 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   const int begin = num_blocks * split / SPLITS, count = num_blocks * (split + 1) / SPLITS - begin;
   const int early = count < STAGES ? count : STAGES;
 
+  const u64 once = reading_once();
   auto load_weights = [&](int block) {
     const int stage = block % STAGES, column = (begin + block) * BLOCK_K;
     const u32 to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
     expect_bytes(barrier, STAGE_BYTES);
-    load_block(to, &w_map, column, tile * WIDTH, barrier);
-    if (GATED) load_block(to + W_BYTES / 2, &w_map, column, width + tile * WIDTH, barrier);
+    load_block(to, &w_map, column, tile * WIDTH, barrier, once);
+    if (GATED) load_block(to + W_BYTES / 2, &w_map, column, width + tile * WIDTH, barrier, once);
   };
 
   const bool is_loading = threadIdx.x == MULTIPLYING;
