@@ -53,9 +53,9 @@ _SHORT: Final = 2048  # columns of a stream whose layers are so short that the r
 _IN_FLIGHT: Final = 2, 6
 """Chunks that a program waits for, of short streams and of others: with more the others' words wait too."""
 _MOST_GROUP: Final = 5  # heads that share keys and values: with more, registers are short
-_MOST_POSITIONS: Final = 12_288, 1024
-"""Of a row of a short stream, or of another: behind more, kernels of their own are faster, whose attention reads faster. For short streams
-as measured on an H200. For others 354 were, by which it is 3 % faster; the rest is a guess."""
+_MOST_POSITIONS: Final = 12_288, 2560
+"""Of a row of a short stream, or of another: behind more, kernels of their own are faster, whose attention reads faster. As measured on an
+H200: with longer streams (8B and 14B) it is 1 % faster behind 2,019, and 3 to 4 % slower behind 6,019."""
 _FULL_SHARE: Final = 0.95  # of the processors, that have a program at least
 
 
@@ -303,8 +303,6 @@ def _variant_of(
         return None
     if first.attn.head_dim != _HEAD_DIM or any(layer.self_attn.attn.window is not None for layer in layers):
         return None
-    if first.head_norms is None:  # the kernel can do without, but that was not seen on a GPU yet
-        return None
     widths = (
         first.o_proj.affine.weight.shape[0],
         first.attn.num_heads * _HEAD_DIM,
@@ -312,7 +310,7 @@ def _variant_of(
         layers[0].mlp.down_proj.affine.weight.shape[1],
     )
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return ResidentVariant.of(rows, widths, True, page_size, num_processors)
+    return ResidentVariant.of(rows, widths, first.head_norms is not None, page_size, num_processors)
 
 
 def _affines_of(layer: DecoderLayer) -> list[Affine]:
