@@ -179,12 +179,12 @@ def _map_peers(tp: TensorParallel, timeout_s: float) -> PeerMemory | None:
     from srt.distributed.mapped_memory import CudaMemory
     from srt.distributed.peer_memory import open_peer_memory
     from srt.kernels.hopper import runs_on
-    from srt.kernels.peer_sum import BOXES, MOST_RANKS, PeerKernel
+    from srt.kernels.peer_sum import MOST_RANKS, PROGRAMS, PeerKernel
 
     if tp.size > MOST_RANKS:
         return None
     # Programs that wait for other ranks' must all run at once: each has a processor.
-    has_room = torch.cuda.get_device_properties(tp.device).multi_processor_count >= BOXES
+    has_room = torch.cuda.get_device_properties(tp.device).multi_processor_count >= PROGRAMS
     has_kernel = has_room and runs_on(tp.device, PeerKernel(tp.size, None))
     return open_peer_memory(tp, CudaMemory(tp.device) if has_kernel else None, timeout_s)
 

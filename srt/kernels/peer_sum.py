@@ -19,12 +19,13 @@ LETTERS: Final = 512
 """Of a box, and threads of the program that fills it."""
 LETTER_BYTES: Final = 8
 """Of data; as many tell the run."""
-BOXES: Final = 128
-"""So that all programs run at once: one that waits for another rank's must not keep back one that another rank waits for."""
+PROGRAMS: Final = 128
+"""So that all run at once: one that waits for another rank's must not keep back one that another rank waits for."""
+_MOST_PARTS: Final = 4
+BOXES: Final = PROGRAMS * _MOST_PARTS
 MOST_BYTES: Final = BOXES * LETTERS * LETTER_BYTES
 """Of a rank's part."""
 MOST_RANKS: Final = 8
-_MOST_PARTS: Final = 4
 _KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -102,22 +103,21 @@ def is_gatherable(num_bytes: int) -> bool:
 
 def is_normable(dtype: torch.dtype, num_rows: int, row_bytes: int) -> bool:
     """A program has a whole row. One row alone is normed by the product that reads it."""
-    parts = _parts(row_bytes)
-    fits = 1 < num_rows <= BOXES // max(parts, 1) and parts <= _MOST_PARTS
+    fits = 1 < num_rows <= PROGRAMS and _parts(row_bytes) <= _MOST_PARTS
     return fits and dtype in _KINDS and is_gatherable(row_bytes)
 
 
 def add_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:
     """The sum of the ranks' `x`, added in rank order in float32 and rounded once."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _exchange(PeerKernel(ranks, x.dtype), x, out, mail)
+    _exchange(PeerKernel(ranks, x.dtype, parts=_parts_of_all(x.nbytes)), x, out, mail)
     return out
 
 
 def gather_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:
     """[ranks, *x.shape]"""
     out = torch.empty((ranks, *x.shape), dtype=x.dtype, device=x.device)
-    _exchange(PeerKernel(ranks, None), x, out, mail)
+    _exchange(PeerKernel(ranks, None, parts=_parts_of_all(x.nbytes)), x, out, mail)
     return out
 
 
@@ -140,18 +140,23 @@ def _parts(row_bytes: int) -> int:
     return -(-row_bytes // (LETTERS * LETTER_BYTES))
 
 
+def _parts_of_all(num_bytes: int) -> int:
+    """Boxes that each program has, where they are not rows; few numbers, as each is a variant."""
+    return next(parts for parts in (1, 2, 4) if num_bytes <= parts * PROGRAMS * LETTERS * LETTER_BYTES)
+
+
 def _exchange(
     kernel: PeerKernel,
     x: torch.Tensor,
     out: torch.Tensor,
     mail: Mail,
     ending: _Ending = _Ending(),  # noqa: B008  which is never changed
-    row_letters: int = LETTERS,
+    row_letters: int = 0,
 ) -> None:
     part = x.contiguous()
     if part.data_ptr() % LETTER_BYTES:
         part = part.clone()
-    num_letters = part.nbytes // LETTER_BYTES
+    num_letters, row_letters = part.nbytes // LETTER_BYTES, row_letters or kernel.parts * LETTERS
     grid = -(-num_letters // row_letters), 1, 1
     with torch.cuda.device(x.device):
         launch(kernel, grid, (), (mail, ending, part, out, num_letters, row_letters), is_dependent=True)

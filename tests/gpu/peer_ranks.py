@@ -1,4 +1,4 @@
-"""One of two ranks whose GPUs write each other's memory: `python -m tests.gpu.peer_ranks CASE RANK RENDEZVOUS`.
+"""One of some ranks whose GPUs write each other's memory: `python -m tests.gpu.peer_ranks CASE RANK RANKS RENDEZVOUS`.
 
 It says `done`, or what is wrong.
 """
@@ -16,12 +16,14 @@ from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import CudaMemory
 from srt.distributed.parallel_state import TensorParallel, init_tensor_parallel
 from srt.distributed.peer_memory import PeerMemory, open_peer_memory
-from srt.kernels.peer_sum import MOST_BYTES
+from srt.kernels.peer_sum import MOST_BYTES, PROGRAMS
 from srt.kernels.rms_norm import add_rms_norm
 
-SIZE = 2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BYTES = (8, 16, 1000, 4096, 4104, 8192, 32768, 131072, 131080, 400000, MOST_BYTES, 2560 * 4, 2560 * 12, 2560 * 128)
+BYTES = (
+    *(8, 16, 1000, 4096, 4104, 8192, 32768, 131072, 131080, 400000, 524288, 524296, 1048576, 1048584, MOST_BYTES),
+    *(2560 * 4, 2560 * 12, 2560 * 128, 2560 * 256),
+)
 NORM_WIDTH = 2560  # in more than one box, and not a multiple of one
 FIRST_RUNS = {"few": 1, "renewal": (1 << 20) - 100, "overflow": -100}
 
@@ -35,14 +37,16 @@ def part_of(rank: int, number: int, num_bytes: int, dtype: torch.dtype) -> torch
     return (torch.randn(count, generator=generator, device=device) * torch.exp2(scales)).to(dtype)
 
 
-def sum_of(number: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+def sum_of(size: int, number: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
     total = part_of(0, number, num_bytes, dtype).float()
-    for rank in range(1, SIZE):
+    for rank in range(1, size):
         total += part_of(rank, number, num_bytes, dtype).float()
     return total.to(dtype)
 
 
-def check_normed(peers: PeerMemory, part: torch.Tensor, number: int, num_bytes: int, dtype: torch.dtype) -> None:
+def check_normed(
+    peers: PeerMemory, size: int, part: torch.Tensor, number: int, num_bytes: int, dtype: torch.dtype
+) -> None:
     """The sum to the bit, its norm as the kernel for norms has it."""
     rows = part.view(-1, NORM_WIDTH)
     hidden, weight = (
@@ -50,18 +54,14 @@ def check_normed(peers: PeerMemory, part: torch.Tensor, number: int, num_bytes: 
         part_of(8, 0, NORM_WIDTH * dtype.itemsize, dtype),
     )
     formed = peers.add_and_norm(rows, hidden, weight, 1e-6)
-    check((formed is not None) == (1 < len(rows) <= most_rows(dtype)), "normed at all", rows.shape, dtype)
+    check((formed is not None) == (1 < len(rows) <= PROGRAMS), "normed at all", rows.shape, dtype)
     if formed is None:
         return
-    normed, total = add_rms_norm(hidden, sum_of(number, num_bytes, dtype).view_as(rows), weight, 1e-6)
+    normed, total = add_rms_norm(hidden, sum_of(size, number, num_bytes, dtype).view_as(rows), weight, 1e-6)
     check(torch.equal(formed[1], total), "sum of the stream", rows.shape, dtype)
     # Squares are added in another order.
     most = max(2 * torch.finfo(dtype).eps, 1e-5)
     check(torch.allclose(formed[0].float(), normed.float(), rtol=most, atol=most), "norm", rows.shape, dtype)
-
-
-def most_rows(dtype: torch.dtype) -> int:
-    return 128 // -(-NORM_WIDTH * dtype.itemsize // 4096)
 
 
 class Delay:
@@ -97,11 +97,11 @@ def eager(tp: TensorParallel, first_run: int) -> None:
             delay()
             results.append((peers.add(part), peers.gather(part)))
             if part.numel() % NORM_WIDTH == 0:
-                check_normed(peers, part, *works[len(results) - 1])
+                check_normed(peers, tp.size, part, *works[len(results) - 1])
         for work, (added, gathered) in zip(works, results, strict=True):
             assert added is not None and gathered is not None
-            check(torch.equal(added, sum_of(*work)), "sum", work)
-            every = torch.stack([part_of(rank, *work) for rank in range(SIZE)])
+            check(torch.equal(added, sum_of(tp.size, *work)), "sum", work)
+            every = torch.stack([part_of(rank, *work) for rank in range(tp.size)])
             check(torch.equal(gathered.view(torch.uint8), every.view(torch.uint8)), "gathered", work)
     peers.close()
 
@@ -135,20 +135,21 @@ def graph(tp: TensorParallel) -> None:
         captured.replay()
         beside = tp.all_reduce(part_of(tp.rank, number, 512, torch.float32))
         delay()
-        sums = [sum_of(number, *work) for work in works]
+        sums = [sum_of(tp.size, number, *work) for work in works]
         for output, expected, work in zip(outputs, sums, works, strict=False):
             check(torch.equal(output, expected), "captured", number, work)
         half = (sums[-1] * 0.5).float()
-        check(torch.equal(outputs[-2], (half + half).to(sums[-1].dtype)), "chained", number)
-        check(torch.equal(outputs[-1], torch.stack([sums[0]] * SIZE)), "gathered", number)
-        check(torch.equal(beside, sum_of(number, 512, torch.float32)), "beside", number)
+        chained = sum([half] * (tp.size - 1), half).to(sums[-1].dtype)
+        check(torch.equal(outputs[-2], chained), "chained", number)
+        check(torch.equal(outputs[-1], torch.stack([sums[0]] * tp.size)), "gathered", number)
+        check(torch.equal(beside, sum_of(tp.size, number, 512, torch.float32)), "beside", number)
 
 
 def dead(tp: TensorParallel) -> None:
     """Rank 1 leaves while rank 0 waits for it."""
     check(tp._peers is not None, "no memory of peers")
     x = torch.ones(4096, dtype=torch.bfloat16, device=tp.device)
-    check(tp.all_reduce(x).sum().item() == SIZE * 4096, "the first sum")
+    check(tp.all_reduce(x).sum().item() == tp.size * 4096, "the first sum")
     if tp.rank == 1:
         return
     try:
@@ -160,17 +161,18 @@ def dead(tp: TensorParallel) -> None:
         check(False, "a sum without a peer")
 
 
-def main(case: str, rank: int, rendezvous: str) -> None:
+def main(case: str, rank: int, size: int, rendezvous: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     timeout_s = 3.0 if case == "dead" else 60.0
     works: dict[str, Callable[[TensorParallel], None]] = {"graph": graph, "dead": dead}
     works |= {name: lambda tp, run=run: eager(tp, run) for name, run in FIRST_RUNS.items()}  # type: ignore[misc]
     with torch.inference_mode():
-        works[case](init_tensor_parallel(rank, SIZE, rendezvous, "nccl", device, timeout_s))
+        tp = init_tensor_parallel(rank, size, rendezvous, "nccl", device, timeout_s)
+        works[case](tp)  # graphs end before it does: NCCL would wait for them
     print("done", flush=True)
     os._exit(0)  # NCCL would wait for who is gone
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs, whose collectives are in the graphs: the tokens of one CPU. And what they add up by themselves, to the bit."""
+"""Ranks on two GPUs, whose collectives are in the graphs: the tokens of one CPU. And what two or four add up by themselves, to the bit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from srt.runtime import Runtime
 from tests.gpu.peer_ranks import FIRST_RUNS
@@ -16,6 +17,7 @@ from tests.support.checkpoints import CheckpointFactory
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
 PROMPTS = [[5 + i, 6, 7] * (2 + i) for i in range(7)]
+SIZES = [2, 4] if torch.cuda.device_count() >= 4 else [2]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
 
 
@@ -50,17 +52,17 @@ def test_two_ranks_in_graphs_give_the_tokens_of_a_cpu(
         assert outputs_of(runtime) == expected
 
 
-def run_two(case: str, folder: Path) -> None:
-    """One of tests.gpu.peer_ranks' cases, on both ranks."""
+def run_ranks(case: str, folder: Path, size: int) -> None:
+    """One of tests.gpu.peer_ranks' cases, on all ranks."""
     command = [sys.executable, "-m", "tests.gpu.peer_ranks", case]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(folder / "rendezvous")],
+            [*command, str(rank), str(size), str(folder / "rendezvous")],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(size)
     ]
     try:
         said = [rank.communicate(timeout=150)[0] for rank in ranks]
@@ -71,14 +73,18 @@ def run_two(case: str, folder: Path) -> None:
         assert rank.returncode == 0 and words.endswith("done\n"), "\n".join(said)
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", FIRST_RUNS)
-def test_sums_equal_those_of_gathered_parts_to_the_bit_however_late_a_rank_comes(case: str, tmp_path: Path) -> None:
-    run_two(case, tmp_path)
+def test_sums_equal_those_of_gathered_parts_to_the_bit_however_late_a_rank_comes(
+    case: str, size: int, tmp_path: Path
+) -> None:
+    run_ranks(case, tmp_path, size)
 
 
-def test_sums_in_a_graph_are_those_of_the_numbers_at_each_replay(tmp_path: Path) -> None:
-    run_two("graph", tmp_path)
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_in_a_graph_are_those_of_the_numbers_at_each_replay(size: int, tmp_path: Path) -> None:
+    run_ranks("graph", tmp_path, size)
 
 
 def test_a_peer_that_is_gone_ends_the_wait_with_an_error_that_names_it(tmp_path: Path) -> None:
-    run_two("dead", tmp_path)
+    run_ranks("dead", tmp_path, 2)

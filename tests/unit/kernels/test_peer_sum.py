@@ -10,9 +10,9 @@ import torch
 from srt.kernels.cuda_source import compile_source
 from srt.kernels.hopper import ARCHITECTURE
 from srt.kernels.peer_sum import (
-    BOXES,
     LETTERS,
     MOST_BYTES,
+    PROGRAMS,
     Mail,
     PeerKernel,
     is_gatherable,
@@ -26,9 +26,9 @@ PROCESSORS = 132  # of an H200
 ROW_OF_8B = 4096 * 2
 
 
-def test_steps_of_up_to_64_rows_of_8b_are_added_up() -> None:
-    assert all(is_summable(torch.bfloat16, rows * ROW_OF_8B) for rows in (1, 3, 16, 64))
-    assert not is_summable(torch.bfloat16, 65 * ROW_OF_8B)
+def test_steps_of_up_to_256_rows_of_8b_are_added_up() -> None:
+    assert all(is_summable(torch.bfloat16, rows * ROW_OF_8B) for rows in (1, 3, 16, 256))
+    assert not is_summable(torch.bfloat16, 257 * ROW_OF_8B)
 
 
 def test_types_and_sizes_decide_alone() -> None:
@@ -40,22 +40,21 @@ def test_types_and_sizes_decide_alone() -> None:
 
 
 def test_rows_of_8b_are_normed_in_the_same_launch_but_one_alone() -> None:
-    assert all(is_normable(torch.bfloat16, rows, ROW_OF_8B) for rows in (2, 16, 64))
+    assert all(is_normable(torch.bfloat16, rows, ROW_OF_8B) for rows in (2, 16, 128))
     assert not is_normable(torch.bfloat16, 1, ROW_OF_8B)
-    assert not is_normable(torch.bfloat16, 65, ROW_OF_8B)
+    assert not is_normable(torch.bfloat16, 129, ROW_OF_8B)
 
 
-def test_rows_that_need_boxes_in_part_leave_room_for_fewer() -> None:
-    assert is_normable(torch.bfloat16, 128, 1024 * 2) and not is_normable(torch.bfloat16, 129, 1024 * 2)
-    assert is_normable(torch.bfloat16, 42, 5120 * 2) and not is_normable(torch.bfloat16, 43, 5120 * 2)
-    assert is_normable(torch.bfloat16, 32, 8192 * 2) and not is_normable(torch.bfloat16, 2, 16384 * 2)
+def test_a_program_has_room_for_a_row_of_so_many_boxes() -> None:
+    assert is_normable(torch.bfloat16, 128, 1024 * 2) and is_normable(torch.bfloat16, 128, 5120 * 2)
+    assert is_normable(torch.bfloat16, 128, 8192 * 2) and not is_normable(torch.bfloat16, 2, 8193 * 2)
     assert not is_normable(torch.bfloat16, 2, 4098) and not is_normable(torch.float64, 2, 4096)
     assert not is_normable(torch.bfloat16, 2, 0) and not is_normable(torch.bfloat16, 0, 4096)
 
 
 def test_all_programs_run_at_once() -> None:
     # One that waited for another rank's program while that one waits for a place on its processor would wait for ever.
-    assert BOXES <= PROCESSORS and LETTERS <= 1024
+    assert PROGRAMS <= PROCESSORS and LETTERS <= 1024
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -77,6 +76,7 @@ KERNELS = [
         for ranks in (2, 3, 8)
         for dtype in (torch.bfloat16, torch.float16, torch.float32, None)
     ),
+    *(PeerKernel(2, dtype, parts=parts) for dtype in (torch.bfloat16, torch.float32, None) for parts in (2, 4)),
     *(PeerKernel(ranks, torch.bfloat16, is_normed=True, parts=parts) for ranks in (2, 8) for parts in (1, 2, 4)),
     *(PeerKernel(2, dtype, is_normed=True, parts=2) for dtype in (torch.float16, torch.float32)),
 ]
