@@ -94,27 +94,24 @@ class Readings:
 def watched(device: torch.device) -> Iterator[Readings]:
     """Nothing is read where there is no such GPU, or NVIDIA's library is not installed."""
     readings, is_over = Readings([], []), threading.Event()
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(device.index or 0) if device.type == "cuda" else None
-    except Exception:
-        handle = None
 
     def read() -> None:
         while not is_over.wait(0.02):
-            readings.mhz.append(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
-            readings.watts.append(pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
+            readings.mhz.append(torch.cuda.clock_rate(device))
+            readings.watts.append(torch.cuda.power_draw(device) / 1e3)
 
+    try:
+        is_readable = device.type == "cuda" and torch.cuda.clock_rate(device) > 0
+    except Exception:
+        is_readable = False
     thread = threading.Thread(target=read, daemon=True)
-    if handle is not None:
+    if is_readable:
         thread.start()
     try:
         yield readings
     finally:
         is_over.set()
-        if handle is not None:
+        if is_readable:
             thread.join()
 
 
