@@ -101,7 +101,7 @@ def watched(device: torch.device) -> Iterator[Readings]:
             readings.watts.append(torch.cuda.power_draw(device) / 1e3)
 
     try:
-        is_readable = device.type == "cuda" and torch.cuda.clock_rate(device) > 0
+        is_readable = device.type == "cuda" and min(torch.cuda.clock_rate(device), torch.cuda.power_draw(device)) > 0
     except Exception:
         is_readable = False
     thread = threading.Thread(target=read, daemon=True)

@@ -59,17 +59,17 @@ class PeerMemory:
 
     def add(self, x: Tensor) -> Tensor | None:
         """The sum over ranks, added in rank order in float32 and rounded once; None where there is too much of it."""
-        return add_parts(x, self._mail, self._size) if is_summable(x.dtype, x.nbytes) else None
+        return add_parts(x, self._mail, self._size) if is_summable(x.dtype, x.nbytes, self._size) else None
 
     def add_and_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
         """(the norm of hidden + sum, hidden + sum) for [rows, columns]; None where that is more than one launch."""
-        if not is_normable(x.dtype, len(x), x.shape[1] * x.itemsize):
+        if not is_normable(x.dtype, len(x), x.shape[1] * x.itemsize, self._size):
             return None
         return add_parts_and_norm(x, hidden, weight, eps, self._mail, self._size)
 
     def gather(self, x: Tensor) -> Tensor | None:
         """[ranks, *x.shape]; None where there is too much of it."""
-        return gather_parts(x, self._mail, self._size) if is_gatherable(x.nbytes) else None
+        return gather_parts(x, self._mail, self._size) if is_gatherable(x.nbytes, self._size) else None
 
     @property
     def lost_peer(self) -> CollectiveError | None:

@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   if (warpgroup == WARPGROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // registers for those who multiply
     if (threadIdx.x == MULTIPLYING) {
-      const u64 policy = CLUSTER == 1 ? reading_once() : reading_again();  // prompts have many tiles of the same weights
+      const u64 policy = CLUSTER == 1 ? reading_once() : reading_again();  // many rows, many tiles of the same weights
       // Weights are constants: the first are on their way before the kernels before this one have ended.
       const int early = CLUSTER == 1 ? min(STAGES, num_blocks) : 0;
       for (int block = 0; block < early; block++) {

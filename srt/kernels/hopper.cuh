@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_block(u32 to, const TensorMap* map, int col
       : "memory");
 }
 
-// Of a load: whether the cache gives up what it brings before anything else, as nobody will read it again.
+// Of a load: whether the cache gives up what it brings before anything else, as nobody will read it any more in a while.
 __device__ __forceinline__ u64 reading_once() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -26,6 +26,8 @@ BOXES: Final = PROGRAMS * _MOST_PARTS
 MOST_BYTES: Final = BOXES * LETTERS * LETTER_BYTES
 """Of a rank's part."""
 MOST_RANKS: Final = 8
+_MANY_RANKS: Final = 5
+"""From here on each rank sends so many copies of its part that NCCL may be faster with more than a quarter of it."""
 _KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -93,18 +95,19 @@ def own_place(rank: int) -> int:
     return rank * LETTERS * 2 * LETTER_BYTES
 
 
-def is_summable(dtype: torch.dtype, num_bytes: int) -> bool:
-    return dtype in _KINDS and is_gatherable(num_bytes)
+def is_summable(dtype: torch.dtype, num_bytes: int, ranks: int) -> bool:
+    return dtype in _KINDS and is_gatherable(num_bytes, ranks)
 
 
-def is_gatherable(num_bytes: int) -> bool:
-    return 0 < num_bytes <= MOST_BYTES and num_bytes % LETTER_BYTES == 0
+def is_gatherable(num_bytes: int, ranks: int) -> bool:
+    most = MOST_BYTES if ranks < _MANY_RANKS else MOST_BYTES // 4
+    return 0 < num_bytes <= most and num_bytes % LETTER_BYTES == 0
 
 
-def is_normable(dtype: torch.dtype, num_rows: int, row_bytes: int) -> bool:
+def is_normable(dtype: torch.dtype, num_rows: int, row_bytes: int, ranks: int) -> bool:
     """A program has a whole row. One row alone is normed by the product that reads it."""
     fits = 1 < num_rows <= PROGRAMS and _parts(row_bytes) <= _MOST_PARTS
-    return fits and dtype in _KINDS and is_gatherable(row_bytes)
+    return fits and row_bytes % LETTER_BYTES == 0 and is_summable(dtype, num_rows * row_bytes, ranks)
 
 
 def add_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:

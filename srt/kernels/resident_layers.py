@@ -1,4 +1,4 @@
-"""All layers of a step of one or two decoding rows in one kernel: for Hopper, bfloat16, and the decoder of Qwen3.
+"""All layers of a step of one or two decoding rows in one kernel: for Hopper, bfloat16, and the decoders of Qwen3 and Llama.
 
 Such a step has little to compute, and kernels of 4 to 5 µs, most of it to start, to wait for each other and to fetch what the last one
 left. Here programs stay on their processors: weights stream through their shared memory while they tell each other what they computed,
@@ -52,7 +52,8 @@ _MAP_BYTES: Final = 128
 _SHORT: Final = 2048  # columns of a stream whose layers are so short that the ring holds most of one
 _IN_FLIGHT: Final = 2, 6
 """Chunks that a program waits for, of short streams and of others: with more the others' words wait too."""
-_MOST_GROUP: Final = 5  # heads that share keys and values: with more, registers are short
+_GROUPS: Final = (2, 4, 5)
+"""Heads that share keys and values, as they were seen on a GPU. With more than 5 registers are short."""
 _MOST_POSITIONS: Final = 12_288, 2560
 """Of a row of a short stream, or of another: behind more, kernels of their own are faster, whose attention reads faster. As measured on an
 H200: with longer streams (8B and 14B) it is 1 % faster behind 2,019, and 3 to 4 % slower behind 6,019."""
@@ -84,7 +85,7 @@ class ResidentVariant:
         has_chunks = hidden % _CHUNK == query_width % _CHUNK == inner % _CHUNK == 0
         if programs < _FULL_SHARE * num_processors or not has_chunks or (rows > 1 and hidden > _SHORT):
             return None
-        if rows * kv_width // _HEAD_DIM > programs or query_width // kv_width > _MOST_GROUP:
+        if rows * kv_width // _HEAD_DIM > programs or query_width not in [group * kv_width for group in _GROUPS]:
             return None
         if query_width * rows % (2 * programs):
             return None

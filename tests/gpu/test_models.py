@@ -290,7 +290,7 @@ def test_layers_in_one_kernel_are_near_those_of_plain_attention(tmp_path: Path, 
     config = {**config, "num_hidden_layers": 2, "vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(8)
-    prompts = [token_ids(rng, length, 512) for length in (1, 16, 31, 700, 1000, 3000)]
+    prompts = [token_ids(rng, length, 512) for length in (1, 16, 31, 700, 1000, 2545, 3000)]
     options: dict[str, Any] = {"device": CUDA, "load_format": "dummy", "dtype": "bfloat16", "cuda_graph_bs": (1, 2)}
 
     def run(decode: str) -> tuple[torch.Tensor, set[int]]:

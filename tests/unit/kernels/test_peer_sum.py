@@ -26,30 +26,32 @@ PROCESSORS = 132  # of an H200
 ROW_OF_8B = 4096 * 2
 
 
-def test_steps_of_up_to_256_rows_of_8b_are_added_up() -> None:
-    assert all(is_summable(torch.bfloat16, rows * ROW_OF_8B) for rows in (1, 3, 16, 256))
-    assert not is_summable(torch.bfloat16, 257 * ROW_OF_8B)
+def test_steps_of_up_to_256_rows_of_8b_are_added_up_by_four_ranks_and_of_64_by_more() -> None:
+    for ranks, most in ((2, 256), (4, 256), (5, 64), (8, 64)):
+        assert all(is_summable(torch.bfloat16, rows * ROW_OF_8B, ranks) for rows in (1, 3, most))
+        assert not is_summable(torch.bfloat16, (most + 1) * ROW_OF_8B, ranks)
 
 
 def test_types_and_sizes_decide_alone() -> None:
-    assert is_summable(torch.float16, 8) and is_summable(torch.float32, MOST_BYTES)
-    assert not is_summable(torch.float64, 8) and not is_summable(torch.int32, 8)
-    assert is_gatherable(8) and is_gatherable(MOST_BYTES)
+    assert is_summable(torch.float16, 8, 2) and is_summable(torch.float32, MOST_BYTES, 2)
+    assert not is_summable(torch.float64, 8, 2) and not is_summable(torch.int32, 8, 2)
+    assert is_gatherable(8, 2) and is_gatherable(MOST_BYTES, 2)
     for num_bytes in (0, 4, 12, MOST_BYTES + 8):
-        assert not is_gatherable(num_bytes) and not is_summable(torch.float32, num_bytes)
+        assert not is_gatherable(num_bytes, 2) and not is_summable(torch.float32, num_bytes, 2)
 
 
 def test_rows_of_8b_are_normed_in_the_same_launch_but_one_alone() -> None:
-    assert all(is_normable(torch.bfloat16, rows, ROW_OF_8B) for rows in (2, 16, 128))
-    assert not is_normable(torch.bfloat16, 1, ROW_OF_8B)
-    assert not is_normable(torch.bfloat16, 129, ROW_OF_8B)
+    assert all(is_normable(torch.bfloat16, rows, ROW_OF_8B, 2) for rows in (2, 16, 128))
+    assert not is_normable(torch.bfloat16, 1, ROW_OF_8B, 2)
+    assert not is_normable(torch.bfloat16, 129, ROW_OF_8B, 2)
+    assert is_normable(torch.bfloat16, 64, ROW_OF_8B, 8) and not is_normable(torch.bfloat16, 65, ROW_OF_8B, 8)
 
 
 def test_a_program_has_room_for_a_row_of_so_many_boxes() -> None:
-    assert is_normable(torch.bfloat16, 128, 1024 * 2) and is_normable(torch.bfloat16, 128, 5120 * 2)
-    assert is_normable(torch.bfloat16, 128, 8192 * 2) and not is_normable(torch.bfloat16, 2, 8193 * 2)
-    assert not is_normable(torch.bfloat16, 2, 4098) and not is_normable(torch.float64, 2, 4096)
-    assert not is_normable(torch.bfloat16, 2, 0) and not is_normable(torch.bfloat16, 0, 4096)
+    assert is_normable(torch.bfloat16, 128, 1024 * 2, 2) and is_normable(torch.bfloat16, 128, 5120 * 2, 2)
+    assert is_normable(torch.bfloat16, 128, 8192 * 2, 2) and not is_normable(torch.bfloat16, 2, 8193 * 2, 2)
+    assert not is_normable(torch.bfloat16, 2, 4098, 2) and not is_normable(torch.float64, 2, 4096, 2)
+    assert not is_normable(torch.bfloat16, 2, 0, 2) and not is_normable(torch.bfloat16, 0, 4096, 2)
 
 
 def test_all_programs_run_at_once() -> None:
@@ -77,6 +79,7 @@ KERNELS = [
         for dtype in (torch.bfloat16, torch.float16, torch.float32, None)
     ),
     *(PeerKernel(2, dtype, parts=parts) for dtype in (torch.bfloat16, torch.float32, None) for parts in (2, 4)),
+    *(PeerKernel(4, torch.bfloat16, parts=parts) for parts in (2, 4)),
     *(PeerKernel(ranks, torch.bfloat16, is_normed=True, parts=parts) for ranks in (2, 8) for parts in (1, 2, 4)),
     *(PeerKernel(2, dtype, is_normed=True, parts=2) for dtype in (torch.float16, torch.float32)),
 ]

@@ -31,7 +31,7 @@ SHAPES: list[Widths] = [
     (4096, 4096, 1024, 12288),  # Qwen3-8B
     (5120, 5120, 1024, 17408),  # Qwen3-14B
     (4096, 4096, 1024, 14336),  # Llama-3-8B
-    (2048, 2048, 2048, 6144),  # as many KV heads
+    (5120, 4096, 1024, 14336),  # Mistral-Nemo
 ]
 
 
@@ -77,6 +77,7 @@ def test_shapes_that_cannot_be_shared_evenly_are_left_to_others() -> None:
     assert variant_of((2560, 4096, 1024, 9728)) is None, "64 programs at most"
     assert variant_of((1000, 2048, 1024, 3072)) is None, "no whole chunks"
     assert variant_of((2048, 4096, 512, 6144)) is None, "8 heads of a group"
+    assert variant_of((3072, 3072, 1024, 8192)) is None, "3, which were not seen on a GPU"
     assert variant_of((4096, 4096, 1024, 12288), rows=2) is None, "kernels of their own are faster"
     assert ResidentVariant.of(1, SMALL, True, 16, num_processors=114) is None, "an H100 PCIe's processors"
 
