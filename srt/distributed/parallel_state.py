@@ -105,13 +105,14 @@ class TensorParallel:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, this rank waits for nobody: the others seem to send what it sends itself."""
-        group, peers = self._group, self._peers
-        self._group, self._peers = None if group is None else _Echo(), None
+        """For a rehearsal. Inside, this rank waits for nobody: the others seem to send what it sends itself, and the kernels that would
+        wait for peers are compiled like all others, and not launched."""
+        group = self._group
+        self._group = None if group is None else _Echo()
         try:
             yield
         finally:
-            self._group, self._peers = group, peers
+            self._group = group
 
     @contextmanager
     def naming_lost_peer(self) -> Iterator[None]:

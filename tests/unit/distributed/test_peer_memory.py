@@ -164,7 +164,7 @@ def test_more_ranks_than_the_kernel_knows_use_nccl(tmp_path: Path) -> None:
     assert open_on(9, tmp_path, host, lambda rank: FakeMemory(host, rank)) == [False] * 9
 
 
-def test_a_rank_alone_asks_nothing_of_its_peers(tmp_path: Path) -> None:
+def test_peers_add_what_is_small_in_a_rehearsal_too(tmp_path: Path) -> None:
     class Recorder:
         """Of what is asked."""
 
@@ -196,7 +196,7 @@ def test_a_rank_alone_asks_nothing_of_its_peers(tmp_path: Path) -> None:
         other.close()
         return sums, recorder.asked
 
-    expected = [[2.0, 3.0], [2.0, 4.0, 6.0], [1.0, 2.0, 1.0, 2.0], [2.0, 4.0]], ["add", "add", "gather", "close"]
+    expected = [[2.0, 3.0], [2.0, 4.0, 6.0], [1.0, 2.0, 1.0, 2.0], [2.0, 3.0]], ["add", "add", "gather", "add", "close"]
     assert run_ranks(2, tmp_path, work) == [expected] * 2
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 import pytest
 import torch
 
+from srt.kernels import hopper
 from srt.kernels.cuda_source import compile_source
 from srt.kernels.hopper import ARCHITECTURE
 from srt.kernels.peer_sum import (
@@ -15,6 +17,8 @@ from srt.kernels.peer_sum import (
     PROGRAMS,
     Mail,
     PeerKernel,
+    add_parts,
+    add_parts_and_norm,
     is_gatherable,
     is_normable,
     is_summable,
@@ -88,3 +92,23 @@ KERNELS = [
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_it_compiles_for_hopper(kernel: PeerKernel) -> None:
     assert compile_source(kernel.source, kernel.constants, ARCHITECTURE).startswith(b"\x7fELF")
+
+
+def test_a_rehearsal_compiles_the_kernel_of_each_size_and_launches_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[PeerKernel] = []
+
+    def is_rehearsed(kernel: PeerKernel, compile_it: object) -> bool:
+        compiled.append(kernel)
+        return True
+
+    monkeypatch.setattr(hopper, "is_rehearsed", is_rehearsed)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    mail = Mail()
+    for rows in (1, 64, 65, 256):
+        x = torch.zeros(rows, 4096, dtype=torch.bfloat16)
+        assert add_parts(x, mail, 2).shape == x.shape
+    add_parts_and_norm(
+        torch.zeros(3, 5120).bfloat16(), torch.zeros(3, 5120).bfloat16(), torch.ones(5120).bfloat16(), 1e-6, mail, 2
+    )
+    sizes = [(kernel.parts, kernel.is_normed) for kernel in compiled]
+    assert sizes == [(1, False), (1, False), (2, False), (4, False), (3, True)]
