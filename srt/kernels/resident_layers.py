@@ -8,6 +8,7 @@ six times a layer.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Final, cast
 import torch
 from torch import Tensor
 
-from srt.kernels.cuda_source import machine_code
+from srt.kernels.cuda_source import checked, cuda, machine_code
 from srt.kernels.hopper import (
     ARCHITECTURE,
     BLOCK_K,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from srt.model_executor.forward_batch_info import ForwardBatch
     from srt.models.decoder import CausalLM, DecoderLayer
+
+logger = logging.getLogger(__name__)
 
 ROWS: Final = (1, 2)
 """Numbers of rows for which it pays, as measured on an H200: 4 rows of 0.6B take 5 % longer than by kernels of their own, and so do 2 of
@@ -286,8 +289,23 @@ class ResidentLayers:
 
 
 def _runs_at_once(variant: ResidentVariant, device: torch.device) -> bool:
-    """All programs: they wait for each other. On a device that others use at the same time (MPS) nobody can know."""
-    return runs_on(device, variant) and most_clusters(variant, device.index, 1) >= variant.programs
+    """All programs: they wait for each other."""
+    if not runs_on(device, variant) or most_clusters(variant, device.index, 1) < variant.programs:
+        return False
+    if _is_shared(device):
+        logger.info("One row goes through kernels of its own: others may use the GPU at the same time (MPS)")
+        return False
+    return True
+
+
+def _is_shared(device: torch.device) -> bool:
+    """Whether kernels of other processes may run beside ours. Drivers that do not know are not asked twice."""
+    driver, _ = cuda()
+    attribute = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED", None)
+    if attribute is None:
+        return False
+    status, is_shared = driver.cuDeviceGetAttribute(attribute, checked(driver.cuDeviceGet(device.index)))
+    return int(status) == 0 and bool(is_shared)
 
 
 def _variant_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from srt.kernels import resident_layers
 from srt.kernels.cuda_source import machine_code
 from srt.kernels.hopper import ARCHITECTURE
-from srt.kernels.resident_layers import Exchange, Layer, ResidentLayers, ResidentVariant, Step
+from srt.kernels.resident_layers import Exchange, Layer, ResidentLayers, ResidentVariant, Step, _runs_at_once
 from srt.kernels.shared_memory import SHARED_BYTES
 from srt.models.decoder import DecoderLayer
 from tests.support.runners import make_runner
@@ -136,6 +137,35 @@ def test_the_kernel_is_told_where_everything_of_its_layers_and_rows_is(
         in_order = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
         mapped = [weights[(4 * index + i) * 16] for i in range(4)]
         assert mapped == [linear.weight.data_ptr() for linear in in_order]
+
+
+@pytest.mark.parametrize(
+    ("answer", "runs"),
+    [((0, 0), True), ((0, 1), False), ((1, None), True), (None, True)],
+    ids=["alone", "beside others", "an old driver", "old bindings"],
+)
+def test_a_device_that_others_use_at_the_same_time_is_left_to_kernels_that_wait_for_nobody(
+    answer: tuple[int, int | None] | None,
+    runs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    attributes = SimpleNamespace() if answer is None else SimpleNamespace(CU_DEVICE_ATTRIBUTE_MPS_ENABLED="shared")
+    driver = SimpleNamespace(
+        CUdevice_attribute=attributes,
+        cuDeviceGet=lambda index: (0, f"device {index}"),
+        cuDeviceGetAttribute=lambda attribute, device: (
+            answer if (attribute, device) == ("shared", "device 1") else None
+        ),
+    )
+    monkeypatch.setattr(resident_layers, "cuda", lambda: (driver, None))
+    monkeypatch.setattr(resident_layers, "runs_on", lambda device, variant: True)
+    monkeypatch.setattr(resident_layers, "most_clusters", lambda variant, device, size: 132)
+    variant = variant_of(SMALL)
+    assert variant is not None
+    with caplog.at_level(logging.INFO):
+        assert _runs_at_once(variant, torch.device("cuda", 1)) == runs
+    assert [said.endswith("(MPS)") for said in caplog.messages] == ([] if runs else [True])
 
 
 class Map:
