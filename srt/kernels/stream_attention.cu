@@ -7,12 +7,15 @@
 // that begin with queries would have 16.
 
 constexpr int BLOCK = 16;  // positions
-constexpr int HALVES = HEAD_DIM / 64;
-constexpr int HALF_BYTES = BLOCK * LINE;  // 64 columns of a block
+constexpr int HALVES = HEAD_DIM * (FP8 ? 1 : 2) / LINE;
+constexpr int HALF_BYTES = BLOCK * LINE;  // of a block, as many columns as a line has
 constexpr int BLOCK_BYTES = HALVES * HALF_BYTES;
 constexpr int SLOT_BYTES = 2 * BLOCK_BYTES;  // keys, then values
 static_assert(SLOTS % WARPS == 0, "a slot is always taken by the same warp, which so sees all its phases");
 constexpr int STEPS = HEAD_DIM / 16;
+constexpr int STEPS_AT_ONCE = FP8 ? 2 : 1;  // whose operands come together
+constexpr int STEPS_IN_LINE = 4 * STEPS_AT_ONCE;
+static_assert(STEPS % STEPS_IN_LINE == 0, "lines are full");
 constexpr int PITCH = HEAD_DIM + 4;  // of what warps found, in shared memory
 constexpr int DIMS = HEAD_DIM / 32;  // of a lane that puts it together
 
@@ -46,6 +49,18 @@ __device__ __forceinline__ void load_turned(u32 (&parts)[4], u32 address) {
                : "=r"(parts[0]), "=r"(parts[1]), "=r"(parts[2]), "=r"(parts[3])
                : "r"(address)
                : "memory");
+}
+
+// Which two of four bytes, each above a byte of zeros.
+constexpr u32 LOWER = 0x1404, UPPER = 0x3424, EVEN = 0x2404, ODD = 0x3414;
+
+// Two numbers of e4m3 as two of bf16.
+__device__ __forceinline__ u32 widened(u32 bytes, u32 chosen) {
+  const u32 high = __byte_perm(bytes, 0, chosen);
+  const u32 scaled = (high & 0x80008000) | (high >> 4 & 0x07F007F0);  // exponents that are 120 less
+  u32 pair;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(scaled), "r"(0x7B807B80));
+  return pair;
 }
 
 __device__ __forceinline__ u32 turned(u32 pair) {
@@ -118,7 +133,7 @@ __device__ __forceinline__ void for_each_part(const Shares& shares, int share, W
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
     stream_attention(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                      const __grid_constant__ Shares shares, const u16* q, const int* page_table, const long long* slots_of_rows,
-                     float* partial, float* lse, int* arrived, u16* out, float scale_log2, int q_stride, int page_table_stride,
+                     float* partial, float* lse, int* arrived, u16* out, float scale_log2, float v_scale, int q_stride, int page_table_stride,
                      int out_stride) {
   extern __shared__ char memory[];
   __shared__ u64 barriers[2 * SLOTS + 4];
@@ -179,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
       auto write = [&](int head, const float (&means)[DIMS]) {
         u16* to = out + (u64)part.row * out_stride + (first_head + head) * HEAD_DIM + lane * DIMS;
 #pragma unroll
-        for (int i = 0; i < DIMS; i += 2) *(u32*)(to + i) = pair_of(means[i], means[i + 1]);
+        for (int i = 0; i < DIMS; i += 2) *(u32*)(to + i) = pair_of(means[i] * v_scale, means[i + 1] * v_scale);
       };
       wait_for(is_found + 8 * (turn % 2), turn / 2 & 1);
 #pragma unroll
@@ -254,9 +269,11 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
     // As the second operand of the products: a lane has columns of one head.
     u32 queries[STEPS][2] = {};
     if (lane / 4 < GROUP) {
-      const u16* query = q + (u64)part.row * q_stride + (first_head + lane / 4) * HEAD_DIM + column;
+      const u16* query = q + (u64)part.row * q_stride + (first_head + lane / 4) * HEAD_DIM + (FP8 ? 2 * column : column);
 #pragma unroll
-      for (int k = 0; k < STEPS; k++) queries[k][0] = *(const u32*)(query + 16 * k), queries[k][1] = *(const u32*)(query + 16 * k + 8);
+      for (int k = 0; k < STEPS; k++) {
+        queries[k][0] = *(const u32*)(query + 16 * k), queries[k][1] = *(const u32*)(query + 16 * k + (FP8 ? 2 : 8));
+      }
     }
     float peaks[2] = {nothing(), nothing()}, totals[2] = {}, sums[STEPS][4] = {};
     const int num_blocks = (part.end - part.begin + BLOCK - 1) / BLOCK;
@@ -275,11 +292,18 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
       }
       float scores[4] = {}, more[4] = {};
 #pragma unroll
-      for (int k = 0; k < STEPS; k++) {
-        const int i = lane % 16, chunk = k % 4 * 2 + lane / 16;
+      for (int k = 0; k < STEPS; k += STEPS_AT_ONCE) {
+        const int i = lane % 16, chunk = k * 2 / STEPS_AT_ONCE % 8 + lane / 16;
         u32 rows[4];
-        load_matrices(rows, keys + k / 4 * HALF_BYTES + i * LINE + ((chunk ^ i % 8) << 4));
-        multiply_add(k % 2 ? more : scores, rows, queries[k][0], queries[k][1]);
+        load_matrices(rows, keys + k / STEPS_IN_LINE * HALF_BYTES + i * LINE + ((chunk ^ i % 8) << 4));
+        if (FP8) {  // a lane has four neighbouring columns, and has so of queries
+          const u32 first[4] = {widened(rows[0], LOWER), widened(rows[1], LOWER), widened(rows[0], UPPER), widened(rows[1], UPPER)};
+          const u32 second[4] = {widened(rows[2], LOWER), widened(rows[3], LOWER), widened(rows[2], UPPER), widened(rows[3], UPPER)};
+          multiply_add(scores, first, queries[k][0], queries[k][1]);
+          multiply_add(more, second, queries[k + FP8][0], queries[k + FP8][1]);
+        } else {
+          multiply_add(k % 2 ? more : scores, rows, queries[k][0], queries[k][1]);
+        }
       }
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -307,11 +331,18 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
       for (int i = 0; i < 4; i++) weights[i] = power_of_2(scores[i] - peaks[i % 2]), totals[i % 2] += weights[i];
       const u32 low = turned(pair_of(weights[0], weights[1])), high = turned(pair_of(weights[2], weights[3]));
 #pragma unroll
-      for (int k = 0; k < STEPS; k++) {
-        const int i = lane % 8 + lane / 16 * 8, chunk = k % 4 * 2 + lane / 8 % 2;
+      for (int k = 0; k < STEPS; k += STEPS_AT_ONCE) {
+        const int i = lane % 8 + lane / 16 * 8, chunk = k * 2 / STEPS_AT_ONCE % 8 + lane / 8 % 2;
         u32 rows[4];
-        load_turned(rows, values + k / 4 * HALF_BYTES + i * LINE + ((chunk ^ i % 8) << 4));
-        multiply_add(sums[k], rows, low, high);
+        load_turned(rows, values + k / STEPS_IN_LINE * HALF_BYTES + i * LINE + ((chunk ^ i % 8) << 4));
+        if (FP8) {  // pairs of columns were turned: those of even and of odd number are halves of the sums
+          const u32 first[4] = {widened(rows[0], EVEN), widened(rows[0], ODD), widened(rows[2], EVEN), widened(rows[2], ODD)};
+          const u32 second[4] = {widened(rows[1], EVEN), widened(rows[1], ODD), widened(rows[3], EVEN), widened(rows[3], ODD)};
+          multiply_add(sums[k], first, low, high);
+          multiply_add(sums[k + FP8], second, low, high);
+        } else {
+          multiply_add(sums[k], rows, low, high);
+        }
       }
       if (live < BLOCK) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what was written here, before what is sent here
       __syncwarp();
@@ -331,7 +362,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
     for (int k = 0; k < STEPS; k++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        if (column + i % 2 < GROUP) found.sums[warp][column + i % 2][16 * k + lane / 4 + i / 2 * 8] = sums[k][i];
+        const int dim = FP8 ? lane / 4 * 2 + i / 2 : lane / 4 + i / 2 * 8;
+        if (column + i % 2 < GROUP) found.sums[warp][column + i % 2][16 * k + dim] = sums[k][i];
       }
     }
     __syncwarp();

@@ -1,4 +1,4 @@
-"""Even attention as a kernel in CUDA's C++, for Hopper and bfloat16: programs that fill each processor, as those of products do.
+"""Even attention as a kernel in CUDA's C++, for Hopper, bfloat16 and a memory of it or of fp8: programs fill a processor as products' do.
 
 Programs of Triton's kernel share a processor by four, and so start when the product before them has ended, on an empty device, and are
 merged from as many parts. Here two programs take the place of one of the product before, and send for keys and values of earlier steps
@@ -17,17 +17,19 @@ import torch
 
 from srt.kernels.even_attention import BLOCK_N as SHARE_UNIT
 from srt.kernels.even_attention import MOST_ROWS, MOST_SHARES, EvenShares
-from srt.kernels.hopper import CAPABILITY, launch, pointer, runs_on, source_of, tensor_map, with_alignment
+from srt.kernels.hopper import BLOCK_K, CAPABILITY, launch, pointer, runs_on, source_of, tensor_map, with_alignment
 from srt.kernels.paged_kv import PagedKV, check_queries
 
 LEAST_ROWS: Final = 4
+_LINE: Final = 2 * BLOCK_K  # bytes
 _BLOCK: Final = 16  # positions that a load brings
 _MOST_GROUP: Final = 8
 _WARPS: Final = 4  # that multiply
 _SLOTS: Final = 8
 _PROGRAMS: Final = 2  # on a processor, neither less nor more: others would be placed where there is room, not evenly
 _LEAST_BYTES: Final = 77 * 1024  # of shared memory, so that there is no room for one more
-_HEAD_DIMS: Final = (64, 128)
+_HEAD_DIMS: Final = {torch.bfloat16: (64, 128), torch.float8_e4m3fn: (128,)}
+"""By the memory's type: lines of 128 bytes are full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class AttentionVariant:
     group: int
     head_dim: int
     page_size: int
+    is_fp8: bool = False  # the memory
 
     @property
     def name(self) -> str:
@@ -56,7 +59,11 @@ class AttentionVariant:
 
     @property
     def slot_bytes(self) -> int:
-        return 2 * 2 * _BLOCK * self.head_dim
+        return 2 * (1 if self.is_fp8 else 2) * _BLOCK * self.head_dim
+
+    @property
+    def slots(self) -> int:
+        return _SLOTS * (2 if self.is_fp8 else 1)
 
     @property
     def _found_bytes(self) -> int:
@@ -65,7 +72,7 @@ class AttentionVariant:
 
     @property
     def shared_bytes(self) -> int:
-        return max(with_alignment(_SLOTS * self.slot_bytes + self._found_bytes), _LEAST_BYTES)
+        return max(with_alignment(self.slots * self.slot_bytes + self._found_bytes), _LEAST_BYTES)
 
     @property
     def constants(self) -> Mapping[str, int]:
@@ -74,7 +81,8 @@ class AttentionVariant:
             "HEAD_DIM": self.head_dim,
             "PAGE_SIZE": self.page_size,
             "SHARE_UNIT": SHARE_UNIT,
-            "SLOTS": _SLOTS,
+            "SLOTS": self.slots,
+            "FP8": int(self.is_fp8),
             "WARPS": _WARPS,
             "PROGRAMS": _PROGRAMS,
         }
@@ -89,18 +97,25 @@ class _Shares(ctypes.Structure):
 
 
 def is_streamed(
-    device: torch.device, dtype: torch.dtype, head_dim: int, group: int, kv_heads: int, page_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    kv_heads: int,
+    page_size: int,
 ) -> bool:
-    """Whether there is a variant for heads and a memory of this type on such a device."""
-    is_served = dtype is torch.bfloat16 and head_dim in _HEAD_DIMS and group <= _MOST_GROUP and page_size % _BLOCK == 0
+    """Whether there is a variant for heads of this type and such a memory on such a device."""
+    has_heads = head_dim in _HEAD_DIMS.get(kv_dtype, ()) and group <= _MOST_GROUP
+    is_served = dtype is torch.bfloat16 and has_heads and page_size % _BLOCK == 0
     if not is_served or device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return False
     return kv_heads <= torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def can_stream(device: torch.device, head_dim: int, group: int, page_size: int) -> bool:
+def can_stream(device: torch.device, kv_dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> bool:
     """Whether the variant runs there. If not, that is told."""
-    return runs_on(device, AttentionVariant(group, head_dim, page_size))
+    return runs_on(device, AttentionVariant(group, head_dim, page_size, kv_dtype is torch.float8_e4m3fn))
 
 
 def shares_of(kv_heads: int, num_processors: int) -> int:
@@ -120,9 +135,10 @@ def stream_attention(
     """As `even_attention`, where it is streamed. Keys and values of all but the rows' last positions must be there before the kernel
     before this one has ended."""
     num_rows, _, head_dim = q.shape
-    variant = AttentionVariant(check_queries(q, out, kv), head_dim, kv.page_size)
+    is_fp8 = kv.k_buffer.dtype is torch.float8_e4m3fn
+    variant = AttentionVariant(check_queries(q, out, kv), head_dim, kv.page_size, is_fp8)
     assert num_rows < min(len(shares.row_begins), MOST_ROWS + 1), num_rows
-    assert seq_lens.dtype is torch.int64 and req_pool_indices.dtype is torch.int64 and kv.k_scale == 1.0 == kv.v_scale
+    assert seq_lens.dtype is torch.int64 and req_pool_indices.dtype is torch.int64
     assert kv.page_table.dtype is torch.int32, kv.page_table.dtype
     tables = (shares.begins, shares.first_rows, shares.row_begins, shares.row_shares, seq_lens)
     arguments = (
@@ -134,7 +150,8 @@ def stream_attention(
         shares.lse,
         shares.arrived,
         out,
-        scale * math.log2(math.e),
+        scale * kv.k_scale * math.log2(math.e),
+        kv.v_scale,
         q.stride(0),
         kv.page_table.stride(0),
         out.stride(0),
@@ -145,7 +162,10 @@ def stream_attention(
 
 
 def _map_of(buffer: torch.Tensor) -> object:
-    """Of [locations, heads, head_dim]: a load brings 64 columns of some locations of one head, then the next 64."""
+    """Of [locations, heads, head_dim]: a load brings a line of some locations of one head, then the next, if there is one. For the map
+    two numbers of fp8 are one of bfloat16."""
     locations, heads, head_dim = buffer.shape
-    shape, strides = (64, locations, head_dim // 64, heads), (2 * buffer.stride(0), 128, 2 * head_dim)
-    return tensor_map(buffer.data_ptr(), shape, strides, (64, _BLOCK, head_dim // 64, 1))
+    head_bytes = head_dim * buffer.itemsize
+    lines = head_bytes // _LINE
+    shape, strides = (_LINE // 2, locations, lines, heads), (buffer.stride(0) * buffer.itemsize, _LINE, head_bytes)
+    return tensor_map(buffer.data_ptr(), shape, strides, (_LINE // 2, _BLOCK, lines, 1))

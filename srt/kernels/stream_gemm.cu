@@ -39,6 +39,8 @@ struct Ending {
   int kv_width;
   float eps;       // of the norm of x
   float head_eps;  // of the norms of heads
+  float k_scale_inverse;  // FP8: what keys and values are multiplied by
+  float v_scale_inverse;
 };
 
 // Of one row, sent for before the sums are there.
@@ -93,6 +95,14 @@ __device__ __forceinline__ float4 floats_of(uint2 pairs) {
 
 __device__ __forceinline__ uint2 pairs_of(float4 values) {
   return make_uint2(pair_of(values.x, values.y), pair_of(values.z, values.w));
+}
+
+// As e4m3; what is out of its range becomes its largest.
+__device__ __forceinline__ u32 bytes_of(float4 values) {
+  u16 low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(values.y), "f"(values.x));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(values.w), "f"(values.z));
+  return low | (u32)high << 16;
 }
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
@@ -267,9 +277,14 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       }
       const uint2 result = pairs_of(total);
       if (HEADS && row >= 0 && !is_query) {
-        u16* keys = ending.k_buffer + now[i].location * ending.k_stride + (column - ending.query_width);
-        u16* values = ending.v_buffer + now[i].location * ending.v_stride + (column - ending.query_width - ending.kv_width);
-        *(uint2*)(is_value ? values : keys) = result;
+        const u64 first = column - ending.query_width - (is_value ? ending.kv_width : 0);
+        const u64 place = now[i].location * (is_value ? ending.v_stride : ending.k_stride) + first;
+        char* const buffer = (char*)(is_value ? ending.v_buffer : ending.k_buffer);
+        if (FP8) {
+          *(u32*)(buffer + place) = bytes_of(times(total, is_value ? ending.v_scale_inverse : ending.k_scale_inverse));
+        } else {
+          *(uint2*)(buffer + 2 * place) = result;
+        }
       } else if (row >= 0) {
         *(uint2*)(out + (u64)row * (HEADS ? ending.query_width : width) + column) = result;
       }

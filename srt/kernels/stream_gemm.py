@@ -67,6 +67,7 @@ class Ending:
     is_scaled: bool = False  # x is weighted so: the sums lack its rows' factors
     head_dim: int = 0  # queries, keys and values of heads of this size, if any
     has_head_norm: bool = False
+    is_fp8: bool = False  # the memory of keys and values
 
     def columns(self, w_rows: int) -> int:
         """Of the result, that so many rows of W make."""
@@ -256,6 +257,7 @@ class StreamTiles:
             "HEADS": int(ending.head_dim > 0),
             "HEAD_DIM": ending.head_dim or 64,
             "HEAD_NORM": int(ending.has_head_norm),
+            "FP8": int(ending.is_fp8),
         }
 
 
@@ -284,6 +286,8 @@ class Heads:
     locations: torch.Tensor  # [rows] int64
     k_buffer: torch.Tensor  # [locations, kv heads, head_dim]
     v_buffer: torch.Tensor
+    k_scale: float = 1.0  # of a memory of fp8
+    v_scale: float = 1.0
 
     @property
     def head_dim(self) -> int:
@@ -299,7 +303,7 @@ class _Ending(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k_buffer", "v_buffer")),
         *((name, ctypes.c_longlong) for name in ("k_stride", "v_stride")),
         *((name, ctypes.c_int) for name in ("x_parts", "query_width", "kv_width")),
-        *((name, ctypes.c_float) for name in ("eps", "head_eps")),
+        *((name, ctypes.c_float) for name in ("eps", "head_eps", "k_scale_inverse", "v_scale_inverse")),
     )
 
 
@@ -354,6 +358,7 @@ class StreamGemm:
     ) -> torch.Tensor:
         """The queries, normed if heads are, and rotated; so are the keys, which are stored with the values."""
         assert tiles.ending.head_dim == heads.head_dim and tiles.ending.has_head_norm == (heads.weights is not None)
+        assert tiles.ending.is_fp8 == (heads.k_buffer.dtype is torch.float8_e4m3fn)
         kv_width = heads.k_buffer.shape[1] * heads.head_dim
         assert weight.shape[0] == heads.query_width + 2 * kv_width
         q_weight, k_weight = heads.weights or (None, None)
@@ -370,6 +375,8 @@ class StreamGemm:
             query_width=heads.query_width,
             kv_width=kv_width,
             head_eps=heads.eps,
+            k_scale_inverse=1 / heads.k_scale,
+            v_scale_inverse=1 / heads.v_scale,
         )
         return self._launch(x, weight, tiles, heads.query_width, ending)
 

@@ -21,6 +21,8 @@ from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Stream
 if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
 
+_STORED: Final = (torch.bfloat16, torch.float8_e4m3fn)
+"""Types in which a product stores keys and values."""
 _FEWEST_ADDED_ROWS: Final = 257
 """Where cuBLAS adds for nothing. With fewer it splits the inner dimension, and loses more than the norm gains (measured on an H200)."""
 
@@ -101,13 +103,17 @@ class KernelOps(LayerOps):
         layer: RadixAttention,
         batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor]:
-        k_buffer, v_buffer = batch.token_to_kv_pool.get_kv(layer.layer_id)
+        pool = batch.token_to_kv_pool
+        k_buffer, v_buffer = pool.get_kv(layer.layer_id)
         ending = Ending(
-            is_scaled=stream.weighted is not None, head_dim=layer.head_dim, has_head_norm=head_norms is not None
+            is_scaled=stream.weighted is not None,
+            head_dim=layer.head_dim,
+            has_head_norm=head_norms is not None,
+            is_fp8=k_buffer.dtype is torch.float8_e4m3fn,
         )
         only_decodes = batch.num_decode_rows == len(stream.hidden)
         gemm, tiles = self._stream_gemm, None
-        if gemm is not None and affine.bias is None and only_decodes and k_buffer.dtype is torch.bfloat16:
+        if gemm is not None and affine.bias is None and only_decodes and k_buffer.dtype in _STORED:
             tiles = gemm.tiles(stream.hidden, affine.weight, ending)
         if gemm is None or tiles is None:
             return super().attend_stream(stream, norm, affine, head_norms, rotation, layer, batch)
@@ -126,6 +132,8 @@ class KernelOps(LayerOps):
             locations=batch.out_cache_loc,
             k_buffer=k_buffer,
             v_buffer=v_buffer,
+            k_scale=pool.k_scales[layer.layer_id],
+            v_scale=pool.v_scales[layer.layer_id],
         )
         queries = gemm.multiply_heads(x, affine.weight, tiles, heads)
         return layer.attend_decodes(queries, batch), hidden

@@ -42,9 +42,9 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, device=CUDA, dtype=torch.bfloat16)
 
 
-def assert_near(got: Tensor, expected: Tensor) -> None:
+def assert_near(got: Tensor, expected: Tensor, most: float = 5e-3) -> None:
     error = (got.double() - expected.double()).norm() / expected.double().norm()
-    assert error < 5e-3, float(error)
+    assert error < most, float(error)
 
 
 def among_others(rows: Tensor) -> Tensor:
@@ -120,27 +120,40 @@ def test_a_norm_is_left_by_one_product_and_finished_by_the_next(
 )
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("is_fp8", [False, True])
 def test_heads_are_normed_rotated_and_stored_by_their_product(
-    hidden_size: int, heads: int, kv_heads: int, head_dim: int, num_rows: int, has_norm: bool, is_scaled: bool
+    hidden_size: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_rows: int,
+    has_norm: bool,
+    is_scaled: bool,
+    is_fp8: bool,
 ) -> None:
+    """In a memory of fp8 divided by its scales, which costs 4 bits of mantissa."""
     gemm, num_locations = StreamGemm(CUDA), 1000
     x, norm_weight = among_others(randn(num_rows, hidden_size)), randn(hidden_size)
     weight = randn((heads + 2 * kv_heads) * head_dim, hidden_size) * hidden_size**-0.5
-    tiles = gemm.tiles(x, weight, Ending(is_scaled=is_scaled, head_dim=head_dim, has_head_norm=has_norm))
+    ending = Ending(is_scaled=is_scaled, head_dim=head_dim, has_head_norm=has_norm, is_fp8=is_fp8)
+    tiles = gemm.tiles(x, weight, ending)
     if tiles is None:
         assert num_rows > MOST_ROWS and hidden_size > 1024, "of which few weights have tiles"
         return
     angles = torch.rand(num_rows, 1, head_dim // 2, device=CUDA) * 6
     cos, sin = angles.cos(), angles.sin()
     weights = (randn(head_dim), randn(head_dim)) if has_norm else None
-    pools = [torch.full((num_locations, kv_heads, head_dim), 7.0, dtype=torch.bfloat16, device=CUDA) for _ in range(2)]
+    stored = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
+    scales, most = ((0.125, 1.5), 0.04) if is_fp8 else ((1.0, 1.0), 5e-3)
+    shape = num_locations, kv_heads, head_dim
+    pools = [torch.full(shape, 7.0, device=CUDA).to(stored) for _ in range(2)]
     locations = torch.randperm(num_locations, device=CUDA)[:num_rows]
     multiplied: Tensor | Weighted = x
     rows = x.float()
     if is_scaled:
         squares = x.float().square().unflatten(1, (-1, 64)).sum(2).T.contiguous()
         multiplied, rows = Weighted(x * norm_weight, squares, norm_weight, EPS), normed(x, norm_weight)
-    where = Heads(heads * head_dim, weights, EPS, cos, sin, locations, pools[0], pools[1])
+    where = Heads(heads * head_dim, weights, EPS, cos, sin, locations, pools[0], pools[1], *scales)
     queries = gemm.multiply_heads(multiplied, weight, tiles, where)
 
     packed = (rows @ weight.float().T).unflatten(1, (-1, head_dim))
@@ -149,11 +162,12 @@ def test_heads_are_normed_rotated_and_stored_by_their_product(
         q, k = normed(q, weights[0]), normed(k, weights[1])
     rotation = Rotation(cos, sin)
     assert_near(queries, rotate(q, rotation).flatten(1))
-    assert_near(pools[0][locations], rotate(k, rotation))
-    assert_near(pools[1][locations], v)
+    keys, values = (pool.float() * scale for pool, scale in zip(pools, scales, strict=True))
+    assert_near(keys[locations], rotate(k, rotation), most)
+    assert_near(values[locations], v, most)
     others = torch.ones(num_locations, dtype=torch.bool, device=CUDA)
     others[locations] = False
-    assert all(bool((pool[others] == 7.0).all()) for pool in pools)
+    assert all(bool((pool.float()[others] == 7.0).all()) for pool in pools)
     assert torch.equal(gemm.multiply_heads(multiplied, weight, tiles, where), queries)
 
 
@@ -306,18 +320,20 @@ def test_even_shares_give_what_is_read_row_by_row(rows: int, group: int, kv_head
         assert_near(got[lens > 0], expected[lens > 0])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float8_e4m3fn)], ids=str
+)
 @pytest.mark.parametrize(
     ("group", "kv_heads", "page_size"), [(4, 8, 16), (2, 8, 64), (5, 8, 16), (8, 4, 32), (1, 2, 16), (8, 1, 16)]
 )
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 100, 256, 500])
 def test_streamed_attention_gives_what_is_read_row_by_row(
-    rows: int, group: int, kv_heads: int, page_size: int, head_dim: int
+    rows: int, group: int, kv_heads: int, page_size: int, head_dim: int, kv_dtype: torch.dtype
 ) -> None:
     """Some rows are padding, whose length is 0 or 1. What lies behind a row's end is not a number."""
     longest, processors = 2048, torch.cuda.get_device_properties(CUDA).multi_processor_count
-    assert is_streamed(CUDA, torch.bfloat16, head_dim, group, kv_heads, page_size)
-    assert can_stream(CUDA, head_dim, group, page_size)
+    assert is_streamed(CUDA, torch.bfloat16, kv_dtype, head_dim, group, kv_heads, page_size)
+    assert can_stream(CUDA, kv_dtype, head_dim, group, page_size)
     pages = torch.randperm(rows * longest // page_size, device=CUDA).to(torch.int32).view(rows, -1)
     lens = torch.randint(1, longest, (rows,), device=CUDA)
     if rows > 1:
@@ -328,7 +344,8 @@ def test_streamed_attention_gives_what_is_read_row_by_row(
     locations = pages[slots].long().repeat_interleave(page_size, 1) * page_size + positions % page_size
     behind = locations[positions >= lens[:, None]]
     keys[behind] = values[behind] = float("nan")
-    kv = PagedKV(keys, values, pages, page_size)
+    scales = (1.0, 1.0) if kv_dtype is torch.bfloat16 else (0.5, 1.5)
+    kv = PagedKV(keys.to(kv_dtype), values.to(kv_dtype), pages, page_size, *scales)
     tiles = DecodeTiles.choose(q.dtype, head_dim, rows * kv_heads, 40_960, processors, 232_448)
     scratch = DecodeScratch.take(rows, kv_heads * group, kv_heads, tiles.num_splits, head_dim, CUDA)
     expected, got = torch.empty_like(q), torch.empty_like(q)
@@ -356,7 +373,7 @@ def test_decodes_at_the_end_of_captured_rows_are_read_and_nobody_else(num_live: 
     scratch = DecodeScratch.take(rows, kv_heads * group, kv_heads, tiles.num_splits, head_dim, CUDA)
     expected, got = torch.empty_like(q), torch.empty_like(q)
     decode_attention(q, kv, slots, lens, 0.09, expected, tiles, scratch)
-    assert can_stream(CUDA, head_dim, group, page_size)
+    assert can_stream(CUDA, torch.bfloat16, head_dim, group, page_size)
     for attend, at_once in ((even_attention, shares_at_once), (stream_attention, shares_of)):
         shares = EvenShares.take(rows, kv_heads * group, kv_heads, head_dim, at_once(kv_heads, processors), CUDA)
         find_shares(lens, shares)

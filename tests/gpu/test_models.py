@@ -324,9 +324,12 @@ def vary_norms(runner: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("captures", [False, True])
-@pytest.mark.parametrize(("num_rows", "head_dim"), [(4, 128), (30, 64), (30, 128)])
+@pytest.mark.parametrize(
+    ("num_rows", "head_dim", "memory"),
+    [(4, 128, "auto"), (30, 64, "auto"), (30, 128, "auto"), (4, 128, "fp8_e4m3"), (30, 128, "fp8_e4m3")],
+)
 def test_rows_of_different_lengths_are_near_those_of_plain_attention(
-    checkpoint: CheckpointFactory, num_rows: int, head_dim: int, captures: bool
+    checkpoint: CheckpointFactory, num_rows: int, head_dim: int, memory: str, captures: bool
 ) -> None:
     """On Hopper programs send for keys and values before the kernels that wrote the newest have ended."""
     folder = checkpoint("qwen3", head_dim=head_dim)
@@ -334,7 +337,8 @@ def test_rows_of_different_lengths_are_near_those_of_plain_attention(
     prompts = [token_ids(rng, 5 + 37 * i, 512) for i in range(30)][-num_rows:]
 
     def run(decode: str) -> tuple[torch.Tensor, ModelRunner]:
-        options: dict[str, Any] = {"dtype": "bfloat16", "decode_attention_backend": decode, "cuda_graph_bs": (4, 32)}
+        types = {"dtype": "bfloat16", "kv_cache_dtype": memory}
+        options: dict[str, Any] = {**types, "decode_attention_backend": decode, "cuda_graph_bs": (4, 32)}
         runner = make_runner(folder, 16, device=CUDA, max_total_tokens=40_000, max_running_requests=32, **options)
         while captures and runner.num_graphs_left:
             runner.capture_graph()
@@ -345,8 +349,9 @@ def test_rows_of_different_lengths_are_near_those_of_plain_attention(
     assert isinstance(decode, TritonAttentionBackend)
     is_hopper = torch.cuda.get_device_capability(CUDA)[0] == 9
     assert decode._streams == is_hopper and (decode._even_memory is not None or not is_hopper)
-    # Twenty roundings add up; a step that misses its newest key is off by 0.2.
-    assert_near(ours, theirs, f"{num_rows} rows, heads of {head_dim}, graphs: {captures}", most=0.06)
+    # Twenty roundings add up, of which one may decide another to fp8; a step that misses its newest key is off by 0.2.
+    most = 0.06 if memory == "auto" else 0.1
+    assert_near(ours, theirs, f"{num_rows} rows, heads of {head_dim}, {memory}, graphs: {captures}", most)
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])

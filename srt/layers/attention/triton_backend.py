@@ -77,12 +77,8 @@ class TritonAttentionBackend(AttentionBackend):
         # Whether there are graphs of a reading must not depend on what happens to one rank, as the compiler's failure does.
         heads = self._group, self._num_kv_heads
         sees_all = None in spec.windows
-        has_stream = (
-            sees_all
-            and spec.kv_dtype is spec.dtype
-            and is_streamed(device, spec.dtype, spec.head_dim, *heads, spec.page_size)
-        )
-        self._streams = has_stream and can_stream(device, spec.head_dim, self._group, spec.page_size)
+        has_stream = sees_all and is_streamed(device, spec.dtype, spec.kv_dtype, spec.head_dim, *heads, spec.page_size)
+        self._streams = has_stream and can_stream(device, spec.kv_dtype, spec.head_dim, self._group, spec.page_size)
         shape = spec.dtype, spec.head_dim, self._num_kv_heads, self._num_processors, self._shared_bytes
         if sees_all and not has_stream and can_be_even(*shape):  # else row by row is evenly, whatever the lengths are
             self._readings.add(Reading.EVEN)

@@ -14,7 +14,10 @@ from srt.kernels.hopper import ARCHITECTURE
 from srt.kernels.stream_attention import AttentionVariant, is_streamed, shares_of
 
 PROCESSOR_BYTES = 228 * 1024  # of shared memory, of which each program takes one KiB more than it asks for
-VARIANTS = [AttentionVariant(*shape) for shape in product((1, 2, 4, 5, 8), (64, 128), (16, 64))]
+VARIANTS = [
+    *(AttentionVariant(*shape) for shape in product((1, 2, 4, 5, 8), (64, 128), (16, 64))),
+    *(AttentionVariant(group, 128, 16, is_fp8=True) for group in (1, 4, 8)),
+]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -40,12 +43,16 @@ def test_what_it_does_not_serve_is_left_to_others(monkeypatch: pytest.MonkeyPatc
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    assert is_streamed(cuda, torch.bfloat16, 128, 4, 8, 16)
-    assert not is_streamed(torch.device("cpu"), torch.bfloat16, 128, 4, 8, 16)
-    assert not is_streamed(cuda, torch.float16, 128, 4, 8, 16)
-    assert not is_streamed(cuda, torch.bfloat16, 256, 4, 8, 16)
-    assert not is_streamed(cuda, torch.bfloat16, 128, 16, 8, 16), "more heads of a group than a product has columns"
-    assert not is_streamed(cuda, torch.bfloat16, 128, 1, 133, 16), "more heads than processors"
-    assert not is_streamed(cuda, torch.bfloat16, 128, 4, 8, 1), "a load brings positions of one page"
+    assert is_streamed(cuda, torch.bfloat16, torch.bfloat16, 128, 4, 8, 16)
+    assert is_streamed(cuda, torch.bfloat16, torch.float8_e4m3fn, 128, 4, 8, 16)
+    assert not is_streamed(cuda, torch.bfloat16, torch.float8_e4m3fn, 64, 4, 8, 16), "half a line"
+    assert not is_streamed(torch.device("cpu"), torch.bfloat16, torch.bfloat16, 128, 4, 8, 16)
+    assert not is_streamed(cuda, torch.float16, torch.float16, 128, 4, 8, 16)
+    assert not is_streamed(cuda, torch.bfloat16, torch.bfloat16, 256, 4, 8, 16)
+    assert not is_streamed(cuda, torch.bfloat16, torch.bfloat16, 128, 16, 8, 16), (
+        "more heads of a group than a product has columns"
+    )
+    assert not is_streamed(cuda, torch.bfloat16, torch.bfloat16, 128, 1, 133, 16), "more heads than processors"
+    assert not is_streamed(cuda, torch.bfloat16, torch.bfloat16, 128, 4, 8, 1), "a load brings positions of one page"
     capability[0] = (10, 0)
-    assert not is_streamed(cuda, torch.bfloat16, 128, 4, 8, 16)
+    assert not is_streamed(cuda, torch.bfloat16, torch.bfloat16, 128, 4, 8, 16)
