@@ -153,15 +153,19 @@ def main() -> int:
     device, config = resolve_device(args, 0), ModelConfig.from_folder(Path(folder))
     if options.kernels and device.type != "cuda":
         parser.error("--kernels: the profiler looks at a GPU, and there is none")
-    hardware, shape = limits.measured(), limits.Shape.of(folder)
+    hardware, shape = limits.measured(), limits.Shape.of(folder, args.kv_cache_dtype)
     runner = ModelRunner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
     while runner.num_graphs_left:
         runner.capture_graph()
     with torch.inference_mode():
         for layer in range(config.num_layers):
             for buffer in runner._token_to_kv_pool.get_kv(layer):
-                if buffer.dtype.itemsize > 1:
-                    buffer.normal_()  # zeros would take less power
+                if buffer.dtype.itemsize > 1:  # zeros would take less power
+                    buffer.normal_()
+                else:
+                    buffer.view(torch.uint8).random_(0, 256).bitwise_and_(
+                        0xBF
+                    )  # up to 1.875; no bytes that are not numbers
     steps = Steps(runner, lengths, most_steps)
     print(f"{options.model_path} on {hardware.name}; {limits.versions()}")
     figures = []

@@ -15,7 +15,7 @@ from pathlib import Path
 from srt.utils.model_config import ModelConfig
 
 RUN = "BENCHMARK_RUN"  # of the environment: marks the lines of all commands of one run
-BYTES = 2  # of a weight or a key or value element: bfloat16
+BYTES = 2  # of a weight, and of an element of keys and values unless they are fp8: bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,16 @@ class Shape:
     attention_flops_per_pair: int  # for each (query token, key token)
 
     @classmethod
-    def of(cls, folder: str) -> Shape:
+    def of(cls, folder: str, kv_cache_dtype: str = "auto") -> Shape:
         config = ModelConfig.from_folder(folder, {}, None)
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         attention = config.hidden_size * dim * (2 * heads + 2 * kv_heads)
         layer = attention + 3 * config.hidden_size * config.intermediate_size
+        kv_bytes = 1 if kv_cache_dtype.startswith("fp8") else BYTES
         return cls(
             linear_weights=layer * config.num_layers,
             head_weights=config.vocab_size * config.hidden_size,
-            kv_bytes_per_token=2 * kv_heads * dim * config.num_layers * BYTES,
+            kv_bytes_per_token=2 * kv_heads * dim * config.num_layers * kv_bytes,
             attention_flops_per_pair=4 * heads * dim * config.num_layers,
         )
 

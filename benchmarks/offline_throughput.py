@@ -33,7 +33,7 @@ def main() -> int:
     options, server_options = parser.parse_known_args()
     folder = models.folder_of(options.model_path)
     args = parse_args(["--model-path", folder, *server_options])
-    device, shape = limits.measured().of_ranks(args.tp_size), limits.Shape.of(folder)
+    device, shape = limits.measured().of_ranks(args.tp_size), limits.Shape.of(folder, args.kv_cache_dtype)
     given = {name: value for name, value in asdict(args).items() if value != getattr(type(args)(), name)}
     rng = np.random.default_rng(options.seed)
     lengths_in, lengths_out = (rng.integers(options.least, options.most + 1, options.requests) for _ in range(2))

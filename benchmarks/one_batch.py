@@ -124,7 +124,7 @@ def main() -> int:
     options, server_options = parser.parse_known_args()
     folder = models.folder_of(options.model_path)
     args = parse_args(["--model-path", folder, *server_options])
-    device, shape = limits.measured().of_ranks(args.tp_size), limits.Shape.of(folder)
+    device, shape = limits.measured().of_ranks(args.tp_size), limits.Shape.of(folder, args.kv_cache_dtype)
     given = {name: value for name, value in asdict(args).items() if value != getattr(type(args)(), name)}
     print(f"{options.model_path} on {device.name}: {device.read_bytes_s / 1e12:.2f} TB/s read,", end=" ")
     print(f"{device.matmul_flops_s / 1e12:.0f} TFLOP/s; {limits.versions()}")
