@@ -34,6 +34,7 @@ SHORTEST, LONGEST = 128, 2048  # positions of mixed rows
 WARM_UP = 4  # steps before each round
 PROFILED = 4
 LISTED = 14
+E4M3_BELOW_2 = 0xBF  # bits of a number, of which others may be none
 
 
 class Steps:
@@ -160,12 +161,11 @@ def main() -> int:
     with torch.inference_mode():
         for layer in range(config.num_layers):
             for buffer in runner._token_to_kv_pool.get_kv(layer):
-                if buffer.dtype.itemsize > 1:  # zeros would take less power
+                # Zeros would take less power.
+                if buffer.dtype.itemsize > 1:
                     buffer.normal_()
                 else:
-                    buffer.view(torch.uint8).random_(0, 256).bitwise_and_(
-                        0xBF
-                    )  # up to 1.875; no bytes that are not numbers
+                    buffer.view(torch.uint8).random_(0, 256).bitwise_and_(E4M3_BELOW_2)
     steps = Steps(runner, lengths, most_steps)
     print(f"{options.model_path} on {hardware.name}; {limits.versions()}")
     figures = []

@@ -13,7 +13,7 @@ constexpr int BLOCK_BYTES = HALVES * HALF_BYTES;
 constexpr int SLOT_BYTES = 2 * BLOCK_BYTES;  // keys, then values
 static_assert(SLOTS % WARPS == 0, "a slot is always taken by the same warp, which so sees all its phases");
 constexpr int STEPS = HEAD_DIM / 16;
-constexpr int STEPS_AT_ONCE = FP8 ? 2 : 1;  // whose operands come together
+constexpr int STEPS_AT_ONCE = FP8 ? 2 : 1;  // whose operands come together: two chunks of 16 bytes
 constexpr int STEPS_IN_LINE = 4 * STEPS_AT_ONCE;
 static_assert(STEPS % STEPS_IN_LINE == 0, "lines are full");
 constexpr int PITCH = HEAD_DIM + 4;  // of what warps found, in shared memory
@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_turned(u32 (&parts)[4], u32 address) {
 // Which two of four bytes, each above a byte of zeros.
 constexpr u32 LOWER = 0x1404, UPPER = 0x3424, EVEN = 0x2404, ODD = 0x3414;
 
-// Two numbers of e4m3 as two of bf16.
+// Two numbers of e4m3 as two of bf16. What is not a number becomes 480.
 __device__ __forceinline__ u32 widened(u32 bytes, u32 chosen) {
   const u32 high = __byte_perm(bytes, 0, chosen);
   const u32 scaled = (high & 0x80008000) | (high >> 4 & 0x07F007F0);  // exponents that are 120 less
@@ -300,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
           const u32 first[4] = {widened(rows[0], LOWER), widened(rows[1], LOWER), widened(rows[0], UPPER), widened(rows[1], UPPER)};
           const u32 second[4] = {widened(rows[2], LOWER), widened(rows[3], LOWER), widened(rows[2], UPPER), widened(rows[3], UPPER)};
           multiply_add(scores, first, queries[k][0], queries[k][1]);
-          multiply_add(more, second, queries[k + FP8][0], queries[k + FP8][1]);
+          multiply_add(more, second, queries[k + STEPS_AT_ONCE - 1][0], queries[k + STEPS_AT_ONCE - 1][1]);
         } else {
           multiply_add(k % 2 ? more : scores, rows, queries[k][0], queries[k][1]);
         }
@@ -339,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
           const u32 first[4] = {widened(rows[0], EVEN), widened(rows[0], ODD), widened(rows[2], EVEN), widened(rows[2], ODD)};
           const u32 second[4] = {widened(rows[1], EVEN), widened(rows[1], ODD), widened(rows[3], EVEN), widened(rows[3], ODD)};
           multiply_add(sums[k], first, low, high);
-          multiply_add(sums[k + FP8], second, low, high);
+          multiply_add(sums[k + STEPS_AT_ONCE - 1], second, low, high);
         } else {
           multiply_add(sums[k], rows, low, high);
         }

@@ -63,6 +63,7 @@ class AttentionVariant:
 
     @property
     def slots(self) -> int:
+        """For as many bytes on their way, whatever a number takes."""
         return _SLOTS * (2 if self.is_fp8 else 1)
 
     @property

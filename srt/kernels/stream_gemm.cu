@@ -30,9 +30,9 @@ struct Ending {
   const float* cosines;       // [rows, HEAD_DIM / 2]
   const float* sines;
   const long long* locations;  // [rows], of the new keys and values in their buffers
-  u16* k_buffer;
-  u16* v_buffer;
-  long long k_stride;
+  char* k_buffer;              // of bf16, or of e4m3 if FP8
+  char* v_buffer;
+  long long k_stride;  // numbers from location to location
   long long v_stride;
   int x_parts;
   int query_width;  // columns; then the keys', then as many of the values'
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       if (HEADS && row >= 0 && !is_query) {
         const u64 first = column - ending.query_width - (is_value ? ending.kv_width : 0);
         const u64 place = now[i].location * (is_value ? ending.v_stride : ending.k_stride) + first;
-        char* const buffer = (char*)(is_value ? ending.v_buffer : ending.k_buffer);
+        char* const buffer = is_value ? ending.v_buffer : ending.k_buffer;
         if (FP8) {
           *(u32*)(buffer + place) = bytes_of(times(total, is_value ? ending.v_scale_inverse : ending.k_scale_inverse));
         } else {

@@ -3,7 +3,7 @@
 Few rows wait for W to be read. Triton knows neither loads that may begin before a kernel's inputs are there, nor programs that read each
 other's shared memory. And steps of such sizes are made of kernels that take little longer than to start one: so a product takes
 in what comes behind it, and the norm before it, of which the product before has left all but a factor for each row.
-Hopper only, bfloat16 only: for others `choose` has no tiles.
+Hopper only, bfloat16 only: for others there are no tiles. Keys and values may go to a memory of fp8.
 """
 
 from __future__ import annotations
@@ -286,8 +286,8 @@ class Heads:
     locations: torch.Tensor  # [rows] int64
     k_buffer: torch.Tensor  # [locations, kv heads, head_dim]
     v_buffer: torch.Tensor
-    k_scale: float = 1.0  # of a memory of fp8
-    v_scale: float = 1.0
+    k_scale: float  # 1 but for a memory of fp8
+    v_scale: float
 
     @property
     def head_dim(self) -> int:

@@ -21,8 +21,6 @@ from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Stream
 if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
 
-_STORED: Final = (torch.bfloat16, torch.float8_e4m3fn)
-"""Types in which a product stores keys and values."""
 _FEWEST_ADDED_ROWS: Final = 257
 """Where cuBLAS adds for nothing. With fewer it splits the inner dimension, and loses more than the norm gains (measured on an H200)."""
 
@@ -113,7 +111,7 @@ class KernelOps(LayerOps):
         )
         only_decodes = batch.num_decode_rows == len(stream.hidden)
         gemm, tiles = self._stream_gemm, None
-        if gemm is not None and affine.bias is None and only_decodes and k_buffer.dtype in _STORED:
+        if gemm is not None and affine.bias is None and only_decodes:
             tiles = gemm.tiles(stream.hidden, affine.weight, ending)
         if gemm is None or tiles is None:
             return super().attend_stream(stream, norm, affine, head_norms, rotation, layer, batch)

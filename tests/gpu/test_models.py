@@ -331,7 +331,10 @@ def vary_norms(runner: ModelRunner) -> None:
 def test_rows_of_different_lengths_are_near_those_of_plain_attention(
     checkpoint: CheckpointFactory, num_rows: int, head_dim: int, memory: str, captures: bool
 ) -> None:
-    """On Hopper programs send for keys and values before the kernels that wrote the newest have ended."""
+    """On Hopper programs send for keys and values before the kernels that wrote the newest have ended.
+
+    In a memory of fp8 ours are four times, and twice, as large: who forgets a scale, or takes the other's, is far off.
+    """
     folder = checkpoint("qwen3", head_dim=head_dim)
     rng = np.random.default_rng(2)
     prompts = [token_ids(rng, 5 + 37 * i, 512) for i in range(30)][-num_rows:]
@@ -340,6 +343,9 @@ def test_rows_of_different_lengths_are_near_those_of_plain_attention(
         types = {"dtype": "bfloat16", "kv_cache_dtype": memory}
         options: dict[str, Any] = {**types, "decode_attention_backend": decode, "cuda_graph_bs": (4, 32)}
         runner = make_runner(folder, 16, device=CUDA, max_total_tokens=40_000, max_running_requests=32, **options)
+        if decode == "triton" and memory != "auto":
+            pool = runner._token_to_kv_pool
+            pool.k_scales[:], pool.v_scales[:] = ([scale] * len(pool.k_scales) for scale in (0.25, 0.5))
         while captures and runner.num_graphs_left:
             runner.capture_graph()
         return logits_of_rows(runner, prompts, 16, decodes=20), runner

@@ -48,6 +48,7 @@ def test_what_it_does_not_serve_is_left_to_others(monkeypatch: pytest.MonkeyPatc
     assert not is_streamed(cuda, torch.bfloat16, torch.float8_e4m3fn, 64, 4, 8, 16), "half a line"
     assert not is_streamed(torch.device("cpu"), torch.bfloat16, torch.bfloat16, 128, 4, 8, 16)
     assert not is_streamed(cuda, torch.float16, torch.float16, 128, 4, 8, 16)
+    assert not is_streamed(cuda, torch.float16, torch.float8_e4m3fn, 128, 4, 8, 16), "queries"
     assert not is_streamed(cuda, torch.bfloat16, torch.bfloat16, 256, 4, 8, 16)
     assert not is_streamed(cuda, torch.bfloat16, torch.bfloat16, 128, 16, 8, 16), (
         "more heads of a group than a product has columns"

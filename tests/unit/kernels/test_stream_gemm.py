@@ -93,8 +93,8 @@ def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path))
-    heads_of_64 = (3072, 2048, Ending(head_dim=64))
-    pairs = product((16, 32, 64, 96, 128, 160, MOST_ROWS, 224, 256), [*PROJECTIONS, heads_of_64])
+    others = [(3072, 2048, Ending(head_dim=64)), (6144, 4096, replace(HEADS, is_fp8=True))]
+    pairs = product((16, 32, 64, 96, 128, 160, MOST_ROWS, 224, 256), [*PROJECTIONS, *others])
     chosen = {choose(num_rows, *projection) for num_rows, projection in pairs} - {None}
 
     def codes() -> list[bytes]:
