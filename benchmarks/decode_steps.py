@@ -133,7 +133,7 @@ def print_kernels(steps: Steps, num_rows: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default="qwen3-0.6b", help="a shape in benchmarks/configs, or any model")
-    parser.add_argument("--rows", default="256,128,64,16", help="numbers of rows, the most first")
+    parser.add_argument("--rows", type=limits.numbers, default="256,128,64,16", help="numbers of rows, the most first")
     parser.add_argument("--context", type=int, default=1024, help="positions of a row at first")
     parser.add_argument("--mixed", action="store_true", help=f"{SHORTEST} to {LONGEST - 1} positions instead")
     parser.add_argument("--steps", type=int, default=30, help="of a round")
@@ -141,7 +141,7 @@ def main() -> int:
     parser.add_argument("--kernels", action="store_true", help="also the kernels that take the most time")
     parser.add_argument("--jsonl", help="append the result to this file")
     options, server_options = parser.parse_known_args()
-    sizes = sorted({int(size) for size in options.rows.split(",")}, reverse=True)
+    sizes = sorted(set(options.rows), reverse=True)
     if min(*sizes, options.context, options.steps, options.rounds) < 1:
         parser.error("--rows, --context, --steps and --rounds take numbers from 1 on")
     folder = models.folder_of(options.model_path)

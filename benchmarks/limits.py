@@ -114,6 +114,11 @@ def _best_s(work: object, device: object, runs: int = 12) -> float:
     return min(times)
 
 
+def numbers(text: str) -> list[int]:
+    """Of an option that takes several."""
+    return [int(number) for number in text.split(",")]
+
+
 def versions() -> dict[str, str]:
     """Of what a figure depends on, as far as installed."""
     from importlib.metadata import PackageNotFoundError, version

@@ -111,11 +111,24 @@ class Bench:
         return [Line(f"{name}, {time_}", "s", self.seconds(prompts, new_tokens), None) for time_ in ("cold", "again")]
 
 
+def shapes(text: str) -> list[tuple[int, int, int]]:
+    """Each rows×prompt×answer; answers of one token have no decodes."""
+    found = []
+    for one in text.split(","):
+        rows, prompt, answer = map(int, one.replace("x", "×").split("×"))
+        if min(rows, prompt, answer - 1) < 1:
+            raise ValueError(one)
+        found.append((rows, prompt, answer))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default="qwen3-0.6b", help="a shape in benchmarks/configs, or any model")
     parser.add_argument("--only", default="", help="figures whose name contains this")
-    parser.add_argument("--batch", default="", help="decode shapes instead of the usual: rows×prompt×answer, …")
+    parser.add_argument(
+        "--batch", type=shapes, default=DECODES, help="decode shapes instead of the usual: rows×prompt×answer, …"
+    )
     parser.add_argument(
         "--sampling", default="{}", help="sampling parameters of all requests, as JSON (default: greedy)"
     )
@@ -134,9 +147,8 @@ def main() -> int:
         print(f"{'ready':34} {time.perf_counter() - begin_s:12,.3f} s")
         bench.seconds(bench.prompts(1, 128), 1)
         print(f"{'first token (128 in)':34} {time.perf_counter() - begin_s:12,.3f} s", flush=True)
-        decodes = [tuple(map(int, one.replace("x", "×").split("×"))) for one in options.batch.split(",") if one]
         work: list[tuple[str, Callable[[], list[Line]]]] = [
-            (f"decode {shape_}", partial(bench.decode, *shape_)) for shape_ in decodes or DECODES
+            (f"decode {shape_}", partial(bench.decode, *shape_)) for shape_ in options.batch
         ]
         work += [("prefill", partial(bench.prefill, *PREFILL)), ("shared", partial(bench.shared_prefix, *SHARED))]
         lines: list[Line] = []

@@ -124,14 +124,10 @@ def measure(rank: int, options: argparse.Namespace) -> None:
         limits.write_jsonl(options.jsonl, {**record, "lines": lines, "versions": limits.versions()})
 
 
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=numbers, default="1,16,64,256", help="of tokens, one or more")
+    parser.add_argument("--rows", type=limits.numbers, default="1,16,64,256", help="of tokens, one or more")
     parser.add_argument("--width", type=int, default=4096, help="of the model's stream, in bfloat16")
     parser.add_argument("--jsonl", help="append the result to this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
