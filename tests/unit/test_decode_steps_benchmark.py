@@ -44,3 +44,12 @@ def test_it_reports_each_round_beside_the_limit(
     assert np.diff(contexts).tolist() == [6, 6, 6], "four steps to warm up, and two"
     assert all(line["step_ms"] > 0 and line["limit_ms"] > 0 for line in record["steps"])
     assert capsys.readouterr().out.count(" ratio ") == 4
+
+
+def test_rows_that_are_no_numbers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["decode_steps", "--model-path", "no-such-model", "--rows", "4,x"])
+    with pytest.raises(SystemExit):
+        decode_steps.main()
+    assert "argument --rows" in capsys.readouterr().err

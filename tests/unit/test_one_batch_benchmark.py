@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import decode_steps, one_batch
+from benchmarks import one_batch
 
 
 def test_shapes_are_written_with_either_sign() -> None:
@@ -21,12 +21,3 @@ def test_others_are_refused_before_a_model_is_loaded(
     with pytest.raises(SystemExit):
         one_batch.main()
     assert "argument --batch" in capsys.readouterr().err
-
-
-def test_rows_that_are_no_numbers_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["decode_steps", "--model-path", "no-such-model", "--rows", "4,x"])
-    with pytest.raises(SystemExit):
-        decode_steps.main()
-    assert "argument --rows" in capsys.readouterr().err
