@@ -51,17 +51,23 @@ __device__ __forceinline__ void load_turned(u32 (&parts)[4], u32 address) {
                : "memory");
 }
 
-// Which two of four bytes, each above a byte of zeros.
-constexpr u32 LOWER = 0x1404, UPPER = 0x3424, EVEN = 0x2404, ODD = 0x3414;
-
-// Two numbers of e4m3 as two of bf16. What is not a number becomes 480.
-__device__ __forceinline__ u32 widened(u32 bytes, u32 chosen) {
-  const u32 high = __byte_perm(bytes, 0, chosen);
-  const u32 scaled = (high & 0x80008000) | (high >> 4 & 0x07F007F0);  // exponents that are 120 less
-  u32 pair;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(scaled), "r"(0x7B807B80));
-  return pair;
+// The lower and the upper two of four numbers of e4m3 as numbers of f16, which a processor makes of them at once: of bf16 it takes four
+// instructions more.
+__device__ __forceinline__ void widen(u32 bytes, u32& lower, u32& upper) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(lower), "=r"(upper)
+      : "r"(bytes));
 }
+
+// What is out of their range becomes the largest of them.
+__device__ __forceinline__ u32 half_pair_of(float low, float high) {
+  u32 both;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+// What the memory's numbers are multiplied with, in the type that they are made.
+__device__ __forceinline__ u32 factors_of(float low, float high) { return FP8 ? half_pair_of(low, high) : pair_of(low, high); }
 
 __device__ __forceinline__ u32 turned(u32 pair) {
   u32 other;
@@ -69,8 +75,13 @@ __device__ __forceinline__ u32 turned(u32 pair) {
   return other;
 }
 
+#if FP8
+#define TYPE "f16"
+#else
+#define TYPE "bf16"
+#endif
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&rows)[4], u32 low, u32 high) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(low), "r"(high));
 }
@@ -273,6 +284,9 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
 #pragma unroll
       for (int k = 0; k < STEPS; k++) {
         queries[k][0] = *(const u32*)(query + 16 * k), queries[k][1] = *(const u32*)(query + 16 * k + (FP8 ? 2 : 8));
+        if (FP8) {
+          for (u32& pair : queries[k]) pair = half_pair_of(float_of(pair & 0xFFFF), float_of(pair >> 16));
+        }
       }
     }
     float peaks[2] = {nothing(), nothing()}, totals[2] = {}, sums[STEPS][4] = {};
@@ -297,8 +311,9 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
         u32 rows[4];
         load_matrices(rows, keys + k / STEPS_IN_LINE * HALF_BYTES + i * LINE + ((chunk ^ i % 8) << 4));
         if (FP8) {  // a lane has four neighbouring columns, and has so of queries
-          const u32 first[4] = {widened(rows[0], LOWER), widened(rows[1], LOWER), widened(rows[0], UPPER), widened(rows[1], UPPER)};
-          const u32 second[4] = {widened(rows[2], LOWER), widened(rows[3], LOWER), widened(rows[2], UPPER), widened(rows[3], UPPER)};
+          u32 first[4], second[4];
+#pragma unroll
+          for (int j = 0; j < 2; j++) widen(rows[j], first[j], first[2 + j]), widen(rows[2 + j], second[j], second[2 + j]);
           multiply_add(scores, first, queries[k][0], queries[k][1]);
           multiply_add(more, second, queries[k + STEPS_AT_ONCE - 1][0], queries[k + STEPS_AT_ONCE - 1][1]);
         } else {
@@ -329,15 +344,19 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
       float weights[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) weights[i] = power_of_2(scores[i] - peaks[i % 2]), totals[i % 2] += weights[i];
-      const u32 low = turned(pair_of(weights[0], weights[1])), high = turned(pair_of(weights[2], weights[3]));
+      const u32 low = turned(factors_of(weights[0], weights[1])), high = turned(factors_of(weights[2], weights[3]));
 #pragma unroll
       for (int k = 0; k < STEPS; k += STEPS_AT_ONCE) {
         const int i = lane % 8 + lane / 16 * 8, chunk = k * 2 / STEPS_AT_ONCE % 8 + lane / 8 % 2;
         u32 rows[4];
         load_turned(rows, values + k / STEPS_IN_LINE * HALF_BYTES + i * LINE + ((chunk ^ i % 8) << 4));
         if (FP8) {  // pairs of columns were turned: those of even and of odd number are halves of the sums
-          const u32 first[4] = {widened(rows[0], EVEN), widened(rows[0], ODD), widened(rows[2], EVEN), widened(rows[2], ODD)};
-          const u32 second[4] = {widened(rows[1], EVEN), widened(rows[1], ODD), widened(rows[3], EVEN), widened(rows[3], ODD)};
+          u32 first[4], second[4];
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            widen(__byte_perm(rows[2 * j], 0, 0x3120), first[2 * j], first[2 * j + 1]);
+            widen(__byte_perm(rows[2 * j + 1], 0, 0x3120), second[2 * j], second[2 * j + 1]);
+          }
           multiply_add(sums[k], first, low, high);
           multiply_add(sums[k + STEPS_AT_ONCE - 1], second, low, high);
         } else {

@@ -330,7 +330,7 @@ def test_even_shares_give_what_is_read_row_by_row(rows: int, group: int, kv_head
 def test_streamed_attention_gives_what_is_read_row_by_row(
     rows: int, group: int, kv_heads: int, page_size: int, head_dim: int, kv_dtype: torch.dtype
 ) -> None:
-    """Some rows are padding, whose length is 0 or 1. What lies behind a row's end is not a number; that of fp8 is read as 480."""
+    """Some rows are padding, whose length is 0 or 1. What lies behind a row's end is not a number."""
     longest, processors = 2048, torch.cuda.get_device_properties(CUDA).multi_processor_count
     assert is_streamed(CUDA, torch.bfloat16, kv_dtype, head_dim, group, kv_heads, page_size)
     assert can_stream(CUDA, kv_dtype, head_dim, group, page_size)
