@@ -34,10 +34,13 @@ MOST_ROWS: Final = 176
 """Of more cuBLAS with a norm behind it is as fast, but for few weights, whose products take little longer than a kernel's start."""
 MOST_ROWS_OF_FEW_WEIGHTS: Final = 256
 MOST_PLAIN_ROWS: Final = 64
-"""Of more, gates and ups have a kernel of their own, and what has nothing to take in is cuBLAS's."""
-_ROWS: Final = (16, 32, 64, 96, 128, 160, 192, 224, 256)
+"""Of more, what has nothing to take in is cuBLAS's."""
+MOST_GATED_ROWS: Final = 96
+"""Of more, and of few weights from 65 on, gates and ups have a kernel of their own, which multiplies whole 64 rows."""
+_ROWS: Final[tuple[int, ...]] = (16, 32, *range(64, 257, 16))
+"""Close together where rows are many: what is multiplied for nothing takes power, which such steps have no more of."""
 _WIDTHS: Final = (64, 128, 192)
-"""For more than few rows: of whole warpgroups, as what is multiplied for nothing takes power, which such steps have no more of."""
+"""For more than few rows: of whole warpgroups, for the same reason."""
 _FEW_ROWS: Final = 64
 """Up to here W is what takes time to read, beyond it is x too."""
 _MOST_STAGES: Final = 12
@@ -51,7 +54,8 @@ _FULL_SHARE: Final = 0.9
 _MOST_W_ROWS: Final = 320
 _LONG: Final = 1 << 16  # outputs of a head, where cuBLAS is as fast
 _HEAD_DIMS: Final = (64, 128)  # which a warp holds at a time
-_MOST_SUMS: Final = 192  # rows whose sums three warpgroups have registers for; fewer have for all
+_REGISTERS: Final = 1 << 16  # of a processor
+_OTHER_REGISTERS: Final = 26  # of a thread that an instruction takes beside its sums
 _CYCLES_NS: Final = 1.46  # as measured on an H200, with all else that takes time in them
 _WEIGHTS_NS: Final = 3600  # bytes
 _EXCHANGED_NS: Final = 20  # bytes of a cluster's sums
@@ -142,9 +146,7 @@ class StreamTiles:
 
         All programs run at once. `clusters_at_once`: so many clusters of that size do.
         """
-        most = MOST_ROWS_OF_FEW_WEIGHTS if n * k <= _FEW_WEIGHTS else MOST_ROWS
-        if not ending.has_residual and not ending.head_dim:
-            most = MOST_PLAIN_ROWS
+        most = _most_rows(n * k, ending)
         if not FEWEST_ROWS <= num_rows <= most or k % BLOCK_K or n % (64 if ending.is_weighted else 8) or n >= _LONG:
             return None
 
@@ -158,7 +160,9 @@ class StreamTiles:
                 tiles.fits(num_rows, n, k) and runs_at_once and least <= num_clusters * tiles.splits <= num_processors
             )
 
-        if num_rows > _FEW_ROWS:
+        if num_rows > _FEW_ROWS and ending.is_gated:
+            tiles = cls._fitted(num_rows, n, ending, num_processors, fits)
+        elif num_rows > _FEW_ROWS:
             tiles = cls._for_more_rows(num_rows, n, k, ending, fits)
         else:
             tiles = cls._for_few_rows(num_rows, n, k, ending, fits)
@@ -227,7 +231,8 @@ class StreamTiles:
         has_whole_heads = not head_dim or (
             head_dim in _HEAD_DIMS and n % self.width == 0 and self.width % head_dim == 0
         )
-        has_registers = self.warpgroups < 3 or self.rows <= _MOST_SUMS
+        registers = min(_REGISTERS // self.num_threads, 255) // 8 * 8
+        has_registers = self.rows // 2 + _OTHER_REGISTERS <= registers
         return self.width <= WIDEST_LOAD and k // BLOCK_K >= self.splits and has_whole_heads and has_registers
 
     def with_stages(self, k: int) -> StreamTiles:
@@ -404,6 +409,16 @@ def _checked(tensor: torch.Tensor | None, is_wanted: bool) -> int:
     """Its address."""
     assert (tensor is not None) == is_wanted and (tensor is None or tensor.is_contiguous())
     return pointer(tensor)
+
+
+def _most_rows(num_weights: int, ending: Ending) -> int:
+    """Of which this kernel may be the fastest."""
+    is_small = num_weights <= _FEW_WEIGHTS
+    if ending.is_gated:
+        return MOST_PLAIN_ROWS if is_small else MOST_GATED_ROWS
+    if not ending.has_residual and not ending.head_dim:
+        return MOST_PLAIN_ROWS
+    return MOST_ROWS_OF_FEW_WEIGHTS if is_small else MOST_ROWS
 
 
 def _padded(num_rows: int) -> int:

@@ -10,7 +10,7 @@ from srt.protocol.messages import Admission, Int32Array, LogprobSpec, PageDelta,
 
 CPU_TOKENS = 8
 GPU_TOKENS = 64  # more than kernels of their own serve
-BATCHES = (2, 8, 32, 64, 96, 128, 160, 176, 256)  # rows, one number of each class that has kernels of its own
+BATCHES = (2, 8, 32, *range(64, 209, 16), 240, 256)  # rows, one number of each class that has kernels of its own
 BATCH_TOKENS = 4  # of a row of those
 SHORT_TOKENS = 8  # of a chunk behind a prefix, which has kernels of its own
 
