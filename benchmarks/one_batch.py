@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import limits, models
+from benchmarks.graphs import wait_for_graphs
 from srt.entrypoints.native import server_facts
 from srt.runtime import Runtime
 from srt.server_args import parse_args
@@ -67,11 +68,6 @@ class Bench:
         self._runtime.generate(input_ids=prompts, sampling_params=sampling)
         return time.perf_counter() - begin_s
 
-    def wait_for_graphs(self) -> None:
-        """They are captured while there is nothing else to do; steps before that are launched kernel by kernel."""
-        while self._state()["num_graphs_left"]:
-            time.sleep(0.1)
-
     def _state(self) -> dict[str, Any]:
         engine = self._runtime._engine
         state: dict[str, Any] = engine.run(server_facts(engine._service, deep=True))["internal_states"][0]
@@ -79,7 +75,7 @@ class Bench:
 
     def decode(self, rows: int, length: int, new_tokens: int) -> list[Line]:
         self.seconds(self.prompts(rows, length), 8)
-        self.wait_for_graphs()
+        wait_for_graphs(self._runtime)
         short_s = min(self.seconds(self.prompts(rows, length), 1) for _ in range(2))
         long_s = min(self.seconds(self.prompts(rows, length), new_tokens) for _ in range(3))
         step_s = (long_s - short_s) / (new_tokens - 1)
@@ -98,7 +94,7 @@ class Bench:
 
     def prefill(self, rows: int, length: int) -> list[Line]:
         self.seconds(self.prompts(rows, length), 1)
-        self.wait_for_graphs()
+        wait_for_graphs(self._runtime)
         took_s = min(self.seconds(self.prompts(rows, length), 1) for _ in range(3))
         limit_s = self._shape.prefill_s(self._device, rows, length)
         tokens = rows * length
