@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--least", type=int, default=100, help="tokens in and out, at least")
     parser.add_argument("--most", type=int, default=1024, help="tokens in and out, at most")
     parser.add_argument("--temperature", type=float, default=0.6)
-    parser.add_argument("--runs", type=int, default=3, help="behind the first; the best is shown")
+    parser.add_argument("--runs", type=int, default=2, help="behind the first; the best is shown")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jsonl", help="append the result to this file")
     options, server_options = parser.parse_known_args()

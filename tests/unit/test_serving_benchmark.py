@@ -1,10 +1,15 @@
-"""What the benchmark over HTTP sends."""
+"""What the benchmark over HTTP sends, and which of its runs counts."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 
-from benchmarks.serving import Call, make_calls
+import pytest
+
+from benchmarks import serving
+from benchmarks.serving import Call, Timing, make_calls
 
 
 def prompts(calls: list[Call]) -> list[list[int]]:
@@ -17,3 +22,24 @@ def test_a_seed_repeats_lengths_and_arrivals_and_no_prompt() -> None:
     assert [len(prompt) for prompt in prompts(first)] == [len(prompt) for prompt in prompts(again)]
     assert [len(prompt) for prompt in prompts(first)] != [len(prompt) for prompt in prompts(other)]
     assert all(a[:16] != b[:16] for a, b in zip(prompts(first), prompts(again), strict=True)), "no page of 16 is cached"
+
+
+def test_of_several_runs_the_best_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of 10 streams, in the seconds that each load takes; the first is the warm-up."""
+    took_s = iter([1.0, 4.0, 2.0, 3.0])
+    timings = [Timing(0.0, [0.5, 1.0], 2)] * 10
+    monkeypatch.setattr(serving, "load", lambda *_: (timings, next(took_s)))
+    monkeypatch.setattr(serving, "state_of", lambda _: None)
+    options = argparse.Namespace(requests=4, rate=0.0, least=2, most=3, temperature=0.6, seed=0, clients=1, runs=3)
+    assert serving.measure("", options)["output_tokens_s"] == 10.0
+    assert next(took_s, None) is None
+
+
+@pytest.mark.parametrize("words", ["--runs 0", "--runs 2 --rate 5"])
+def test_runs_without_a_best_are_refused_before_a_server_is_started(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serving", "--model-path", "no-such-model", *words.split()])
+    with pytest.raises(SystemExit):
+        serving.main()
+    assert "--runs is at least 1, and 1 at a --rate" in capsys.readouterr().err
