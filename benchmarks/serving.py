@@ -182,7 +182,7 @@ def main() -> int:
                 server.wait()
     print(f"{options.model_path}, {options.requests} requests, {options.rate or 'all at once'}: {limits.versions()}")
     print("\n".join(f"{name:18} {value:12,.2f}" for name, value in figures.items()))
-    chosen = {"requests": options.requests, "rate": options.rate, "options": server_options}
+    chosen = {"requests": options.requests, "rate": options.rate, "runs": options.runs, "options": server_options}
     limits.write_jsonl(
         options.jsonl,
         {"benchmark": "serving", "model": options.model_path, **chosen, "versions": limits.versions(), **figures},
@@ -196,13 +196,12 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, float]:
     while (state_of(url) or {}).get("num_graphs_left"):
         time.sleep(0.1)
     step_ms(url)
-    runs = [
-        report(*load(url, make_calls(options.requests, options.rate, *shape, options.seed), options.clients))
-        for _ in range(options.runs)
-    ]
-    figures = max(runs, key=lambda run: run["output_tokens_s"])
-    step = step_ms(url)
-    return figures if step is None else {**figures, "step_p50_ms": step}
+    runs = []
+    for _ in range(options.runs):
+        figures = report(*load(url, make_calls(options.requests, options.rate, *shape, options.seed), options.clients))
+        step = step_ms(url)
+        runs.append(figures if step is None else {**figures, "step_p50_ms": step})
+    return max(runs, key=lambda run: run["output_tokens_s"])
 
 
 def step_ms(url: str) -> float | None:

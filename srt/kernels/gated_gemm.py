@@ -1,4 +1,4 @@
-"""silu(gates) * ups of x Wᵀ for more than 64 rows of x, at the speed of the matrix units: a kernel in CUDA's C++.
+"""silu(gates) * ups of x Wᵀ for more rows of x than are streamed, at the speed of the matrix units: a kernel in CUDA's C++.
 
 cuBLAS multiplies as fast, but writes gates and ups, which are then read again. Hopper and bfloat16 only.
 """

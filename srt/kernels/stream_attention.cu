@@ -59,7 +59,7 @@ __device__ __forceinline__ void widen(u32 bytes, u32& lower, u32& upper) {
       : "r"(bytes));
 }
 
-// What is out of their range becomes the largest of them.
+// What is out of their range becomes the largest of them, or nothing.
 __device__ __forceinline__ u32 half_pair_of(float low, float high) {
   u32 both;
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));

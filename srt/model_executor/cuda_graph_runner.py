@@ -191,7 +191,7 @@ def sharing_sizes(sizes: Sequence[int], least: int) -> tuple[int, ...]:
 def graph_sizes(most_rows: int) -> tuple[int, ...]:
     """Numbers of rows worth a graph: close together where they are few, since there a padded row costs the most.
 
-    Of 224 rows products take as long as of 240.
+    Steps of 224 rows take as long as of 240 with as many positions in all.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 209, 16), 240, *range(256, most_rows, 32), most_rows]
     return tuple(sorted({size for size in sizes if size <= most_rows}))

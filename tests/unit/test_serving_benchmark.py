@@ -29,9 +29,11 @@ def test_of_several_runs_the_best_is_shown(monkeypatch: pytest.MonkeyPatch) -> N
     took_s = iter([1.0, 4.0, 2.0, 3.0])
     timings = [Timing(0.0, [0.5, 1.0], 2)] * 10
     monkeypatch.setattr(serving, "load", lambda *_: (timings, next(took_s)))
-    monkeypatch.setattr(serving, "state_of", lambda _: None)
+    states = iter({"worker_step_us_p50": us} for us in (0, 0, 4000, 2000, 3000))
+    monkeypatch.setattr(serving, "state_of", lambda _: next(states))
     options = argparse.Namespace(requests=4, rate=0.0, least=2, most=3, temperature=0.6, seed=0, clients=1, runs=3)
-    assert serving.measure("", options)["output_tokens_s"] == 10.0
+    figures = serving.measure("", options)
+    assert (figures["output_tokens_s"], figures["step_p50_ms"]) == (10.0, 2.0)
     assert next(took_s, None) is None
 
 
