@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from srt.runtime import Runtime
+from srt.runtime import Runtime
 
 
 def wait_for_graphs(runtime: Runtime) -> None:

@@ -163,6 +163,10 @@ def main() -> int:
     options, server_options = parser.parse_known_args()
     if options.runs < 1 or (options.runs > 1 and options.rate):
         parser.error("--runs is at least 1, and 1 at a --rate.")
+    if min(options.requests, options.least, options.clients) < 1 or options.most < options.least or options.rate < 0:
+        parser.error(
+            "--requests, --least and --clients are at least 1, --most is at least --least, and --rate at least 0."
+        )
     if options.url is not None:
         figures = measure(options.url, options)
     else:

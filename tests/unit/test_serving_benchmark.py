@@ -37,11 +37,21 @@ def test_of_several_runs_the_best_is_shown(monkeypatch: pytest.MonkeyPatch) -> N
     assert next(took_s, None) is None
 
 
-@pytest.mark.parametrize("words", ["--runs 0", "--runs 2 --rate 5"])
-def test_runs_without_a_best_are_refused_before_a_server_is_started(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+NO_LOAD = "--least and --clients are at least 1"
+NO_BEST = "--runs is at least 1, and 1 at a --rate"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        *((words, NO_BEST) for words in ("--runs 0", "--runs 2 --rate 5")),
+        *((words, NO_LOAD) for words in ("--requests 0", "--least 9 --most 8", "--rate -1", "--clients 0")),
+    ],
+)
+def test_what_makes_no_load_or_has_no_best_is_refused_before_a_server_is_started(
+    words: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["serving", "--model-path", "no-such-model", *words.split()])
     with pytest.raises(SystemExit):
         serving.main()
-    assert "--runs is at least 1, and 1 at a --rate" in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
