@@ -92,7 +92,9 @@ class GatedTiles:
             return tiles if num_rows * n >= _LEAST_USE * done else None
         enough = [one for one in cls._all() if one._count(num_rows, n) >= _LEAST_SHARE * num_processors]
         best = min(enough, key=lambda one: one._waves(num_rows, n, num_processors) * one._cost, default=None)
-        return None if best is None else best._with_stages()
+        if best is None or (best.rows < num_rows and best._waves(num_rows, n, num_processors) > 1):
+            return None  # weights are read twice, and not at the same time
+        return best._with_stages()
 
     @classmethod
     def _all(cls) -> Iterator[GatedTiles]:

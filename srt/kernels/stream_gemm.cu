@@ -2,15 +2,18 @@
 //
 // A program holds WIDTH rows of W, or gates and ups of so many columns, and a part of the inner dimension. One thread of its last
 // warpgroup sends for both operands, blocks of 64 columns at a time, through a ring of STAGES; each other warpgroup multiplies 64 rows
-// of W with all of x. The programs of a tile are a cluster, and add up each other's sums by reading each other's shared memory.
+// of W with all of x, or all 64 rows of x with SHARE rows of W. The programs of a tile are a cluster, and add up each other's sums by
+// reading each other's shared memory.
 
 constexpr int W_ROWS = GATED ? 2 * WIDTH : WIDTH;  // gates, then ups
 constexpr int W_BYTES = W_ROWS * LINE;
-constexpr int TILE = 64 * WARPGROUPS;  // rows that are multiplied: those behind W_ROWS are of what lies there, and come to nothing
 constexpr int STAGE_BYTES = W_BYTES + ROWS * LINE;
 constexpr int MULTIPLYING = 128 * WARPGROUPS;  // threads
 constexpr int SCALING = 96;                    // threads of the last warpgroup, all but those of the warp that loads
-constexpr int PITCH = TILE + 4;                // of the sums in shared memory: neighbours in other banks
+constexpr bool X_FIRST = SHARE > 0;            // x has the instruction's rows, W its columns
+constexpr int COLUMNS = X_FIRST ? SHARE : ROWS;
+// Of the sums in shared memory: neighbours in other banks. Rows of W behind W_ROWS are of what lies there, and come to nothing.
+constexpr int PITCH = X_FIRST ? W_ROWS + (W_ROWS % 16 ? 0 : 8) : 64 * WARPGROUPS + 4;
 constexpr int QUADS = WIDTH / 4;               // of a row of the result; a thread makes one at a time, always of the same columns
 constexpr int ROWS_AT_ONCE = MULTIPLYING / QUADS;  // the threads that are left do nothing
 constexpr int PART = WIDTH % 64 ? 16 : 64;     // columns of a sum of squares, which lie in neighbouring threads
@@ -186,14 +189,17 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   if (WEIGHTED && column < width) weight = load_here(ending.next_weight + column);
   if (HEADS && HEAD_NORM && !is_value) weight = load_here((is_query ? ending.q_weight : ending.k_weight) + column % HEAD_DIM);
 
-  float sums[ROWS / 2];
+  // The last warpgroup may share columns with the one before it, and finds the same.
+  const int first_w = X_FIRST ? min(warpgroup * SHARE, W_ROWS - SHARE) : warpgroup * 64;
+  float sums[COLUMNS / 2];
   for (int block = 0; block < count; block++) {
     const int stage = block % STAGES;
-    const u32 w = stages + stage * STAGE_BYTES + warpgroup * 64 * LINE, x = stages + stage * STAGE_BYTES + W_BYTES;
+    const u32 w = stages + stage * STAGE_BYTES + first_w * LINE, x = stages + stage * STAGE_BYTES + W_BYTES;
+    const u64 rows = operand(X_FIRST ? x : w), columns = operand(X_FIRST ? w : x);
     wait_for(full + 8 * stage, (block / STAGES) & 1);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int k = 0; k < BLOCK_K / 16; k++) multiply(sums, operand(w) + 2 * k, operand(x) + 2 * k, block + k != 0);
+    for (int k = 0; k < BLOCK_K / 16; k++) multiply(sums, rows + 2 * k, columns + 2 * k, block + k != 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     if (block > 0 && threadIdx.x % 32 == 0) arrive(empty + 8 * ((block - 1) % STAGES));
@@ -202,12 +208,22 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLYING) : "memory");  // the ring is free
 
   // The sums as [row of x][row of W], where the other programs of the cluster find them.
-  const int lane = threadIdx.x % 32, of_tile = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  const u32 target = stages + 4 * (of_tile + lane % 4 * 2 * PITCH);
+  const int lane = threadIdx.x % 32, first_row_of_64 = threadIdx.x / 32 % 4 * 16 + lane / 4, first_of_8 = lane % 4 * 2;
+  if (X_FIRST) {
+    const u32 target = stages + 4 * (first_row_of_64 * PITCH + first_w + first_of_8);
 #pragma unroll
-  for (int i = 0; i < ROWS / 2; i++) {
-    const int x_row = i / 4 * 8 + i % 2, w_row = i / 2 % 2 * 8;
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(target + 4 * (x_row * PITCH + w_row)), "f"(sums[i]) : "memory");
+    for (int i = 0; i < COLUMNS / 2; i += 2) {
+      const int x_row = i / 2 % 2 * 8, w_row = i / 4 * 8;
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target + 4 * (x_row * PITCH + w_row)), "f"(sums[i]), "f"(sums[i + 1])
+                   : "memory");
+    }
+  } else {
+    const u32 target = stages + 4 * (first_w + first_row_of_64 + first_of_8 * PITCH);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i++) {
+      const int x_row = i / 4 * 8 + i % 2, w_row = i / 2 % 2 * 8;
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(target + 4 * (x_row * PITCH + w_row)), "f"(sums[i]) : "memory");
+    }
   }
 
   wait_for_earlier_kernels();

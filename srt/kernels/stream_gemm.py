@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Final
+from typing import Final, TypeGuard
 
 import torch
 
@@ -33,6 +33,8 @@ FEWEST_ROWS: Final = 2
 MOST_ROWS: Final = 176
 """Of more cuBLAS with a norm behind it is as fast, but for few weights, whose products take little longer than a kernel's start."""
 MOST_ROWS_OF_FEW_WEIGHTS: Final = 256
+MOST_ROWS_OF_LONG: Final = 256
+"""Of products whose inner dimension is the longer one, if they fill the device and read their weights once."""
 MOST_PLAIN_ROWS: Final = 64
 """Of more, what has nothing to take in is cuBLAS's."""
 MOST_GATED_ROWS: Final = 96
@@ -106,18 +108,28 @@ class StreamTiles:
         return 16 if self.width % 64 else 64
 
     @property
+    def share(self) -> int:
+        """Rows of W that a warpgroup multiplies as the instruction's columns, x being its rows; 0 where it is the other way round.
+
+        W's rows need not be whole 64s then, but x's are.
+        """
+        if self.rows != 64 or self.w_rows % 64 == 0:
+            return 0
+        return -(-self.w_rows // self.warpgroups // 8) * 8
+
+    @property
     def stage_bytes(self) -> int:
         return 2 * BLOCK_K * (self.w_rows + self.rows)
 
     @property
     def _overrun(self) -> int:
         """Bytes behind the last stage that the last warpgroup multiplies too, for nothing."""
-        return 2 * BLOCK_K * (64 * self.warpgroups - self.w_rows)
+        return 0 if self.share else 2 * BLOCK_K * (64 * self.warpgroups - self.w_rows)
 
     @property
     def shared_bytes(self) -> int:
         """The ring, whose place the sums take when it has done its work."""
-        sums = 4 * self.rows * (64 * self.warpgroups + 4)
+        sums = 4 * self.rows * (self.w_rows + 8 if self.share else 64 * self.warpgroups + 4)
         return with_alignment(max(self.stages * self.stage_bytes + self._overrun, sums))
 
     @property
@@ -146,7 +158,7 @@ class StreamTiles:
 
         All programs run at once. `clusters_at_once`: so many clusters of that size do.
         """
-        most = _most_rows(n * k, ending)
+        most = _most_rows(n, k, ending)
         if not FEWEST_ROWS <= num_rows <= most or k % BLOCK_K or n % (64 if ending.is_weighted else 8) or n >= _LONG:
             return None
 
@@ -160,14 +172,18 @@ class StreamTiles:
                 tiles.fits(num_rows, n, k) and runs_at_once and least <= num_clusters * tiles.splits <= num_processors
             )
 
+        def is_full(tiles: StreamTiles | None) -> TypeGuard[StreamTiles]:
+            return tiles is not None and tiles.count(num_rows, n) * tiles.splits >= _FULL_SHARE * num_processors
+
         if num_rows > _FEW_ROWS and ending.is_gated:
             tiles = cls._fitted(num_rows, n, ending, num_processors, fits)
         elif num_rows > _FEW_ROWS:
             tiles = cls._for_more_rows(num_rows, n, k, ending, fits)
+            if num_rows > MOST_ROWS and n * k > _FEW_WEIGHTS and not (is_full(tiles) and tiles.rows >= num_rows):
+                return None
         else:
             tiles = cls._for_few_rows(num_rows, n, k, ending, fits)
-            is_idle = tiles is None or tiles.count(num_rows, n) * tiles.splits < _FULL_SHARE * num_processors
-            if is_idle and n * k > _FEW_WEIGHTS and not ending.head_dim:
+            if not is_full(tiles) and n * k > _FEW_WEIGHTS and not ending.head_dim:
                 tiles = cls._fitted(num_rows, n, ending, num_processors, fits) or tiles
         return None if tiles is None else tiles.with_stages(k)
 
@@ -190,7 +206,7 @@ class StreamTiles:
     def _fitted(
         cls, num_rows: int, n: int, ending: Ending, num_processors: int, fits: Callable[[StreamTiles], bool]
     ) -> StreamTiles | None:
-        """Tiles as wide as gives nearly all processors something to do, though the last warpgroup multiplies more than there is."""
+        """Tiles as wide as gives nearly all processors something to do, though warpgroups may multiply more than there is."""
         unit = 16 if ending.is_weighted else 8
         for splits in (1, 2):
             width = -(-n * splits // num_processors // unit) * unit
@@ -244,7 +260,7 @@ class StreamTiles:
 
     @property
     def source(self) -> str:
-        return source_of(self.name, self.rows)
+        return source_of(self.name, self.share or self.rows)
 
     @property
     def constants(self) -> Mapping[str, int]:
@@ -253,6 +269,7 @@ class StreamTiles:
             "ROWS": self.rows,
             "WARPGROUPS": self.warpgroups,
             "WIDTH": self.width,
+            "SHARE": self.share,
             "SPLITS": self.splits,
             "STAGES": self.stages,
             "GATED": int(ending.is_gated),
@@ -411,14 +428,16 @@ def _checked(tensor: torch.Tensor | None, is_wanted: bool) -> int:
     return pointer(tensor)
 
 
-def _most_rows(num_weights: int, ending: Ending) -> int:
+def _most_rows(n: int, k: int, ending: Ending) -> int:
     """Of which this kernel may be the fastest."""
-    is_small = num_weights <= _FEW_WEIGHTS
+    is_small = n * k <= _FEW_WEIGHTS
     if ending.is_gated:
         return MOST_PLAIN_ROWS if is_small else MOST_GATED_ROWS
     if not ending.has_residual and not ending.head_dim:
         return MOST_PLAIN_ROWS
-    return MOST_ROWS_OF_FEW_WEIGHTS if is_small else MOST_ROWS
+    if is_small:
+        return MOST_ROWS_OF_FEW_WEIGHTS
+    return MOST_ROWS_OF_LONG if ending.has_residual and k > n else MOST_ROWS
 
 
 def _padded(num_rows: int) -> int:

@@ -28,7 +28,7 @@ _FEWEST_ADDED_ROWS: Final = 257
 class KernelOps(LayerOps):
     """Up to 176 tokens go through products that read their weights at the memory's speed, and take in what comes before and behind them.
 
-    More go through cuBLAS, but for gates.
+    More go through cuBLAS, but for gates, and for products down where the device is full of them.
     """
 
     def __init__(self, device: torch.device) -> None:

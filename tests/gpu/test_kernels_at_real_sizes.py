@@ -102,7 +102,7 @@ def test_a_norm_is_left_by_one_product_and_finished_by_the_next(
     down, norm_weight = randn(hidden_size, inner_size) * inner_size**-0.5, randn(hidden_size)
     tiles = stream.tiles(x, down, Ending(has_residual=True, is_weighted=True))
     if tiles is None:
-        assert num_rows > MOST_ROWS and hidden_size > 1024, "of which few weights have tiles"
+        assert num_rows > MOST_ROWS and hidden_size == 5120, "whose programs do not fill the device"
         return
     product, weighted = stream.multiply_weighted(x, down, tiles, residual, norm_weight, EPS)
     assert_near(product, residual.float() + x.float() @ down.float().T)
@@ -191,7 +191,7 @@ def test_gated_products_are_right_and_the_same_every_time(hidden_size: int, inne
     weight = randn(2 * inner_size, hidden_size) * hidden_size**-0.5
     tiles = gemm.tiles(x, weight)
     if tiles is None:
-        assert num_rows > 256, "where tiles may not be full enough"
+        assert num_rows > 256 or inner_size == 17_408, "tiles may not be full enough, or there are two in a column"
         tiles = gemm.tiles(randn(65_536, hidden_size), weight)
     gate, up = (x.float() @ weight.float().T).chunk(2, dim=-1)
     assert tiles is not None

@@ -18,6 +18,7 @@ from srt.kernels.stream_gemm import (
     MOST_PLAIN_ROWS,
     MOST_ROWS,
     MOST_ROWS_OF_FEW_WEIGHTS,
+    MOST_ROWS_OF_LONG,
     PLAIN,
     Ending,
     StreamTiles,
@@ -51,6 +52,8 @@ def test_all_programs_of_a_product_run_at_once_and_many_processors_have_one(
     n, k, ending = projection
     tiles = choose(num_rows, *projection)
     most, gated = (MOST_ROWS_OF_FEW_WEIGHTS, MOST_PLAIN_ROWS) if n * k <= 1 << 22 else (MOST_ROWS, MOST_GATED_ROWS)
+    if (n, k) == (4096, 12_288):
+        most = MOST_ROWS_OF_LONG
     if num_rows > (gated if ending.is_gated else most):
         assert tiles is None
         return
@@ -61,9 +64,13 @@ def test_all_programs_of_a_product_run_at_once_and_many_processors_have_one(
     assert tiles.splits == 1 or num_tiles <= CLUSTERS[tiles.splits]
     assert tiles.stages >= 2 and tiles.shared_bytes + 4 * tiles.rows <= SHARED_BYTES - 1024
     assert tiles.splits <= k // 64
-    # The last warpgroup multiplies 64 rows, whatever there are, and reads within the program's memory.
+    # The last warpgroup multiplies 64 rows of W, whatever there are, and reads within the program's memory; or x has all 64 rows.
     last_stage = (tiles.stages - 1) * tiles.stage_bytes
-    assert last_stage + 64 * tiles.warpgroups * 128 <= tiles.shared_bytes - 1024
+    read = tiles.w_rows if tiles.share else 64 * tiles.warpgroups
+    assert last_stage + 128 * max(read, tiles.w_rows + tiles.rows) <= tiles.shared_bytes - 1024
+    if tiles.share:
+        assert tiles.rows == 64 and tiles.share % 8 == 0
+        assert tiles.w_rows <= tiles.share * tiles.warpgroups < 1.1 * tiles.w_rows
     assert 64 <= tiles.w_rows <= 64 * tiles.warpgroups and tiles.stage_bytes % 1024 == 0
     assert tiles.width % (16 if ending.is_weighted else 8) == 0
     is_large = num_rows > 64 and n * k > 1 << 22
@@ -81,6 +88,15 @@ def test_tiles_have_registers_for_their_sums() -> None:
     assert not replace(plain, rows=208).fits(208, 4096, 4096)
 
 
+def test_the_instruction_takes_x_as_its_rows_where_those_of_w_are_no_whole_64s() -> None:
+    shares = [
+        (tiles.w_rows, tiles.share) for projection in PROJECTIONS if (tiles := choose(64, *projection)) is not None
+    ]
+    assert [pair for pair in shares if pair[1]] == [(80, 40), (272, 56), (80, 40)], "of 14B"
+    few = choose(32, 17_408, 5120, GATED)
+    assert few is not None and few.w_rows == 272 and few.share == 0, "32 rows of x would be half of 64"
+
+
 def test_a_load_brings_no_more_than_256_rows_of_weights() -> None:
     widths = [tiles.width for n in range(1024, 32_768, 64) if (tiles := choose(64, n, 5120)) is not None]
     assert 64 < max(widths) <= 256
@@ -92,6 +108,9 @@ def test_what_others_do_as_fast_or_the_kernel_cannot_is_left_alone() -> None:
     assert choose(MOST_PLAIN_ROWS + 1, 4096, 4096) is None, "nothing is taken in"
     assert choose(MOST_ROWS, 4096, 4096, ONTO) is not None
     assert choose(MOST_ROWS + 1, 4096, 4096, ONTO) is None
+    assert choose(MOST_ROWS_OF_LONG, 4096, 12_288, ONTO) is not None
+    assert choose(MOST_ROWS + 1, 5120, 17_408, ONTO) is None, "108 programs do not fill the device"
+    assert choose(MOST_ROWS + 1, 2560, 9728, ONTO) is None, "nor are weights read more than once"
     assert choose(MOST_ROWS_OF_FEW_WEIGHTS, 1024, 2048, ONTO) is not None
     assert choose(MOST_ROWS_OF_FEW_WEIGHTS + 1, 1024, 2048, ONTO) is None
     assert choose(16, 4096, 4096 + 32) is None, "the inner size is cut into 64"
