@@ -11,18 +11,15 @@ its clock and power say whether it could not run faster. Steps of few rows come 
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks import limits, models
+from benchmarks.gpu_readings import watched
 from srt.distributed.parallel_state import TensorParallel
 from srt.model_executor.model_runner import ModelRunner, resolve_device
 from srt.model_executor.step_output import StepOutput
@@ -75,45 +72,6 @@ class Steps:
 
     def _run(self, section: PlanSection) -> StepOutput:
         return self._runner.sample(self._runner.execute(section))
-
-
-@dataclass
-class Readings:
-    """Of the device's state, while it works."""
-
-    mhz: list[int]
-    watts: list[float]
-
-    def text(self) -> str:
-        if not self.mhz:
-            return ""
-        late = slice(len(self.mhz) // 3, None)
-        return f"  {np.mean(self.mhz[late]):5.0f} MHz {np.mean(self.watts[late]):4.0f} W"
-
-
-@contextmanager
-def watched(device: torch.device) -> Iterator[Readings]:
-    """Nothing is read where there is no such GPU, or NVIDIA's library is not installed."""
-    readings, is_over = Readings([], []), threading.Event()
-
-    def read() -> None:
-        while not is_over.wait(0.02):
-            readings.mhz.append(torch.cuda.clock_rate(device))
-            readings.watts.append(torch.cuda.power_draw(device) / 1e3)
-
-    try:
-        is_readable = device.type == "cuda" and min(torch.cuda.clock_rate(device), torch.cuda.power_draw(device)) > 0
-    except Exception:
-        is_readable = False
-    thread = threading.Thread(target=read, daemon=True)
-    if is_readable:
-        thread.start()
-    try:
-        yield readings
-    finally:
-        is_over.set()
-        if is_readable:
-            thread.join()
 
 
 def print_kernels(steps: Steps, num_rows: int) -> None:

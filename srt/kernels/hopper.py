@@ -50,9 +50,11 @@ class Variant(Protocol):
         """Neighbouring programs that reach each other's shared memory."""
 
 
-def source_of(name: str, columns: int = 0) -> str:
+def source_of(name: str, columns: int = 0, folder: Path = _FOLDER) -> str:
     """The kernel's file behind what such kernels share, and the instruction that multiplies 64 rows with so many of the other operand."""
-    return "\n".join((_read("hopper.cuh"), _multiply(columns) if columns else "", _read(f"{name}.cu")))
+    return "\n".join(
+        (_read(_FOLDER / "hopper.cuh"), _multiply(columns) if columns else "", _read(folder / f"{name}.cu"))
+    )
 
 
 def room_for_stages(most: int) -> int:
@@ -188,8 +190,8 @@ def _config(variant: Variant, size: int, grid: tuple[int, int, int], stream: int
 
 
 @cache
-def _read(name: str) -> str:
-    return (_FOLDER / name).read_text("utf-8")
+def _read(path: Path) -> str:
+    return path.read_text("utf-8")
 
 
 def _multiply(columns: int) -> str:
