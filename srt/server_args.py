@@ -84,7 +84,11 @@ class ServerArgs:
     )
     enable_cache_report: bool = option(False, "changes nothing: OpenAI answers always report cached_tokens", group=HTTP)
 
-    mem_fraction_static: float | None = option(None, "share of the device's memory for weights and KV", group=MEMORY)
+    mem_fraction_static: float | None = option(
+        None,
+        "share of a GPU's memory for weights and KV (default: all that graphs and the largest step leave, but 2 %)",
+        group=MEMORY,
+    )
     max_total_tokens: int | None = option(
         None, "tokens that the KV memory holds (default: as many as fit)", group=MEMORY
     )

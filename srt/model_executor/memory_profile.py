@@ -117,10 +117,19 @@ def check_tables(num_slots: int, max_request_tokens: int, page_size: int, device
         )
 
 
-def check_pages(num_pages: int, page_size: int) -> None:
+def check_pages(num_pages: int, args: ServerArgs, bytes_per_token: int, other_bytes: int) -> None:
     """StartError where the KV memory holds no page at all."""
-    if num_pages < 1:
+    if num_pages >= 1:
+        return
+    page = f"KV page of {args.page_size} tokens, {args.page_size * bytes_per_token / 1e6:.1f} MB"
+    if args.max_total_tokens is not None and args.max_total_tokens < args.page_size:
         raise StartError(
-            f"There is no memory for even one KV page of {page_size} tokens: raise --max-total-tokens or"
-            " --mem-fraction-static, or choose a smaller --page-size."
+            f"--max-total-tokens {args.max_total_tokens} is less than one {page}: choose more, or a smaller --page-size."
         )
+    others = f" and {other_bytes / 1e9:.1f} GB for tables, graphs and the largest step" if other_bytes else ""
+    fraction = args.mem_fraction_static
+    larger = "" if fraction is None else f", a larger --mem-fraction-static than {fraction}"
+    raise StartError(
+        f"Beside the weights{others} there is no memory for even one {page}: choose a smaller --page-size,"
+        f" --chunked-prefill-size, --max-running-requests or --context-length{larger}, or a larger --tp."
+    )

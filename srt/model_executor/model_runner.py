@@ -117,6 +117,7 @@ class ModelRunner:
 
         `capture` makes graphs of decode steps; CUDA's own on a GPU, unless another is given.
         """
+        torch.set_float32_matmul_precision("highest")  # whatever the environment says: float32 is not TF32
         self.config = config
         self.device = device
         self.page_size = args.page_size
@@ -206,7 +207,7 @@ class ModelRunner:
         other_bytes = self._measure_other_bytes() if self.device.type == "cuda" else 0
         most_tokens = profile_max_num_token(self._args, self.device, token_bytes, other_bytes)
         num_pages = self._tp.min_int(most_tokens // page_size)
-        check_pages(num_pages, page_size)
+        check_pages(num_pages, self._args, token_bytes, other_bytes)
         check_tables(self.num_slots, min(config.context_length, num_pages * page_size), page_size, self.device)
         return num_pages
 

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model on its device. Every rank reads its own parts and nothing else.
+"""From a checkpoint folder to a model on its device. Every rank keeps its own parts and nothing else.
 
 All that the files' headers can tell (missing, surplus and misshapen tensors) is checked before a weight is read.
 """

@@ -191,7 +191,7 @@ def test_a_worker_answers_what_it_was_sent_and_ends_when_it_is_told_to(checkpoin
     ("options", "sentence"),
     [
         ({"attention_backend": "triton"}, "--attention-backend triton needs"),
-        ({"page_size": 1024}, "There is no memory for even one KV page of 1024 tokens"),
+        ({"page_size": 1024}, "--max-total-tokens 512 is less than one KV page of 1024 tokens"),
     ],
 )
 def test_a_start_that_cannot_succeed_ends_with_one_sentence(

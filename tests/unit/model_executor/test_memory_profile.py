@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,10 +69,25 @@ def test_tables_that_do_not_fit_are_refused_with_the_figures(monkeypatch: pytest
         check_tables(5000, 100_000, 16, CPU)
 
 
-def test_no_room_for_a_page_is_refused() -> None:
-    check_pages(1, 16)
-    with pytest.raises(StartError, match="even one KV page of 16 tokens"):
-        check_pages(0, 16)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {},
+            r"5\.0 GB for tables, graphs and the largest step there is no .* one KV page of 16 tokens, 1\.6 MB: .* --tp",
+        ),
+        ({"mem_fraction_static": 0.1}, r"a larger --mem-fraction-static than 0\.1, or a larger --tp"),
+        ({"max_total_tokens": 3}, r"^--max-total-tokens 3 is less than one KV page of 16 tokens"),
+    ],
+)
+def test_no_room_for_a_page_is_refused_with_what_would_help(options: dict[str, Any], said: str) -> None:
+    args = ServerArgs(model_path="x", page_size=16, **options)
+    check_pages(1, args, 100_000, 5 * GB)
+    with pytest.raises(StartError, match=said):
+        check_pages(0, args, 100_000, 5 * GB)
+    if "mem_fraction_static" not in options:
+        with pytest.raises(StartError, match=r"^(?!.*--mem-fraction-static)"):
+            check_pages(0, args, 100_000, 5 * GB)
 
 
 GB = 10**9

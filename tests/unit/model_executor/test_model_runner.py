@@ -40,6 +40,12 @@ def two_prompts(first: list[int], second: list[int], logprobs: LogprobSpec) -> P
     return PlanSection(admissions, [pages], both, int32_array([0, 0]), counts, int32_array([1, 1]), EMPTY)
 
 
+def test_float32_is_multiplied_as_float32_whatever_was_asked_for_before(checkpoint: CheckpointFactory) -> None:
+    torch.set_float32_matmul_precision("high")
+    make_runner(checkpoint("qwen3"), 16)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_a_request_without_finite_logits_gets_no_token_and_the_other_its_own(
     checkpoint: CheckpointFactory, tmp_path: Path
 ) -> None:
