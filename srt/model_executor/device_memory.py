@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-Tag = Literal["weights", "kv_cache", "cuda_graph", "activations"]
+Tag = Literal["weights", "kv_cache", "buffers", "cuda_graph", "activations"]
 
 
 class DeviceMemory:

@@ -125,17 +125,18 @@ class ModelRunner:
         self._args = args
         self._tp = tp
         self._kv_dtype = self.dtype if args.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+        self.num_slots = args.max_running_requests
+        self.memory = DeviceMemory(device)
         # First: what attention cannot do is refused before weights are read.
         spec = self._attention_spec()
         self.attention = choose_backends(args, spec, device)
-        self._attn_backend = make_backend(self.attention, spec, device)
+        with self.memory.region("buffers"):
+            self._attn_backend = make_backend(self.attention, spec, device)
+            self._staging = Staging(device, args.window)
+            self._draw_store = DrawStore.take(device, self.num_slots, args.window)
         if self.attention.reason:
             logger.warning("%s", self.attention.reason)
         self._kv_scales = self._read_kv_scales(folder)
-        self.num_slots = args.max_running_requests
-        self.memory = DeviceMemory(device)
-        self._staging = Staging(device, args.window)
-        self._draw_store = DrawStore.take(device, self.num_slots, args.window)
         self._logits_processor = LogitsProcessor(tp, config.vocab_size)
         self._pieces: PiecewiseCudaGraphRunner | None = None
         self._draws_by_row = False  # not while memory is measured
@@ -157,7 +158,7 @@ class ModelRunner:
             capture = GraphCapture(device)
         # Noise for greedy rows too: nothing on a GPU, but not on a CPU.
         self._draws_by_row = device.type == "cuda" or capture is not None
-        with torch.inference_mode():
+        with torch.inference_mode(), self.memory.region("buffers"):
             self._decode_runner = self._init_decode_runner(capture)
             self._pieces = None if capture is None else self._new_pieces(capture)
 
