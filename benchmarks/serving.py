@@ -7,7 +7,8 @@ Starts a server (or uses the one at --url), waits for its graphs, and sends --re
 all at once (saturation, the default), or as a Poisson process of --rate requests a second. Clients are processes of their own that read
 sockets and no more.
 Prints output tokens/s, the percentiles of TTFT (time to first token), TPOT (mean time per token of a request after its first) and ITL (time
-between chunks), and how long the server's device had a decode step.
+between chunks), and how long the server's device had a decode step. At saturation of a server that it started, beside the limit of the
+hardware for the whole run (`benchmarks.offline_throughput` has the same).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from urllib.request import urlopen
 import numpy as np
 
 from benchmarks import limits, models
+from benchmarks.offline_throughput import shape_limit_s
 from benchmarks.startup import wait_for_url
+from srt.server_args import ServerArgs, parse_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +106,15 @@ async def _send_all(host: str, port: int, start_s: float, calls: list[Call]) -> 
     return await asyncio.gather(*map(send, calls))
 
 
+def lengths_of(requests: int, least: int, most: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """In and out."""
+    return rng.integers(least, most + 1, requests), rng.integers(least, most + 1, requests)
+
+
 def make_calls(requests: int, rate: float, least: int, most: int, temperature: float, seed: int) -> list[Call]:
     """Lengths and times of arrival by the seed; prompts are fresh each time, so that a server that runs on has none of them cached."""
     rng, fresh = np.random.default_rng(seed), np.random.default_rng()
-    lengths_in, lengths_out = (rng.integers(least, most + 1, requests).tolist() for _ in range(2))
+    lengths_in, lengths_out = (lengths.tolist() for lengths in lengths_of(requests, least, most, rng))
     gaps = rng.exponential(1 / rate, requests).tolist() if rate else [0.0] * requests
     calls, at_s = [], 0.0
     for length_in, length_out, gap in zip(lengths_in, lengths_out, gaps, strict=True):
@@ -172,6 +180,7 @@ def main() -> int:
     else:
         words = ["--model-path", models.folder_of(options.model_path), "--port", "0"]
         words += ["--incremental-streaming-output", *server_options]
+        limit = None if options.rate else limit_of(parse_args(words), options)
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             server = subprocess.Popen(
                 [sys.executable, "-m", "srt.launch_server", *words],
@@ -184,6 +193,8 @@ def main() -> int:
             finally:
                 server.terminate()
                 server.wait()
+        if limit is not None:
+            figures |= {"limit_tokens_s": limit, "ratio": limit / figures["output_tokens_s"]}
     print(f"{options.model_path}, {options.requests} requests, {options.rate or 'all at once'}: {limits.versions()}")
     print("\n".join(f"{name:18} {value:12,.2f}" for name, value in figures.items()))
     chosen = {"requests": options.requests, "rate": options.rate, "runs": options.runs, "options": server_options}
@@ -192,6 +203,16 @@ def main() -> int:
         {"benchmark": "serving", "model": options.model_path, **chosen, "versions": limits.versions(), **figures},
     )
     return 0
+
+
+def limit_of(args: ServerArgs, options: argparse.Namespace) -> float:
+    """Output tokens a second that the hardware allows."""
+    device = limits.measured().of_ranks(args.tp_size)
+    shape = limits.Shape.of(args.model_path, args.kv_cache_dtype)
+    lengths_in, lengths_out = lengths_of(
+        options.requests, options.least, options.most, np.random.default_rng(options.seed)
+    )
+    return float(lengths_out.sum() / shape_limit_s(shape, device, lengths_in, lengths_out))
 
 
 def measure(url: str, options: argparse.Namespace) -> dict[str, float]:

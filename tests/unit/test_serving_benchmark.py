@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from benchmarks import serving
+from benchmarks import limits, serving
 from benchmarks.serving import Call, Timing, make_calls
+from srt.server_args import ServerArgs
 
 
 def prompts(calls: list[Call]) -> list[list[int]]:
@@ -35,6 +36,17 @@ def test_of_several_runs_the_best_is_shown(monkeypatch: pytest.MonkeyPatch) -> N
     figures = serving.measure("", options)
     assert (figures["output_tokens_s"], figures["step_p50_ms"]) == (10.0, 2.0)
     assert next(took_s, None) is None
+
+
+def test_the_limit_is_that_of_the_lengths_that_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that does nothing but read: a weight of the output layer for each of the longest answer's steps, and KV."""
+    monkeypatch.setattr(limits, "measured", lambda: limits.Device("reader", 1e3, 1e12))
+    monkeypatch.setattr(limits.Shape, "of", lambda *_: limits.Shape(0, 500, 0, 0))
+    options = argparse.Namespace(requests=7, least=3, most=9, seed=4)
+    calls = make_calls(7, 0.0, 3, 9, 0.6, 4)
+    tokens = [call.new_tokens for call in calls]
+    assert len({len(prompt) for prompt in prompts(calls)} | set(tokens)) > 2
+    assert serving.limit_of(ServerArgs(model_path="x"), options) == pytest.approx(sum(tokens) / max(tokens))
 
 
 NO_LOAD = "--least and --clients are at least 1"
