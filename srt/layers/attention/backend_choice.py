@@ -93,17 +93,17 @@ def _best_prefill(spec: AttentionSpec, device: torch.device) -> tuple[str, str]:
     """The quickest that needs no compiling, and why no quicker one."""
     if device.type != "cuda":
         return "torch_native", ""
-    obstacle = None
+    obstacle = uncompiled = None
     for name in ("fa3", "flashinfer"):
         obstacle = _obstacle(name, "prefill", spec, device)
-        if obstacle is None and not are_kernels_compiled(KERNELS[name], spec):
-            obstacle = (
-                "flashinfer's kernels for this model are not compiled"
+        if obstacle is None and are_kernels_compiled(KERNELS[name], spec):
+            return name, f"prompts are served by {name}, because {uncompiled}" if uncompiled else ""
+        if obstacle is None:
+            uncompiled = uncompiled or (
+                f"flashinfer's kernels of {name} for this model are not compiled"
                 f" (install flashinfer-jit-cache, or let --prefill-attention-backend {name} compile them once)"
             )
-        if obstacle is None:
-            return name, ""
-    return "triton", f"prompts are served by triton, because {obstacle}"
+    return "triton", f"prompts are served by triton, because {uncompiled or obstacle}"
 
 
 def _obstacle(name: str, role: str, spec: AttentionSpec, device: torch.device) -> str | None:

@@ -69,7 +69,14 @@ def test_a_default_that_is_not_the_best_says_why(host: Any) -> None:
     host(installed=False)
     assert "flashinfer-python is not installed" in choose_backends(ServerArgs(model_path="x"), QWEN3, CUDA).reason
     host(compiled=())
-    assert "flashinfer-jit-cache" in choose_backends(ServerArgs(model_path="x"), QWEN3, CUDA).reason
+    reason = choose_backends(ServerArgs(model_path="x"), QWEN3, CUDA).reason
+    assert reason.startswith("prompts are served by triton, because flashinfer's kernels of fa3 ")
+    assert "flashinfer-jit-cache, or let --prefill-attention-backend fa3 compile" in reason
+    host(compiled=("fa2",))
+    reason = choose_backends(ServerArgs(model_path="x"), QWEN3, CUDA).reason
+    assert reason.startswith("prompts are served by flashinfer, because flashinfer's kernels of fa3 ")
+    host((8, 0))
+    assert not choose_backends(ServerArgs(model_path="x"), QWEN3, CUDA).reason, "whose kernels fa3 are not for"
     host()
     assert not choose_backends(ServerArgs(model_path="x"), QWEN3, CUDA).reason
 
