@@ -8,6 +8,8 @@ import os
 import tempfile
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -32,9 +34,17 @@ def checked(result: tuple[Any, ...]) -> Any:
 
 
 def machine_code(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
-    """As `compile_source`, or as it was compiled before."""
+    """As `compile_source`, or as it was compiled before. Who asks for what another thread compiles waits for that."""
     key = repr((source, sorted(constants.items()), architecture, torch.version.cuda))
     path = own_folder("kernels", os.environ) / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    with _under_way.setdefault(path, Lock()):
+        return _kept_code(path, source, constants, architecture)
+
+
+_under_way: dict[Path, Lock] = {}
+
+
+def _kept_code(path: Path, source: str, constants: Mapping[str, int], architecture: str) -> bytes:
     with contextlib.suppress(OSError):
         return path.read_bytes()
     code = compile_source(source, constants, architecture)

@@ -2,27 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from threading import Event
 from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
-from triton import AsyncCompileMode, knobs
 from triton.runtime import driver
-from triton.runtime._async_compile import FutureKernel
+from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
 _UNWRITTEN: Final = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 
 
+class Compilers:
+    """Threads that compile, each kernel once, into the caches on the disk. They go on when a rehearsal has ended."""
+
+    def __init__(self, num_threads: int, begin: Event | None = None) -> None:
+        """Which they begin with at once, or when they are told so."""
+        # Triton's compiler does not hold Python's lock for most of its time, nor does the assembler, a process of its own.
+        self._threads = ThreadPoolExecutor(num_threads, initializer=None if begin is None else begin.wait)
+        self._futures: dict[Hashable, Future[Any]] = {}
+        self._asked = set[Future[Any]]()
+        self._pending: list[_Pending] = []
+
+    def compile(self, kernel: Hashable, compile_it: Callable[[], object]) -> Future[Any]:
+        future = self._futures.get(kernel) or self._threads.submit(compile_it)
+        self._futures[kernel] = future
+        self._asked.add(future)
+        return future
+
+    def take_asked(self) -> frozenset[Future[Any]]:
+        """The kernels that were asked for since this was last asked."""
+        asked = frozenset(self._asked)
+        self._asked.clear()
+        return asked
+
+    def wait(self, kernels: Collection[Future[Any]]) -> None:
+        """Until these are there, and found by launches. If one cannot be, its error is raised then."""
+        wait(kernels)
+        for pending in self._pending:
+            if pending.future in kernels and pending.future.exception() is None:
+                pending.finish(pending.future.result())
+        for future in kernels:
+            future.result()
+
+    def __del__(self) -> None:
+        """What is not begun is not compiled any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- For Triton
+
+    def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None], *rest: object) -> _Pending:
+        """As its own mode for compiling at the same time has it. Of that only this is used: it would wait for all kernels at its end."""
+        del rest
+        pending = _Pending(self.compile(key, partial(_compile_with_launcher, compile_it)), finish)
+        self._pending.append(pending)
+        return pending
+
+    def asks_for(self, kernel: object) -> None:
+        """A kernel that was found among Triton's caches."""
+        if isinstance(kernel, _Pending):
+            self._asked.add(kernel.future)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """Stands among Triton's caches for a kernel while rehearsals go on."""
+
+    future: Future[Any]
+    finish: Callable[[Any], None]  # puts the kernel there
+
+
 @contextmanager
-def rehearsal(num_threads: int) -> Iterator[None]:
-    """Inside, no kernel of ours is launched: threads compile it meanwhile. All of them are ready at the end, or one's error is raised.
+def rehearsal(compilers: Compilers) -> Iterator[None]:
+    """Inside, no kernel of ours is launched: it is compiled meanwhile.
 
     PyTorch and the libraries work as ever, on what ours would have written. Indices among that have to exist: memory from torch.empty
     is zeros inside, and there are a page 0, a location 0 and a token 0. What is made before may hold anything but indices.
@@ -31,33 +90,21 @@ def rehearsal(num_threads: int) -> Iterator[None]:
     launch = jit_function.run
     kernels: set[Any] = set()
 
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         del warmup
         kernels.add(kernel)
-        return launch(kernel, *args, grid=grid, warmup=True, **options)
+        compilers.asks_for(launch(kernel, *args, grid=grid, warmup=True, **options))
 
-    # Triton's compiler does not hold Python's lock for most of its time, nor does the assembler, a process of its own.
-    with ThreadPoolExecutor(num_threads) as threads:
-        compilers = _Compilers(threads)
+    with _Zeros():
+        token, mode = _compilers.set(compilers), active_mode.set(compilers)
+        jit_function.run = compile_only
         try:
-            # Of an executor it uses `submit` alone. With an error it would not always end, so errors are left to `wait`.
-            with AsyncCompileMode(compilers, ignore_errors=True), _Zeros():
-                token = _compilers.set(compilers)
-                jit_function.run = compile_only
-                try:
-                    yield
-                finally:
-                    jit_function.run = launch
-                    _compilers.reset(token)
-            compilers.wait()
+            yield
         finally:
-            _forget_futures(kernels)
-
-
-def is_anything_cached() -> bool:
-    """Whether Triton has kept a kernel here before."""
-    folder = Path(knobs.cache.dir)
-    return folder.is_dir() and any(folder.iterdir())
+            jit_function.run = launch
+            active_mode.reset(mode)
+            _compilers.reset(token)
+            _forget_pending(kernels)
 
 
 def is_rehearsing() -> bool:
@@ -69,40 +116,19 @@ def is_rehearsed(kernel: Hashable, compile_it: Callable[[], object]) -> bool:
     """Whether this is a rehearsal, where kernels that are not Triton's are compiled and not launched either."""
     compilers = _compilers.get()
     if compilers is not None:
-        compilers.submit_once(kernel, compile_it)
+        compilers.compile(kernel, compile_it)
     return compilers is not None
 
 
-def _forget_futures(kernels: set[Any]) -> None:
-    """Some versions of Triton would raise at a launch what was raised here; kernels that were compiled lie among the caches."""
+def _forget_pending(kernels: set[Any]) -> None:
+    """Who launches one of them finds it on the disk, or compiles it: what failed once may be tried again."""
     for kernel in kernels:
         for compiled, *_ in kernel.device_caches.values():
-            for key in [key for key, one in compiled.items() if isinstance(one, FutureKernel)]:
+            for key in [key for key, one in compiled.items() if isinstance(one, _Pending)]:
                 del compiled[key]
 
 
-class _Compilers:
-    """Threads that compile, each kernel once."""
-
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        self._threads = threads
-        self._futures: dict[Hashable, Future[Any]] = {}
-
-    def submit(self, compile_it: Callable[[], Any]) -> Future[Any]:
-        """For Triton, which asks once for each kernel."""
-        return self.submit_once(compile_it, partial(_compile_with_launcher, compile_it))
-
-    def submit_once(self, kernel: Hashable, compile_it: Callable[[], object]) -> Future[Any]:
-        if kernel not in self._futures:
-            self._futures[kernel] = self._threads.submit(compile_it)
-        return self._futures[kernel]
-
-    def wait(self) -> None:
-        for future in self._futures.values():
-            future.result()
-
-
-_compilers: ContextVar[_Compilers | None] = ContextVar("rehearsal", default=None)
+_compilers: ContextVar[Compilers | None] = ContextVar("rehearsal", default=None)
 
 
 def _compile_with_launcher(compile_it: Callable[[], Any]) -> Any:

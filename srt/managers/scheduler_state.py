@@ -51,7 +51,7 @@ from srt.server_args import ServerArgs
 
 LOAD_INTERVAL_S = 0.2
 CAPTURE_AFTER_S = 0.5  # from the workers' hello on, with nothing to do: the first token waits for no graph
-CAPTURE_REST_S = 0.1  # from the last step on: whoever asks again as soon as it is answered waits for none
+CAPTURE_REST_S = 0.1  # from the last step on: whoever asks again as soon as it is answered waits for none; or until kernels are compiled
 PAUSE_MODES = ("abort", "retract", "in_place")
 _FROM_FRONTEND = (
     FrontendHello,
@@ -391,7 +391,7 @@ class Scheduler:
             case StepAck():
                 replica.stream.take_ack(rank, message)
             case WorkDone():
-                return self._take_inspection(replica, rank, message)
+                return self._take_work(replica, rank, message)
             case _:
                 assert_never(message)
         return []
@@ -507,8 +507,11 @@ class Scheduler:
         self._asked_to_pause.append((number, call))
         return []
 
-    def _take_inspection(self, replica: Replica, rank: int, done: WorkDone) -> list[Effect]:
+    def _take_work(self, replica: Replica, rank: int, done: WorkDone) -> list[Effect]:
+        num_graphs = replica.stream.num_graphs_left
         inspection = replica.stream.take_done(rank, done)
+        if done.values.get("num_left") == num_graphs:  # the workers are still compiling
+            self._capture_from_s = self._now + CAPTURE_REST_S
         if inspection is None or inspection.frontend not in self._clients:
             return []
         findings = list(inspection.findings)

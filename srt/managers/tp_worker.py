@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import queue
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 SPIN_S = 2e-3  # so long after the last event the device is watched without a pause: a decode step is not much longer
 NAP_S = 50e-6  # between two looks from then on
+LOCK_S = 5e-4  # so long threads that compile may keep Python's lock from the one that launches steps
 
 
 class _InFlight(NamedTuple):
@@ -187,6 +189,7 @@ def main(child: Child) -> None:
     link.send(hello_of(rank, args.page_size, runner))
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(LOCK_S)
     child.start_heartbeats(worker.progress_age_s)
     child.report_ready(facts_of(runner))
     try:

@@ -113,8 +113,8 @@ class WorkerStream:
 
     def _take_capture(self, rank: int, item: _Item, done: WorkDone) -> None:
         left = done.values.get("num_left")
-        if item.num_graphs_left is None:  # none is left where a capture failed
-            item.num_graphs_left = 0 if left == 0 else self._num_graphs - 1
+        if item.num_graphs_left is None:  # none is left where a capture failed, and all where kernels are not there yet
+            item.num_graphs_left = 0 if left == 0 else self._num_graphs - int(left != self._num_graphs)
         if left != item.num_graphs_left:
             raise BrokenReplica(f"Worker {rank} has {left} graphs left to capture, not {item.num_graphs_left}.")
         if rank == 0:  # its results so far were of steps before this graph

@@ -80,17 +80,23 @@ class DecodeRunner:
         self._replayed: CudaGraphRunner | None = None  # whose graph it is, if it is one
         self._plans_on_host = parts.attn_backend.plans_decodes_on_host
         self._captured_last: CudaGraphRunner | None = None
+        self._sizes_of = self._graph_sizes(pads)
         self.graphs: dict[Reading, CudaGraphRunner] = {}  # the first serve where others have no size
         if capture is not None and sizes:
             parts.attn_backend.init_cuda_graph_state(max(sizes))
-            wanted = {Reading.BY_ROW: sizes}
-            if pads:
-                wanted |= {Reading.SHARED: sharing_sizes(sizes, LEAST_SHARING_ROWS), Reading.EVEN: sizes}
-            for reading, all_sizes in (wanted | {Reading.RESIDENT: sizes}).items():
-                some = tuple(size for size in all_sizes if self._can_read(reading, size))
-                if some:
-                    works = partial(self._works, reading=reading)
-                    self.graphs[reading] = CudaGraphRunner(some, pads, works, capture)
+            for reading, some in self._sizes_of.items():
+                self.graphs[reading] = CudaGraphRunner(some, pads, partial(self._works, reading=reading), capture)
+
+    def _graph_sizes(self, pads: bool) -> dict[Reading, tuple[int, ...]]:
+        sizes = self._sizes
+        wanted = {Reading.BY_ROW: sizes}
+        if pads:
+            wanted |= {Reading.SHARED: sharing_sizes(sizes, LEAST_SHARING_ROWS), Reading.EVEN: sizes}
+        found = {
+            reading: tuple(size for size in some if self._can_read(reading, size))
+            for reading, some in (wanted | {Reading.RESIDENT: sizes}).items()
+        }
+        return {reading: some for reading, some in found.items() if some}
 
     def forward(self, step: DecodeStep) -> torch.Tensor:
         """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
@@ -167,11 +173,18 @@ class DecodeRunner:
             return
         with compiling():
             for size in range(1, min(2, compiled.most_tokens, self.buffers.max_rows) + 1):
-                self.buffers.tell_padding()
-                batch = self._batch(size)
-                self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
-                self._parts.attn_backend.init_forward_metadata(batch)
+                self._tell_padding(size, self._parts.attn_backend.init_forward_metadata)
                 self._run_forward(size)
+
+    def rehearse(self) -> Iterator[tuple[Reading, int]]:
+        """The work of one graph after the other, each before it is named, in the order in which they are captured at first."""
+        for reading, sizes in self._sizes_of.items():
+            for size in reversed(sizes):
+                self._tell_padding(size, self._parts.attn_backend.init_forward_metadata)
+                with _quick_products(size, self._device):
+                    for work in self._works(size, reading):
+                        work()
+                yield reading, size
 
     @property
     def num_left(self) -> int:
@@ -180,6 +193,12 @@ class DecodeRunner:
     @property
     def next_size(self) -> int:
         return self._next_graphs.next_size
+
+    @property
+    def next_graph(self) -> tuple[Reading, int]:
+        """As `rehearse` names it."""
+        chosen = self._next_graphs
+        return next(reading for reading, graphs in self.graphs.items() if graphs is chosen), chosen.next_size
 
     @property
     def is_missing_one(self) -> bool:
@@ -204,13 +223,17 @@ class DecodeRunner:
         """Capture graphs of one more size, and return it. The tables stay as they are: only padding runs."""
         graphs = self._captured_last = self._next_graphs
         size = graphs.next_size
-        self.buffers.tell_padding()
-        batch = self._batch(size)
-        self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
-        self._parts.attn_backend.init_forward_metadata_capture_cuda_graph(batch)
+        self._tell_padding(size, self._parts.attn_backend.init_forward_metadata_capture_cuda_graph)
         with _quick_products(size, self._device):
             graphs.capture(size)
         return size
+
+    def _tell_padding(self, size: int, init_attention: Callable[[ForwardBatch], None]) -> None:
+        """For a run that leaves the tables as they are."""
+        self.buffers.tell_padding()
+        batch = self._batch(size)
+        self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
+        init_attention(batch)
 
     # ---- The work, as it is captured
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from itertools import chain
+from threading import Event
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -15,6 +18,7 @@ from srt.distributed.errors import CollectiveError
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.backend_choice import choose_backends, make_backend
+from srt.layers.attention.base import Reading
 from srt.layers.logits_processor import LogitsProcessor, LogprobArrays, Logprobs, pick_logprobs
 from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import DrawTables, MHATokenToKVPool, ReqToTokenPool
@@ -25,6 +29,7 @@ from srt.model_executor.decode_runner import DecodeParts, DecodeRunner
 from srt.model_executor.device_memory import DeviceMemory
 from srt.model_executor.draw_store import DrawStore
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
+from srt.model_executor.kernel_record import KernelRecord
 from srt.model_executor.logprob_plan import LogprobPlan, LogprobSegment
 from srt.model_executor.memory_profile import (
     FIRST_USE_BYTES,
@@ -61,10 +66,12 @@ from srt.utils.host import usable_cores
 from srt.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
+    from srt.kernels.rehearsal import Compilers
     from srt.kernels.resident_layers import ResidentLayers
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
+Graph = tuple[Reading, int] | int  # of so many decodes, or of so many tokens
 P = ParamSpec("P")
 R = TypeVar("R")
 MOST_PIECE_TOKENS = 8192  # of prompts; decodes come beside them
@@ -139,6 +146,9 @@ class ModelRunner:
         self._kv_scales = self._read_kv_scales(folder)
         self._logits_processor = LogitsProcessor(tp, config.vocab_size)
         self._pieces: PiecewiseCudaGraphRunner | None = None
+        self._compilers: Compilers | None = None  # of kernels that steps to come may need
+        self._kernels_of: dict[Graph, frozenset[Future[Any]]] = {}  # which graphs need them
+        self._kernel_record = self._new_kernel_record()
         self._draws_by_row = False  # not while memory is measured
         with torch.inference_mode():
             with self.memory.region("weights"):
@@ -225,38 +235,49 @@ class ModelRunner:
     def _rehearse(self) -> None:
         """Go through steps of all kinds without launching our kernels, which are compiled meanwhile, all at the same time.
 
-        Only so many layers take part as have all kernels among them, and no other rank. What fails here is tried again in earnest.
+        The first steps' are waited for. What graphs and larger steps need is compiled while the start goes on and requests come, unless
+        it was here before. Only so many layers take part as have all kernels among them, and no other rank. What fails here is tried
+        again in earnest.
         """
         # Triton is not there on every host; with PyTorch for CUDA it is.
-        from srt.kernels.rehearsal import is_anything_cached, rehearsal
+        from srt.kernels.rehearsal import Compilers, rehearsal
 
         model = self._model.model
         layers = model.layers
+        num_threads = max(1, usable_cores() // self._tp.size)  # the other ranks of the host compile too
+        first, are_first_done = Compilers(num_threads), Event()
         try:
-            is_first = not is_anything_cached()
-            # The other ranks of the host compile too.
-            with self._tp.alone(), rehearsal(max(1, usable_cores() // self._tp.size)):
+            with self._tp.alone():
                 model.layers = layers[: num_distinct_layers(self.config.layer_windows)]
                 self._init_memory(1, self.config.context_length)
-                self._run_to_the_end(self._largest_step()[0])
-                self.reset()
-                self._draws_by_row = True
-                self._decode_runner = self._init_decode_runner(None)
-                self.warm_up()
-                if is_first:  # others would only load these kernels earlier
-                    self._run_requests(batches(self.num_slots, self.max_request_tokens, self.page_size))
-                    self._rehearse_pieces()
+                with rehearsal(first):
+                    self._run_to_the_end(self._largest_step()[0])
+                    self.reset()
+                    self._draws_by_row = True
+                    self._decode_runner = self._init_decode_runner(None)
+                    self.warm_up()
+                if not self._kernel_record.is_complete:
+                    self._compilers = Compilers(max(1, num_threads // 2), are_first_done)  # requests come meanwhile
+                    with rehearsal(self._compilers):
+                        self._rehearse_graphs(self._compilers)
+                        self._run_requests(batches(self.num_slots, self.max_request_tokens, self.page_size))
+                first.wait(first.take_asked())
         except Exception as error:
             logger.warning("Kernels are compiled one after the other, because of %s: %s", type(error).__name__, error)
         finally:
             model.layers = layers
             self._draws_by_row = False
             self._drop_memory()
+            are_first_done.set()
 
-    def _rehearse_pieces(self) -> None:
-        pieces = None if self._args.disable_cuda_graph else self._new_pieces(None)
-        if pieces is not None:
-            pieces.rehearse()
+    def _rehearse_graphs(self, compilers: Compilers) -> None:
+        if self._args.disable_cuda_graph:
+            return
+        pieces = self._new_pieces(None)
+        decodes = self._decode_runner.rehearse() if self._attn_backend.can_capture_decodes else ()
+        graphs: Iterator[Graph] = chain(decodes, () if pieces is None else pieces.rehearse())
+        for graph in graphs:
+            self._kernels_of[graph] = compilers.take_asked()
 
     def _largest_step(self) -> tuple[PlanSection, int]:
         """And how many tokens of prompts it has."""
@@ -377,6 +398,13 @@ class ModelRunner:
             capture,
             most_whole_tokens(num_layers, num_weights) if can_be_whole else 0,
         )
+
+    def _new_kernel_record(self) -> KernelRecord:
+        args = self._args
+        sizes = args.cuda_graph_max_bs, args.cuda_graph_bs, args.piecewise_cuda_graph_max_tokens, args.prefill_chunk
+        rows = self.num_slots, args.disable_cuda_graph, args.disable_cuda_graph_padding
+        types = str(self.dtype), str(self._kv_dtype), self.page_size, self.attention.name, self._tp.size
+        return KernelRecord(self.device, (self.config.config_hash(), sizes, rows, types))
 
     def _new_planner(self) -> StepPlanner:
         return StepPlanner(self.num_slots, self.num_pages, self.page_size)
@@ -555,8 +583,18 @@ class ModelRunner:
 
     @property
     def is_missing_graph(self) -> bool:
-        """Whether steps miss one that is worth its capture even while requests run."""
-        return any(graphs.is_missing_one for graphs in self._graphs)
+        """Whether steps miss one that is worth its capture even while requests run, and nothing has to be compiled for it."""
+        return any(graphs.is_missing_one for graphs in self._graphs) and self._has_kernels(self._next_graphs.next_graph)
+
+    @property
+    def _next_graphs(self) -> DecodeRunner | PiecewiseCudaGraphRunner:
+        """Those that steps have missed first, and decodes before prompts."""
+        left = [graphs for graphs in self._graphs if graphs.num_left]
+        return next((graphs for graphs in left if graphs.is_missing_one), left[0])
+
+    def _has_kernels(self, graph: Graph) -> bool:
+        """Whether the graph's kernels lie compiled in the caches, or failed to be, as far as was rehearsed."""
+        return all(kernel.done() for kernel in self._kernels_of.get(graph, ()))
 
     @property
     def _graphs(self) -> list[DecodeRunner | PiecewiseCudaGraphRunner]:
@@ -564,18 +602,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graph(self) -> int:
-        """Capture steps of one more size; returns how many rows or tokens. All that was launched is done.
+        """Capture steps of one more size; returns how many rows or tokens, or 0 if a rank is still compiling what that one needs.
 
-        What steps have missed comes first, and decodes before prompts. What fails on all ranks alike is a warning, and ends the captures:
-        steps without a graph are launched kernel by kernel. If it fails on one alone, the others wait for it in the middle of the size,
-        until the watchdog ends the server.
+        All that was launched is done. What fails on all ranks alike is a warning, and ends the captures: steps without a graph are
+        launched kernel by kernel. If it fails on one alone, the others wait for it in the middle of the size, until the watchdog ends
+        the server.
         """
-        left = [graphs for graphs in self._graphs if graphs.num_left]
-        chosen = next((graphs for graphs in left if graphs.is_missing_one), left[0])
+        chosen = self._next_graphs
+        if not self._tp.min_int(int(self._has_kernels(chosen.next_graph))):
+            return 0
         size = chosen.next_size
         if not self._tp.min_int(int(self._tries(chosen.capture_next, size))):
             for graphs in self._graphs:
                 graphs.give_up(size if graphs is chosen else 0)
+        elif not self.num_graphs_left and self._kernels_of:
+            self._kernel_record.note_complete()
+            self._kernels_of.clear()
+            self._compilers = None
         return size
 
     def _tries(self, capture: Callable[[], int], size: int) -> bool:

@@ -10,7 +10,7 @@ the device: one launch for the whole step. There prompts are the first tokens, d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -187,6 +187,11 @@ class PiecewiseCudaGraphRunner:
         return self._misses.next_of(self._sizes, self._pieces)
 
     @property
+    def next_graph(self) -> int:
+        """As `rehearse` names it."""
+        return self.next_size
+
+    @property
     def is_missing_one(self) -> bool:
         return self._misses.size > 0
 
@@ -221,12 +226,15 @@ class PiecewiseCudaGraphRunner:
 
         return _Pieces(self._capture.pieces(work), breaks[-1].layers)
 
-    def rehearse(self) -> None:
-        """The work of whole steps once, of few tokens and of many, which extend attention has kernels of its own for."""
-        sizes = [size for size in self._sizes if self._is_whole(size)]
-        for size in dict.fromkeys((*sizes[:1], *sizes[-1:])):
+    def rehearse(self) -> Iterator[int]:
+        """The work of one size after the other, each before it is named."""
+        for size in reversed(self._sizes):
             self._tell_padding(size)
-            self._run_whole(size)
+            if self._is_whole(size):
+                self._run_whole(size)
+            else:
+                self._run(self._padding_batch(size, _Breaks(self, lambda: None)))
+            yield size
 
     def forward(self, batch: ForwardBatch, size: int) -> torch.Tensor:
         """Hidden states by the graphs of a size for the batch, as the model gives them; the next step overwrites them."""

@@ -356,7 +356,8 @@ class WorkDone(Wire, frozen=True, tag=63):
 
     `inspect` reports `tables_hash`: hex of an 8-byte blake2b over, for every slot that was ever admitted since the last reset, in
     ascending order, little-endian int32 slot, page count and the pages of its latest admission, as read back from the device's
-    table. The scheduler computes the same from what it sent. `num_slots_seen` counts those slots. `capture` reports `num_left`.
+    table. The scheduler computes the same from what it sent. `num_slots_seen` counts those slots. `capture` reports `num_left`, as before
+    while something has to be compiled for the next graph.
     """
 
     step: int

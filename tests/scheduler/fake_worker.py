@@ -30,6 +30,7 @@ from tests.scheduler.traffic import Choice
 from tests.support.wire import request_at_scheduler
 
 OVER, ROBBED, EMPTY = 1, 2, 4  # why a slot may be in no plan
+IS_COMPILING = 0.3  # of the captures come before their kernels are there
 _NOT_WRITTEN = 0
 _Chosen = tuple[
     int, int, int, bool
@@ -91,7 +92,8 @@ class FakeWorker:
     def do(self, work: WorkPlan) -> WorkDone:
         self._count(work.step)
         if work.kind == "capture":
-            self.num_graphs_left -= 1
+            is_compiling = self._rng.random() < IS_COMPILING
+            self.num_graphs_left -= not is_compiling
             return WorkDone(work.step, 0, {"num_left": self.num_graphs_left})
         assert work.kind == "inspect", work.kind
         used = (slot for slot, choice in enumerate(self._choices) if choice is not None)

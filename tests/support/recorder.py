@@ -1,15 +1,19 @@
-"""Stands in for CUDA graphs where there is no GPU: what is replayed is the work that a graph would hold."""
+"""Stands in for CUDA graphs where there is no GPU: what is replayed is the work that a graph would hold. With attention for it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
+from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
 from srt.model_executor.cuda_graph_runner import NUM_WARM_UPS, Work
 from srt.model_executor.draw_store import RING, DrawStore, store_draws_reference
+from srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class Recorder:
@@ -112,3 +116,18 @@ class _Turns:
     def _cut(self) -> None:
         self._is_over.release()
         self._go.acquire()
+
+
+class PlansAtOnce(TorchNativeBackend):
+    """Reads the page table when a decode is planned, and lengths from the host, as flashinfer does."""
+
+    can_capture_decodes = True
+    plans_decodes_on_host = True
+
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        rows = np.arange(batch.num_extend_rows, batch.batch_size)
+        told = replace(batch, seq_lens=torch.from_numpy(batch.seq_lens_cpu))
+        self._decodes = {None: _group_rows(told, rows, rows - batch.num_extend_rows, None)}
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
+        self.plan_decode(batch)

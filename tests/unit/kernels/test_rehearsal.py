@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from srt.kernels import hopper
 from srt.kernels.draw_rows import DrawRows
 from srt.kernels.gather_pages import gather_pages
 from srt.kernels.jit import kernel
-from srt.kernels.rehearsal import is_anything_cached, is_rehearsed, rehearsal
+from srt.kernels.rehearsal import Compilers, is_rehearsed, rehearsal
 from srt.kernels.sample import draw
 from srt.kernels.silu_and_mul import silu_and_mul
 from srt.kernels.stream_gemm import SMALLEST
@@ -71,6 +73,15 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@contextmanager
+def waited_for() -> Iterator[None]:
+    """A rehearsal whose kernels are all compiled at its end."""
+    compilers = Compilers(2)
+    with rehearsal(compilers):
+        yield
+    compilers.wait(compilers.take_asked())
+
+
 def numbers(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.zeros(count, dtype=dtype)
 
@@ -84,15 +95,13 @@ def gate(dtype: torch.dtype = torch.bfloat16) -> None:
 
 
 def test_a_kernel_is_compiled_once_and_launched_afterwards(gpu: FakeGpu, compiled: list[str]) -> None:
-    assert not is_anything_cached()
-    with rehearsal(2):
+    with waited_for():
         for _ in range(3):
             gather()
             gate()
     assert gpu.launched == []
     assert sorted(compiled) == ["gather_pages_kernel", "silu_and_mul_kernel"]
     assert gpu.num_launchers == 2, "a C compiler may have to make these"
-    assert is_anything_cached()
     gather()
     gate()
     assert gpu.launched == ["gather_pages_kernel", "silu_and_mul_kernel"]
@@ -101,10 +110,62 @@ def test_a_kernel_is_compiled_once_and_launched_afterwards(gpu: FakeGpu, compile
     assert len(compiled) == 3, "what was not rehearsed is compiled when it is launched"
 
 
+def test_a_rehearsal_ends_before_its_kernels_are_there_and_says_who_needs_which(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_compile, hits = threading.Event(), list[bool]()
+
+    def compile_late(*, cache_hit: bool, **rest: object) -> None:
+        may_compile.wait(30)
+        hits.append(cache_hit)
+
+    monkeypatch.setattr(knobs.compilation, "listener", compile_late)
+    compilers = Compilers(3)
+    with rehearsal(compilers):
+        silu_and_mul(torch.ones(2, 320))  # sizes that no other test has
+        first = compilers.take_asked()
+        silu_and_mul(torch.ones(2, 320))
+        silu_and_mul(torch.ones(2, 448))
+        both = compilers.take_asked()
+        is_rehearsed("not of Triton's", lambda: None)
+        (other,) = compilers.take_asked()
+    assert len(first) == 1
+    assert len(both) == 2
+    assert first < both
+    other.result(30)
+    assert not any(future.done() for future in both)
+    may_compile.set()
+    for future in both:
+        future.result(30)
+    assert hits == [False, False]
+    silu_and_mul(torch.ones(2, 320))
+    assert gpu.launched == ["silu_and_mul_kernel"]
+    assert hits == [False, False, True], "it lay on the disk"
+
+
+def test_compilers_that_nobody_has_any_more_compile_nothing_that_they_have_not_begun() -> None:
+    has_begun, may_end, compiled = threading.Event(), threading.Event(), list[int]()
+
+    def compile_first() -> None:
+        has_begun.set()
+        may_end.wait(30)
+        compiled.append(1)
+
+    compilers = Compilers(1)
+    first = compilers.compile("first", compile_first)
+    second = compilers.compile("second", partial(compiled.append, 2))
+    assert has_begun.wait(30)
+    del compilers
+    may_end.set()
+    first.result(30)
+    assert second.cancelled()
+    assert compiled == [1]
+
+
 def test_kernels_are_compiled_at_the_same_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=30)
     monkeypatch.setattr(knobs.compilation, "listener", lambda **rest: both.wait())
-    with rehearsal(2):
+    with waited_for():
         gate(torch.float32)
         is_rehearsed("not of Triton's", both.wait)
     assert not both.broken
@@ -115,7 +176,7 @@ def test_what_failed_once_is_compiled_again_when_it_is_launched(gpu: FakeGpu, mo
         raise OSError("No space left on device")
 
     monkeypatch.setattr(knobs.compilation, "listener", fail)
-    with pytest.raises(OSError, match="No space left"), rehearsal(2):
+    with pytest.raises(OSError, match="No space left"), waited_for():
         silu_and_mul(torch.ones(2, 192))  # a size that no other test has
     monkeypatch.setattr(knobs.compilation, "listener", None)
     silu_and_mul(torch.ones(2, 192))
@@ -128,7 +189,7 @@ def broken_kernel(out_ptr: tl.tensor) -> None:
 
 
 def rehearse_broken_and_sound() -> None:
-    with rehearsal(2):
+    with waited_for():
         broken_kernel[(1,)](numbers(1))
         gate(torch.float64)
 
@@ -145,7 +206,7 @@ def test_what_cannot_be_compiled_is_told_at_the_end_and_harms_no_other(gpu: Fake
 
 def test_what_kernels_would_have_written_reads_as_zeros(gpu: FakeGpu) -> None:
     rows = DrawRows(torch.ones(500), numbers(500, torch.int64), numbers(500, torch.int64))
-    with rehearsal(2):
+    with waited_for():
         torch.full((500,), 1 << 40)  # which leaves memory that is likely to be given out next
         assert not torch.empty(500, dtype=torch.int64).any()
         torch.full((500,), 1 << 40)
@@ -159,7 +220,7 @@ def test_what_kernels_would_have_written_reads_as_zeros(gpu: FakeGpu) -> None:
 def test_kernels_in_cuda_are_compiled_once_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     monkeypatch.setattr(hopper, "machine_code", lambda *parts: compiled.append(parts[-1]))
-    with rehearsal(2):
+    with waited_for():
         for _ in range(3):
             hopper.launch(SMALLEST, (1, 1, 1), (), ())
     assert compiled == ["sm_90a"]
@@ -175,7 +236,7 @@ def test_of_stores_of_draws_those_count_that_are_launched_and_run(
     store = DrawStore(words, numbers(1, torch.int64), cuda_launch(), lambda: True)
     draws = Draws(torch.tensor([7, 8, 9]), torch.ones(3))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with rehearsal(2):
+    with waited_for():
         store.store(draws, rows, rows, tokens)
         assert store.latest(3).wait().tolist() == [0, 0, 0]
     assert gpu.launched == []

@@ -178,6 +178,32 @@ def test_what_worker_0_misses_behind_a_capture_is_not_forgotten_when_a_slower_ra
     assert host.fatal is None
 
 
+def test_who_is_still_compiling_is_asked_again_after_a_rest() -> None:
+    host = Host(tp_size=2, hello=worker_hello(num_graphs=2))
+    host.now = 100.0
+    host.tick()
+    capture(host, 2)
+    host.tick()
+    assert kinds(host) == []
+    assert host.value("num_graphs_left") == 2
+    assert host.scheduler.next_tick_s == 100.0 + CAPTURE_REST_S
+    host.now += CAPTURE_REST_S
+    host.tick()
+    capture(host, 1)
+    assert host.value("num_graphs_left") == 1
+    assert host.fatal is None
+
+
+def test_one_rank_alone_cannot_wait() -> None:
+    host = Host(tp_size=2, hello=worker_hello(num_graphs=2))
+    host.now = 1.0
+    host.tick()
+    plan = host.plans.popleft()
+    host.from_worker(WorkDone(plan.step, 0, {"num_left": 2}), 0)
+    host.from_worker(WorkDone(plan.step, 1, {"num_left": 1}), 1)
+    assert host.fatal == "Worker 1 has 1 graphs left to capture, not 2."
+
+
 def test_a_rank_that_has_other_graphs_than_the_others_ends_the_replica() -> None:
     host = Host(tp_size=2, hello=worker_hello(num_graphs=2))
     host.now = 1.0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
-from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
 from srt.model_executor.cuda_graph_runner import PADDED_STEPS, CudaGraphRunner, Work, graph_sizes
 from srt.model_executor.decode_runner import find_graph
 from srt.model_executor.draw_store import DrawStore
@@ -40,26 +38,11 @@ from srt.server_args import ServerArgs
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, run_section
 from tests.support.ranks import run_ranks
-from tests.support.recorder import Recorder, UnseenGraphs
+from tests.support.recorder import PlansAtOnce, Recorder, UnseenGraphs
 from tests.support.runners import make_runner
 
 EMPTY = int32_array()
 SIZES = (1, 2, 4, 8, 16)
-
-
-class PlansAtOnce(TorchNativeBackend):
-    """Reads the page table when a decode is planned, and lengths from the host, as flashinfer does."""
-
-    can_capture_decodes = True
-    plans_decodes_on_host = True
-
-    def plan_decode(self, batch: ForwardBatch) -> None:
-        rows = np.arange(batch.num_extend_rows, batch.batch_size)
-        told = replace(batch, seq_lens=torch.from_numpy(batch.seq_lens_cpu))
-        self._decodes = {None: _group_rows(told, rows, rows - batch.num_extend_rows, None)}
-
-    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
-        self.plan_decode(batch)
 
 
 def jobs(count: int) -> list[Job]:
