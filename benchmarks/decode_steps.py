@@ -114,8 +114,7 @@ def main() -> int:
         parser.error("--kernels: the profiler looks at a GPU, and there is none")
     hardware, shape = limits.measured(), limits.Shape.of(folder, args.kv_cache_dtype)
     runner = ModelRunner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    runner.capture_graphs()
     with torch.inference_mode():
         for layer in range(config.num_layers):
             for buffer in runner._token_to_kv_pool.get_kv(layer):

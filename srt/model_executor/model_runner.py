@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
@@ -620,6 +620,12 @@ class ModelRunner:
             self._kernels_of.clear()
             self._compilers = None
         return size
+
+    def capture_graphs(self) -> None:
+        """All that are left, for who has nothing else to do meanwhile."""
+        while self.num_graphs_left:
+            wait(self._kernels_of.get(self._next_graphs.next_graph, ()))
+            self.capture_graph()
 
     def _tries(self, capture: Callable[[], int], size: int) -> bool:
         """Whether it could be captured. A GPU that cannot go on afterwards raises."""

@@ -15,6 +15,7 @@ from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.attention.triton_backend import TritonAttentionBackend
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.server_args import ServerArgs
+from tests.support.wrong_attention import WRONG, wrongly_planned
 from tests.unit.layers.attention.attention_world import AttentionWorld, spec_of
 
 pytestmark = pytest.mark.gpu
@@ -112,40 +113,6 @@ def test_the_default_on_hopper_is_fa3_and_triton() -> None:
     assert choose_backends(ServerArgs(model_path="x"), replace(spec, dtype=torch.float32), CUDA).prefill == "triton"
 
 
-class ShortByOne(TritonAttentionBackend):
-    """Decodes without the newest position."""
-
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
-        super().forward_decode(q, layer, replace(batch, seq_lens=batch.seq_lens - 1), out)
-
-
-class LongByOne(TritonAttentionBackend):
-    """Lets the tokens of a chunk see one position too many."""
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        batch: ForwardBatch,
-        out: torch.Tensor,
-    ) -> None:
-        wrong = replace(batch, extend_prefix_lens=batch.extend_prefix_lens + 1)
-        super().forward_extend(q, k, v, layer, wrong, out)
-
-
-class WrongPage(TritonAttentionBackend):
-    """Reads a row's first page where its second is."""
-
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
-        tables = batch.req_to_token_pool
-        right = tables.page_table.clone()
-        tables.page_table[:, 1] = tables.page_table[:, 0]
-        super().forward_decode(q, layer, batch, out)
-        tables.page_table.copy_(right)
-
-
 class WrongScales(TritonAttentionBackend):
     """Reads with keys' and values' scales that are not those of the store."""
 
@@ -167,10 +134,17 @@ def test_a_wrong_scale_of_fp8_is_found_out(keys: float, values: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wrong", [ShortByOne, LongByOne, WrongPage])
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_kernel_is_found_out(wrong: type[TritonAttentionBackend], dtype: torch.dtype) -> None:
     spec = spec_of(4, 128, 16, dtype)
     assert not worst_error(wrong(spec, CUDA), spec) <= 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("wrong", ["short decodes", "long prompts", "wrong page"])
+def test_a_wrong_plan_of_flashinfer_is_found_out(wrong: str) -> None:
+    spec = spec_of(4, 128, 16, torch.bfloat16)
+    assert worst_error(wrongly_planned(spec, CUDA, ""), spec) <= TOLERANCE[spec.dtype]
+    assert not worst_error(wrongly_planned(spec, CUDA, wrong), spec) <= 2 * TOLERANCE[spec.dtype]
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from srt.model_executor.memory_profile import graph_bytes
+from srt.model_executor.device_memory import Tag
+from srt.model_executor.memory_profile import FIRST_USE_BYTES, graph_bytes
 from srt.model_executor.worst_step import worst_section
 from srt.protocol.messages import LogprobSpec, SamplingSpec
 from srt.server_args import ServerArgs
@@ -81,10 +82,20 @@ def test_no_mix_of_requests_takes_more_than_was_measured(folder: Path) -> None:
     assert max(peaks) >= 0.5 * measured, (peaks, measured)  # else the measure is of something else
 
 
+def test_all_memory_that_is_kept_has_a_name(folder: Path) -> None:
+    """But for what libraries take when they are first used."""
+    before = torch.cuda.memory_allocated()
+    runner = make_runner(folder, 16, **OPTIONS)
+    kept = torch.cuda.memory_allocated() - before
+    names: tuple[Tag, ...] = ("weights", "kv_cache", "buffers")
+    named = [runner.memory.num_bytes[name] for name in names]
+    assert min(named) > 0
+    assert kept - FIRST_USE_BYTES <= sum(named) <= kept, (named, kept)
+
+
 def test_graphs_take_no_more_than_was_set_aside(folder: Path) -> None:
     runner = make_runner(folder, 16, **OPTIONS)
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    runner.capture_graphs()
     args = ServerArgs(model_path="x")
     assert 0 < runner.memory.num_bytes["cuda_graph"] <= graph_bytes(args, runner.config)
 

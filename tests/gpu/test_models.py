@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from srt.layers.attention.triton_backend import TritonAttentionBackend
+from srt.model_executor import model_runner
 from srt.model_executor.model_runner import DecodeOutput, ModelRunner
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
 from tests.support.ranks import CPU
 from tests.support.runners import make_runner
+from tests.support.wrong_attention import WRONG
 
 pytestmark = pytest.mark.gpu
 
@@ -56,8 +58,7 @@ def test_float32_gives_the_tokens_of_a_cpu(
     folder = checkpoint(family)
     ours, theirs = jobs_of(3, 9), jobs_of(3, 9)
     runner = make_runner(folder, page_size, device=CUDA, attention_backend=backend, cuda_graph_bs=(2, 4, 8))
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    runner.capture_graphs()
     PlanDriver(runner, page_size, chunk=50, share=True).run(ours)
     PlanDriver(make_runner(folder, page_size, device=CPU), page_size).run(theirs)
     assert [job.outputs for job in ours] == [job.outputs for job in theirs]
@@ -69,8 +70,7 @@ def test_graphs_give_the_tokens_of_eager_steps(checkpoint: CheckpointFactory) ->
     options: dict[str, Any] = {"device": CUDA, "dtype": "bfloat16"}
     PlanDriver(make_runner(folder, 16, disable_cuda_graph=True, **options), 16).run(eager)
     runner = make_runner(folder, 16, cuda_graph_bs=(1, 2, 4, 8), **options)
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    runner.capture_graphs()
     PlanDriver(runner, 16).run(captured)
     agree = sum(a.outputs == b.outputs for a, b in zip(eager, captured, strict=True))
     assert agree >= len(eager) - 1  # padding may change a rounding, and with it a tie
@@ -88,8 +88,8 @@ def test_rows_that_share_a_prefix_draw_what_they_draw_without(checkpoint: Checkp
     def run(decode: str) -> tuple[list[Job], ModelRunner]:
         options: dict[str, Any] = {"dtype": "bfloat16", "decode_attention_backend": decode, "cuda_graph_bs": (16, 32)}
         runner = make_runner(folder, 16, device=CUDA, max_total_tokens=40_000, max_running_requests=32, **options)
-        while captures and runner.num_graphs_left:
-            runner.capture_graph()
+        if captures:
+            runner.capture_graphs()
         driver, made = PlanDriver(runner, 16, share=True), jobs()
         driver.run(made[:1])
         driver.run(made[1:])
@@ -121,8 +121,7 @@ def test_float32_gives_the_tokens_of_a_cpu_to_rows_with_wishes(checkpoint: Check
     options: dict[str, Any] = {"attention_backend": "triton", "cuda_graph_bs": (2, 8), "enable_torch_compile": compiled}
     runner = make_runner(folder, 16, device=CUDA, **options)
     runner.compile()
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    runner.capture_graphs()
     PlanDriver(runner, 16).run(ours)
     PlanDriver(make_runner(folder, 16, device=CPU), 16).run(theirs)
     assert [job.outputs for job in ours] == [job.outputs for job in theirs]
@@ -228,6 +227,21 @@ def test_bfloat16_logits_are_near_those_of_float32(
         assert_near(logits_of(runner, prompt, 40, page_size), reference, str(options))
 
 
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_kernel_shows_in_the_logits(
+    checkpoint: CheckpointFactory, wrong: type[TritonAttentionBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("qwen3", head_dim=64)
+    prompt = token_ids(np.random.default_rng(1), 100, 512)
+    exact = round_weights(make_runner(folder, 16, device=CPU, dtype="float32"))
+    reference = logits_of(exact, prompt, 40, 16)
+    monkeypatch.setattr(model_runner, "make_backend", lambda choice, spec, device: wrong(spec, device))
+    options: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "triton", "disable_cuda_graph": True}
+    ours = logits_of(make_runner(folder, 16, device=CUDA, **options), prompt, 40, 16)
+    with pytest.raises(AssertionError, match=wrong.__name__):
+        assert_near(ours, reference, wrong.__name__)
+
+
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("decode", ["torch_native", "triton", "flashinfer"])
@@ -240,8 +254,8 @@ def test_every_decode_knows_the_page_that_it_begins(
     reference = logits_of(exact, prompt, 27, page_size, decodes=40)
     options: dict[str, Any] = {"dtype": "bfloat16", "decode_attention_backend": decode, "cuda_graph_bs": (2,)}
     runner = make_runner(folder, page_size, device=CUDA, **options)
-    while captures and runner.num_graphs_left:
-        runner.capture_graph()
+    if captures:
+        runner.capture_graphs()
     # Forty roundings add up, to 0.03 on a CPU; without the page that a step begins it is 0.2.
     assert_near(logits_of(runner, prompt, 27, page_size, decodes=40), reference, decode, most=0.06)
 
@@ -275,8 +289,7 @@ def test_steps_of_many_rows_are_near_those_of_float32(tmp_path: Path, num_rows: 
     for sizes in ((), (num_rows + 2,)):
         graphs: dict[str, Any] = {"disable_cuda_graph": not sizes, "cuda_graph_bs": sizes}
         runner = make_runner(tmp_path, 16, dtype="bfloat16", **graphs, **options)
-        while runner.num_graphs_left:
-            runner.capture_graph()
+        runner.capture_graphs()
         assert_near(logits_of_rows(runner, prompts, 16, decodes=3), reference, f"{num_rows} rows, {sizes or 'eager'}")
 
 
@@ -300,8 +313,8 @@ def test_layers_in_one_kernel_are_near_those_of_plain_attention(tmp_path: Path, 
         with torch.inference_mode():
             for layers in resident.values():
                 layers._tag.fill_(-31)
-        while captures and runner.num_graphs_left:
-            runner.capture_graph()
+        if captures:
+            runner.capture_graphs()
         steps = []
         for prompt in prompts:
             steps.append(logits_of(runner, prompt, 4096, 16, decodes=20)[1:])
@@ -346,8 +359,8 @@ def test_rows_of_different_lengths_are_near_those_of_plain_attention(
         if decode == "triton" and memory != "auto":
             pool = runner._token_to_kv_pool
             pool.k_scales[:], pool.v_scales[:] = ([scale] * len(pool.k_scales) for scale in (0.25, 0.5))
-        while captures and runner.num_graphs_left:
-            runner.capture_graph()
+        if captures:
+            runner.capture_graphs()
         return logits_of_rows(runner, prompts, 16, decodes=20), runner
 
     (theirs, _), (ours, runner) = run("torch_native"), run("triton")
