@@ -119,7 +119,7 @@ async def _engine_values(engine: TokenizerManager, frontend: int) -> Snapshot:
         values |= {"num_running": engine.load.num_running, "num_waiting": engine.load.num_waiting}
     try:
         async with asyncio.timeout(ANSWER_S):
-            _, _, counters = await engine.get_state()
+            _, _, counters = await engine.get_state(is_own=True)
     except (TimeoutError, RequestError):
         return values | {"health": "not answering"}
     return values | {

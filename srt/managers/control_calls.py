@@ -15,22 +15,25 @@ class ControlCalls:
         self._send = send
         self._open: dict[int, asyncio.Future[ControlReply]] = {}
         self._num_made = 0
+        self._num_own = 0  # that are open
 
     @property
-    def num_open(self) -> int:
-        return len(self._open)
+    def num_of_clients(self) -> int:
+        return len(self._open) - self._num_own
 
-    async def call(self, make: Callable[[int], FromFrontend]) -> ControlReply:
-        """Send what `make` makes for a number, and wait for the answer with that number."""
+    async def call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> ControlReply:
+        """Send what `make` makes for a number, and wait for the answer with that number. `is_own`: no client waits for it."""
         number = self._num_made
         self._num_made += 1
         answer: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
         self._open[number] = answer
+        self._num_own += is_own
         try:
             self._send(make(number))
             return await answer
         finally:
             del self._open[number]
+            self._num_own -= is_own
 
     def take(self, reply: ControlReply) -> None:
         """Nothing if nobody waits for it any more."""

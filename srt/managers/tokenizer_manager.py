@@ -160,7 +160,7 @@ class TokenizerManager:
         return {
             **self._deliveries.stats(),
             "live_labels": len(self._labels_on_the_way),
-            "live_calls": self._calls.num_open,
+            "live_calls": self._calls.num_of_clients,
             "num_requests": self._num_requests,
             "num_rejected": self._num_rejected,
         }
@@ -280,9 +280,9 @@ class TokenizerManager:
     async def resume(self) -> None:
         await self._call(ContinueGeneration)
 
-    async def get_state(self, deep: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
-        """(ok?, sentence, the scheduler's counters). `deep` compares the workers' tables too."""
-        reply = await self._call(lambda call: GetState(call, deep))
+    async def get_state(self, deep: bool = False, is_own: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
+        """(ok?, sentence, the scheduler's counters). `deep` compares the workers' tables too; `is_own`: no client asks."""
+        reply = await self._call(lambda call: GetState(call, deep), is_own)
         return reply.ok, reply.message, reply.values
 
     async def abort_label(self, label: str) -> int:
@@ -305,9 +305,9 @@ class TokenizerManager:
         self._labels_on_the_way.update(dict.fromkeys(named, True))
         return len(named)
 
-    async def _call(self, make: Callable[[int], FromFrontend]) -> ControlReply:
+    async def _call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> ControlReply:
         self._check_alive()
-        return await self._calls.call(make)
+        return await self._calls.call(make, is_own)
 
     def _send(self, message: FromFrontend) -> None:
         self._link.send(message)

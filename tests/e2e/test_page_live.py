@@ -149,7 +149,7 @@ def test_a_server_that_goes_is_told_and_found_again_when_it_is_back(browser: Bro
 def test_an_engine_that_does_not_answer_is_told_as_that(
     browser: Browser, fake: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def hang(deep: bool = False) -> Any:
+    async def hang(is_own: bool) -> Any:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(live_feed, "ANSWER_S", 0.02)

@@ -180,7 +180,7 @@ def test_an_engine_that_does_not_answer_is_told_as_that(is_dead: bool, monkeypat
     async def go() -> None:
         world = World()
 
-        async def get_state(deep: bool = False) -> Any:
+        async def get_state(is_own: bool) -> Any:
             if is_dead:
                 raise EngineDied
             await asyncio.Event().wait()

@@ -736,6 +736,23 @@ def test_calls_are_answered_by_number(play: Callable[..., None]) -> None:
     play(story)
 
 
+def test_calls_that_no_client_makes_are_not_counted(play: Callable[..., None]) -> None:
+    """The page's own question comes each second: who looks whether a server is at rest must not find it."""
+
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        calls = [asyncio.ensure_future(manager.get_state(is_own=is_own)) for is_own in (True, False)]
+        asked = [(await scheduler.expect(GetState)).call for _ in calls]
+        assert manager.stats()["live_calls"] == 1
+        scheduler.send(ControlReply(asked[1], True, "", {}))
+        await calls[1]
+        assert manager.stats()["live_calls"] == 0
+        scheduler.send(ControlReply(asked[0], True, "", {}))
+        await calls[0]
+        assert manager.stats()["live_calls"] == 0
+
+    play(story)
+
+
 def test_the_last_load_is_known(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
         load = Load(num_running=1, num_waiting=2, num_free_pages=3, num_steps=4)
