@@ -186,7 +186,7 @@ class FakeEngine:
             return False, "2 requests are running."
         return True, "Cache flushed."
 
-    async def get_state(self, deep: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
+    async def get_state(self, deep: bool = False, is_own: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
         return not (deep and self.difference), self.difference, dict(self.counters)
 
     async def abort_label(self, label: str) -> int:
