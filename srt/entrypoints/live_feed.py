@@ -44,7 +44,7 @@ class LiveFeed:
         """Observe from now on. Twice does no harm."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._observe())
-            self._task.add_done_callback(lambda _: self._news.set())
+            self._task.add_done_callback(lambda _: self._tell())
 
     async def follow(self) -> AsyncIterator[dict[str, Any]]:
         """The latest observation with all points of the history; then each next one with the points that are new, up to the one that
@@ -73,6 +73,9 @@ class LiveFeed:
                 self._points.append(point)
                 self._num_points += 1
             self._last = now
+        self._tell()
+
+    def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
 

@@ -98,9 +98,14 @@ def test_an_observation_that_fails_fails_its_watchers(monkeypatch: pytest.Monkey
         raise ZeroDivisionError
 
     async def go() -> None:
+        feed = LiveFeed(make_world().service)
         monkeypatch.setattr(live_feed, "snapshot", broken)
         with pytest.raises(ZeroDivisionError):
-            await anext(LiveFeed(make_world().service).follow())
+            await anext(feed.follow())
+        monkeypatch.undo()
+        assert (await anext(feed.follow()))[
+            "health"
+        ] == "connected"  # who comes after it begins anew, and spins on nothing
 
     asyncio.run(go())
 
