@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before torch is imported anywhere: its threads would fight over the two cores that tests may have, and over those of
 # the processes that tests start. Nothing may reach for the hub.
@@ -17,6 +18,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import CheckpointFactory
+
+# Where a shell's background job runs the tests it ignores Ctrl-C, and so would every program that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from triton.runtime import driver
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
+
+logger = logging.getLogger(__name__)
 
 _UNWRITTEN: Final = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 
@@ -55,6 +58,11 @@ class Compilers:
     def __del__(self) -> None:
         """What is not begun is not compiled any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def no_more(self, are_all_there: Callable[[], None]) -> None:
+        """Nothing is asked for any more. What is called once all kernels are there; one that cannot be compiled is a warning instead."""
+        self._threads.submit(_conclude, self._futures, self._pending, are_all_there)
+        self._threads.shutdown(wait=False)
 
     # ---- For Triton
 
@@ -126,6 +134,21 @@ def _forget_pending(kernels: set[Any]) -> None:
         for compiled, *_ in kernel.device_caches.values():
             for key in [key for key, one in compiled.items() if isinstance(one, _Pending)]:
                 del compiled[key]
+
+
+def _conclude(futures: dict[Hashable, Future[Any]], pending: list[_Pending], are_all_there: Callable[[], None]) -> None:
+    """The last that is done: all others have begun, each in a thread of its own. Keeps nothing of them, as they are on the disk."""
+    wait(futures.values())
+    errors = [error for future in futures.values() if (error := future.exception()) is not None]
+    if errors:
+        logger.warning(
+            "%d of %d kernels cannot be compiled ahead, the first because of %s: %s",
+            *(len(errors), len(futures), type(errors[0]).__name__, errors[0]),
+        )
+    else:
+        are_all_there()
+    futures.clear()
+    pending.clear()
 
 
 _compilers: ContextVar[Compilers | None] = ContextVar("rehearsal", default=None)

@@ -87,7 +87,8 @@ class Scheduler:
         self._asked_to_pause: list[tuple[int, int]] = []  # frontend and call, until no step is in flight
         self._asked_deep: list[tuple[int, int]] = []  # frontend and call
         self._last_load: tuple[float, Load] | None = None
-        self._capture_from_s = 0.0
+        self._capture_from_s = 0.0  # of idle workers
+        self._compiling_until_s = 0.0  # as far as is known, when they were asked to capture what has no kernels yet
         self._deadlines = Deadlines(args.request_waiting_timeout, args.request_running_timeout)
 
     # ---- For the host process
@@ -451,7 +452,7 @@ class Scheduler:
             effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "inspect")))
             replica.stream.submit_inspection(Inspection(number, call, replica.slots.tables_hash()))
         self._asked_deep.clear()
-        if replica.stream.wants_capture or self._may_capture(replica, now):
+        if now >= self._compiling_until_s and (replica.stream.wants_capture or self._may_capture(replica, now)):
             effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "capture")))
             replica.stream.submit_capture()
         return effects
@@ -511,7 +512,7 @@ class Scheduler:
         num_graphs = replica.stream.num_graphs_left
         inspection = replica.stream.take_done(rank, done)
         if done.values.get("num_left") == num_graphs:  # the workers are still compiling
-            self._capture_from_s = self._now + CAPTURE_REST_S
+            self._capture_from_s = self._compiling_until_s = self._now + CAPTURE_REST_S
         if inspection is None or inspection.frontend not in self._clients:
             return []
         findings = list(inspection.findings)

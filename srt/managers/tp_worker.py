@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SPIN_S = 2e-3  # so long after the last event the device is watched without a pause: a decode step is not much longer
 NAP_S = 50e-6  # between two looks from then on
-LOCK_S = 5e-4  # so long threads that compile may keep Python's lock from the one that launches steps
+LOCK_S = 5e-4  # so long each thread that compiles may keep Python's lock while the one that launches steps waits for it
 
 
 class _InFlight(NamedTuple):

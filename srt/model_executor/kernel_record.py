@@ -1,49 +1,71 @@
-"""Whose kernels are all among the caches: a start like an earlier one need not go through all graphs to look for more."""
+"""Whose kernels are all among the caches: a start like an earlier one need not go through all steps to look for more.
+
+Importing this module imports Triton.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 from functools import cache
 from pathlib import Path
 
 import torch
+import triton
+from triton import knobs
 
-import srt.kernels
+import srt
+from srt.server_args import DEVICE, MEMORY, ServerArgs
 from srt.utils.cache_folders import own_folder
 from srt.utils.errors import StartError
 
+SOURCES = (".py", ".cu", ".cuh", ".h")
+ELSEWHERE = ("base_gpu_id", "random_seed")  # options that kernels do not go by
+
 
 class KernelRecord:
-    """An empty file for each configuration whose graphs were all captured here, by these kernels' sources.
+    """An empty file in each folder of kernels, for each configuration whose kernels were all compiled into them, by these sources.
 
     Where it is wrong, kernels are compiled when they are first launched.
     """
 
-    def __init__(self, device: torch.device, configuration: object) -> None:
-        self._device = device
-        self._configuration = configuration
+    def __init__(self, args: ServerArgs, model: object, rank: int, device: torch.device) -> None:
+        options = [
+            (field.name, getattr(args, field.name))
+            for field in dataclasses.fields(args)
+            if field.metadata["group"] in (MEMORY, DEVICE) and field.name not in ELSEWHERE
+        ]
+        self._key = repr((options, model, rank, _name_of(device), torch.__version__, triton.__version__))
 
     @property
     def is_complete(self) -> bool:
-        return self._path.exists()
+        with contextlib.suppress(OSError, StartError):
+            return all(path.exists() for path in self._paths)
+        return False
 
     def note_complete(self) -> None:
         with contextlib.suppress(OSError, StartError):
-            self._path.touch()
+            for path in self._paths:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
 
     @property
-    def _path(self) -> Path:
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
-        key = repr((self._configuration, name, torch.__version__, _sources()))
-        return own_folder("kernels", os.environ) / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.complete"
+    def _paths(self) -> list[Path]:
+        """Whoever removes a folder, or names another, takes the record along."""
+        name = hashlib.sha256(f"{self._key} {_sources()}".encode()).hexdigest()[:32]
+        return [folder / f"{name}.complete" for folder in (Path(knobs.cache.dir), own_folder("kernels", os.environ))]
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @cache
 def _sources() -> str:
+    """Of everything: which kernels are launched, and how, is for layers and models to say."""
     digest = hashlib.sha256()
-    for path in sorted(Path(*srt.kernels.__path__).iterdir()):
-        if path.is_file():
-            digest.update(path.read_bytes())
+    for path in sorted(path for folder in srt.__path__ for path in Path(folder).rglob("*") if path.suffix in SOURCES):
+        digest.update(path.read_bytes())
     return digest.hexdigest()

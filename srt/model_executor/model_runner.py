@@ -29,7 +29,6 @@ from srt.model_executor.decode_runner import DecodeParts, DecodeRunner
 from srt.model_executor.device_memory import DeviceMemory
 from srt.model_executor.draw_store import DrawStore
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
-from srt.model_executor.kernel_record import KernelRecord
 from srt.model_executor.logprob_plan import LogprobPlan, LogprobSegment
 from srt.model_executor.memory_profile import (
     FIRST_USE_BYTES,
@@ -68,12 +67,16 @@ from srt.utils.model_config import ModelConfig
 if TYPE_CHECKING:
     from srt.kernels.rehearsal import Compilers
     from srt.kernels.resident_layers import ResidentLayers
+    from srt.model_executor.kernel_record import KernelRecord
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 Graph = tuple[Reading, int] | int  # of so many decodes, or of so many tokens
 P = ParamSpec("P")
 R = TypeVar("R")
+MOST_COMPILERS = (
+    4  # while requests come: each that waits for Python's lock makes the thread that launches steps wait longer
+)
 MOST_PIECE_TOKENS = 8192  # of prompts; decodes come beside them
 
 
@@ -148,7 +151,6 @@ class ModelRunner:
         self._pieces: PiecewiseCudaGraphRunner | None = None
         self._compilers: Compilers | None = None  # of kernels that steps to come may need
         self._kernels_of: dict[Graph, frozenset[Future[Any]]] = {}  # which graphs need them
-        self._kernel_record = self._new_kernel_record()
         self._draws_by_row = False  # not while memory is measured
         with torch.inference_mode():
             with self.memory.region("weights"):
@@ -235,17 +237,20 @@ class ModelRunner:
     def _rehearse(self) -> None:
         """Go through steps of all kinds without launching our kernels, which are compiled meanwhile, all at the same time.
 
-        The first steps' are waited for. What graphs and larger steps need is compiled while the start goes on and requests come, unless
-        it was here before. Only so many layers take part as have all kernels among them, and no other rank. What fails here is tried
-        again in earnest.
+        The first steps' are waited for. What later ones need is compiled while the start goes on and requests come, unless it was here
+        before. Only so many layers take part as have all kernels among them, and no other rank. What fails here is tried again in
+        earnest.
         """
         # Triton is not there on every host; with PyTorch for CUDA it is.
         from srt.kernels.rehearsal import Compilers, rehearsal
+        from srt.model_executor.kernel_record import KernelRecord
 
         model = self._model.model
         layers = model.layers
         num_threads = max(1, usable_cores() // self._tp.size)  # the other ranks of the host compile too
         first, are_first_done = Compilers(num_threads), Event()
+        shape = self.config.config_hash(), self.config.context_length, self.dtype, self.attention
+        record = KernelRecord(self._args, shape, self._tp.rank, self.device)
         try:
             with self._tp.alone():
                 model.layers = layers[: num_distinct_layers(self.config.layer_windows)]
@@ -256,11 +261,9 @@ class ModelRunner:
                     self._draws_by_row = True
                     self._decode_runner = self._init_decode_runner(None)
                     self.warm_up()
-                if not self._kernel_record.is_complete:
-                    self._compilers = Compilers(max(1, num_threads // 2), are_first_done)  # requests come meanwhile
-                    with rehearsal(self._compilers):
-                        self._rehearse_graphs(self._compilers)
-                        self._run_requests(batches(self.num_slots, self.max_request_tokens, self.page_size))
+                if not record.is_complete:
+                    self._compilers = Compilers(min(max(1, num_threads // 2), MOST_COMPILERS), are_first_done)
+                    self._rehearse_later_steps(self._compilers, record)
                 first.wait(first.take_asked())
         except Exception as error:
             logger.warning("Kernels are compiled one after the other, because of %s: %s", type(error).__name__, error)
@@ -269,6 +272,17 @@ class ModelRunner:
             self._draws_by_row = False
             self._drop_memory()
             are_first_done.set()
+
+    def _rehearse_later_steps(self, compilers: Compilers, record: KernelRecord) -> None:
+        from srt.kernels.rehearsal import rehearsal
+
+        try:
+            with rehearsal(compilers):
+                self._rehearse_graphs(compilers)
+                self._run_requests(batches(self.num_slots, self.max_request_tokens, self.page_size))
+            compilers.no_more(record.note_complete)
+        except Exception as error:
+            logger.warning("Not all kernels are compiled ahead, because of %s: %s", type(error).__name__, error)
 
     def _rehearse_graphs(self, compilers: Compilers) -> None:
         if self._args.disable_cuda_graph:
@@ -398,13 +412,6 @@ class ModelRunner:
             capture,
             most_whole_tokens(num_layers, num_weights) if can_be_whole else 0,
         )
-
-    def _new_kernel_record(self) -> KernelRecord:
-        args = self._args
-        sizes = args.cuda_graph_max_bs, args.cuda_graph_bs, args.piecewise_cuda_graph_max_tokens, args.prefill_chunk
-        rows = self.num_slots, args.disable_cuda_graph, args.disable_cuda_graph_padding
-        types = str(self.dtype), str(self._kv_dtype), self.page_size, self.attention.name, self._tp.size
-        return KernelRecord(self.device, (self.config.config_hash(), sizes, rows, types))
 
     def _new_planner(self) -> StepPlanner:
         return StepPlanner(self.num_slots, self.num_pages, self.page_size)
@@ -609,14 +616,13 @@ class ModelRunner:
         the server.
         """
         chosen = self._next_graphs
-        if not self._tp.min_int(int(self._has_kernels(chosen.next_graph))):
+        graph, size = chosen.next_graph, chosen.next_size
+        if not self._tp.min_int(int(self._has_kernels(graph))):
             return 0
-        size = chosen.next_size
+        self._kernels_of.pop(graph, None)
         if not self._tp.min_int(int(self._tries(chosen.capture_next, size))):
             for graphs in self._graphs:
                 graphs.give_up(size if graphs is chosen else 0)
-        elif not self.num_graphs_left and self._kernels_of:
-            self._kernel_record.note_complete()
             self._kernels_of.clear()
             self._compilers = None
         return size

@@ -67,7 +67,7 @@ def test_a_start_without_caches_compiles_nothing_in_its_steps(
     requests.run([Job(list(range(200)), greedy(4))])
     before = len(compiled)
     requests.run([Job(list(range(205)), greedy(4))])  # a chunk of a few tokens, behind what the two have in common
-    assert compiled[before:] == []
+    assert [name for name, is_here in compiled[before:] if is_here] == []
     assert not [one for one in caplog.records if "one after the other" in one.getMessage()]
 
 
@@ -87,5 +87,7 @@ def test_graphs_compile_nothing_and_wait_for_those_who_do(tmp_path: Path, compil
     assert sizes[0] == 256
     assert 0 not in sizes
     assert any("STAGES" in name for name, _ in compiled), "kernels in CUDA's C++ are among them"
+    assert runner._compilers is not None
+    runner._compilers._threads.shutdown()  # once they have compiled what larger steps without a graph need
     again = make_runner(tmp_path, 16, device=CUDA, dtype="bfloat16", load_format="dummy", max_running_requests=256)
-    assert not again._kernels_of
+    assert again._compilers is None

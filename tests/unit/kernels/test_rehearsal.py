@@ -162,6 +162,26 @@ def test_compilers_that_nobody_has_any_more_compile_nothing_that_they_have_not_b
     assert compiled == [1]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_all_kernels_is_told_or_why_there_is_none(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+    gate, told = threading.Event(), list[bool]()
+
+    def compile_it() -> None:
+        if fails:
+            raise OSError("No space left on device")
+
+    compilers = Compilers(1, gate)
+    asked = [compilers.compile(name, compile_it) for name in ("one", "another", "one")]
+    compilers.no_more(lambda: told.append(True))
+    gate.set()
+    compilers._threads.shutdown()
+    assert all(future.done() for future in asked)
+    assert told == [] if fails else [True]
+    words = "2 of 2 kernels cannot be compiled ahead, the first because of OSError: No space left on device"
+    assert [record.getMessage() for record in caplog.records] == ([words] if fails else [])
+    assert not compilers._futures, "they hold what was compiled, and that is on the disk"
+
+
 def test_kernels_are_compiled_at_the_same_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=30)
     monkeypatch.setattr(knobs.compilation, "listener", lambda **rest: both.wait())

@@ -194,6 +194,24 @@ def test_who_is_still_compiling_is_asked_again_after_a_rest() -> None:
     assert host.fatal is None
 
 
+def test_who_is_still_compiling_is_not_asked_with_each_step_that_misses_a_graph() -> None:
+    host = Host(tp_size=2, hello=worker_hello(num_graphs=2))
+    host.say(request(1, PROMPT, max_new=40))
+    host.tick()
+    host.answer(wants_capture=True)
+    host.tick()
+    host.answer()
+    host.answer()
+    capture(host, 2)
+    for _ in range(5):
+        host.tick()
+        assert kinds(host) == ["step", "step"]
+        host.answer(wants_capture=True)
+    host.now += CAPTURE_REST_S
+    host.tick()
+    assert "capture" in kinds(host)
+
+
 def test_one_rank_alone_cannot_wait() -> None:
     host = Host(tp_size=2, hello=worker_hello(num_graphs=2))
     host.now = 1.0

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-import srt.kernels
+import srt
 from srt.distributed.parallel_state import TensorParallel
+from srt.kernels import rehearsal
+from srt.kernels.rehearsal import Compilers
 from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
 from srt.model_executor import kernel_record, model_runner
-from srt.model_executor.cuda_graph_runner import Capture
+from srt.model_executor.cuda_graph_runner import Capture, Work
 from srt.model_executor.kernel_record import KernelRecord
 from srt.model_executor.model_runner import Graph, ModelRunner
 from srt.model_executor.warm_up import num_distinct_layers
@@ -46,6 +51,7 @@ def captured_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """So that nobody has been here before."""
     monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache" / "triton"))
     return tmp_path / "cache"
 
 
@@ -139,38 +145,198 @@ def test_what_cannot_be_compiled_ahead_is_left_to_the_capture(checkpoint: Checkp
 
 
 @pytest.mark.usefixtures("captured_attention")
-def test_all_graphs_are_rehearsed_and_none_of_them_again_where_all_were_captured_before(
-    checkpoint: CheckpointFactory, cache: Path
+def test_ranks_capture_once_all_of_them_have_the_kernels(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    folder = checkpoint("qwen3")
+    can_go_on = threading.Barrier(2, timeout=60)
+
+    def on_rank(tp: TensorParallel) -> list[int]:
+        options: dict[str, Any] = {"cuda_graph_bs": [8], "piecewise_cuda_graph_max_tokens": 0}
+        runner = make_runner(folder, 16, tp, capture=Recorder(), dtype="float32", **options)
+        kernel = Future[None]()
+        runner._kernels_of = {(Reading.BY_ROW, 8): frozenset({kernel})}
+        if tp.rank == 0:
+            kernel.set_result(None)
+        captured = [runner.capture_graph()]
+        can_go_on.wait()
+        if tp.rank == 1:
+            kernel.set_result(None)
+        return [*captured, runner.capture_graph(), runner.num_graphs_left]
+
+    assert run_ranks(2, tmp_path, on_rank) == [[0, 8, 0]] * 2
+
+
+class SlowCompilers(Compilers):
+    """All there is to compile is one kernel of the test, which waits for its word, once for each who asks."""
+
+    may_compile: ClassVar[threading.Event]
+    waited_for: ClassVar[list[int]]  # how many kernels, each time that somebody waited
+
+    def compile_late(self, name: str) -> None:
+        self.compile(name, partial(self.may_compile.wait, 60))
+
+    def wait(self, kernels: Collection[Future[Any]]) -> None:
+        self.waited_for.append(len(kernels))
+
+
+@pytest.fixture
+def slow_compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlowCompilers]]:
+    class OfThisTest(SlowCompilers):
+        may_compile: ClassVar = threading.Event()
+        waited_for: ClassVar = list[int]()
+
+    def with_kernels(runner: ModelRunner, compilers: OfThisTest) -> None:
+        rehearse_graphs(runner, compilers)
+        compilers.compile_late("of a step without a graph")
+
+    rehearse_graphs: Callable[..., None] = ModelRunner._rehearse_graphs
+    monkeypatch.setattr(rehearsal, "Compilers", OfThisTest)
+    monkeypatch.setattr(ModelRunner, "_rehearse_graphs", with_kernels)
+    yield OfThisTest
+    OfThisTest.may_compile.set()
+
+
+OPTIONS: dict[str, Any] = {"cuda_graph_bs": [1, 4, 8], "piecewise_cuda_graph_max_tokens": 64}
+
+
+def rehearsed(runner: ModelRunner) -> list[Graph] | None:
+    """The graphs that its start has rehearsed; None if it relies on the record."""
+    return None if runner._compilers is None else list(runner._kernels_of)
+
+
+def has_record(cache: Path) -> bool:
+    return bool(list(cache.rglob("*.complete")))
+
+
+@pytest.mark.usefixtures("captured_attention")
+def test_all_graphs_are_rehearsed_and_nothing_again_once_all_was_compiled(
+    checkpoint: CheckpointFactory, cache: Path, slow_compilers: type[SlowCompilers], recorded: threading.Event
 ) -> None:
-    def captured_by(runner: ModelRunner) -> list[int]:
-        return [runner.capture_graph() for _ in range(runner.num_graphs_left)]
+    folder = checkpoint("qwen3")
+    start = partial(rehearsing_runner, folder, capture=Recorder())
+    runner = start(**OPTIONS)
+    graphs = [*((Reading.BY_ROW, size) for size in (8, 4, 1)), 64, 32]
+    assert rehearsed(runner) == graphs
+    assert [runner.capture_graph() for _ in range(runner.num_graphs_left)] == [8, 4, 1, 64, 32]
+    assert runner._kernels_of == {}
+    assert not has_record(cache), "a step without a graph needs one more"
+    assert rehearsed(start(**OPTIONS)) == graphs
+    slow_compilers.may_compile.set()
+    assert recorded.wait(60)
+    assert rehearsed(start(**OPTIONS)) is None
+    for others in ({**OPTIONS, "cuda_graph_bs": [1, 8]}, {**OPTIONS, "page_size": 1}):
+        assert rehearsed(start(**others))
 
-    options: dict[str, Any] = {"cuda_graph_bs": [1, 4, 8], "piecewise_cuda_graph_max_tokens": 64}
-    first = rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), **options)
-    rehearsed = list(first._kernels_of)
-    assert rehearsed == [*((Reading.BY_ROW, size) for size in (8, 4, 1)), 64, 32]
-    assert captured_by(first) == [8, 4, 1, 64, 32]
-    assert first._kernels_of == {}
-    second = rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), **options)
-    assert second._kernels_of == {}
-    assert captured_by(second) == [8, 4, 1, 64, 32]
-    for others in ({**options, "cuda_graph_bs": [1, 8]}, {**options, "page_size": 1}):
-        assert rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), **others)._kernels_of
-    assert not rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), disable_cuda_graph=True)._kernels_of
+
+@pytest.mark.usefixtures("captured_attention")
+def test_a_start_without_graphs_has_a_record_too(checkpoint: CheckpointFactory, recorded: threading.Event) -> None:
+    runner = rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), disable_cuda_graph=True)
+    assert rehearsed(runner) == []
+    assert recorded.wait(60)
+    assert rehearsed(rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), disable_cuda_graph=True)) is None
 
 
-def test_kernels_of_other_sources_have_no_record(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "sources" / "kernel.cu"
-    source.parent.mkdir()
-    source.write_text("int a;")
-    monkeypatch.setattr(srt.kernels, "__path__", [str(source.parent)])
-    monkeypatch.setattr(kernel_record, "_sources", kernel_record._sources.__wrapped__)
-    record = KernelRecord(CPU, "configuration")
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """That the record has been written."""
+    event = threading.Event()
+    note: Callable[[KernelRecord], None] = KernelRecord.note_complete
+
+    def note_and_tell(record: KernelRecord) -> None:
+        note(record)
+        event.set()
+
+    monkeypatch.setattr(KernelRecord, "note_complete", note_and_tell)
+    return event
+
+
+@pytest.mark.usefixtures("captured_attention")
+@pytest.mark.parametrize("part", ["_rehearse_graphs", "_run_requests"])
+def test_where_later_steps_cannot_be_rehearsed_the_first_ones_are(
+    checkpoint: CheckpointFactory,
+    cache: Path,
+    slow_compilers: type[SlowCompilers],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    part: str,
+) -> None:
+    is_later = list[bool]()
+    sound: Callable[..., None] = getattr(ModelRunner, part)
+
+    def fail(runner: ModelRunner, *about: Any) -> None:
+        if runner._compilers is not None:
+            is_later.append(True)
+            raise RuntimeError("no room")
+        sound(runner, *about)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(ModelRunner, part, fail)
+        runner = rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), **OPTIONS)
+    assert is_later == [True]
+    assert len(slow_compilers.waited_for) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "Not all kernels are compiled ahead, because of RuntimeError: no room"
+    ]
+    assert not has_record(cache)
+    slow_compilers.may_compile.set()
+    assert runner._compilers is not None
+    assert all(future.result(60) for future in runner._compilers._futures.values()), "nobody keeps them from beginning"
+    runner.capture_graphs()
+    assert runner.num_graphs_left == 0
+
+
+@pytest.mark.usefixtures("captured_attention")
+def test_threads_compile_nothing_for_graphs_that_nobody_captures_any_more(
+    checkpoint: CheckpointFactory, slow_compilers: type[SlowCompilers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Recorder):
+        def __call__(self, work: Work) -> Work:
+            raise RuntimeError("no graphs here")
+
+    runner = rehearsing_runner(checkpoint("qwen3"), capture=Broken(), **OPTIONS)
+    runner.capture_graph()
+    assert runner.num_graphs_left == 0
+    assert (runner._compilers, runner._kernels_of) == (None, {})
+
+
+@pytest.fixture
+def arguments(checkpoint: CheckpointFactory) -> ServerArgs:
+    return ServerArgs(str(checkpoint("qwen3")), device="cpu")
+
+
+def test_the_record_is_of_these_options_this_rank_and_this_model(arguments: ServerArgs) -> None:
+    record = KernelRecord(arguments, "model", 0, CPU)
     assert not record.is_complete
     record.note_complete()
     assert record.is_complete
-    assert not KernelRecord(CPU, "another").is_complete
+    assert KernelRecord(replace(arguments, port=1, random_seed=7), "model", 0, CPU).is_complete
+    for changes in ({"page_size": 1}, {"prefill_attention_backend": "fa3"}, {"enable_torch_compile": True}):
+        assert not KernelRecord(replace(arguments, **changes), "model", 0, CPU).is_complete
+    assert not KernelRecord(arguments, "model", 1, CPU).is_complete
+    assert not KernelRecord(arguments, "another", 0, CPU).is_complete
+
+
+def test_the_record_is_of_these_sources(arguments: ServerArgs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "sources" / "layers" / "kernel.cu"
+    source.parent.mkdir(parents=True)
+    source.write_text("int a;")
+    monkeypatch.setattr(srt, "__path__", [str(tmp_path / "sources")])
+    monkeypatch.setattr(kernel_record, "_sources", kernel_record._sources.__wrapped__)
+    record = KernelRecord(arguments, "model", 0, CPU)
+    record.note_complete()
+    assert record.is_complete
     source.write_text("int b;")
+    assert not record.is_complete
+
+
+@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "SRT_CACHE_DIR"])
+def test_the_record_goes_where_either_folder_of_kernels_goes(
+    arguments: ServerArgs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    record = KernelRecord(arguments, "model", 0, CPU)
+    record.note_complete()
+    monkeypatch.setenv(variable, str(tmp_path / "elsewhere"))
+    assert not record.is_complete
+    monkeypatch.setenv("SRT_CACHE_DIR", "/dev/null/none")
     assert not record.is_complete
 
 
