@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from threading import Event
+from threading import Event, Lock
 from typing import Any, Final
 
 import torch
@@ -159,6 +159,24 @@ def _compile_with_launcher(compile_it: Callable[[], Any]) -> Any:
     kernel = compile_it()
     driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
+
+
+_parsing = Lock()
+
+
+def _parse_one_at_a_time() -> None:
+    """Up to Python 3.11 all threads share one count of how deep the tree is that the parser makes, and fail where it differs at the end."""
+    owner: Any = next(kind for kind in JITFunction.__mro__ if "parse" in vars(kind))
+    parse = owner.parse
+
+    def parse_alone(kernel: Any) -> Any:
+        with _parsing:
+            return parse(kernel)
+
+    owner.parse = parse_alone
+
+
+_parse_one_at_a_time()
 
 
 class _Zeros(TorchFunctionMode):

@@ -74,9 +74,8 @@ Progress = Callable[[int, int], None]
 Graph = tuple[Reading, int] | int  # of so many decodes, or of so many tokens
 P = ParamSpec("P")
 R = TypeVar("R")
-MOST_COMPILERS = (
-    4  # while requests come: each that waits for Python's lock makes the thread that launches steps wait longer
-)
+# While requests come: each that waits for Python's lock makes the thread that launches steps wait longer.
+MOST_COMPILERS = 8
 MOST_PIECE_TOKENS = 8192  # of prompts; decodes come beside them
 
 

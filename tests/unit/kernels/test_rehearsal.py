@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from srt.kernels import hopper
+from srt.kernels import rehearsal as rehearsal_module
 from srt.kernels.draw_rows import DrawRows
 from srt.kernels.gather_pages import gather_pages
 from srt.kernels.jit import kernel
@@ -189,6 +191,21 @@ def test_kernels_are_compiled_at_the_same_time(gpu: FakeGpu, monkeypatch: pytest
         gate(torch.float32)
         is_rehearsed("not of Triton's", both.wait)
     assert not both.broken
+
+
+def test_their_sources_are_parsed_one_after_the_other(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's parser counts for all threads at once how deep it is, and now and then it found another count at its end."""
+    parse, were_alone = ast.parse, list[bool]()
+
+    def parse_and_note(*args: Any, **options: Any) -> Any:
+        were_alone.append(rehearsal_module._parsing.locked())
+        return parse(*args, **options)
+
+    monkeypatch.setattr(ast, "parse", parse_and_note)
+    with waited_for():
+        silu_and_mul(torch.ones(2, 576))  # a size that no other test has
+    assert were_alone
+    assert all(were_alone)
 
 
 def test_what_failed_once_is_compiled_again_when_it_is_launched(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
