@@ -354,8 +354,14 @@ MORE_MUTATIONS = (
     Mutation(
         "captures while requests wait",
         "managers/scheduler_state.py",
-        "if replica.stream.wants_capture or self._may_capture(replica, now):",
-        "if replica.stream.can_capture:",
+        "(replica.stream.wants_capture or self._may_capture(replica, now))",
+        "replica.stream.can_capture",
+    ),
+    Mutation(
+        "workers that compile are asked with every step",
+        "managers/scheduler_state.py",
+        "self._capture_from_s = self._compiling_until_s = self._now",
+        "self._capture_from_s = self._now",
     ),
     Mutation(
         "a graph that is there is still missed",

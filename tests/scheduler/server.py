@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, Worker
 from srt.managers.effects import ToFrontend as SendToFrontend
 from srt.managers.effects import ToWorkers as SendToWorkers
-from srt.managers.scheduler_state import Scheduler
+from srt.managers.scheduler_state import CAPTURE_REST_S, Scheduler
 from srt.protocol.messages import (
     Abort,
     AbortLabel,
@@ -104,6 +104,7 @@ class Server:
         self._calls: list[tuple[LedgerFrontend, int]] = []  # that must be answered
         self._pauses: set[int] = set()  # calls
         self._num_capturing = 0  # ranks whose word that they have captured has not come
+        self._rests_until = 0.0  # before that no worker is asked again to capture
         self._wants_capture = False  # as the last result says of steps behind the last capture
         self._told_load: dict[int, tuple[float, Load]] = {}  # by frontend
 
@@ -372,6 +373,7 @@ class Server:
     def _check_capture(self) -> None:
         """One at a time, where a step missed it, or nobody waits for anything else."""
         assert not self._num_capturing, "two graphs are captured at once"
+        assert self._world.now >= self._rests_until, "workers that are compiling have no rest"
         assert self._worker.num_graphs_left >= 0, "more graphs are captured than there are"
         replica = self._scheduler._replica
         assert replica is not None
@@ -411,6 +413,9 @@ class Server:
                     return
             elif isinstance(message, WorkDone) and "num_left" in message.values:
                 self._num_capturing -= 1
+                replica = self._scheduler._replica
+                if replica is not None and message.values["num_left"] == replica.stream.num_graphs_left:
+                    self._rests_until = self._world.now + CAPTURE_REST_S
                 self._wants_capture &= rank != 0
             elif isinstance(message, WorkerHello) and self._is_to_abort_all:
                 self._world.note_abort_of_all()
