@@ -178,7 +178,7 @@ def test_the_end_of_all_kernels_is_told_or_why_there_is_none(fails: bool, caplog
     gate.set()
     compilers._threads.shutdown()
     assert all(future.done() for future in asked)
-    assert told == [] if fails else [True]
+    assert told == ([] if fails else [True])
     words = "2 of 2 kernels cannot be compiled ahead, the first because of OSError: No space left on device"
     assert [record.getMessage() for record in caplog.records] == ([words] if fails else [])
     assert not compilers._futures, "they hold what was compiled, and that is on the disk"

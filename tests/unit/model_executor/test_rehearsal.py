@@ -166,7 +166,7 @@ def test_ranks_capture_once_all_of_them_have_the_kernels(checkpoint: CheckpointF
 
 
 class SlowCompilers(Compilers):
-    """All there is to compile is one kernel of the test, which waits for its word, once for each who asks."""
+    """Compile what a test asks for, once it lets them. Nobody is made to wait for it."""
 
     may_compile: ClassVar[threading.Event]
     waited_for: ClassVar[list[int]]  # how many kernels, each time that somebody waited
@@ -279,7 +279,8 @@ def test_where_later_steps_cannot_be_rehearsed_the_first_ones_are(
     assert not has_record(cache)
     slow_compilers.may_compile.set()
     assert runner._compilers is not None
-    assert all(future.result(60) for future in runner._compilers._futures.values()), "nobody keeps them from beginning"
+    begun = [future.result(60) for future in runner._compilers._futures.values()]
+    assert begun == [True] * (part == "_run_requests"), "what was asked for before it failed is compiled nevertheless"
     runner.capture_graphs()
     assert runner.num_graphs_left == 0
 
