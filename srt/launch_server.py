@@ -11,10 +11,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from srt.managers.child_process import LIFELINE_FD, MODULES, ChildProcess, children_of, environment_of, spawn
+from srt.managers.child_process import (
+    LIFELINE_FD,
+    MODULES,
+    ChildKey,
+    ChildProcess,
+    children_of,
+    environment_of,
+    spawn,
+)
 from srt.managers.preflight import ServerPlan, check_and_listen, is_loopback
 from srt.managers.run_dir import RunDir
 from srt.managers.service_manager import ServiceManager
@@ -90,7 +98,8 @@ def serve(
     try:
         signals = SignalPipe()
         service_manager = ServiceManager()
-        children = start_children(plan, modules)
+        spawn = spawner(plan, modules)
+        children = [spawn(key) for key in children_of(plan.num_http_frontends, plan.args.tp_size)]
         from srt.managers.progress_display import ProgressDisplay  # here: see above
         from srt.managers.supervisor import Supervisor
         from srt.utils.log_files import log_file_handler
@@ -101,20 +110,21 @@ def serve(
             as_json=args.log_format == "json",
             keep=log_file_handler("supervisor", os.getpid()),
         )
-        return Supervisor(plan, run_dir, children, signals, display, service_manager, started_s, lifeline).run()
+        return Supervisor(plan, run_dir, children, spawn, signals, display, service_manager, started_s, lifeline).run()
     finally:
         run_dir.remove()
 
 
-def start_children(plan: ServerPlan, modules: Mapping[str, str]) -> list[ChildProcess]:
-    keys = children_of(plan.num_http_frontends, plan.args.tp_size)
+def spawner(plan: ServerPlan, modules: Mapping[str, str]) -> Callable[[ChildKey], ChildProcess]:
+    """What starts a child, in the place of a dead one too."""
+    num_processes = len(children_of(plan.num_http_frontends, plan.args.tp_size)) + 1
     cores = usable_cores()
-    children = []
-    for key in keys:
-        environment = environment_of(key.role, plan.args.tp_size, len(keys) + 1, cores)
-        listener = plan.listener if key.role == "frontend" else None
-        children.append(spawn(key, modules[key.role], environment, listener))
-    return children
+
+    def start(key: ChildKey) -> ChildProcess:
+        environment = environment_of(key.role, plan.args.tp_size, num_processes, cores)
+        return spawn(key, modules[key.role], environment, plan.listener if key.role == "frontend" else None)
+
+    return start
 
 
 def _refuse(sentence: str, exit_code: int = FAILED, as_json: bool = False) -> int:

@@ -199,6 +199,11 @@ class ServerArgs:
     watchdog_timeout: float = option(
         30.0, "seconds that a step may take before its worker counts as stuck", group=DEVICE
     )
+    max_replacements: int = option(
+        3,
+        "so many times within 5 minutes processes that died are replaced; the next death ends the server",
+        group=DEVICE,
+    )
 
     log_level: str = option("info", "what is logged", group=LOG, choices=("debug", "info", "warning", "error"))
     log_format: str = option("text", "of log lines; json is one object a line", group=LOG, choices=("text", "json"))
@@ -230,7 +235,7 @@ class ServerArgs:
                 raise ArgumentError(f"--{name.replace('_', '-')} must not be empty, nor begin or end with a space.")
         if not all(self.model_names()):
             raise ArgumentError("--served-model-name must not be empty.")
-        for name in ("max_queued_requests", "base_gpu_id"):
+        for name in ("max_queued_requests", "base_gpu_id", "max_replacements"):
             self._at_least(name, 0)
         for name in ("context_length", "max_total_tokens"):
             if getattr(self, name) is not None:

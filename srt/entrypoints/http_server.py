@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import uvicorn
 import uvloop
@@ -24,12 +24,12 @@ from srt.entrypoints.service import Service
 from srt.managers.child import Child, SupervisorGone, run_child
 from srt.managers.io_struct import EngineDied
 from srt.managers.tokenizer_manager import TokenizerManager
-from srt.protocol.messages import ServerReady, Stop
+from srt.protocol.messages import EngineReplaced, ServerReady, Stop
 from srt.utils.errors import StartError
 
 TICK_S = 0.5
 OBJECTS_PER_COLLECTION = 20_000
-STOP_AFTER_BREAK_S = 5.0  # the supervisor, which sees more, should end us before
+STOP_AFTER_BREAK_S = 1.0  # for clients to be told, before this process ends and is replaced
 LAST_WORDS_S = 1.0  # of the grace, kept for telling clients why their streams end
 
 
@@ -64,6 +64,7 @@ class Frontend:
         self._service = Service(start.args, start.index, Path(start.run_dir), child.tracer)
         self._server = HttpServer(http_config(App(self._service), start.args))
         self._engine: TokenizerManager | None = None
+        self._generation = start.generation  # of the engine
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         self._ticked_at = time.monotonic()
 
@@ -114,14 +115,17 @@ class Frontend:
     async def _connect(self) -> TokenizerManager:
         start = self._child.start
         self._child.report_phase("tokenizer")
+        generation = self._generation
         self._engine = await TokenizerManager.connect(
             index=start.index,
-            generation=start.generation,
+            generation=generation,
             run_dir=start.run_dir,
             model_folder=start.model_folder,
             args=start.args,
             tracer=self._child.tracer,
         )
+        if self._generation != generation:  # it was replaced meanwhile
+            self._engine.engine_replaced(self._generation)
         self._child.report_phase("waiting for the engine")
         try:
             await self._engine.wait_ready()
@@ -142,16 +146,29 @@ class Frontend:
     def _take_orders(self) -> None:
         try:
             while (order := self._child.receive()) is not None:
-                if isinstance(order, ServerReady):
-                    assert self._engine is not None, "the server is ready only after this process was"
-                    self._service.begin(self._engine, order.startup_s)
-                    self._service.feed.start()
-                elif not self._stop.done():
-                    self._stop.set_result(order)
+                self._obey(order)
         except SupervisorGone as error:
             asyncio.get_running_loop().remove_reader(self._child.fileno())
             if not self._stop.done():
                 self._stop.set_exception(error)
+
+    def _obey(self, order: ServerReady | EngineReplaced | Stop) -> None:
+        match order:
+            case ServerReady(startup_s):
+                assert self._engine is not None, "the server is ready only after this process was"
+                self._service.begin(self._engine, startup_s)
+                self._service.feed.start()
+            case EngineReplaced(generation):
+                self._generation = generation
+                if self._engine is not None:
+                    self._engine.engine_replaced(generation)
+            case Stop():
+                if order.reason and self._engine is not None:
+                    self._engine.engine_died(order.reason)
+                if not self._stop.done():
+                    self._stop.set_result(order)
+            case _:
+                assert_never(order)
 
     async def _end(self, stop: Stop, http: asyncio.Task[None]) -> None:
         """Let what runs finish. What does not within the grace ends with an error that says so."""
@@ -159,7 +176,7 @@ class Frontend:
         self._server.stop(stop.grace_s)
         await asyncio.wait((http,), timeout=max(0.0, stop.grace_s - LAST_WORDS_S))
         if self._engine is not None and not http.done():
-            self._engine.engine_died(stop.reason or "the server is shutting down")
+            self._engine.engine_died("the server is shutting down")
         await http
         if self._engine is not None:
             await self._engine.close()

@@ -21,7 +21,7 @@ from srt.managers.io_struct import ChoiceUpdate, EngineDied, RequestError
 from srt.managers.native_shapes import NativeAnswer, parse_generate
 from srt.managers.request_schema import renamed
 from srt.managers.tokenizer_manager import RequestHandle, TokenizerManager
-from srt.protocol.messages import EngineStarted, Failed, ServerReady
+from srt.protocol.messages import EngineReplaced, EngineStarted, Failed, ServerReady
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.logs import show_lines_of
@@ -43,6 +43,7 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="srt-runtime", daemon=True)
         self._service = Service(args)
         self._manager: TokenizerManager | None = None
+        self._generation = 0  # of the engine that runs
         self._death: str | None = None  # why the engine is gone
         self._dead = asyncio.Event()
 
@@ -189,13 +190,16 @@ class LocalEngine:
     async def _make_manager(self) -> TokenizerManager:
         """Ours from its first moment on, so that it is closed however the start ends: a socket that nobody closes would hang the
         program in the garbage collection that finds its context."""
+        generation = self._generation = self.started.generation
         self._manager = await TokenizerManager.connect(
             index=self.started.frontend,
-            generation=self.started.generation,
+            generation=generation,
             run_dir=self.started.run_dir,
             model_folder=self.started.model_folder,
             args=self._args,
         )
+        if self._generation != generation:  # it was replaced meanwhile
+            self._manager.engine_replaced(self._generation)
         return self._manager
 
     def _hear_supervisor(self, ready: asyncio.Future[float]) -> None:
@@ -203,6 +207,10 @@ class LocalEngine:
             match message:
                 case ServerReady(startup_s) if not ready.done():
                     ready.set_result(startup_s)
+                case EngineReplaced(generation):
+                    self._generation = generation
+                    if self._manager is not None:
+                        self._manager.engine_replaced(generation)
                 case Failed(reason):
                     self._loop.remove_reader(self.process.fileno())
                     if not ready.done():

@@ -83,7 +83,7 @@ class Service:
     def trouble(self, vitals: list[Vital]) -> str | None:
         """Why the engine cannot serve now, by what is known without asking it; None if nothing speaks against it."""
         if self.has_lost_engine:
-            return "The engine has ended."
+            return self._why_lost
         if self._vitals is None:
             return None
         workers = [f"worker {rank}" for rank in range(self.args.tp_size)]
@@ -92,8 +92,8 @@ class Service:
 
     def process_trouble(self, vital: Vital) -> str | None:
         """The same of one process, a sibling among them."""
-        if self.has_lost_engine and not vital.process.startswith("frontend"):
-            return "The engine has ended."
+        if self.has_lost_engine and vital.process.startswith(("scheduler", "worker")):
+            return self._why_lost
         return vital.trouble(STUCK_S) if self._vitals is None else self._vitals.trouble_of(vital)
 
     def frontend_numbers(self) -> dict[str, float]:
@@ -114,15 +114,21 @@ class Service:
 
     @property
     def has_lost_engine(self) -> bool:
-        """There was an engine, and it does not answer any more."""
+        """There was an engine, and it does not answer any more; or another one not yet."""
         return self._engine is not None and not self._engine.is_ready
 
+    @property
+    def _why_lost(self) -> str:
+        return (
+            "The engine has ended." if self._engine is None or self._engine.is_dead else "The engine is being replaced."
+        )
+
     def engine(self) -> TokenizerManager:
-        """The engine for a new request; RequestError 503 while there is none."""
+        """The engine for a new request; RequestError 503 while there is none. While one is being replaced, requests wait."""
         if self.status == DRAINING:
             raise RequestError(503, "The server is shutting down.", retry_after_s=5)
         if self._engine is None:
             raise RequestError(503, "The server is starting.", retry_after_s=2)
-        if not self._engine.is_ready:
+        if self._engine.is_dead:
             raise RequestError(503, "The engine is not available at the moment.", retry_after_s=2)
         return self._engine

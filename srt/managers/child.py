@@ -29,6 +29,7 @@ from srt.managers.vitals import VitalsWriter
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import (
     ChildStart,
+    EngineReplaced,
     Failed,
     FromChild,
     Heartbeat,
@@ -90,13 +91,13 @@ class Child:
         """Readable when `receive` has something to say. Call it until it returns None."""
         return self._stream.fileno()
 
-    def receive(self) -> ServerReady | Stop | None:
+    def receive(self) -> ServerReady | EngineReplaced | Stop | None:
         """The supervisor's next word if there is one; does not wait. SupervisorGone when it has ended."""
         try:
             message = self._stream.receive()
         except (PeerGone, LinkBroken) as error:
             raise SupervisorGone(str(error)) from error
-        if message is None or isinstance(message, (ServerReady, Stop)):
+        if message is None or isinstance(message, (ServerReady, EngineReplaced, Stop)):
             return message
         raise SupervisorGone(f"unexpected {type(message).__name__} from the supervisor")
 

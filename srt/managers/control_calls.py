@@ -13,7 +13,7 @@ class ControlCalls:
 
     def __init__(self, send: Callable[[FromFrontend], None]) -> None:
         self._send = send
-        self._open: dict[int, asyncio.Future[ControlReply]] = {}
+        self._open: dict[int, tuple[FromFrontend, asyncio.Future[ControlReply]]] = {}
         self._num_made = 0
         self._num_own = 0  # that are open
 
@@ -26,10 +26,11 @@ class ControlCalls:
         number = self._num_made
         self._num_made += 1
         answer: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
-        self._open[number] = answer
+        message = make(number)
+        self._open[number] = message, answer
         self._num_own += is_own
         try:
-            self._send(make(number))
+            self._send(message)
             return await answer
         finally:
             del self._open[number]
@@ -37,12 +38,17 @@ class ControlCalls:
 
     def take(self, reply: ControlReply) -> None:
         """Nothing if nobody waits for it any more."""
-        call = self._open.get(reply.call)
-        if call is not None and not call.done():
-            call.set_result(reply)
+        _, answer = self._open.get(reply.call, (None, None))
+        if answer is not None and not answer.done():
+            answer.set_result(reply)
+
+    def send_again(self) -> None:
+        """All that have no answer: whoever was asked has gone, and another one is there."""
+        for message, _ in self._open.values():
+            self._send(message)
 
     def fail(self, error: Exception) -> None:
         """No answer will come: whoever waits gets this."""
-        for call in self._open.values():
-            if not call.done():
-                call.set_exception(error)
+        for _, answer in self._open.values():
+            if not answer.done():
+                answer.set_exception(error)

@@ -68,6 +68,10 @@ class Deliveries:
             self.abort(live.rid)
             live.fail(error)
 
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
     def has_label(self, label: str) -> bool:
         return self._ledger.has_label(label)
 
@@ -96,6 +100,13 @@ class Deliveries:
         self._apply(self._ledger.effects_of(message))
         self._tell_readers()
         self._watch.took(message, taken_s)
+
+    def resume(self) -> None:
+        """Another scheduler is there: ask it to go on with all that lives."""
+        self._taken_s = self._watch.now()
+        self._is_ending = set()
+        self._apply(self._ledger.resume())
+        self._tell_readers()
 
     def acknowledge(self) -> None:
         """All batches that were taken."""

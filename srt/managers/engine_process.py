@@ -15,7 +15,7 @@ import weakref
 
 from srt.managers.child_process import LIFELINE_FD, module_path, python_command
 from srt.protocol.link_errors import LinkBroken, PeerGone
-from srt.protocol.messages import EngineStart, EngineStarted, Failed, ServerReady, Stop
+from srt.protocol.messages import EngineReplaced, EngineStart, EngineStarted, Failed, ServerReady, Stop
 from srt.protocol.stream import MessageStream
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
@@ -75,13 +75,15 @@ class EngineProcess:
             return message
         raise StartError(message.message if isinstance(message, Failed) else ENDED)
 
-    def receive(self) -> ServerReady | Failed | None:
+    def receive(self) -> ServerReady | EngineReplaced | Failed | None:
         """The supervisor's next word if there is one; does not wait. Its end is a Failed too."""
         try:
             message = self._lifeline.receive()
         except (PeerGone, LinkBroken):
             return Failed(ENDED)
-        return message if message is None or isinstance(message, (ServerReady, Failed)) else Failed(ENDED)
+        if message is None or isinstance(message, (ServerReady, EngineReplaced, Failed)):
+            return message
+        return Failed(ENDED)
 
     def stop(self) -> None:
         """End the engine and wait until it is gone. Nothing happens the second time, or in a fork of its owner."""

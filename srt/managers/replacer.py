@@ -2,25 +2,27 @@
 
     effects = replacer.handle(event, now_s)        now and then: effects = replacer.tick(now_s)
 
-Today every process is needed and none can be replaced: the first that ends, ends the server, with the reason. The events already
-say all that replacement has to know (who, which generation, how it ended, what it said last).
+Before the server is ready every process is needed: the first that ends, ends the server, with the reason. Later those that cannot go
+on are ended, and once nothing is left of them others are started in their place: a frontend alone, the scheduler and all workers (the
+engine) together, as a new generation. What frontends had asked the old one for they ask the new one for again.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import assert_never
 
 from srt.managers.child_process import ChildKey
-from srt.protocol.messages import Failed, FromChild, Heartbeat, Progress, Ready, ServerReady, Stop
+from srt.protocol.messages import EngineReplaced, Failed, FromChild, Heartbeat, Progress, Ready, ServerReady, Stop
 
 SILENT_S = 30.0  # a process that sends heartbeats and then none for so long has stopped for good
 SETTLE_S = 0.3  # one death causes others: so long we listen before we say which was first
 LAST_ANSWERS_S = 1.0  # for frontends to tell their clients that the engine has ended
 ENDING_S = 3.0  # for the rest to end by itself
+CALM_S = 300.0  # what was replaced so long ago does not count any more
 
 
 # ---- Events
@@ -62,7 +64,7 @@ Event = ChildSpoke | ChildExited | LinkLost | StopAsked
 @dataclass(frozen=True, slots=True)
 class Tell:
     child: ChildKey
-    message: ServerReady | Stop
+    message: ServerReady | EngineReplaced | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,24 @@ class BecameReady:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Start these in the place of those that have ended, of which nothing is left; `reason` is why they ended. Frontends belong to the
+    engine of that generation, which may be older than they are."""
+
+    children: tuple[ChildKey, ...]
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServesAgain:
+    """These were replaced, and do their work."""
+
+    children: tuple[ChildKey, ...]
+    after_s: float  # since the first of them was known not to go on
+
+
+@dataclass(frozen=True, slots=True)
 class Stopping:
     """The orderly end begins; for running requests at most `grace_s` seconds remain."""
 
@@ -95,12 +115,12 @@ class Finish:
     reason: str | None
 
 
-Effect = Tell | Kill | SaveReport | BecameReady | Stopping | Finish
+Effect = Tell | Kill | SaveReport | BecameReady | Start | ServesAgain | Stopping | Finish
 
 
 class State(Enum):
     STARTING = auto()
-    READY = auto()
+    READY = auto()  # has been: since then who ends is replaced
     STOPPING = auto()  # asked for: role after role
     FAILING = auto()  # a process is gone: listen for the cause, then end the rest
     FINISHED = auto()
@@ -117,7 +137,7 @@ class _Life:
 
 @dataclass(frozen=True, slots=True)
 class _Deadline:
-    """Kill what is left of these children at this time; with a sentence, that is why the server fails."""
+    """Kill what is left of these children at this time; with a sentence, that is why they cannot go on."""
 
     when_s: float
     children: tuple[ChildKey, ...]
@@ -131,6 +151,21 @@ class _Cause:
     sentence: str
     by_signal: bool
 
+    def hear(self, sentence: str, by_signal: bool) -> None:
+        """Another reason for the same."""
+        if by_signal and not self.by_signal:
+            self.sentence, self.by_signal = sentence, True
+
+
+@dataclass(slots=True)
+class _Group:
+    """Processes that can be replaced together only. It is whole, or `lost` says why not; then it ends, is started and gets ready."""
+
+    members: tuple[ChildKey, ...]
+    is_engine: bool
+    lost: _Cause | None = None  # until all of it have ended
+    absent_since_s: float | None = None  # until it is whole again
+
 
 @dataclass(slots=True)
 class Replacer:
@@ -139,7 +174,9 @@ class Replacer:
     children: Iterable[ChildKey]
     started_s: float
     stuck_s: float  # who has made no progress for so long will not make any
+    most_replacements: int  # within CALM_S
     state: State = State.STARTING
+    generation: int = 1  # of the engine
     _alive: dict[ChildKey, _Life] = field(default_factory=dict)
     _last_words: dict[ChildKey, str] = field(default_factory=dict)
     _killed: set[ChildKey] = field(default_factory=set)
@@ -147,9 +184,16 @@ class Replacer:
     _stages: list[tuple[str, float]] = field(default_factory=list)  # roles still to be stopped, with their grace
     _stopping_role: str = ""  # the one before them
     _deadlines: list[_Deadline] = field(default_factory=list)
+    _groups: dict[ChildKey, _Group] = field(default_factory=dict)  # of each
+    _losses_s: list[float] = field(default_factory=list)  # when a group was lost, in the last CALM_S
+    _startup_s: float = 0.0
+    _has_given_up: bool = False  # on what ran when the stop came
 
     def __post_init__(self) -> None:
         self._alive = {key: _Life() for key in self.children}
+        engine = _Group(tuple(key for key in self._alive if key.role != "frontend"), is_engine=True)
+        for key in self._alive:
+            self._groups[key] = engine if key in engine.members else _Group((key,), is_engine=False)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         match event:
@@ -167,19 +211,16 @@ class Replacer:
     def tick(self, now_s: float) -> list[Effect]:
         """What time alone brings: silence, and the end of somebody's grace."""
         effects: list[Effect] = []
-        if self.state in (State.STARTING, State.READY):
-            for child, life in self._alive.items():
-                if life.last_beat_s is not None and now_s - life.last_beat_s > SILENT_S:
-                    effects += self._fail(
-                        f"{_named(child)} has given no sign of life for {SILENT_S:.0f} s.", False, now_s
-                    )
-                    break
+        for child, life in self._needed():
+            if life.last_beat_s is not None and now_s - life.last_beat_s > SILENT_S:
+                sentence = f"{_named(child)} has given no sign of life for {SILENT_S:.0f} s."
+                effects += self._cannot_go_on(child, sentence, False, now_s)
         due = [deadline for deadline in self._deadlines if deadline.when_s <= now_s]
         self._deadlines = [deadline for deadline in self._deadlines if deadline.when_s > now_s]
         for deadline in due:
             late = [child for child in deadline.children if child in self._alive]
             if late and deadline.sentence:
-                effects += self._fail(deadline.sentence, False, now_s)
+                effects += self._cannot_go_on(late[0], deadline.sentence, False, now_s)
             effects += self._kill(late)
         return effects
 
@@ -192,9 +233,14 @@ class Replacer:
     def next_tick_s(self) -> float | None:
         """When `tick` has something to do at the latest; None when only an event can bring something."""
         times = [deadline.when_s for deadline in self._deadlines]
-        if self.state in (State.STARTING, State.READY):
-            times += [life.last_beat_s + SILENT_S for life in self._alive.values() if life.last_beat_s is not None]
+        times += [life.last_beat_s + SILENT_S for _, life in self._needed() if life.last_beat_s is not None]
         return min(times, default=None)
+
+    def _needed(self) -> list[tuple[ChildKey, _Life]]:
+        """Who lives and may not fall silent."""
+        if self.state not in (State.STARTING, State.READY):
+            return []
+        return [(child, life) for child, life in self._alive.items() if self._groups[child].lost is None]
 
     # ---- What children do
 
@@ -211,36 +257,64 @@ class Replacer:
                     sentence = (
                         f"{_named(child)} has made no progress for {progress_age_s:.0f} s (see --watchdog-timeout)."
                     )
-                    return self._fail(sentence, False, now_s)
+                    return self._cannot_go_on(child, sentence, False, now_s)
             case Failed():
                 self._last_words[child] = message.message
-                return self._fail(message.message, False, now_s)
+                return self._cannot_go_on(child, message.message, False, now_s)
             case Ready():
                 life.ready = True
-                return self._perhaps_ready(now_s)
+                return self._perhaps_ready(now_s) if self.state is State.STARTING else self._perhaps_whole(child, now_s)
             case _:
                 assert_never(message)
         return []
 
     def _perhaps_ready(self, now_s: float) -> list[Effect]:
-        if self.state is not State.STARTING or not all(life.ready for life in self._alive.values()):
+        if not all(life.ready for life in self._alive.values()):
             return []
         self.state = State.READY
-        word = ServerReady(now_s - self.started_s)
-        return [SaveReport(), *(Tell(child, word) for child in self._alive), BecameReady()]
+        self._startup_s = now_s - self.started_s
+        return [SaveReport(), *self._greet(self._alive), BecameReady()]
+
+    def _perhaps_whole(self, child: ChildKey, now_s: float) -> list[Effect]:
+        """The last of a group that was started anew may be ready."""
+        group = self._groups[child]
+        since_s = group.absent_since_s
+        if self.state is not State.READY or since_s is None or group.lost is not None:
+            return []
+        if not all(self._alive[member].ready for member in group.members):
+            return []
+        group.absent_since_s = None
+        return [*self._greet(group.members), ServesAgain(group.members, now_s - since_s)]
+
+    def _greet(self, children: Iterable[ChildKey]) -> list[Tell]:
+        return [Tell(child, ServerReady(self._startup_s)) for child in children]
 
     def _exited(self, child: ChildKey, returncode: int, now_s: float) -> list[Effect]:
         life = self._alive.pop(child, None)
         if life is None:
             return []
         effects: list[Effect] = []
-        if self.state in (State.STARTING, State.READY, State.FAILING) and child not in self._killed:
-            effects += self._fail(self._obituary(child, life, returncode), returncode < 0, now_s)
+        if child not in self._killed:
+            effects += self._cannot_go_on(child, self._obituary(child, life, returncode), returncode < 0, now_s)
+        self._forget(child)
+        group = self._groups[child]
+        if self.state is State.READY and group.lost is not None and not any(m in self._alive for m in group.members):
+            effects += self._start(group, group.lost.sentence)
         if self.state is State.STOPPING and not self._of_role(self._stopping_role):
             effects += self._next_stage(now_s)
         if not self._alive:
             effects += self._finish()
         return effects
+
+    def _forget(self, child: ChildKey) -> None:
+        """Nothing of it may be held against the next one in its place."""
+        self._killed.discard(child)
+        self._last_words.pop(child, None)
+        self._deadlines = [
+            replace(deadline, children=others)
+            for deadline in self._deadlines
+            if (others := tuple(other for other in deadline.children if other != child))
+        ]
 
     def _obituary(self, child: ChildKey, life: _Life, returncode: int) -> str:
         if returncode >= 0 and child in self._last_words:
@@ -255,21 +329,53 @@ class Replacer:
         if child not in self._alive:
             return []
         if reason is not None:
-            return self._fail(f"{_named(child)} sent what cannot be read: {reason}.", False, now_s)
+            return self._cannot_go_on(child, f"{_named(child)} sent what cannot be read: {reason}.", False, now_s)
         # Its exit status says more, so that is awaited; but who does not exit is made to.
         sentence = f"{_named(child)} closed its link to the supervisor."
         self._deadlines.append(_Deadline(now_s + ENDING_S, (child,), sentence))
         return []
 
+    # ---- How processes are replaced
+
+    def _cannot_go_on(self, child: ChildKey, sentence: str, by_signal: bool, now_s: float) -> list[Effect]:
+        """What depends on this child is lost with it; or the whole server is."""
+        group = self._groups[child]
+        if self.state is State.STOPPING:
+            return self._give_up_running(sentence) if group.is_engine else []
+        if self.state is not State.READY:
+            return self._fail(sentence, by_signal, now_s)
+        if group.lost is not None:
+            group.lost.hear(sentence, by_signal)
+            return []
+        self._losses_s = [when_s for when_s in self._losses_s if now_s - when_s < CALM_S]
+        if len(self._losses_s) >= self.most_replacements:
+            return self._fail(sentence, by_signal, now_s)
+        self._losses_s.append(now_s)
+        group.lost = _Cause(sentence, by_signal)
+        if group.absent_since_s is None:
+            group.absent_since_s = now_s
+        # One death causes others, and the last words of those tell which was first.
+        self._deadlines.append(_Deadline(now_s + SETTLE_S, group.members))
+        return []
+
+    def _start(self, group: _Group, reason: str) -> list[Effect]:
+        """All of it have ended, and what they held is free."""
+        group.lost = None
+        self.generation += group.is_engine
+        others = self._of_role("frontend") if group.is_engine else ()
+        self._alive |= {child: _Life() for child in group.members}
+        started = Start(group.members, self.generation, reason)
+        return [started, *(Tell(child, EngineReplaced(self.generation)) for child in others)]
+
     # ---- How the server ends
 
     def _fail(self, sentence: str, by_signal: bool, now_s: float) -> list[Effect]:
-        if self.state in (State.STOPPING, State.FINISHED):
+        if self.state is State.FINISHED:
             return []
-        if self._cause is None or (by_signal and not self._cause.by_signal):
-            self._cause = _Cause(sentence, by_signal)
-        if self.state is State.FAILING:
+        if self._cause is not None:
+            self._cause.hear(sentence, by_signal)
             return []
+        self._cause = _Cause(sentence, by_signal)
         was_ready = self.state is State.READY
         self.state = State.FAILING
         # Frontends have clients to tell, once there are any.
@@ -282,11 +388,24 @@ class Replacer:
         if self.state is State.READY and grace_s > 0:
             self.state = State.STOPPING
             self._stages = [("frontend", grace_s), ("scheduler", ENDING_S), ("worker", ENDING_S)]
-            return [Stopping(grace_s), *self._next_stage(now_s)]
+            effects = [Stopping(grace_s), *self._next_stage(now_s)]
+            engine = next(group for group in self._groups.values() if group.is_engine)
+            if engine.absent_since_s is not None:
+                effects += self._give_up_running("the server is shutting down, and its engine was being replaced")
+                effects += self._kill([child for child in engine.members if child in self._alive])
+            return effects
         if self.state in (State.STARTING, State.READY):
             self.state = State.STOPPING
         self._stages.clear()
         return self._kill(self._alive)  # nothing to be finished, or asked for the second time
+
+    def _give_up_running(self, sentence: str) -> list[Effect]:
+        """In the middle of an orderly end nothing is replaced any more: who waits for answers is told so, and waits no longer."""
+        if self._has_given_up:
+            return []
+        self._has_given_up = True
+        waiting = [child for child in self._of_role("frontend") if child not in self._killed]
+        return [Tell(child, Stop(LAST_ANSWERS_S, sentence)) for child in waiting]
 
     def _next_stage(self, now_s: float) -> list[Effect]:
         while self._stages:
@@ -309,7 +428,13 @@ class Replacer:
     def _finish(self) -> list[Effect]:
         self.state = State.FINISHED
         self._deadlines.clear()
-        return [Finish(0, None) if self._cause is None else Finish(1, self._cause.sentence)]
+        if self._cause is None:
+            return [Finish(0, None)]
+        sentence = self._cause.sentence
+        if self._losses_s:
+            times = f"{len(self._losses_s)} times" if len(self._losses_s) > 1 else "once"
+            sentence += f" Processes were replaced {times} within {CALM_S:.0f} s (see --max-replacements)."
+        return [Finish(1, sentence)]
 
 
 def _named(child: ChildKey) -> str:

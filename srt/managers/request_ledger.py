@@ -215,16 +215,16 @@ class RequestLedger:
             self._forget(rid, index)
         return [Send(Abort(rid, choice))]
 
-    def resume(self) -> list[Effect]:
-        """A new scheduler knows nothing: ask it to go on where each live choice is. Its batches are numbered anew."""
+    def resume(self) -> Iterator[Effect]:
+        """A new scheduler knows nothing: ask it to go on where each live choice is. Its batches are numbered anew. To be asked to the end,
+        like `effects_of`."""
         self._last_batch = self._last_acknowledged = -1
-        effects: list[Effect] = []
         for entry in list(self._entries.values()):
             for index, choice in list(entry.choices.items()):
-                effects += self._rewind(entry, index, choice)
+                if index in entry.choices:
+                    yield from self._rewind(entry, index, choice)
             if entry.choices:
-                effects.append(Send(_resubmission(entry)))
-        return effects
+                yield Send(_resubmission(entry))
 
     # ---- What a batch brings
 

@@ -24,6 +24,7 @@ from srt.protocol.codec import decode_view, protocol_hash
 from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, worker_path
 from srt.protocol.messages import (
     Abort,
+    EngineReplaced,
     FrontendHello,
     Message,
     Rejected,
@@ -126,7 +127,7 @@ class SchedulerProcess:
                 case Stop(grace_s, _):
                     self._stop_at = time.monotonic() + grace_s
                     self._scheduler.drain()
-                case ServerReady():
+                case ServerReady() | EngineReplaced():
                     pass
                 case _:
                     assert_never(message)

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerLink:
-    """Calls `on_message` for every message in order, `on_idle` when there is none left for now, `on_broken` at most once."""
+    """Calls `on_message` for every message in order, and `on_idle` when there is none left for now. At its end, once: `on_lost` when the
+    scheduler is gone, `on_broken` when what it sent cannot be relied upon."""
 
     def __init__(
         self,
@@ -33,11 +34,13 @@ class SchedulerLink:
         run_dir: str,
         on_message: Callable[[Message], None],
         on_idle: Callable[[], None],
+        on_lost: Callable[[], None],
         on_broken: Callable[[str], None],
     ) -> None:
         """Connect and say hello; whether anybody is there shows when the answer comes. Must run in the loop's thread."""
         self._on_message = on_message
         self._on_idle = on_idle
+        self._on_lost = on_lost
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -68,6 +71,10 @@ class SchedulerLink:
         """Send what is queued if that goes at once, and let go. Nothing is called any more."""
         self._end(_LAST_WORDS_MS)
 
+    def drop(self) -> None:
+        """The same where nobody is there to be told anything."""
+        self._end(0)
+
     def _look_again(self) -> None:
         """The socket's descriptor tells of changes, not of states, and a send may swallow one: so look, in the loop's next turn."""
         if not self._is_turn_due:
@@ -89,7 +96,9 @@ class SchedulerLink:
                 return
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 self._take_messages()  # what had arrived before the end still counts
-                self._break("the scheduler has closed the connection")
+                if self._is_open:
+                    self._end(0)
+                    self._on_lost()
 
     def _take_messages(self, most: int | None = None) -> int:
         """Hand on what has arrived; returns how many messages."""

@@ -56,6 +56,10 @@ class StartupReport:
                 pass
         return entry.phase != before
 
+    def value(self, child: ChildKey, name: str) -> Scalar:
+        """A fact that this child told when it was ready."""
+        return self.children[child].values.get(name)
+
     def as_json(self, ready_s: float) -> dict[str, Any]:
         """Seconds since the supervisor's start."""
 

@@ -10,6 +10,7 @@ import os
 import selectors
 import signal
 import time
+from collections.abc import Callable
 from typing import assert_never
 
 from srt.managers.child_process import ChildKey, ChildProcess
@@ -27,6 +28,8 @@ from srt.managers.replacer import (
     LinkLost,
     Replacer,
     SaveReport,
+    ServesAgain,
+    Start,
     State,
     StopAsked,
     Stopping,
@@ -39,11 +42,20 @@ from srt.managers.startup_report import STARTUP_FILE, StartupReport
 from srt.managers.step_deadline import longest_step_s
 from srt.managers.vitals import VitalsWriter
 from srt.protocol.link_errors import LinkBroken, PeerGone
-from srt.protocol.messages import ChildStart, EngineStarted, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
+from srt.protocol.messages import (
+    ChildStart,
+    EngineReplaced,
+    EngineStarted,
+    Failed,
+    Heartbeat,
+    Progress,
+    Ready,
+    ServerReady,
+    Stop,
+)
 from srt.protocol.stream import MessageStream
 from srt.utils.errors import StartError
 
-GENERATION = 1
 GRACE_S = 25.0  # for requests that run when the server is asked to stop; a container gets 30 s or less as a rule
 OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
 
@@ -56,6 +68,7 @@ class Supervisor:
         plan: ServerPlan,
         run_dir: RunDir,
         children: list[ChildProcess],
+        spawn: Callable[[ChildKey], ChildProcess],
         signals: SignalPipe,
         display: ProgressDisplay,
         service_manager: ServiceManager,
@@ -68,25 +81,41 @@ class Supervisor:
         self._display = display
         self._service_manager = service_manager
         self._lifeline = lifeline
-        self._children = {child.key: child for child in children}
-        self._streams = {child.key: MessageStream(child.socket, GENERATION) for child in children}
-        self._by_pid = {child.popen.pid: child.key for child in children}
-        self._replacer = Replacer([child.key for child in children], started_s, longest_step_s(plan.args))
+        self._spawn = spawn
+        self._children: dict[ChildKey, ChildProcess] = {}
+        self._streams: dict[ChildKey, MessageStream] = {}
+        self._by_pid: dict[int, ChildKey] = {}
+        self._replacer = Replacer(
+            [child.key for child in children], started_s, longest_step_s(plan.args), plan.args.max_replacements
+        )
         self._report = StartupReport(started_s, {child.key: child.spawned_s for child in children})
         self._selector = selectors.DefaultSelector()
         self._vitals = VitalsWriter(run_dir.path, "supervisor")
         ControlWords.create(run_dir.path, plan.args)
         self._exit_code: int | None = None
         self._runtime_asked_to_stop = False
+        for child in children:
+            self._adopt(child, self._replacer.generation)
 
     def run(self) -> int:
         """Returns the exit code, when nothing of the server is left."""
         self._selector.register(self._signals, selectors.EVENT_READ)
         if self._lifeline:
             self._selector.register(self._lifeline, selectors.EVENT_READ)
-        for key, stream in self._streams.items():
-            self._selector.register(stream, selectors.EVENT_READ, key)
-        self._tell_who_they_are()
+        if self._plan.url is not None:
+            with contextlib.suppress(OSError):  # then `srt health` does not find this server
+                (self._run_dir.path / ADDRESS_FILE).write_text(self._plan.url, "ascii")
+        for key in self._streams:
+            self._tell_who_it_is(key, self._replacer.generation)
+        self._tell_runtime(
+            EngineStarted(
+                str(self._run_dir.path),
+                self._replacer.generation,
+                str(self._plan.model_folder),
+                self._plan.num_http_frontends,
+                self._plan.url,
+            )
+        )
         # What came before there was a selector.
         self._reap()
         self._hear_runtime()
@@ -94,26 +123,31 @@ class Supervisor:
             self._wait_and_handle()
         return self._exit_code
 
-    def _tell_who_they_are(self) -> None:
-        num_http = self._plan.num_http_frontends
-        if self._plan.url is not None:
-            with contextlib.suppress(OSError):  # then `srt health` does not find this server
-                (self._run_dir.path / ADDRESS_FILE).write_text(self._plan.url, "ascii")
-        for key, stream in self._streams.items():
-            start = ChildStart(
-                role=key.role,
-                index=key.index,
-                generation=GENERATION,
-                run_dir=str(self._run_dir.path),
-                model_folder=str(self._plan.model_folder),
-                num_frontends=num_http + (self._lifeline is not None),
-                args=self._plan.args,
-            )
-            with contextlib.suppress(PeerGone):  # its exit is noticed like any other
-                stream.send(start)
-        self._tell_runtime(
-            EngineStarted(str(self._run_dir.path), GENERATION, str(self._plan.model_folder), num_http, self._plan.url)
+    def _adopt(self, child: ChildProcess, generation: int) -> None:
+        """From now on this process has that place."""
+        self._children[child.key] = child
+        self._by_pid[child.popen.pid] = child.key
+        stream = self._streams[child.key] = MessageStream(child.socket, generation)
+        self._selector.register(stream, selectors.EVENT_READ, child.key)
+
+    def _tell_who_it_is(self, key: ChildKey, generation: int) -> None:
+        start = ChildStart(
+            role=key.role,
+            index=key.index,
+            generation=generation,
+            run_dir=str(self._run_dir.path),
+            model_folder=str(self._plan.model_folder),
+            num_frontends=self._plan.num_http_frontends + (self._lifeline is not None),
+            args=self._plan.args,
+            num_tokens=self._num_tokens(key),
         )
+        with contextlib.suppress(PeerGone):  # its exit is noticed like any other
+            self._streams[key].send(start)
+
+    def _num_tokens(self, key: ChildKey) -> int:
+        """Of the memory of the worker that this one replaces; 0 if it is the first in its place."""
+        num_tokens = self._report.value(key, "max_total_num_tokens") if key.role == "worker" else None
+        return num_tokens if isinstance(num_tokens, int) else 0
 
     def _wait_and_handle(self) -> None:
         now_s = time.monotonic()
@@ -148,7 +182,7 @@ class Supervisor:
     def _hear(self, key: ChildKey) -> None:
         """Everything that this child has said."""
         stream = self._streams.get(key)
-        while stream is not None:
+        while stream is not None and stream is self._streams.get(key):
             try:
                 message = stream.receive()
             except PeerGone:
@@ -166,7 +200,7 @@ class Supervisor:
                 self._handle(LinkLost(key, f"unexpected {type(message).__name__}"))
                 return
             now_s = time.monotonic()
-            if self._report.record(key, message, now_s) and self._replacer.state is State.STARTING:
+            if self._replacer.state is State.STARTING and self._report.record(key, message, now_s):
                 self._display.update(self._report, key, now_s)
             self._handle(ChildSpoke(key, message))
 
@@ -232,6 +266,10 @@ class Supervisor:
                     self._save_report()
                 case BecameReady():
                     self._announce_ready()
+                case Start(children, generation, reason):
+                    self._start(children, generation, reason)
+                case ServesAgain(children, after_s):
+                    self._display.say(f"{_names(children)} at work again after {after_s:.1f} s.")
                 case Stopping(grace_s):
                     self._service_manager.stopping()
                     if self._lifeline is None:  # a Runtime's program knows what it does
@@ -242,6 +280,17 @@ class Supervisor:
                     self._finish(exit_code, reason)
                 case _:
                     assert_never(effect)
+
+    def _start(self, keys: tuple[ChildKey, ...], generation: int, reason: str) -> None:
+        self._display.error(f"{reason} {_names(keys)} replaced.")
+        for key in keys:
+            if key in self._streams:  # something that it had started still holds the other end
+                self._drop_stream(key)
+            self._adopt(self._spawn(key), generation)
+        for key in keys:
+            self._tell_who_it_is(key, generation)
+        if any(key.role == "scheduler" for key in keys):
+            self._tell_runtime(EngineReplaced(generation))
 
     def _kill(self, key: ChildKey) -> None:
         """Its whole group: a helper that it started must not outlive it."""
@@ -272,7 +321,13 @@ class Supervisor:
             self._display.error(reason)
         self._exit_code = exit_code
 
-    def _tell_runtime(self, message: EngineStarted | ServerReady | Failed) -> None:
+    def _tell_runtime(self, message: EngineStarted | ServerReady | EngineReplaced | Failed) -> None:
         if self._lifeline:
             with contextlib.suppress(PeerGone):
                 self._lifeline.send(message)
+
+
+def _names(keys: tuple[ChildKey, ...]) -> str:
+    names = [str(key) for key in keys]
+    text = f"{', '.join(names[:-1])} and {names[-1]} are" if len(names) > 1 else f"{names[0]} is"
+    return text.capitalize()

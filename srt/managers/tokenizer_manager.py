@@ -64,9 +64,12 @@ class TokenizerManager:
         template: ChatTemplate | ChatTemplateError | None,
         new_seed: Callable[[], int],
         connect: Callable[..., SchedulerLink],
+        generation: int,
+        max_held: int,
         watch: RequestWatch | None = None,
     ) -> None:
-        """Use `TokenizerManager.connect`. `connect` gets the three callbacks of a SchedulerLink."""
+        """Use `TokenizerManager.connect`. `connect` gets a generation and the callbacks of a SchedulerLink. While there is no scheduler
+        `max_held` requests wait for the next one."""
         self.model = model
         self.text = TextCodec(tokenizer, template, context_length=model.context_length, vocab_size=model.vocab_size)
         self._watch = watch or RequestWatch()
@@ -80,9 +83,12 @@ class TokenizerManager:
         self._limits: SchedulerHello | None = None
         self._load: Load | None = None
         self._death: str | None = None
+        self._is_greeted = False  # by the present scheduler: before that nothing is sent to it
+        self._max_held = max_held
+        self._connect = connect
         self._answered = asyncio.Event()  # the scheduler has, or it never will
         self._broken = asyncio.Event()
-        self._link = connect(on_message=self._take, on_idle=self._deliveries.acknowledge, on_broken=self.engine_died)
+        self._link = self._link_to(generation)
 
     @classmethod
     async def connect(
@@ -100,7 +106,7 @@ class TokenizerManager:
         has_template = isinstance(template, ChatTemplate)
         model = await asyncio.to_thread(read_model_facts, model_folder, args, has_template)
 
-        def connect(**callbacks: Any) -> SchedulerLink:
+        def connect(generation: int, **callbacks: Any) -> SchedulerLink:
             return SchedulerLink(index=index, generation=generation, run_dir=run_dir, **callbacks)
 
         return cls(
@@ -109,6 +115,8 @@ class TokenizerManager:
             template=template,
             new_seed=seed_source(args.random_seed, index),
             connect=connect,
+            generation=generation,
+            max_held=args.max_queued_requests,
             watch=RequestWatch(
                 index, FrontendMetrics(run_dir, index), ControlWords.open(run_dir, args), tracer, tokenizer.decode
             ),
@@ -130,7 +138,12 @@ class TokenizerManager:
     @property
     def is_ready(self) -> bool:
         """The scheduler has answered and the link is whole."""
-        return self._limits is not None and self._death is None
+        return self._is_greeted and self._death is None
+
+    @property
+    def is_dead(self) -> bool:
+        """The engine has ended for good."""
+        return self._death is not None
 
     async def wait_ready(self) -> None:
         """Return when the scheduler takes requests; EngineDied if it never will."""
@@ -154,6 +167,27 @@ class TokenizerManager:
         self._calls.fail(EngineDied(self._death))
         self._answered.set()
         self._broken.set()
+
+    def engine_replaced(self, generation: int) -> None:
+        """The scheduler has ended, and another one is on its way: all that has no answer yet is sent to that one when it is there. The
+        requests' readers notice a pause."""
+        if self._death is None:
+            self._engine_lost()
+            self._link.drop()
+            self._link = self._link_to(generation)
+
+    def _engine_lost(self) -> None:
+        """The supervisor sees it too: it replaces the engine or ends everything."""
+        self._is_greeted = False
+
+    def _link_to(self, generation: int) -> SchedulerLink:
+        return self._connect(
+            generation,
+            on_message=self._take,
+            on_idle=self._deliveries.acknowledge,
+            on_lost=self._engine_lost,
+            on_broken=self.engine_died,
+        )
 
     def stats(self) -> dict[str, Scalar]:
         """Counters for /server_info and leak checks; all that begin with `live_` are 0 when nothing runs."""
@@ -221,6 +255,9 @@ class TokenizerManager:
             raise EngineDied(self._death)
         if self._limits is None:
             raise RequestError(503, "The server is starting.", retry_after_s=_RETRY_AFTER_S)
+        if not self._is_greeted and self._deliveries.num_live >= self._max_held:
+            sentence = f"The engine is being replaced, and {self._deliveries.num_live} requests wait for it."
+            raise RequestError(503, sentence, retry_after_s=_RETRY_AFTER_S)
 
     def _live_request(
         self, message: GenerateRequest, request: GenerateInput, arrived_s: float, sent_s: float
@@ -249,18 +286,24 @@ class TokenizerManager:
             case AbortLabel():
                 self._abort_named(message.label)
             case SchedulerHello():
-                self._limits = message
-                self._answered.set()
+                self._greeted(message)
             case Rejected():
                 self._take_rejection(message.reason)
             case _:
                 logger.error("The scheduler sent %s, which is not for frontends.", type(message).__name__)
 
+    def _greeted(self, hello: SchedulerHello) -> None:
+        self._limits = hello
+        self._is_greeted = True
+        self._answered.set()
+        self._deliveries.resume()
+        self._calls.send_again()
+
     def _take_rejection(self, reason: str) -> None:
         """A message of ours was dropped: a defect. It may have been any request that had no answer yet, so those fail: none hangs."""
         logger.error("The scheduler could not take a message: %s.", reason)
         self._num_rejected += 1
-        if self._limits is None:
+        if not self._is_greeted:
             self.engine_died(f"it does not understand this process ({reason})")
             return
         self._deliveries.fail_unbegun(RequestError(500, f"The engine could not take a request: {reason}."))
@@ -310,7 +353,9 @@ class TokenizerManager:
         return await self._calls.call(make, is_own)
 
     def _send(self, message: FromFrontend) -> None:
-        self._link.send(message)
+        """Nothing while no scheduler has greeted: whoever does is sent all that is still of interest."""
+        if self._is_greeted:
+            self._link.send(message)
 
 
 def seed_source(random_seed: int | None, frontend: int) -> Callable[[], int]:

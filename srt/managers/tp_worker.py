@@ -244,6 +244,7 @@ def load_runner(child: Child) -> ModelRunner:
             device,
             report_weights=_Throttled(lambda done, total: child.report_phase("weights", done, total)),
             report_phase=child.report_phase,
+            num_tokens=start.num_tokens,
         )
 
 

@@ -24,19 +24,30 @@ MOST_GRAPH_ROWS = 256  # that are worth a graph, unless asked for: steps of more
 ADMITTED_TOKENS = 1 << 24  # of all requests that one plan admits; each passes through the device as three int64
 
 
-def profile_max_num_token(args: ServerArgs, device: torch.device, bytes_per_token: int, other_bytes: int = 0) -> int:
+def profile_max_num_token(
+    args: ServerArgs, device: torch.device, bytes_per_token: int, other_bytes: int = 0, num_tokens: int = 0
+) -> int:
     """The tokens that fit on this rank, weights already loaded: as many as --max-total-tokens says, or as memory allows.
 
-    On a GPU `other_bytes` are needed beside: for tables, graphs and the largest step.
+    On a GPU `other_bytes` are needed beside: for tables, graphs and the largest step. `num_tokens` have fitted before, and must again.
     """
+    spare = 0  # that the first measurement left, for one that comes out a little smaller
     if device.type == "cpu":
         available = available_memory_bytes()
         unasked = min(available // CPU_SHARE, CPU_MOST_BYTES)
+        is_asked = num_tokens or args.max_total_tokens is not None
         # Pages are taken as they are used, so the ranks do not see each other's yet.
-        fits = (unasked if args.max_total_tokens is None else available // args.tp_size) // bytes_per_token
+        fits = (available // args.tp_size if is_asked else unasked) // bytes_per_token
     else:
         free, total = torch.cuda.mem_get_info(device)
         fits = kv_bytes(args, free, total, other_bytes) // bytes_per_token
+        spare = int(total * CUDA_SLACK / 2) // bytes_per_token
+    if num_tokens > fits + spare:
+        raise StartError(
+            f"The worker before this one had memory for {num_tokens} tokens, and for {max(0, fits)} is left: somebody else has taken some."
+        )
+    if num_tokens:
+        return num_tokens
     if args.max_total_tokens is None:
         return max(0, fits)
     if args.max_total_tokens > fits:

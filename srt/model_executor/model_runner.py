@@ -121,10 +121,12 @@ class ModelRunner:
         report_weights: Progress = lambda done, total: None,
         report_phase: Callable[[str], None] = lambda name: None,
         capture: Capture | None = None,
+        num_tokens: int = 0,
     ) -> None:
         """Loads the weights, reporting bytes done and in all; then compiles kernels and takes the KV memory, reporting these phases.
 
-        `capture` makes graphs of decode steps; CUDA's own on a GPU, unless another is given.
+        `capture` makes graphs of decode steps; CUDA's own on a GPU, unless another is given. `num_tokens` that the memory must hold, as it
+        has held them before; 0: as the options say.
         """
         torch.set_float32_matmul_precision("highest")  # whatever the environment says: float32 is not TF32
         self.config = config
@@ -161,7 +163,7 @@ class ModelRunner:
             report_phase("memory")
             if args.enable_torch_compile:
                 self._compiled = CompiledForward(self._model, args.torch_compile_max_bs)
-            num_pages = self._profile_num_pages()
+            num_pages = self._profile_num_pages(num_tokens)
             with self.memory.region("kv_cache"):
                 self._init_memory(num_pages, min(config.context_length, num_pages * self.page_size))
         self.max_total_num_tokens = self.num_pages * self.page_size
@@ -211,13 +213,13 @@ class ModelRunner:
             return None
         return scales.k, scales.v
 
-    def _profile_num_pages(self) -> int:
+    def _profile_num_pages(self, num_tokens: int) -> int:
         """The pages that all ranks can keep beside the largest step; StartError where there is no room for it or for a page."""
         config, page_size = self.config, self.page_size
         heads = config.num_kv_heads_per_rank(self._tp.size)
         token_bytes = MHATokenToKVPool.bytes_per_token(config.num_layers, heads, config.head_dim, self._kv_dtype)
         other_bytes = self._measure_other_bytes() if self.device.type == "cuda" else 0
-        most_tokens = profile_max_num_token(self._args, self.device, token_bytes, other_bytes)
+        most_tokens = profile_max_num_token(self._args, self.device, token_bytes, other_bytes, num_tokens)
         num_pages = self._tp.min_int(most_tokens // page_size)
         check_pages(num_pages, self._args, token_bytes, other_bytes)
         check_tables(self.num_slots, min(config.context_length, num_pages * page_size), page_size, self.device)

@@ -386,6 +386,7 @@ class ChildStart(Wire, frozen=True, tag=80):
     model_folder: str  # the resolved checkpoint
     num_frontends: int
     args: ServerArgs
+    num_tokens: int = 0  # that a worker's KV memory must hold, since its predecessor's did; 0: as the options say
 
 
 class ServerReady(Wire, frozen=True, tag=81):
@@ -399,6 +400,13 @@ class Stop(Wire, frozen=True, tag=82):
 
     grace_s: float
     reason: str = ""
+
+
+class EngineReplaced(Wire, frozen=True, tag=83):
+    """To frontends, and to a Runtime: the scheduler has ended. Another one is on its way, on the links of this generation; it knows
+    nothing, so ask it again for what was asked of the old one."""
+
+    generation: int
 
 
 # ---- Child -> supervisor
@@ -434,7 +442,8 @@ class Failed(Wire, frozen=True, tag=93):
     message: str
 
 
-# ---- Runtime -> supervisor, and back, on the lifeline (its end-of-file ends the engine; Stop, ServerReady and Failed travel there too)
+# ---- Runtime -> supervisor, and back, on the lifeline: its end-of-file ends the engine, and Stop, ServerReady, EngineReplaced and Failed
+# travel there too
 
 
 class EngineStart(Wire, frozen=True, tag=100):
@@ -480,6 +489,7 @@ Message = (
     | WorkerFault
     | ChildStart
     | ServerReady
+    | EngineReplaced
     | Stop
     | Progress
     | Ready
@@ -503,9 +513,9 @@ FromFrontend = (
 ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load | AbortLabel
 ToWorker = StepPlan | WorkPlan
 FromWorker = WorkerHello | StepResult | StepAck | WorkDone | WorkerFault
-ToChild = ChildStart | ServerReady | Stop
+ToChild = ChildStart | ServerReady | EngineReplaced | Stop
 FromChild = Progress | Ready | Heartbeat | Failed
 FromRuntime = EngineStart | Stop
-ToRuntime = EngineStarted | ServerReady | Failed
+ToRuntime = EngineStarted | ServerReady | EngineReplaced | Failed
 
 MESSAGE_TYPES: dict[int, type[Message]] = {cls.__struct_config__.tag: cls for cls in get_args(Message)}

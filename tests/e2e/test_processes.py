@@ -113,7 +113,7 @@ def test_a_second_stop_ends_what_runs(endless_checkpoint: Path, tmp_path: Path) 
 def test_a_dead_engine_ends_the_server_with_the_reason_and_clients_are_told(
     endless_checkpoint: Path, tmp_path: Path, module: str
 ) -> None:
-    with launch(endless_checkpoint, tmp_path) as server:
+    with launch(endless_checkpoint, tmp_path, "--max-replacements", "0") as server:
         url = server.wait_ready()
         children = server.children()
         with streaming(url, ENDLESS) as lines:

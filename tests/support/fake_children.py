@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from srt.managers.child import Child, run_child
-from srt.protocol.messages import ServerReady
+from srt.protocol.messages import EngineReplaced, ServerReady
 from srt.utils.errors import StartError
 
 MODULE = "tests.support.fake_children"
@@ -27,6 +27,7 @@ def fake_child(child: Child) -> None:
     behaviour = json.loads(os.environ.get("FAKE_BEHAVIOUR", "{}")).get(child.name, "obey")
     pids = Path(os.environ["FAKE_PIDS"])
     (pids / child.name.replace(" ", "-")).write_text(f"{os.getpid()} {os.getppid()}")
+    note("starts", f"{child.name} {child.start.generation} {child.start.num_tokens}")
     child.report_phase("loading", 1, 2)
     if behaviour == "fail":
         raise StartError("The weights are made of cheese.")
@@ -36,7 +37,7 @@ def fake_child(child: Child) -> None:
         os.write(child.fileno(), b"\xff" * 64)
     if behaviour != "mute":
         child.start_heartbeats()
-        child.report_ready({"num_pages": 7})
+        child.report_ready({"max_total_num_tokens": 112})
     serve(child, behaviour)
 
 
@@ -46,10 +47,17 @@ def serve(child: Child, behaviour: str) -> None:
         while (message := child.receive()) is not None:
             if isinstance(message, ServerReady):
                 begin(behaviour)
+            elif isinstance(message, EngineReplaced):
+                note("orders", f"{child.name}: EngineReplaced {message.generation}")
             elif behaviour != "deaf":
-                with (Path(os.environ["FAKE_PIDS"]) / "stops").open("a") as log:
-                    log.write(f"{child.name}\n")
+                note("stops", child.name)
                 return
+
+
+def note(kind: str, line: str) -> None:
+    """For the test to read."""
+    with (Path(os.environ["FAKE_PIDS"]) / kind).open("a") as log:
+        log.write(line + "\n")
 
 
 def begin(behaviour: str) -> None:
@@ -60,15 +68,19 @@ def begin(behaviour: str) -> None:
 
 
 def launch() -> int:
-    """A real supervisor of fake children: `python -m tests.support.fake_children launch PORT NUM_FRONTENDS TP`."""
+    """A real supervisor of fake children: `python -m tests.support.fake_children launch PORT NUM_FRONTENDS TP REPLACEMENTS`."""
     from srt.launch_server import serve as supervise
     from srt.managers.preflight import ServerPlan, listen
     from srt.server_args import ServerArgs
 
-    port, num_frontends, tp_size = map(int, sys.argv[2:5])
+    port, num_frontends, tp_size, max_replacements = map(int, sys.argv[2:6])
     listener: socket.socket = listen("127.0.0.1", port)
     args = ServerArgs(
-        model_path="fake", port=listener.getsockname()[1], tokenizer_worker_num=num_frontends, tp_size=tp_size
+        model_path="fake",
+        port=listener.getsockname()[1],
+        tokenizer_worker_num=num_frontends,
+        tp_size=tp_size,
+        max_replacements=max_replacements,
     )
     modules = dict.fromkeys(("frontend", "scheduler", "worker"), MODULE)
     return supervise(ServerPlan(args, Path("/nowhere"), listener), time.monotonic(), None, modules)

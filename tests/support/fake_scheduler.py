@@ -30,6 +30,7 @@ class FakeScheduler:
     """One frontend at a time. `expect` returns the next message and checks its kind; acknowledgements are counted, not returned."""
 
     def __init__(self, run_dir: str, generation: int = 1) -> None:
+        self._run_dir, self._generation = run_dir, generation
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._link = RouterLink(self._context, frontend_path(run_dir, generation), generation)
         self._loop = asyncio.get_running_loop()
@@ -45,6 +46,10 @@ class FakeScheduler:
             message = await self._received.get()
         assert isinstance(message, kind), message
         return message
+
+    def successor(self) -> FakeScheduler:
+        """One of the next generation."""
+        return FakeScheduler(self._run_dir, self._generation + 1)
 
     def has_received(self) -> bool:
         return not self._received.empty()

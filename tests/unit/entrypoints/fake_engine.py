@@ -103,6 +103,7 @@ class FakeEngine:
         self.answer = answer
         self.script: Callable[[GenerateInput], list[list[ChoiceUpdate] | RequestError | None]] | None = None
         self.ready = True
+        self.generations: list[int] = []  # it was replaced by these
         self.handles: list[FakeHandle] = []
         self.has_submitted = asyncio.Event()
         self.broken = asyncio.Event()
@@ -131,6 +132,10 @@ class FakeEngine:
     @property
     def is_ready(self) -> bool:
         return self.ready
+
+    @property
+    def is_dead(self) -> bool:
+        return self.broken.is_set()
 
     def sampling_params(self, given: Mapping[str, Any], default_max_new_tokens: int | None = 128) -> SamplingParams:
         return SamplingParams.from_dict(given, {}, default_max_new_tokens)
@@ -206,6 +211,9 @@ class FakeEngine:
         self.broken.set()
         for handle in self.handles:
             handle.fail(EngineDied(f"The engine has ended: {reason}."))
+
+    def engine_replaced(self, generation: int) -> None:
+        self.generations.append(generation)
 
     async def close(self) -> None:
         self.is_closed = True

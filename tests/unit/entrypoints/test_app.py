@@ -34,7 +34,7 @@ def test_nothing_is_generated_while_starting_or_draining(path: str, body: dict[s
 @pytest.mark.parametrize(("path", "body"), GENERATING)
 def test_an_engine_that_is_away_is_a_503(path: str, body: dict[str, object]) -> None:
     world = World()
-    world.engine.ready = False
+    world.engine.engine_died("it was killed")
     assert world.post(path, body).status_code == 503
     assert world.get("/ready").status_code == 503
     assert world.get("/health").status_code == 503

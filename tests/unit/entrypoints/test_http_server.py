@@ -21,7 +21,7 @@ from srt.managers.io_struct import EngineDied
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.managers.tracer import Tracer
 from srt.managers.vitals import VitalsWriter
-from srt.protocol.messages import ChildStart, ServerReady, Stop
+from srt.protocol.messages import ChildStart, EngineReplaced, ServerReady, Stop
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from tests.support.raw_http import RawRequest
@@ -41,19 +41,24 @@ class FakeSupervisor:
         self.phases: list[str] = []
         self.is_ready = asyncio.Event()
         self.beats: Any = None
-        self._orders: list[ServerReady | Stop | SupervisorGone] = []
+        self._orders: list[ServerReady | EngineReplaced | Stop | SupervisorGone] = []
         self._ours, self._theirs = socket.socketpair()
 
-    def say(self, order: ServerReady | Stop | SupervisorGone) -> None:
+    def say(self, order: ServerReady | EngineReplaced | Stop | SupervisorGone) -> None:
         self._orders.append(order)
         self._ours.send(b".")
+
+    async def has_read(self) -> None:
+        """All that was said."""
+        while self._orders:  # noqa: ASYNC110 - there is no event, on purpose: only this test looks
+            await asyncio.sleep(0)
 
     # ---- As the child sees it
 
     def fileno(self) -> int:
         return self._theirs.fileno()
 
-    def receive(self) -> ServerReady | Stop | None:
+    def receive(self) -> ServerReady | EngineReplaced | Stop | None:
         if not self._orders:
             return None
         self._theirs.recv(1)
@@ -244,6 +249,59 @@ def test_without_its_engine_it_waits_for_the_supervisor_and_then_ends(monkeypatc
             process.engine.engine_died("the scheduler has gone")
             with pytest.raises(StartError, match="The link to the engine broke: the scheduler has gone"):
                 await process.task
+
+    asyncio.run(go())
+
+
+def test_it_tells_its_engine_of_the_next_one_also_while_it_connects_to_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            process.may_connect.clear()
+            await process.connecting.wait()
+            process.supervisor.say(EngineReplaced(2))
+            process.supervisor.say(EngineReplaced(3))
+            await process.supervisor.has_read()
+            process.may_connect.set()
+            await process.begin()
+            assert process.engine.generations == [3]
+            process.supervisor.say(EngineReplaced(4))
+            await process.supervisor.has_read()
+            assert process.engine.generations == [3, 4]
+
+    asyncio.run(go())
+
+
+def test_requests_wait_while_the_engine_is_replaced_and_health_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            process.engine.ready = False
+            async with httpx.AsyncClient(base_url=process.url) as client:
+                health = await client.get("/health")
+                assert health.status_code == 503
+                assert "being replaced" in health.text
+                answer = await client.post("/generate", json={"text": "hi"})
+                assert (answer.status_code, answer.json()["text"]) == (200, "Hello!")
+
+    asyncio.run(go())
+
+
+def test_a_second_stop_with_a_reason_ends_what_the_first_let_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            process.engine.script = lambda request: [[choice_update(request, "ab", 0)], None]
+            async with httpx.AsyncClient(base_url=process.url) as client:
+                body = {"text": "hi", "stream": True}
+                async with client.stream("POST", "/generate", json=body) as answer:
+                    lines = answer.aiter_lines()
+                    await anext(lines)
+                    process.supervisor.say(Stop(600.0))
+                    process.supervisor.say(Stop(1.0, "Worker 0 is gone."))
+                    assert "Worker 0 is gone" in "".join([line async for line in lines])
+            await process.task
 
     asyncio.run(go())
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
+
 from srt.managers.child_process import ChildKey
 from srt.managers.replacer import (
+    CALM_S,
     ENDING_S,
     LAST_ANSWERS_S,
     SETTLE_S,
@@ -17,12 +22,14 @@ from srt.managers.replacer import (
     LinkLost,
     Replacer,
     SaveReport,
+    ServesAgain,
+    Start,
     State,
     StopAsked,
     Stopping,
     Tell,
 )
-from srt.protocol.messages import Failed, Heartbeat, Progress, Ready, ServerReady, Stop
+from srt.protocol.messages import EngineReplaced, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
 
 WORKERS = [ChildKey("worker", 0), ChildKey("worker", 1)]
 SCHEDULER = ChildKey("scheduler", 0)
@@ -30,15 +37,19 @@ FRONTENDS = [ChildKey("frontend", 0), ChildKey("frontend", 1)]
 ALL = [*WORKERS, SCHEDULER, *FRONTENDS]
 
 
-def starting() -> Replacer:
-    return Replacer(ALL, started_s=0.0, stuck_s=60.0)
+def starting(most_replacements: int = 0) -> Replacer:
+    return Replacer(ALL, started_s=0.0, stuck_s=60.0, most_replacements=most_replacements)
 
 
-def ready() -> Replacer:
-    replacer = starting()
-    for child in ALL:
-        replacer.handle(ChildSpoke(child, Ready({})), 1.0)
+def ready(most_replacements: int = 0) -> Replacer:
+    """Of a server that ends with the first death, unless told otherwise."""
+    replacer = starting(most_replacements)
+    gets_ready(replacer, ALL, 1.0)
     return replacer
+
+
+def gets_ready(replacer: Replacer, children: Iterable[ChildKey], now_s: float) -> list[Effect]:
+    return [effect for child in children for effect in replacer.handle(ChildSpoke(child, Ready({})), now_s)]
 
 
 def exits(replacer: Replacer, children: list[ChildKey], now_s: float, code: int = 0) -> list[Effect]:
@@ -74,13 +85,14 @@ def test_a_stop_goes_from_frontends_to_scheduler_to_workers() -> None:
 def test_a_worker_that_dies_in_a_stop_does_not_end_the_scheduler_before_the_frontends() -> None:
     replacer = ready()
     replacer.handle(StopAsked(20.0), 10.0)
-    assert exits(replacer, WORKERS, 11.0, -9) == []
+    reason = "Worker 0 was killed by SIGKILL (out of memory?)."  # what runs has no hope: clients are told
+    assert exits(replacer, WORKERS, 11.0, -9) == [Tell(child, Stop(LAST_ANSWERS_S, reason)) for child in FRONTENDS]
     assert told(exits(replacer, FRONTENDS, 12.0)) == [SCHEDULER]
     assert exits(replacer, [SCHEDULER], 13.0) == [Finish(0, None)]
 
 
 def test_without_frontends_a_stop_begins_with_the_scheduler() -> None:
-    replacer = Replacer([*WORKERS, SCHEDULER], 0.0, 60.0)
+    replacer = Replacer([*WORKERS, SCHEDULER], 0.0, 60.0, 0)
     for child in [*WORKERS, SCHEDULER]:
         replacer.handle(ChildSpoke(child, Ready({})), 1.0)
     assert told(replacer.handle(StopAsked(5.0), 2.0)) == [SCHEDULER]
@@ -222,3 +234,103 @@ def test_what_a_dead_child_had_sent_changes_nothing() -> None:
     assert exits(replacer, WORKERS, 4.0) == []
     assert replacer.tick(100.0) == []
     assert replacer.next_tick_s() is None
+
+
+# ---- Replacement
+
+ENGINE = (*WORKERS, SCHEDULER)
+SEGFAULT = "Worker 0 was killed by SIGSEGV."
+
+
+def test_an_engine_is_replaced_as_a_whole_once_nothing_is_left_of_it() -> None:
+    replacer = ready(most_replacements=1)
+    assert exits(replacer, [WORKERS[0]], 5.0, -11) == []
+    assert replacer.next_tick_s() == 5.0 + SETTLE_S
+    assert killed(replacer.tick(5.0 + SETTLE_S)) == [WORKERS[1], SCHEDULER]
+    assert exits(replacer, [WORKERS[1]], 5.5, -9) == []
+    replaced = [Tell(child, EngineReplaced(2)) for child in FRONTENDS]
+    assert exits(replacer, [SCHEDULER], 5.6, -9) == [Start(ENGINE, 2, SEGFAULT), *replaced]
+    assert gets_ready(replacer, WORKERS, 8.0) == []
+    again = [Tell(child, ServerReady(1.0)) for child in ENGINE]
+    assert gets_ready(replacer, [SCHEDULER], 9.0) == [*again, ServesAgain(ENGINE, 4.0)]
+
+
+def test_a_frontend_is_replaced_alone_and_told_that_the_server_is_ready() -> None:
+    replacer = ready(most_replacements=1)
+    effects = exits(replacer, FRONTENDS[:1], 5.0, 3)
+    assert effects == [Start((FRONTENDS[0],), 1, "Frontend 0 ended with exit code 3.")]
+    assert replacer.next_tick_s() is None
+    effects = gets_ready(replacer, FRONTENDS[:1], 6.0)
+    assert effects == [Tell(FRONTENDS[0], ServerReady(1.0)), ServesAgain((FRONTENDS[0],), 1.0)]
+
+
+def test_a_frontend_that_starts_meanwhile_is_told_of_the_new_engine_too() -> None:
+    replacer = ready(most_replacements=2)
+    exits(replacer, FRONTENDS[:1], 5.0, 3)
+    effects = exits(replacer, list(ENGINE), 5.1, -11)
+    assert sorted(told(effects), key=str) == FRONTENDS
+    assert effects[0] == Start(ENGINE, 2, SEGFAULT)
+
+
+def test_a_death_while_it_is_being_replaced_is_another_one() -> None:
+    replacer = ready(most_replacements=2)
+    exits(replacer, list(ENGINE), 5.0, -11)
+    gets_ready(replacer, WORKERS, 6.0)
+    replacer.handle(ChildSpoke(SCHEDULER, Failed("The port is taken.")), 7.0)
+    assert exits(replacer, [SCHEDULER], 7.1, 1) == []
+    assert killed(replacer.tick(7.0 + SETTLE_S)) == WORKERS
+    (started, *_) = exits(replacer, WORKERS, 7.5, -9)
+    assert started == Start(ENGINE, 3, "The port is taken.")
+    assert gets_ready(replacer, ENGINE, 9.0)[-1] == ServesAgain(ENGINE, 4.0)
+
+
+@pytest.mark.parametrize("is_calm", [False, True])
+def test_whoever_dies_too_often_ends_the_server_unless_there_was_calm(is_calm: bool) -> None:
+    replacer, now_s = ready(most_replacements=1), 5.0
+    exits(replacer, list(ENGINE), now_s, -11)
+    gets_ready(replacer, ENGINE, 6.0)
+    now_s += CALM_S if is_calm else CALM_S - 1
+    effects = exits(replacer, list(ENGINE), now_s, -11)
+    if is_calm:
+        assert effects[0] == Start(ENGINE, 3, SEGFAULT)
+        return
+    assert effects == [Tell(child, Stop(LAST_ANSWERS_S, SEGFAULT)) for child in FRONTENDS]
+    why_now = "Processes were replaced once within 300 s (see --max-replacements)."
+    assert exits(replacer, FRONTENDS, 400.0) == [Finish(1, f"{SEGFAULT} {why_now}")]
+
+
+def test_nothing_of_a_dead_child_is_held_against_its_successor() -> None:
+    replacer = ready(most_replacements=9)
+    replacer.handle(ChildSpoke(WORKERS[0], Heartbeat(0.0)), 4.0)
+    replacer.handle(LinkLost(WORKERS[0], None), 5.0)
+    replacer.handle(ChildSpoke(WORKERS[0], Failed("A page was lost.")), 5.0)
+    (started, *_) = exits(replacer, list(ENGINE), 5.1, 1)
+    assert started == Start(ENGINE, 2, "A page was lost.")
+    gets_ready(replacer, ENGINE, 5.2)
+    assert replacer.tick(5.0 + ENDING_S) == []  # the old one's time to end, and its silence, concern nobody
+    assert replacer.tick(5.0 + 2 * SILENT_S) == []
+    (started, *_) = exits(replacer, list(ENGINE), 70.0, 4)
+    assert started == Start(ENGINE, 3, "Worker 0 ended with exit code 4.")
+
+
+def test_who_is_silent_in_an_engine_that_ends_has_nothing_more_to_say() -> None:
+    replacer = ready(most_replacements=1)
+    for worker in WORKERS:
+        replacer.handle(ChildSpoke(worker, Heartbeat(0.0)), 10.0)
+    assert replacer.tick(10.1 + SILENT_S) == []
+    assert replacer.next_tick_s() == 10.1 + SILENT_S + SETTLE_S
+    assert killed(replacer.tick(10.2 + SILENT_S + SETTLE_S)) == list(ENGINE)
+    (started, *_) = exits(replacer, list(ENGINE), 50.0, -9)
+    assert started == Start(ENGINE, 2, f"Worker 0 has given no sign of life for {SILENT_S:.0f} s.")
+
+
+def test_a_stop_while_the_engine_is_replaced_is_in_order_and_clients_are_told() -> None:
+    replacer = ready(most_replacements=1)
+    exits(replacer, list(ENGINE), 5.0, -11)
+    effects = replacer.handle(StopAsked(20.0), 6.0)
+    assert effects[:3] == [Stopping(20.0), *(Tell(child, Stop(20.0)) for child in FRONTENDS)]
+    reason = "the server is shutting down, and its engine was being replaced"
+    assert effects[3:5] == [Tell(child, Stop(LAST_ANSWERS_S, reason)) for child in FRONTENDS]
+    assert killed(effects) == list(ENGINE)
+    assert exits(replacer, list(ENGINE), 6.1, -9) == []
+    assert exits(replacer, FRONTENDS, 7.0) == [Finish(0, None)]

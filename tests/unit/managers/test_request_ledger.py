@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -98,7 +98,7 @@ def is_empty(ledger: RequestLedger) -> bool:
     )
 
 
-def sent(effects: Sequence[Effect]) -> list[object]:
+def sent(effects: Iterable[Effect]) -> list[object]:
     return [effect.message for effect in effects if isinstance(effect, Send)]
 
 

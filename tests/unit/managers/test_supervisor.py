@@ -25,9 +25,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     pids, servers = tmp_path / "pids", []
     pids.mkdir()
 
-    def launch(behaviours: dict[str, str] | None = None) -> ServerProcess:
+    def launch(behaviours: dict[str, str] | None = None, max_replacements: int = 0) -> ServerProcess:
         environment = {"FAKE_PIDS": str(pids), "FAKE_BEHAVIOUR": json.dumps(behaviours or {})}
-        server = ServerProcess("tests.support.fake_children", ["launch", "0", "2", "2"], tmp_path, environment)
+        words = ["launch", "0", "2", "2", str(max_replacements)]
+        server = ServerProcess("tests.support.fake_children", words, tmp_path, environment)
         servers.append(server)
         return server.__enter__()
 
@@ -42,6 +43,10 @@ def processes_of(server: ServerProcess) -> dict[str, psutil.Process]:
 
 def run_dirs(server: ServerProcess) -> list[Path]:
     return server.left_behind()
+
+
+def orders(server: ServerProcess) -> list[str]:
+    return sorted((server.tmp / "pids" / "orders").read_text().splitlines())
 
 
 def stops(server: ServerProcess) -> list[str]:
@@ -149,6 +154,58 @@ def test_a_killed_child_ends_the_server_cleanly_and_is_named(start: Start, name:
     assert server.lines[-1] == f"{who} was killed by SIGKILL (out of memory?)."
     assert all_gone(list(processes.values()))
     assert run_dirs(server) == []
+
+
+def test_a_killed_worker_is_replaced_with_the_scheduler_and_all_workers(start: Start) -> None:
+    server = start(max_replacements=1)
+    server.wait_ready()
+    before = processes_of(server)
+    before["worker-1"].kill()
+    server.wait_for("Worker 0, worker 1 and scheduler 0 are at work again after ")
+    assert (
+        "Worker 1 was killed by SIGKILL (out of memory?). Worker 0, worker 1 and scheduler 0 are replaced."
+        in server.lines
+    )
+    after = processes_of(server)
+    assert all_gone([before[name] for name in ALL[:3]])
+    assert [before[name].pid for name in ALL[3:]] == [after[name].pid for name in ALL[3:]]
+    assert orders(server) == [f"{name.replace('-', ' ')}: EngineReplaced 2" for name in ALL[3:]]
+    # And it is supervised like the one before.
+    after["scheduler-0"].kill()
+    assert server.wait() == 1
+    assert server.lines[-1] == (
+        "Scheduler 0 was killed by SIGKILL (out of memory?)."
+        " Processes were replaced once within 300 s (see --max-replacements)."
+    )
+    assert all_gone(list(after.values()))
+
+
+def test_a_killed_frontend_is_replaced_and_gets_the_port(start: Start) -> None:
+    server = start(max_replacements=1)
+    port = int(server.wait_ready().rpartition(":")[2])
+    before = processes_of(server)
+    before["frontend-1"].kill()
+    server.wait_for("Frontend 1 is at work again after ")
+    after = processes_of(server)
+    assert [name for name in ALL if before[name].pid != after[name].pid] == ["frontend-1"]
+    assert port in [c.laddr.port for c in after["frontend-1"].net_connections("tcp") if c.status == "LISTEN"]
+    server.send(signal.SIGTERM)
+    assert server.wait() == 0
+    assert len(stops(server)) == len(ALL)
+
+
+def test_a_worker_that_is_replaced_is_told_how_much_memory_there_was(start: Start) -> None:
+    server = start(max_replacements=1)
+    server.wait_ready()
+    processes_of(server)["worker-0"].kill()
+    server.wait_for("are at work again")
+    told = (server.tmp / "pids" / "starts").read_text().splitlines()
+    assert sorted(line for line in told if line.startswith("worker")) == [
+        "worker 0 1 0",
+        "worker 0 2 112",
+        "worker 1 1 0",
+        "worker 1 2 112",
+    ]
 
 
 def test_a_child_that_cannot_be_understood_is_ended(start: Start) -> None:

@@ -411,7 +411,7 @@ def test_an_error_of_one_choice_ends_the_request_behind_what_it_said(play: Calla
     play(story)
 
 
-def test_when_the_scheduler_goes_every_pending_call_says_so(qwen3_checkpoint: Path) -> None:
+def test_when_the_engine_ends_every_pending_call_says_so(qwen3_checkpoint: Path) -> None:
     async def main() -> None:
         async with connected(qwen3_checkpoint) as (manager, scheduler):
             await scheduler.welcome()
@@ -424,16 +424,109 @@ def test_when_the_scheduler_goes_every_pending_call_says_so(qwen3_checkpoint: Pa
             await scheduler.expect(FlushCache)
             scheduler.send_tokens(request.rid, [word])
             scheduler.close()
+            await until(lambda: not manager.is_ready)
+            assert not manager.is_dead  # another scheduler may come
+            manager.engine_died("Worker 0 ended.")
             (update,) = await anext(handle)
             assert update.text == "a"
             for pending in (anext(handle), collecting, flushing, manager.submit(ask(manager)), manager.wait_ready()):
-                with pytest.raises(EngineDied):
+                with pytest.raises(EngineDied, match=r"Worker 0 ended\."):
                     await asyncio.wait_for(pending, PATIENCE_S)
-            assert "closed the connection" in await manager.wait_broken()
-            assert not manager.is_ready
+            assert "Worker 0 ended" in await manager.wait_broken()
+            assert manager.is_dead
+            manager.engine_replaced(2)  # too late
+            with pytest.raises(EngineDied):
+                await manager.submit(ask(manager))
             await nothing_left(manager)
 
     asyncio.run(main())
+
+
+# ---- When the scheduler is replaced
+
+
+@asynccontextmanager
+async def replaced(manager: TokenizerManager, scheduler: FakeScheduler) -> AsyncIterator[FakeScheduler]:
+    """The scheduler is gone; another one is there, and has not said a word yet."""
+    scheduler.close()
+    successor = scheduler.successor()
+    try:
+        manager.engine_replaced(2)
+        yield successor
+    finally:
+        await nothing_left(manager)
+        successor.close()
+
+
+def test_the_next_scheduler_is_asked_to_go_on_with_all_that_has_no_answer(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        ids = await manager.text.tokenize("there was a fox who could not sleep")
+        handle, request = await begin(manager, scheduler, ask(manager, max_new_tokens=len(ids), sampling_seed=5))
+        scheduler.send_tokens(request.rid, ids[:2])
+        (first,) = await anext(handle)
+        collecting = asyncio.ensure_future((await manager.submit(ask(manager, "Twice"))).collect())
+        flushing = asyncio.ensure_future(manager.flush_cache())
+        await scheduler.expect(GenerateRequest)
+        flush = await scheduler.expect(FlushCache)
+        async with replaced(manager, scheduler) as successor:
+            assert not manager.is_ready
+            held = await manager.submit(ask(manager, "Thrice"))  # it waits like the others
+            given_up = await manager.submit(ask(manager, "Never"))
+            given_up.abort()
+            await successor.welcome()
+            again, second, third = [await successor.expect(GenerateRequest) for _ in range(3)]
+            assert [ids.tolist() for ids in again.output_ids] == [ids[:2]]
+            assert (again.rid, again.seed, again.resumed) == (request.rid, 5, True)
+            assert third.prompt_ids.tolist() == await manager.text.tokenize("Thrice")
+            assert await successor.expect(FlushCache) == flush
+            successor.send(ControlReply(flush.call, True, "", {}))
+            successor.send_tokens(request.rid, ids[2:], first=2, done=ended(request.rid, len(ids)))
+            for other in (second, third):
+                successor.send_tokens(other.rid, ids, done=ended(other.rid, len(ids)))
+            text, rest = whole([first, *await read_all(handle)])
+            assert (text, list(rest)) == (" there was a fox who could not sleep"[-len(text) :], ids)
+            assert [list(update.ids) for update in (*await collecting, *await held.collect())] == [ids, ids]
+            assert (await flushing)[0]
+            assert manager.is_ready
+            assert not successor.has_received()
+
+    play(story)
+
+
+def test_a_scheduler_that_ends_before_it_is_ready_is_replaced_like_any_other(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        handle, request = await begin(manager, scheduler, ask(manager))
+        async with replaced(manager, scheduler) as second:
+            await second.expect(FrontendHello)
+            second.close()
+            third = second.successor()
+            manager.engine_replaced(3)
+            await third.welcome()
+            again = await third.expect(GenerateRequest)
+            third.send_tokens(again.rid, [5], done=ended(again.rid, 1))
+            (update,) = await handle.collect()
+            assert (again.rid, update.ids) == (request.rid, (5,))
+            await nothing_left(manager)
+            third.close()
+
+    play(story)
+
+
+def test_only_so_many_requests_wait_for_the_next_scheduler(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        handle, _ = await begin(manager, scheduler, ask(manager))
+        async with replaced(manager, scheduler) as successor:
+            held = await manager.submit(ask(manager))
+            with pytest.raises(RequestError, match="being replaced, and 2 requests wait for it") as refused:
+                await manager.submit(ask(manager))
+            assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+            await successor.welcome()
+            for one in (handle, held):
+                again = await successor.expect(GenerateRequest)
+                successor.send_tokens(again.rid, [5], done=ended(again.rid, 1))
+                assert [update.ids for update in await one.collect()] == [(5,)]
+
+    play(story, max_queued_requests=2)
 
 
 def test_bytes_that_are_no_message_end_the_link(play: Callable[..., None]) -> None:

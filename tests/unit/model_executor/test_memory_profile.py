@@ -62,6 +62,17 @@ def test_ranks_share_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
         profile_max_num_token(args, CPU, bytes_per_token=1000)
 
 
+def test_a_worker_that_is_replaced_has_as_much_as_the_one_before_or_says_why_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = ServerArgs(model_path="x", tp_size=2)
+    for available in (40 << 30, 2_000_000_000):  # of which a tenth would be more, or less
+        monkeypatch.setattr(memory_profile, "available_memory_bytes", lambda available=available: available)
+        assert profile_max_num_token(args, CPU, bytes_per_token=1000, num_tokens=1_000_000) == 1_000_000
+    with pytest.raises(StartError, match=r"had memory for 1000001 tokens, and for 1000000 is left"):
+        profile_max_num_token(args, CPU, bytes_per_token=1000, num_tokens=1_000_001)
+
+
 def test_tables_that_do_not_fit_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "available_memory_bytes", lambda: 1_000_000_000)
     check_tables(256, 100_000, 1, CPU)

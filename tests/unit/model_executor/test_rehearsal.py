@@ -37,9 +37,9 @@ from tests.support.runners import make_runner
 class RehearsingRunner(ModelRunner):
     """Rehearses on a CPU too, where there is no kernel to compile."""
 
-    def _profile_num_pages(self) -> int:
+    def _profile_num_pages(self, num_tokens: int) -> int:
         self._rehearse()
-        return super()._profile_num_pages()
+        return super()._profile_num_pages(num_tokens)
 
 
 @pytest.fixture

@@ -1,0 +1,189 @@
+"""Processes of a real server are killed and stopped under load: clients notice a pause, and the answers are what they would have been."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+import srt
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.server_process import END_S, ServerProcess
+
+pytestmark = pytest.mark.e2e
+
+WORKER, SCHEDULER, FRONTEND = "srt.managers.tp_worker", "srt.managers.scheduler", "srt.entrypoints.http_server"
+LENGTH = 120
+Chunks = dict[int, dict[str, Any]]  # the last of each choice
+GREEDY = {"temperature": 0, "max_new_tokens": LENGTH, "ignore_eos": True}
+DRAWN = {**GREEDY, "temperature": 0.8, "top_p": 0.9}
+BODIES: list[dict[str, Any]] = [
+    *({"text": f"Story {number}", "sampling_params": GREEDY} for number in range(3)),
+    *({"text": f"Tale {number}", "sampling_params": {**DRAWN, "sampling_seed": number}} for number in range(3)),
+    {"text": "Two of a kind", "sampling_params": {**DRAWN, "n": 2, "sampling_seed": 8}},
+    {"text": "Said before", "sampling_params": {**DRAWN, "frequency_penalty": 0.5, "sampling_seed": 9}},
+    {"text": "a fox and a cat " * 20, "sampling_params": {**DRAWN, "sampling_seed": 10}},
+    {"text": "How likely", "sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Two ranks, two frontends; whoever dies is replaced, however often."""
+    words = ["--model-path", str(checkpoint("qwen3")), "--device", "cpu", "--dtype", "float32", "--port", "0"]
+    words += ["--tp", "2", "--max-total-tokens", "16384", "--tokenizer-worker-num", "2"]
+    words += ["--max-replacements", "1000", "--watchdog-timeout", "5"]
+    with ServerProcess("srt.launch_server", words, tmp_path_factory.mktemp("replaced")) as process:
+        process.wait_ready()
+        yield process
+        process.send(signal.SIGTERM)
+        assert process.wait() == 0, process.lines
+
+
+def url_of(server: ServerProcess) -> str:
+    return server.wait_ready()
+
+
+def victim_of(server: ServerProcess, module: str, number: int = 0) -> psutil.Process:
+    return [child for child in server.children() if child.cmdline()[-1] == module][number]
+
+
+def streamed(url: str, body: dict[str, Any], notice: Callable[[], None] = lambda: None) -> Chunks:
+    """The last chunk of each choice. `notice` is called for every chunk."""
+    last: Chunks = {}
+    with (
+        httpx.Client(timeout=2 * END_S) as client,
+        client.stream("POST", f"{url}/generate", json={**body, "stream": True}) as answer,
+    ):
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                last[chunk.get("index", 0)] = chunk
+                notice()
+    return last
+
+
+def without_logprobs(chunks: Chunks) -> dict[int, Any]:
+    """What must not depend on what happened meanwhile."""
+    found = {}
+    for index, chunk in sorted(chunks.items()):
+        meta = chunk["meta_info"]
+        counts = meta["prompt_tokens"], meta["completion_tokens"]
+        tokens = [row[1] for row in logprob_rows(chunk)]
+        found[index] = (chunk["text"], chunk["output_ids"], meta["finish_reason"], counts, tokens)
+    return found
+
+
+def logprob_rows(chunk: dict[str, Any]) -> list[list[Any]]:
+    meta = chunk["meta_info"]
+    return [*meta.get("input_token_logprobs", ()), *meta.get("output_token_logprobs", ())]
+
+
+def check_same(found: list[Chunks], expected: list[Chunks]) -> None:
+    assert [without_logprobs(chunks) for chunks in found] == [without_logprobs(chunks) for chunks in expected]
+    for mine, others in zip(found, expected, strict=True):
+        for index, chunk in mine.items():
+            values = [row[0] for row in logprob_rows(others[index])[1:]]  # the first token of a prompt has none
+            assert [row[0] for row in logprob_rows(chunk)[1:]] == pytest.approx(values, abs=1e-3)
+
+
+def all_streamed(url: str, notice: Callable[[], None] = lambda: None) -> list[Chunks]:
+    with concurrent.futures.ThreadPoolExecutor(len(BODIES)) as pool:
+        return list(pool.map(lambda body: streamed(url, body, notice), BODIES))
+
+
+class Trigger:
+    """Does it once, at that call."""
+
+    def __init__(self, at: int, action: Callable[[], object]) -> None:
+        self._left = at
+        self._action = action
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self._action()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ServerProcess) -> list[Chunks]:
+    return all_streamed(url_of(server))
+
+
+def check_books(server: ServerProcess) -> None:
+    """All processes agree on what there is, and nothing runs."""
+    assert httpx.post(f"{url_of(server)}/flush_cache", params={"timeout": END_S}, timeout=2 * END_S).status_code == 200
+    info = httpx.get(f"{url_of(server)}/server_info", params={"deep": "true"}, timeout=END_S).json()
+    state = info["internal_states"][0]
+    assert state["num_running"] == state["num_waiting"] == state["num_pinned"] == 0
+    assert (state["num_free_pages"], state["num_free_slots"]) == (state["num_total_pages"], state["num_slots"])
+    assert state["num_total_pages"] == 16384 // state["page_size"]
+
+
+@pytest.mark.parametrize("at", [1, 150, 700])
+@pytest.mark.parametrize(("module", "number"), [(WORKER, 0), (WORKER, 1), (SCHEDULER, 0)])
+def test_the_engine_is_replaced_and_every_answer_is_what_it_would_have_been(
+    server: ServerProcess, undisturbed: list[Chunks], module: str, number: int, at: int
+) -> None:
+    victim = victim_of(server, module, number)
+    check_same(all_streamed(url_of(server), Trigger(at, victim.kill)), undisturbed)
+    assert not victim.is_running()
+    check_books(server)
+
+
+def test_a_worker_that_hangs_is_replaced(server: ServerProcess, undisturbed: list[Chunks]) -> None:
+    victim = victim_of(server, WORKER, 1)
+    check_same(all_streamed(url_of(server), Trigger(200, victim.suspend)), undisturbed)
+    assert not victim.is_running()
+    check_books(server)
+
+
+def test_who_asks_while_the_engine_is_replaced_waits_for_the_answer(
+    server: ServerProcess, undisturbed: list[Chunks]
+) -> None:
+    victim_of(server, SCHEDULER).kill()
+    check_same(all_streamed(url_of(server)), undisturbed)
+
+
+def test_a_frontend_takes_its_own_clients_along_and_no_others(server: ServerProcess, undisturbed: list[Chunks]) -> None:
+    url, frontends = url_of(server), {}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        body = {"text": "Endless", "sampling_params": {**GREEDY, "max_new_tokens": 400}}
+        all_there = threading.Barrier(9)
+        barriers = [Trigger(3, all_there.wait) for _ in range(8)]
+        running = [pool.submit(streamed, url, body, barrier) for barrier in barriers]
+        all_there.wait(END_S)
+        victim = victim_of(server, FRONTEND)
+        open_connections = sum(c.status == psutil.CONN_ESTABLISHED for c in victim.net_connections("tcp"))
+        victim.kill()
+        for future in running:
+            frontends[future] = future.exception(END_S)
+    lost = [error for error in frontends.values() if error is not None]
+    assert all(isinstance(error, httpx.TransportError) for error in lost), lost
+    assert len(lost) == open_connections
+    check_same(all_streamed(url), undisturbed)
+    check_books(server)
+
+
+def test_a_runtime_goes_on_too(qwen3_checkpoint: Path) -> None:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 8192}
+    with srt.Runtime(model_path=str(qwen3_checkpoint), **options) as runtime:
+        expected = runtime.generate("Once", DRAWN | {"sampling_seed": 1})["output_ids"]
+        stream = runtime.generate("Once", DRAWN | {"sampling_seed": 1}, stream=True)
+        next(stream)
+        (worker,) = [c for c in psutil.Process(runtime.pid).children() if c.cmdline()[-1] == WORKER]
+        worker.kill()
+        assert list(stream)[-1]["output_ids"] == expected
+        assert runtime.generate("Once", DRAWN | {"sampling_seed": 1})["output_ids"] == expected
