@@ -200,7 +200,7 @@ class ServerArgs:
         30.0, "seconds that a step may take before its worker counts as stuck", group=DEVICE
     )
     max_replacements: int = option(
-        3,
+        10,
         "so many times within 5 minutes processes that died are replaced; the next death ends the server",
         group=DEVICE,
     )

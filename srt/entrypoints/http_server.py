@@ -64,7 +64,7 @@ class Frontend:
         self._service = Service(start.args, start.index, Path(start.run_dir), child.tracer)
         self._server = HttpServer(http_config(App(self._service), start.args))
         self._engine: TokenizerManager | None = None
-        self._generation = start.generation  # of the engine
+        self._replaced: EngineReplaced | None = None  # the last word of that, since this process was started
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         self._ticked_at = time.monotonic()
 
@@ -115,17 +115,16 @@ class Frontend:
     async def _connect(self) -> TokenizerManager:
         start = self._child.start
         self._child.report_phase("tokenizer")
-        generation = self._generation
         self._engine = await TokenizerManager.connect(
             index=start.index,
-            generation=generation,
+            generation=start.generation,
             run_dir=start.run_dir,
             model_folder=start.model_folder,
             args=start.args,
             tracer=self._child.tracer,
         )
-        if self._generation != generation:  # it was replaced meanwhile
-            self._engine.engine_replaced(self._generation)
+        if self._replaced is not None:  # meanwhile
+            self._engine.engine_replaced(self._replaced)
         self._child.report_phase("waiting for the engine")
         try:
             await self._engine.wait_ready()
@@ -158,10 +157,10 @@ class Frontend:
                 assert self._engine is not None, "the server is ready only after this process was"
                 self._service.begin(self._engine, startup_s)
                 self._service.feed.start()
-            case EngineReplaced(generation):
-                self._generation = generation
+            case EngineReplaced():
+                self._replaced = order
                 if self._engine is not None:
-                    self._engine.engine_replaced(generation)
+                    self._engine.engine_replaced(order)
             case Stop():
                 if order.reason and self._engine is not None:
                     self._engine.engine_died(order.reason)

@@ -43,7 +43,7 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="srt-runtime", daemon=True)
         self._service = Service(args)
         self._manager: TokenizerManager | None = None
-        self._generation = 0  # of the engine that runs
+        self._replaced: EngineReplaced | None = None  # the last word of that
         self._death: str | None = None  # why the engine is gone
         self._dead = asyncio.Event()
 
@@ -190,16 +190,15 @@ class LocalEngine:
     async def _make_manager(self) -> TokenizerManager:
         """Ours from its first moment on, so that it is closed however the start ends: a socket that nobody closes would hang the
         program in the garbage collection that finds its context."""
-        generation = self._generation = self.started.generation
         self._manager = await TokenizerManager.connect(
             index=self.started.frontend,
-            generation=generation,
+            generation=self.started.generation,
             run_dir=self.started.run_dir,
             model_folder=self.started.model_folder,
             args=self._args,
         )
-        if self._generation != generation:  # it was replaced meanwhile
-            self._manager.engine_replaced(self._generation)
+        if self._replaced is not None:  # meanwhile
+            self._manager.engine_replaced(self._replaced)
         return self._manager
 
     def _hear_supervisor(self, ready: asyncio.Future[float]) -> None:
@@ -207,10 +206,10 @@ class LocalEngine:
             match message:
                 case ServerReady(startup_s) if not ready.done():
                     ready.set_result(startup_s)
-                case EngineReplaced(generation):
-                    self._generation = generation
+                case EngineReplaced():
+                    self._replaced = message
                     if self._manager is not None:
-                        self._manager.engine_replaced(generation)
+                        self._manager.engine_replaced(message)
                 case Failed(reason):
                     self._loop.remove_reader(self.process.fileno())
                     if not ready.done():

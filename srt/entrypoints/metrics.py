@@ -165,6 +165,11 @@ def _processes(page: Page, service: Service) -> None:
         "Whether requests are taken, and by processes that work.",
         [({}, service.is_ready and is_healthy)],
     )
+    page.counter(
+        "srt:replaced_processes_total",
+        "Processes that had ended and were started again.",
+        [({}, sum(vital.num_replaced for vital in vitals))],
+    )
     page.gauge(
         "srt:process_silent_seconds",
         "Since a process last gave a sign of life.",

@@ -47,6 +47,7 @@ class Counters:
     num_dropped_rows: int = 0  # sampled for requests that had ended meanwhile
     num_preempted: int = 0
     num_recomputed_tokens: int = 0  # of preempted requests that came back, what the cache had lost meanwhile
+    num_tried: int = 0  # suspects, of which workers may have died, that got steps of their own
     queue_us: int = 0  # sum of the times from arrival to the first admission
     num_timed_out: int = 0
     num_held_back: int = 0  # waited for another request to compute their prefix

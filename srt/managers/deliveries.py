@@ -10,7 +10,7 @@ from srt.managers.live_request import LiveRequest
 from srt.managers.request_ledger import ALL_CHOICES, ChoiceEnded, Effect, NewTokens, RequestLedger, RequestRefused, Send
 from srt.managers.request_watch import RequestWatch
 from srt.protocol.labels import is_named
-from srt.protocol.messages import Abort, FromFrontend, GenerateRequest, Refused, Scalar, TokenBatch
+from srt.protocol.messages import Abort, FromFrontend, GenerateRequest, LastWord, Refused, Scalar, TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,14 @@ class Deliveries:
         self._apply(self._ledger.effects_of(message))
         self._tell_readers()
         self._watch.took(message, taken_s)
+
+    def note_last_word(self, word: LastWord) -> None:
+        """The scheduler ends before its time."""
+        self._ledger.note_last_word(word)
+
+    def note_death(self, *, by_request: bool) -> None:
+        """It has ended, and may have of a request, or not."""
+        self._ledger.note_death(by_request=by_request)
 
     def resume(self) -> None:
         """Another scheduler is there: ask it to go on with all that lives."""

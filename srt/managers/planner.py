@@ -6,11 +6,15 @@ last, but the first of them has half of the budget for itself: long prompts go o
 
 Requests are admitted for the memory that they are expected to need. When it runs out, the last in rank is preempted: its slot
 and pages are taken, its computed prefix stays in the cache, and it waits again in its old place. So the first always goes on.
+
+Suspects, of which workers may have died, go before all others, one by one and each alone, until each has got further than it was then.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from math import inf
 from typing import Final, cast
 
 import numpy as np
@@ -71,6 +75,8 @@ class Planner:
         self._something_ended = False  # since the last plan
         self._no_room_for: Request | None = None  # the first that waits, found not to fit; nothing was released since
         self._urgent: Request | None = None  # the last that came
+        self._suspects: list[Request] = []  # still to be tried
+        self._on_trial: Request | None = None
         self._now = 0.0  # when the present plan is made
         self._planned_step = 0
         self._answered_step = 0
@@ -84,7 +90,10 @@ class Planner:
         request.order = self._ranking.order(request)
         if request.urgent:
             self._urgent = request
-        self._queue.push(request)
+        if request.suspect:
+            self._suspects.append(request)
+        else:
+            self._queue.push(request)
 
     def end(self, request: Request, *, keep_prefix: bool = True) -> None:
         """Take the request out of everything. What it has computed stays in the prefix cache if it may be trusted."""
@@ -93,7 +102,9 @@ class Planner:
         self._no_room_for = None
         if was_waiting:
             self.num_waiting -= 1
-            if not self.preempted.remove(request):
+            if request.suspect:
+                self._suspects.remove(request)
+            elif not self.preempted.remove(request):
                 self._queue.note_end()
         else:
             self._vacate(request, keep_prefix=keep_prefix)
@@ -124,6 +135,10 @@ class Planner:
         for request in self.preempted.note_answered(planned.plan.step):
             self._queue.push(request)
 
+    def in_flight(self, incarnations: set[int]) -> list[Request]:
+        """Those of these incarnations that have not ended."""
+        return [request for request in self.started() if request.incarnation in incarnations]
+
     def started(self) -> list[Request]:
         """Who runs, and who was preempted and waits to run again."""
         return [*self.running(), *self.preempted.requests()]
@@ -134,6 +149,11 @@ class Planner:
         """The next step, or None if there is nothing to do. What it does counts as done from now on."""
         self._now = now
         self._forget_ended()
+        if self._suspects or self._on_trial is not None:
+            if self._planned_step != self._answered_step:
+                return None  # who is tried is alone, with each of its steps
+            if self._find_on_trial():
+                return self._plan_trial(step)
         self._queue.begin_plan()
         is_short = self._preempt_for_room(step)
         rows = self._decode_rows(step)
@@ -157,6 +177,56 @@ class Planner:
         self._counters.num_held_back += len(draft.aside)
         self._counters.count_step(len(draft.extends), len(rows))
         return self._finish_plan(step, draft, rows)
+
+    def _find_on_trial(self) -> bool:
+        """Whether somebody is on trial: who was, until it has got far enough, ended or was preempted; then the next."""
+        tried = self._on_trial
+        if tried is not None and (
+            tried.status is not Status.RUNNING or self._slots.num_output_at[tried.slot] >= tried.trial_end
+        ):
+            tried = None
+        if tried is None and self._suspects:
+            tried = self._suspects.pop(0)
+            tried.suspect = False
+            self._counters.num_tried += 1
+        self._on_trial = tried
+        return tried is not None
+
+    def _plan_trial(self, step: int) -> Planned:
+        """The next step of the request on trial, and of nobody else: others keep their places, unless it needs their memory."""
+        request = self._on_trial
+        assert request is not None
+        draft, rows = Draft(self._chunk_size, inf), NO_SLOTS
+        if request.status is Status.WAITING:
+            self._admit_to_trial(draft, request)
+        else:
+            self._make_room_beside(request, lambda: self._memory.num_available > 0)
+            if request.prompt_done:
+                rows = np.array([request.slot], np.int64)
+                self._plan_decodes(draft, rows)
+            else:
+                self._plan_chunk(draft, request)
+        self._step_times.note_planned(len(rows), draft.num_tokens)
+        self._publish(draft)
+        self._counters.count_step(len(draft.extends), len(rows))
+        return self._finish_plan(step, draft, rows)
+
+    def _admit_to_trial(self, draft: Draft, request: Request) -> None:
+        memory, expected = self._memory, self._expected_tokens(request)
+        self._make_room_beside(request, lambda: self._slots.num_free > 0 and memory.has_room(expected, 0))
+        node, cached = memory.pin_prefix(request)
+        self._start(request, node, cached, expected)
+        draft.admissions.append(self._admission(request, len(cached) // ITEM * memory.page_size))
+        self._plan_chunk(draft, request)
+
+    def _make_room_beside(self, request: Request, is_enough: Callable[[], bool]) -> None:
+        """Preempt others, the last in rank first, until there is room or nobody else. No row is in flight."""
+        while not is_enough():
+            others = [other for other in self.running() if other is not request]
+            if not others:
+                return
+            self._preempt(max(others, key=_order))
+        self._forget_ended()
 
     def _forget_ended(self) -> None:
         if self._something_ended:

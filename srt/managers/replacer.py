@@ -20,6 +20,7 @@ from srt.protocol.messages import EngineReplaced, Failed, FromChild, Heartbeat, 
 
 SILENT_S = 30.0  # a process that sends heartbeats and then none for so long has stopped for good
 SETTLE_S = 0.3  # one death causes others: so long we listen before we say which was first
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # no request sends these
 LAST_ANSWERS_S = 1.0  # for frontends to tell their clients that the engine has ended
 ENDING_S = 3.0  # for the rest to end by itself
 CALM_S = 300.0  # what was replaced so long ago does not count any more
@@ -65,6 +66,13 @@ Event = ChildSpoke | ChildExited | LinkLost | StopAsked
 class Tell:
     child: ChildKey
     message: ServerReady | EngineReplaced | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class TellRuntime:
+    """If it was one that started the server."""
+
+    message: EngineReplaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +123,7 @@ class Finish:
     reason: str | None
 
 
-Effect = Tell | Kill | SaveReport | BecameReady | Start | ServesAgain | Stopping | Finish
+Effect = Tell | TellRuntime | Kill | SaveReport | BecameReady | Start | ServesAgain | Stopping | Finish
 
 
 class State(Enum):
@@ -146,15 +154,15 @@ class _Deadline:
 
 @dataclass(slots=True)
 class _Cause:
-    """Why the server fails. A death by a signal is nobody's consequence, so it goes before what others say of it."""
+    """Why the server fails, or a part of it. A death by a signal is nobody's consequence, so it goes before what others say of it."""
 
     sentence: str
-    by_signal: bool
+    signal: int = 0  # that somebody died of
 
-    def hear(self, sentence: str, by_signal: bool) -> None:
+    def hear(self, sentence: str, number: int) -> None:
         """Another reason for the same."""
-        if by_signal and not self.by_signal:
-            self.sentence, self.by_signal = sentence, True
+        if number and not self.signal:
+            self.sentence, self.signal = sentence, number
 
 
 @dataclass(slots=True)
@@ -214,13 +222,13 @@ class Replacer:
         for child, life in self._needed():
             if life.last_beat_s is not None and now_s - life.last_beat_s > SILENT_S:
                 sentence = f"{_named(child)} has given no sign of life for {SILENT_S:.0f} s."
-                effects += self._cannot_go_on(child, sentence, False, now_s)
+                effects += self._cannot_go_on(child, sentence, 0, now_s)
         due = [deadline for deadline in self._deadlines if deadline.when_s <= now_s]
         self._deadlines = [deadline for deadline in self._deadlines if deadline.when_s > now_s]
         for deadline in due:
             late = [child for child in deadline.children if child in self._alive]
             if late and deadline.sentence:
-                effects += self._cannot_go_on(late[0], deadline.sentence, False, now_s)
+                effects += self._cannot_go_on(late[0], deadline.sentence, 0, now_s)
             effects += self._kill(late)
         return effects
 
@@ -257,10 +265,10 @@ class Replacer:
                     sentence = (
                         f"{_named(child)} has made no progress for {progress_age_s:.0f} s (see --watchdog-timeout)."
                     )
-                    return self._cannot_go_on(child, sentence, False, now_s)
+                    return self._cannot_go_on(child, sentence, 0, now_s)
             case Failed():
                 self._last_words[child] = message.message
-                return self._cannot_go_on(child, message.message, False, now_s)
+                return self._cannot_go_on(child, message.message, 0, now_s)
             case Ready():
                 life.ready = True
                 return self._perhaps_ready(now_s) if self.state is State.STARTING else self._perhaps_whole(child, now_s)
@@ -295,11 +303,11 @@ class Replacer:
             return []
         effects: list[Effect] = []
         if child not in self._killed:
-            effects += self._cannot_go_on(child, self._obituary(child, life, returncode), returncode < 0, now_s)
+            effects += self._cannot_go_on(child, self._obituary(child, life, returncode), max(0, -returncode), now_s)
         self._forget(child)
         group = self._groups[child]
         if self.state is State.READY and group.lost is not None and not any(m in self._alive for m in group.members):
-            effects += self._start(group, group.lost.sentence)
+            effects += self._start(group, group.lost)
         if self.state is State.STOPPING and not self._of_role(self._stopping_role):
             effects += self._next_stage(now_s)
         if not self._alive:
@@ -329,7 +337,7 @@ class Replacer:
         if child not in self._alive:
             return []
         if reason is not None:
-            return self._cannot_go_on(child, f"{_named(child)} sent what cannot be read: {reason}.", False, now_s)
+            return self._cannot_go_on(child, f"{_named(child)} sent what cannot be read: {reason}.", 0, now_s)
         # Its exit status says more, so that is awaited; but who does not exit is made to.
         sentence = f"{_named(child)} closed its link to the supervisor."
         self._deadlines.append(_Deadline(now_s + ENDING_S, (child,), sentence))
@@ -337,45 +345,50 @@ class Replacer:
 
     # ---- How processes are replaced
 
-    def _cannot_go_on(self, child: ChildKey, sentence: str, by_signal: bool, now_s: float) -> list[Effect]:
+    def _cannot_go_on(self, child: ChildKey, sentence: str, number: int, now_s: float) -> list[Effect]:
         """What depends on this child is lost with it; or the whole server is."""
         group = self._groups[child]
         if self.state is State.STOPPING:
             return self._give_up_running(sentence) if group.is_engine else []
         if self.state is not State.READY:
-            return self._fail(sentence, by_signal, now_s)
+            return self._fail(sentence, number, now_s)
         if group.lost is not None:
-            group.lost.hear(sentence, by_signal)
+            group.lost.hear(sentence, number)
             return []
         self._losses_s = [when_s for when_s in self._losses_s if now_s - when_s < CALM_S]
         if len(self._losses_s) >= self.most_replacements:
-            return self._fail(sentence, by_signal, now_s)
+            return self._fail(sentence, number, now_s)
         self._losses_s.append(now_s)
-        group.lost = _Cause(sentence, by_signal)
+        group.lost = _Cause(sentence, number)
         if group.absent_since_s is None:
             group.absent_since_s = now_s
         # One death causes others, and the last words of those tell which was first.
         self._deadlines.append(_Deadline(now_s + SETTLE_S, group.members))
-        return []
+        # A scheduler has something to say, too: what its workers were at.
+        return [
+            Tell(one, Stop(0.0, sentence)) for one in group.members if one.role == "scheduler" and one in self._alive
+        ]
 
-    def _start(self, group: _Group, reason: str) -> list[Effect]:
+    def _start(self, group: _Group, cause: _Cause) -> list[Effect]:
         """All of it have ended, and what they held is free."""
         group.lost = None
-        self.generation += group.is_engine
-        others = self._of_role("frontend") if group.is_engine else ()
         self._alive |= {child: _Life() for child in group.members}
-        started = Start(group.members, self.generation, reason)
-        return [started, *(Tell(child, EngineReplaced(self.generation)) for child in others)]
+        if not group.is_engine:
+            return [Start(group.members, self.generation, cause.sentence)]
+        self.generation += 1
+        replaced = EngineReplaced(self.generation, by_request=cause.signal not in FROM_OUTSIDE)
+        others = [Tell(child, replaced) for child in self._of_role("frontend")]
+        return [Start(group.members, self.generation, cause.sentence), TellRuntime(replaced), *others]
 
     # ---- How the server ends
 
-    def _fail(self, sentence: str, by_signal: bool, now_s: float) -> list[Effect]:
+    def _fail(self, sentence: str, number: int, now_s: float) -> list[Effect]:
         if self.state is State.FINISHED:
             return []
         if self._cause is not None:
-            self._cause.hear(sentence, by_signal)
+            self._cause.hear(sentence, number)
             return []
-        self._cause = _Cause(sentence, by_signal)
+        self._cause = _Cause(sentence, number)
         was_ready = self.state is State.READY
         self.state = State.FAILING
         # Frontends have clients to tell, once there are any.

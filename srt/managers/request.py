@@ -12,6 +12,7 @@ from srt.protocol.messages import RequestDone, TokenLogprobs
 from srt.protocol.views import LogprobView, RequestView, SamplingView
 from srt.sampling.sampling_params import choice_seed
 
+TRIAL_TOKENS: Final = 4  # what it came with is where it was when workers died, but for steps that were in flight
 FIRST_CHOICE: Final = b"\0\0\0\0"
 
 
@@ -64,14 +65,29 @@ class Request:
         "status",
         "stop_ids",
         "stream",
+        "suspect",
+        "trial_end",
         "urgent",
     )
 
     def __init__(self, frontend: int, message: RequestView, index: int, serial: int, now: float = 0.0) -> None:
         # At once: one by one they cost a third of all that is done here.
-        rid, label, prompt_ids, choices, outputs, sampling, logprobs, seed, priority, salt, _, urgent, stream = astuple(
-            message
-        )
+        (
+            rid,
+            label,
+            prompt_ids,
+            choices,
+            outputs,
+            sampling,
+            logprobs,
+            seed,
+            priority,
+            salt,
+            _,
+            urgent,
+            stream,
+            suspect,
+        ) = astuple(message)
         self.frontend = frontend
         self.rid: int = rid
         self.label: str = label
@@ -82,6 +98,7 @@ class Request:
         self.priority: int = priority
         self.urgent: bool = urgent
         self.stream: bool = stream
+        self.suspect: bool = suspect  # still to be tried
         self.seed: int = choice_seed(seed, self.choice) if self.choice else seed
         self.salt: str = salt
         self.sampling: SamplingView = sampling
@@ -95,6 +112,7 @@ class Request:
         self.id_bytes: bytes = prompt + self.outputs  # known when it was admitted last, or is to be
         self.num_known = len(self.id_bytes) // ITEM
         self.status = Status.WAITING
+        self.trial_end = len(self.outputs) // ITEM + TRIAL_TOKENS  # so many outputs, and it has done no harm
         self.sent = len(self.outputs) // ITEM  # while it runs, the SlotTable counts
         self.done: RequestDone | None = None
         self.done_batch = -1  # number of the batch that carried `done` last

@@ -22,6 +22,7 @@ from srt.protocol.messages import (
     AskRange,
     FromFrontend,
     GenerateRequest,
+    LastWord,
     Refused,
     RequestDone,
     TokenBatch,
@@ -30,6 +31,11 @@ from srt.protocol.messages import (
 )
 
 ALL_CHOICES = -1
+SUSPECTED = (
+    2  # deaths of engines with this in flight: from then on it runs alone, until it has shown that it does no harm
+)
+CONVICTED = 2  # with nothing else in flight
+CONVICTION = "The engine died twice while it worked on this request and on nothing else."
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,9 @@ class _Choice:
     is_gap: bool = False  # the batch at hand has tokens behind the next ones
     asked_from: int = -1  # a gap was seen, and everything from this token on asked for
     done: RequestDone | None = None
+    was_in_flight: bool = False  # as the scheduler says that ends now
+    num_deaths: int = 0  # of engines, of what may have been this
+    num_lone_deaths: int = 0  # while nothing else was in flight
 
     @property
     def num_logprobs(self) -> int:
@@ -132,6 +141,7 @@ class RequestLedger:
         self._labels: set[str] = set()
         self._last_batch = -1
         self._last_acknowledged = -1
+        self._was_alone = False  # what was in flight at the last scheduler's end
         self.num_batches = 0
         self.num_gaps = 0
         self.num_surplus_tokens = 0  # known already, or of a choice that has ended
@@ -215,13 +225,33 @@ class RequestLedger:
             self._forget(rid, index)
         return [Send(Abort(rid, choice))]
 
+    def note_last_word(self, word: LastWord) -> None:
+        """What was in flight when a scheduler came to its end."""
+        self._was_alone = word.is_alone
+        for rid, index in zip(word.rids.tolist(), word.choices.tolist(), strict=True):
+            choice = self._choice(rid, index)
+            if choice is not None:
+                choice.was_in_flight = True
+
+    def note_death(self, *, by_request: bool) -> None:
+        """Why it did: what was in flight is suspected if that may have been a request."""
+        for entry in self._entries.values():
+            for choice in entry.choices.values():
+                choice.num_deaths += choice.was_in_flight and by_request
+                choice.num_lone_deaths += choice.was_in_flight and by_request and self._was_alone
+                choice.was_in_flight = False
+
     def resume(self) -> Iterator[Effect]:
-        """A new scheduler knows nothing: ask it to go on where each live choice is. Its batches are numbered anew. To be asked to the end,
-        like `effects_of`."""
+        """A new scheduler knows nothing: ask it to go on where each live choice is. Its batches are numbered anew. Who was alone at two
+        deaths ends here. To be asked to the end, like `effects_of`."""
         self._last_batch = self._last_acknowledged = -1
         for entry in list(self._entries.values()):
             for index, choice in list(entry.choices.items()):
-                if index in entry.choices:
+                if index not in entry.choices:
+                    continue
+                if choice.num_lone_deaths >= CONVICTED:
+                    yield from self._convict(entry, index, choice)
+                else:
                     yield from self._rewind(entry, index, choice)
             if entry.choices:
                 yield Send(_resubmission(entry))
@@ -321,6 +351,12 @@ class RequestLedger:
 
     # ---- Beginnings and ends
 
+    def _convict(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
+        cached, num_output = choice.cached, len(choice.ids)
+        done = RequestDone(entry.request.rid, index, "error", -1, num_output, cached, status=500, message=CONVICTION)
+        self._forget(entry.request.rid, index)
+        return [ChoiceEnded(entry.request.rid, index, done)]
+
     def _rewind(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
         """Drop what the old scheduler had not sent whole; end the choice if nothing is missing but its end."""
         if entry.request.logprobs.output:
@@ -351,6 +387,7 @@ def _resubmission(entry: _Entry) -> GenerateRequest:
         output_ids=[int32_array(choice.ids) for choice in entry.choices.values()],
         logprobs=replace(request.logprobs, prompt_start=start),
         resumed=True,
+        suspect=any(choice.num_deaths >= SUSPECTED for choice in entry.choices.values()),
     )
 
 

@@ -66,6 +66,7 @@ class SchedulerProcess:
         self._status = EngineStatus(start.run_dir, start.args.decode_log_interval)
         self._is_unpublished = False
         self._stop_at: float | None = None
+        self._is_lost = False  # the workers are
         self._busy_since: float | None = None
         self._poller = zmq.Poller()
         for source in (self._workers.socket, self._frontends.socket, child.fileno()):
@@ -80,12 +81,21 @@ class SchedulerProcess:
             self._busy_since = time.monotonic()
             self._hear_supervisor()
             self._hear_workers()
+            if self._is_lost:
+                return
             self._hear_frontends()
             while self._tick():
                 pass  # a frontend has gone, and left room for others
             self._check_deadline()
             self._publish()
             self._busy_since = None
+
+    def say_last_words(self) -> None:
+        """Whatever it ends of: frontends are told what its workers were at. As far as is known: what it ends of may be its books."""
+        try:
+            self._apply(self._scheduler.last_words())
+        except Exception:
+            logger.exception("The scheduler ends without last words.")
 
     def close(self) -> None:
         """Let what was sent last leave, then close the links."""
@@ -124,9 +134,11 @@ class SchedulerProcess:
     def _hear_supervisor(self) -> None:
         while (message := self._child.receive()) is not None:
             match message:
-                case Stop(grace_s, _):
+                case Stop(grace_s, ""):
                     self._stop_at = time.monotonic() + grace_s
                     self._scheduler.drain()
+                case Stop():
+                    self._is_lost = True
                 case ServerReady() | EngineReplaced():
                     pass
                 case _:
@@ -279,6 +291,7 @@ def main(child: Child) -> None:
     try:
         process.run()
     finally:
+        process.say_last_words()
         process.close()
         context.term()
 

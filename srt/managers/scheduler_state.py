@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
+import numpy as np
+
 from srt.managers.clients import Client, Labels
 from srt.managers.deadlines import Deadlines
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers
@@ -31,6 +33,7 @@ from srt.protocol.messages import (
     FromWorker,
     FrontendHello,
     GetState,
+    LastWord,
     Load,
     Message,
     PauseGeneration,
@@ -45,6 +48,7 @@ from srt.protocol.messages import (
     WorkerFault,
     WorkerHello,
     WorkPlan,
+    int32_array,
 )
 from srt.protocol.views import FromFrontendView, RequestView
 from srt.server_args import ServerArgs
@@ -168,6 +172,21 @@ class Scheduler:
         if client is not None:
             for request in client.all_requests():
                 self._abort(request, tell=False)
+
+    def last_words(self) -> list[Effect]:
+        """The engine ends before its time: what frontends are owed, and whose rows the workers were at."""
+        replica = self._replica
+        if replica is None:
+            return []
+        incarnations = replica.stream.incarnations_in_flight()
+        suspects = replica.planner.in_flight(incarnations)
+        effects = self._send_batches(replica)
+        for number in self._clients:
+            own = [request for request in suspects if request.frontend == number]
+            rids = np.array([request.rid for request in own], np.int64)
+            choices = int32_array([request.choice for request in own])
+            effects.append(ToFrontend(number, LastWord(rids, choices, len(incarnations) == 1)))
+        return effects
 
     def drain(self) -> None:
         """Take no new requests from now on, and finish those that are here."""

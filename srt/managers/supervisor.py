@@ -34,6 +34,7 @@ from srt.managers.replacer import (
     StopAsked,
     Stopping,
     Tell,
+    TellRuntime,
 )
 from srt.managers.run_dir import ADDRESS_FILE, RunDir
 from srt.managers.service_manager import ServiceManager
@@ -260,6 +261,8 @@ class Supervisor:
                     if child in self._streams:
                         with contextlib.suppress(PeerGone):
                             self._streams[child].send(message)
+                case TellRuntime(message):
+                    self._tell_runtime(message)
                 case Kill(child):
                     self._kill(child)
                 case SaveReport():
@@ -287,10 +290,9 @@ class Supervisor:
             if key in self._streams:  # something that it had started still holds the other end
                 self._drop_stream(key)
             self._adopt(self._spawn(key), generation)
+            self._vitals.count_replacement()
         for key in keys:
             self._tell_who_it_is(key, generation)
-        if any(key.role == "scheduler" for key in keys):
-            self._tell_runtime(EngineReplaced(generation))
 
     def _kill(self, key: ChildKey) -> None:
         """Its whole group: a helper that it started must not outlive it."""

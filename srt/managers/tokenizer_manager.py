@@ -29,10 +29,12 @@ from srt.protocol.messages import (
     AbortLabel,
     ContinueGeneration,
     ControlReply,
+    EngineReplaced,
     FlushCache,
     FromFrontend,
     GenerateRequest,
     GetState,
+    LastWord,
     Load,
     Message,
     PauseGeneration,
@@ -83,6 +85,7 @@ class TokenizerManager:
         self._limits: SchedulerHello | None = None
         self._load: Load | None = None
         self._death: str | None = None
+        self._next: EngineReplaced | None = None  # where the next scheduler is to be found
         self._is_greeted = False  # by the present scheduler: before that nothing is sent to it
         self._max_held = max_held
         self._connect = connect
@@ -168,17 +171,24 @@ class TokenizerManager:
         self._answered.set()
         self._broken.set()
 
-    def engine_replaced(self, generation: int) -> None:
+    def engine_replaced(self, replaced: EngineReplaced) -> None:
         """The scheduler has ended, and another one is on its way: all that has no answer yet is sent to that one when it is there. The
         requests' readers notice a pause."""
-        if self._death is None:
-            self._engine_lost()
-            self._link.drop()
-            self._link = self._link_to(generation)
+        self._next = replaced
+        if not self._is_greeted:  # else its last words may still come, and behind them the link's end
+            self._go_to_next()
 
     def _engine_lost(self) -> None:
         """The supervisor sees it too: it replaces the engine or ends everything."""
         self._is_greeted = False
+        self._go_to_next()
+
+    def _go_to_next(self) -> None:
+        if self._next is not None and self._death is None:
+            self._deliveries.note_death(by_request=self._next.by_request)
+            self._link.drop()
+            self._link = self._link_to(self._next.generation)
+            self._next = None
 
     def _link_to(self, generation: int) -> SchedulerLink:
         return self._connect(
@@ -287,6 +297,8 @@ class TokenizerManager:
                 self._abort_named(message.label)
             case SchedulerHello():
                 self._greeted(message)
+            case LastWord():
+                self._deliveries.note_last_word(message)
             case Rejected():
                 self._take_rejection(message.reason)
             case _:

@@ -17,7 +17,7 @@ BEAT_S = 1.0
 SILENT_S = 5.0  # signs come every second, from a thread that nothing keeps busy
 STUCK_S = 10.0  # of processes whose work comes in small pieces
 _PREFIX = "vitals-"
-_NAMES = ("pid", "beat_s", "age_s", "is_overdue")
+_NAMES = ("pid", "beat_s", "age_s", "is_overdue", "num_replaced")
 
 
 class VitalsWriter:
@@ -36,6 +36,10 @@ class VitalsWriter:
         self._numbers.set("is_overdue", is_overdue)
         self._numbers.set("beat_s", now_s)
 
+    def count_replacement(self) -> None:
+        """A process that had ended was started again. The supervisor says so."""
+        self._numbers.set("num_replaced", self._numbers.get("num_replaced") + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Vital:
@@ -44,6 +48,7 @@ class Vital:
     silent_s: float  # since it last gave a sign
     age_s: float  # since it last completed what it had to do
     is_overdue: bool
+    num_replaced: int = 0  # processes that it has started in the place of others
 
     def trouble(self, stuck_s: float) -> str | None:
         """The sentence, if it cannot be called healthy."""
@@ -74,6 +79,7 @@ class VitalsReader:
                 max(0.0, now_s - values["beat_s"]),
                 values["age_s"] + max(0.0, now_s - values["beat_s"] - BEAT_S) * (values["age_s"] > 0),
                 bool(values["is_overdue"]),
+                int(values["num_replaced"]),
             )
             for name, values in self._files.read().items()
             if values["beat_s"] > 0

@@ -58,6 +58,14 @@ class WorkerStream:
     def submit_inspection(self, inspection: Inspection) -> None:
         self._items.append(_Item(inspection=inspection))
 
+    def incarnations_in_flight(self) -> set[int]:
+        """Of all rows of the steps that have no answer."""
+        planned = [
+            item.planned for item in self._items if item.planned is not None and item.num_answers < self._num_ranks
+        ]
+        rows = [rows for one in planned for rows in (one.sampling_incarnations.tolist(), one.extends.values())]
+        return {incarnation for incarnations in rows for incarnation in incarnations}
+
     @property
     def num_graphs_left(self) -> int:
         """Graphs that are still to be captured."""

@@ -103,6 +103,9 @@ class GenerateRequest(Wire, frozen=True, tag=2):
         False  # a question about the engine's health: goes before all others, in the place of one that runs if need be
     )
     stream: bool = False  # somebody watches its tokens come: steps that have it are short
+    suspect: bool = (
+        False  # workers have died of what may have been this request: it has to show, alone, that it does no harm
+    )
 
 
 class Abort(Wire, frozen=True, tag=3):
@@ -239,6 +242,15 @@ class Load(Wire, frozen=True, tag=25):
     num_waiting: int
     num_free_pages: int
     num_steps: int
+
+
+class LastWord(Wire, frozen=True, tag=26):
+    """This scheduler ends before its time. Choices `choices[i]` of requests `rids[i]` were in steps that the workers have not answered;
+    `is_alone`: there was no other."""
+
+    rids: Int64Array
+    choices: Int32Array
+    is_alone: bool
 
 
 # ---- Scheduler -> worker: one numbered stream, the same for every rank
@@ -404,9 +416,11 @@ class Stop(Wire, frozen=True, tag=82):
 
 class EngineReplaced(Wire, frozen=True, tag=83):
     """To frontends, and to a Runtime: the scheduler has ended. Another one is on its way, on the links of this generation; it knows
-    nothing, so ask it again for what was asked of the old one."""
+    nothing, so ask it again for what was asked of the old one. `by_request`: what it died of may have been a request, and not somebody
+    else on this host."""
 
     generation: int
+    by_request: bool
 
 
 # ---- Child -> supervisor
@@ -480,6 +494,7 @@ Message = (
     | Rejected
     | ControlReply
     | Load
+    | LastWord
     | StepPlan
     | WorkPlan
     | WorkerHello
@@ -510,7 +525,7 @@ FromFrontend = (
     | PauseGeneration
     | ContinueGeneration
 )
-ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load | AbortLabel
+ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load | LastWord | AbortLabel
 ToWorker = StepPlan | WorkPlan
 FromWorker = WorkerHello | StepResult | StepAck | WorkDone | WorkerFault
 ToChild = ChildStart | ServerReady | EngineReplaced | Stop

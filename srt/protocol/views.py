@@ -65,6 +65,7 @@ class RequestView(Wire, frozen=True, tag=GenerateRequest.__struct_config__.tag):
     resumed: bool
     urgent: bool
     stream: bool
+    suspect: bool
 
 
 class AdmissionView(Wire, frozen=True):

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import srt
-from tests.support.checkpoints import CheckpointFactory
+from tests.support.poisoned_worker import POISON
 from tests.support.server_process import END_S, ServerProcess
 
 pytestmark = pytest.mark.e2e
@@ -35,12 +35,16 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
+def words_for(checkpoint: Path) -> list[str]:
+    """Two ranks, two frontends."""
+    words = ["--model-path", str(checkpoint), "--device", "cpu", "--dtype", "float32", "--port", "0"]
+    return [*words, "--tp", "2", "--max-total-tokens", "16384", "--tokenizer-worker-num", "2"]
+
+
 @pytest.fixture(scope="module")
-def server(checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Two ranks, two frontends; whoever dies is replaced, however often."""
-    words = ["--model-path", str(checkpoint("qwen3")), "--device", "cpu", "--dtype", "float32", "--port", "0"]
-    words += ["--tp", "2", "--max-total-tokens", "16384", "--tokenizer-worker-num", "2"]
-    words += ["--max-replacements", "1000", "--watchdog-timeout", "5"]
+def server(qwen3_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Whoever dies is replaced, however often."""
+    words = [*words_for(qwen3_checkpoint), "--max-replacements", "1000", "--watchdog-timeout", "5"]
     with ServerProcess("srt.launch_server", words, tmp_path_factory.mktemp("replaced")) as process:
         process.wait_ready()
         yield process
@@ -175,6 +179,29 @@ def test_a_frontend_takes_its_own_clients_along_and_no_others(server: ServerProc
     assert len(lost) == open_connections
     check_same(all_streamed(url), undisturbed)
     check_books(server)
+
+
+def test_a_request_of_which_workers_die_fails_alone(
+    qwen3_checkpoint: Path, tmp_path: Path, undisturbed: list[Chunks]
+) -> None:
+    words = ["launch", *words_for(qwen3_checkpoint)]
+    with ServerProcess("tests.support.poisoned_worker", words, tmp_path) as server:
+        url = url_of(server)
+        body = {"text": "Story 0", "sampling_params": {**GREEDY, "sampling_seed": POISON}}
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            poisoned: list[concurrent.futures.Future[httpx.Response]] = []
+
+            def poison() -> None:
+                poisoned.append(pool.submit(httpx.post, f"{url}/generate", json=body, timeout=2 * END_S))
+
+            check_same(all_streamed(url, Trigger(100, poison)), undisturbed)
+            answer = poisoned[0].result(END_S)
+        assert answer.status_code == 500
+        assert "The engine died twice while it worked on this request and on nothing else." in answer.text
+        assert sum("at work again" in line for line in server.lines) == 4  # two with others, two alone
+        check_books(server)
+        server.send(signal.SIGTERM)
+        assert server.wait() == 0
 
 
 def test_a_runtime_goes_on_too(qwen3_checkpoint: Path) -> None:

@@ -25,7 +25,7 @@ from srt.managers.io_struct import (
 from srt.managers.model_facts import ModelFacts
 from srt.managers.request_checks import build_request, check_form, check_ids, check_text
 from srt.managers.tokenizer_manager import TokenizerManager
-from srt.protocol.messages import Load, Scalar, SchedulerHello
+from srt.protocol.messages import EngineReplaced, Load, Scalar, SchedulerHello
 from srt.sampling.sampling_params import SamplingParams
 from srt.server_args import ServerArgs
 
@@ -212,8 +212,8 @@ class FakeEngine:
         for handle in self.handles:
             handle.fail(EngineDied(f"The engine has ended: {reason}."))
 
-    def engine_replaced(self, generation: int) -> None:
-        self.generations.append(generation)
+    def engine_replaced(self, replaced: EngineReplaced) -> None:
+        self.generations.append(replaced.generation)
 
     async def close(self) -> None:
         self.is_closed = True

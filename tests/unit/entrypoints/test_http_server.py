@@ -260,13 +260,13 @@ def test_it_tells_its_engine_of_the_next_one_also_while_it_connects_to_the_first
         async with running(monkeypatch) as process:
             process.may_connect.clear()
             await process.connecting.wait()
-            process.supervisor.say(EngineReplaced(2))
-            process.supervisor.say(EngineReplaced(3))
+            process.supervisor.say(EngineReplaced(2, by_request=False))
+            process.supervisor.say(EngineReplaced(3, by_request=False))
             await process.supervisor.has_read()
             process.may_connect.set()
             await process.begin()
             assert process.engine.generations == [3]
-            process.supervisor.say(EngineReplaced(4))
+            process.supervisor.say(EngineReplaced(4, by_request=False))
             await process.supervisor.has_read()
             assert process.engine.generations == [3, 4]
 

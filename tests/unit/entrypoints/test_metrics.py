@@ -116,6 +116,15 @@ def test_a_frozen_process_is_seen_and_the_server_is_not_ready(tmp_path: Path) ->
     assert value(found["srt:is_ready"]) == 0
 
 
+def test_processes_that_were_replaced_are_counted(tmp_path: Path) -> None:
+    supervisor = VitalsWriter(tmp_path, "supervisor")
+    supervisor.beat(1.0)
+    for _ in range(3):
+        supervisor.count_replacement()
+    VitalsWriter(tmp_path, "worker 0").beat(1.0)
+    assert value(families(render(server(tmp_path)))["srt:replaced_processes"], "_total") == 3
+
+
 def test_without_an_engine_there_are_only_the_frontends_numbers() -> None:
     world = World(ready=False)
     answer = world.get("/metrics")

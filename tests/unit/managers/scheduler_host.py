@@ -13,6 +13,7 @@ from srt.protocol import messages
 from srt.protocol.codec import decode, encode
 from srt.protocol.messages import (
     AckBatch,
+    ContinueGeneration,
     ControlReply,
     FromFrontend,
     FromWorker,
@@ -126,6 +127,13 @@ class Host:
             if acknowledge:
                 self.acknowledge()
                 self.tick()
+
+    def end(self) -> None:
+        """The scheduler says its last words."""
+        self._apply(self.scheduler.last_words())
+
+    def continue_generation(self, call: int) -> None:
+        self.say(ContinueGeneration(call))
 
     def acknowledge(self, frontend: int = 0) -> None:
         batches = self.batches(frontend)

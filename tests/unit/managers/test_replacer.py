@@ -28,6 +28,7 @@ from srt.managers.replacer import (
     StopAsked,
     Stopping,
     Tell,
+    TellRuntime,
 )
 from srt.protocol.messages import EngineReplaced, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
 
@@ -244,15 +245,26 @@ SEGFAULT = "Worker 0 was killed by SIGSEGV."
 
 def test_an_engine_is_replaced_as_a_whole_once_nothing_is_left_of_it() -> None:
     replacer = ready(most_replacements=1)
-    assert exits(replacer, [WORKERS[0]], 5.0, -11) == []
+    assert exits(replacer, [WORKERS[0]], 5.0, -11) == [Tell(SCHEDULER, Stop(0.0, SEGFAULT))]
     assert replacer.next_tick_s() == 5.0 + SETTLE_S
     assert killed(replacer.tick(5.0 + SETTLE_S)) == [WORKERS[1], SCHEDULER]
     assert exits(replacer, [WORKERS[1]], 5.5, -9) == []
-    replaced = [Tell(child, EngineReplaced(2)) for child in FRONTENDS]
+    word = EngineReplaced(2, by_request=True)
+    replaced = [TellRuntime(word), *(Tell(child, word) for child in FRONTENDS)]
     assert exits(replacer, [SCHEDULER], 5.6, -9) == [Start(ENGINE, 2, SEGFAULT), *replaced]
     assert gets_ready(replacer, WORKERS, 8.0) == []
     again = [Tell(child, ServerReady(1.0)) for child in ENGINE]
     assert gets_ready(replacer, [SCHEDULER], 9.0) == [*again, ServesAgain(ENGINE, 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("code", "by_request"), [(-11, True), (-6, True), (1, True), (0, True), (-9, False), (-15, False)]
+)
+def test_who_was_killed_from_outside_did_not_die_of_a_request(code: int, by_request: bool) -> None:
+    replacer = ready(most_replacements=1)
+    replacer.handle(ChildSpoke(WORKERS[1], Failed("Connection closed by peer.")), 4.9)
+    exits(replacer, WORKERS, 5.0, code)
+    assert TellRuntime(EngineReplaced(2, by_request=by_request)) in exits(replacer, [SCHEDULER], 5.1, 0)
 
 
 def test_a_frontend_is_replaced_alone_and_told_that_the_server_is_ready() -> None:
@@ -267,7 +279,8 @@ def test_a_frontend_is_replaced_alone_and_told_that_the_server_is_ready() -> Non
 def test_a_frontend_that_starts_meanwhile_is_told_of_the_new_engine_too() -> None:
     replacer = ready(most_replacements=2)
     exits(replacer, FRONTENDS[:1], 5.0, 3)
-    effects = exits(replacer, list(ENGINE), 5.1, -11)
+    exits(replacer, WORKERS, 5.1, -11)
+    effects = exits(replacer, [SCHEDULER], 5.2, -9)
     assert sorted(told(effects), key=str) == FRONTENDS
     assert effects[0] == Start(ENGINE, 2, SEGFAULT)
 
@@ -292,7 +305,7 @@ def test_whoever_dies_too_often_ends_the_server_unless_there_was_calm(is_calm: b
     now_s += CALM_S if is_calm else CALM_S - 1
     effects = exits(replacer, list(ENGINE), now_s, -11)
     if is_calm:
-        assert effects[0] == Start(ENGINE, 3, SEGFAULT)
+        assert Start(ENGINE, 3, SEGFAULT) in effects
         return
     assert effects == [Tell(child, Stop(LAST_ANSWERS_S, SEGFAULT)) for child in FRONTENDS]
     why_now = "Processes were replaced once within 300 s (see --max-replacements)."
@@ -304,20 +317,20 @@ def test_nothing_of_a_dead_child_is_held_against_its_successor() -> None:
     replacer.handle(ChildSpoke(WORKERS[0], Heartbeat(0.0)), 4.0)
     replacer.handle(LinkLost(WORKERS[0], None), 5.0)
     replacer.handle(ChildSpoke(WORKERS[0], Failed("A page was lost.")), 5.0)
-    (started, *_) = exits(replacer, list(ENGINE), 5.1, 1)
+    (started, *_) = exits(replacer, [SCHEDULER, *WORKERS], 5.1, 1)
     assert started == Start(ENGINE, 2, "A page was lost.")
     gets_ready(replacer, ENGINE, 5.2)
     assert replacer.tick(5.0 + ENDING_S) == []  # the old one's time to end, and its silence, concern nobody
     assert replacer.tick(5.0 + 2 * SILENT_S) == []
-    (started, *_) = exits(replacer, list(ENGINE), 70.0, 4)
-    assert started == Start(ENGINE, 3, "Worker 0 ended with exit code 4.")
+    (started, *_) = exits(replacer, [SCHEDULER, *WORKERS], 70.0, 4)
+    assert started == Start(ENGINE, 3, "Scheduler 0 ended with exit code 4.")
 
 
 def test_who_is_silent_in_an_engine_that_ends_has_nothing_more_to_say() -> None:
     replacer = ready(most_replacements=1)
     for worker in WORKERS:
         replacer.handle(ChildSpoke(worker, Heartbeat(0.0)), 10.0)
-    assert replacer.tick(10.1 + SILENT_S) == []
+    assert told(replacer.tick(10.1 + SILENT_S)) == [SCHEDULER]
     assert replacer.next_tick_s() == 10.1 + SILENT_S + SETTLE_S
     assert killed(replacer.tick(10.2 + SILENT_S + SETTLE_S)) == list(ENGINE)
     (started, *_) = exits(replacer, list(ENGINE), 50.0, -9)

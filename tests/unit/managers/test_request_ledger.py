@@ -17,6 +17,7 @@ from srt.protocol.messages import (
     AckBatch,
     AskRange,
     GenerateRequest,
+    LastWord,
     LogprobSpec,
     Refused,
     RequestDone,
@@ -302,6 +303,50 @@ def test_a_resubmission_asks_only_for_logprobs_that_are_missing() -> None:
     assert isinstance(again, GenerateRequest)
     assert again.logprobs.prompt_start == -1
     assert again.output_ids[0].tolist() == [10]  # the other token has no logprob yet: it is drawn again
+
+
+def last_word(*keys: tuple[int, int], is_alone: bool = False) -> LastWord:
+    return LastWord(np.array([rid for rid, _ in keys], np.int64), int32_array([choice for _, choice in keys]), is_alone)
+
+
+def deaths(ledger: RequestLedger, *words: LastWord, by_request: bool = True) -> list[Effect]:
+    """What the ledger wants when the last of these schedulers has a successor."""
+    effects: list[Effect] = []
+    for word in words:
+        ledger.note_last_word(word)
+        ledger.note_death(by_request=by_request)
+        effects = list(ledger.resume())
+    return effects
+
+
+def suspects(effects: list[Effect]) -> list[int]:
+    return [one.rid for one in sent(effects) if isinstance(one, GenerateRequest) and one.suspect]
+
+
+def test_who_was_in_flight_at_two_deaths_is_a_suspect() -> None:
+    ledger = ledger_with(new_request(1), new_request(2), new_request(3))
+    assert suspects(deaths(ledger, last_word((1, 0), (2, 0)))) == []
+    assert suspects(deaths(ledger, last_word((2, 0), (3, 0), (9, 0)))) == [2]
+    assert suspects(deaths(ledger, last_word((3, 0)), by_request=False)) == [2]  # somebody else killed that one
+    assert suspects(deaths(ledger, last_word((3, 0)))) == [2, 3]
+
+
+def test_a_death_without_last_words_makes_nobody_a_suspect() -> None:
+    ledger = ledger_with(new_request(1))
+    deaths(ledger, last_word((1, 0)))
+    ledger.note_death(by_request=True)
+    assert suspects(list(ledger.resume())) == []
+
+
+def test_who_was_alone_at_two_deaths_ends_and_the_others_go_on() -> None:
+    ledger = ledger_with(new_request(1, choices=(0, 1)), new_request(2))
+    alone = last_word((1, 1), is_alone=True)
+    assert suspects(deaths(ledger, last_word((1, 0), (1, 1), (2, 0)), alone)) == [1]
+    ended, first, second = deaths(ledger, alone)
+    assert isinstance(ended, ChoiceEnded)
+    assert (ended.rid, ended.choice, ended.done.reason, ended.done.status) == (1, 1, "error", 500)
+    assert "died twice while it worked on this request" in ended.done.message
+    assert [one.choices.tolist() for one in sent([first, second]) if isinstance(one, GenerateRequest)] == [[0], [0]]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from srt.managers.vitals import VitalsReader
 from tests.support.server_process import ServerProcess, all_gone
 
 ALL = ["worker-0", "worker-1", "scheduler-0", "frontend-0", "frontend-1"]
@@ -167,6 +168,10 @@ def test_a_killed_worker_is_replaced_with_the_scheduler_and_all_workers(start: S
         in server.lines
     )
     after = processes_of(server)
+    (supervisor,) = [
+        vital for vital in VitalsReader(run_dirs(server)[0], 60.0).read(0.0) if vital.process == "supervisor"
+    ]
+    assert supervisor.num_replaced == 3
     assert all_gone([before[name] for name in ALL[:3]])
     assert [before[name].pid for name in ALL[3:]] == [after[name].pid for name in ALL[3:]]
     assert orders(server) == [f"{name.replace('-', ' ')}: EngineReplaced 2" for name in ALL[3:]]

@@ -34,10 +34,12 @@ from srt.protocol.messages import (
     AbortLabel,
     AskRange,
     ControlReply,
+    EngineReplaced,
     FlushCache,
     FrontendHello,
     GenerateRequest,
     GetState,
+    LastWord,
     Load,
     Refused,
     Rejected,
@@ -434,7 +436,7 @@ def test_when_the_engine_ends_every_pending_call_says_so(qwen3_checkpoint: Path)
                     await asyncio.wait_for(pending, PATIENCE_S)
             assert "Worker 0 ended" in await manager.wait_broken()
             assert manager.is_dead
-            manager.engine_replaced(2)  # too late
+            manager.engine_replaced(EngineReplaced(2, by_request=True))  # too late
             with pytest.raises(EngineDied):
                 await manager.submit(ask(manager))
             await nothing_left(manager)
@@ -451,7 +453,8 @@ async def replaced(manager: TokenizerManager, scheduler: FakeScheduler) -> Async
     scheduler.close()
     successor = scheduler.successor()
     try:
-        manager.engine_replaced(2)
+        manager.engine_replaced(EngineReplaced(2, by_request=True))
+        await until(lambda: not manager.is_ready)
         yield successor
     finally:
         await nothing_left(manager)
@@ -500,7 +503,7 @@ def test_a_scheduler_that_ends_before_it_is_ready_is_replaced_like_any_other(pla
             await second.expect(FrontendHello)
             second.close()
             third = second.successor()
-            manager.engine_replaced(3)
+            manager.engine_replaced(EngineReplaced(3, by_request=True))
             await third.welcome()
             again = await third.expect(GenerateRequest)
             third.send_tokens(again.rid, [5], done=ended(again.rid, 1))
@@ -508,6 +511,32 @@ def test_a_scheduler_that_ends_before_it_is_ready_is_replaced_like_any_other(pla
             assert (again.rid, update.ids) == (request.rid, (5,))
             await nothing_left(manager)
             third.close()
+
+    play(story)
+
+
+def test_a_request_that_was_alone_when_engines_died_gets_an_error_and_others_their_answers(
+    play: Callable[..., None],
+) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        poison, first = await begin(manager, scheduler, ask(manager))
+        other, second = await begin(manager, scheduler, ask(manager))
+        for generation in (2, 3):
+            scheduler.send(LastWord(np.array([first.rid]), int32_array([0]), is_alone=True))
+            manager.engine_replaced(EngineReplaced(generation, by_request=True))  # before these words have arrived
+            scheduler.close()
+            scheduler = scheduler.successor()
+            await scheduler.welcome()
+            if generation == 2:
+                assert (await scheduler.expect(GenerateRequest)).rid == first.rid
+            assert (await scheduler.expect(GenerateRequest)).rid == second.rid
+        with pytest.raises(RequestError, match="died twice while it worked on this request") as failed:
+            await poison.collect()
+        assert failed.value.status == 500
+        scheduler.send_tokens(second.rid, [5], done=ended(second.rid, 1))
+        assert [update.ids for update in await other.collect()] == [(5,)]
+        await nothing_left(manager)
+        scheduler.close()
 
     play(story)
 
