@@ -145,15 +145,17 @@ class Planner:
 
     # ---- The next step
 
+    @property
+    def has_trials(self) -> bool:
+        """Then no step may be planned before all ranks have answered all others: who is tried is alone."""
+        return bool(self._suspects) or self._on_trial is not None
+
     def plan(self, step: int, now: float) -> Planned | None:
         """The next step, or None if there is nothing to do. What it does counts as done from now on."""
         self._now = now
         self._forget_ended()
-        if self._suspects or self._on_trial is not None:
-            if self._planned_step != self._answered_step:
-                return None  # who is tried is alone, with each of its steps
-            if self._find_on_trial():
-                return self._plan_trial(step)
+        if self.has_trials and self._find_on_trial():
+            return self._plan_trial(step)
         self._queue.begin_plan()
         is_short = self._preempt_for_room(step)
         rows = self._decode_rows(step)
@@ -196,16 +198,16 @@ class Planner:
         """The next step of the request on trial, and of nobody else: others keep their places, unless it needs their memory."""
         request = self._on_trial
         assert request is not None
-        draft, rows = Draft(self._chunk_size, inf), NO_SLOTS
+        draft, rows, memory = Draft(self._chunk_size, inf), NO_SLOTS, self._memory
         if request.status is Status.WAITING:
             self._admit_to_trial(draft, request)
+        elif request.prompt_done:
+            rows = np.array([request.slot], np.int64)
+            self._make_room_beside(request, lambda: memory.num_available >= self._num_lacking(rows))
+            self._plan_decodes(draft, rows)
         else:
-            self._make_room_beside(request, lambda: self._memory.num_available > 0)
-            if request.prompt_done:
-                rows = np.array([request.slot], np.int64)
-                self._plan_decodes(draft, rows)
-            else:
-                self._plan_chunk(draft, request)
+            self._make_room_beside(request, lambda: memory.num_available > 0)
+            self._plan_chunk(draft, request)
         self._step_times.note_planned(len(rows), draft.num_tokens)
         self._publish(draft)
         self._counters.count_step(len(draft.extends), len(rows))

@@ -456,6 +456,8 @@ class Scheduler:
     def _plan(self, replica: Replica, now: float, watch: Callable[[StepPlan], None] | None) -> list[Effect]:
         effects: list[Effect] = []
         while replica.stream.num_in_flight < replica.window and not self._paused_by:
+            if replica.planner.has_trials and not replica.stream.is_empty:
+                break
             planned = replica.planner.plan(replica.stream.next_step, now)
             if planned is None:
                 break

@@ -67,6 +67,11 @@ class WorkerStream:
         return {incarnation for incarnations in rows for incarnation in incarnations}
 
     @property
+    def is_empty(self) -> bool:
+        """All ranks have answered everything."""
+        return not self._items
+
+    @property
     def num_graphs_left(self) -> int:
         """Graphs that are still to be captured."""
         return self._num_graphs

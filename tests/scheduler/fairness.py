@@ -28,6 +28,7 @@ class Before:
     num_admitted: int
     num_preempted: int
     num_steps: int
+    suspects: set[int]  # that wait for their trial, by serial
     leaves: Leaves  # not always looked at
 
     def running(self) -> Running:
@@ -42,6 +43,7 @@ class Fairness:
       lpm: the earliest is passed by at most 64.
     - Two kinds of request may be passed: those that lost their slot and have rows in flight, and those that wait for another one
       to compute their prefix.
+    - Suspects come before all others, and whoever is on trial takes anybody's place.
     - Whoever loses its slot is the last in rank of all that run, or less important than one that comes.
     - Nobody is displaced but by one that is more important by the threshold.
     - Nobody waits or runs beyond its time.
@@ -78,6 +80,7 @@ class Fairness:
             planner._num_admitted,
             counters.num_preempted,
             counters.num_steps,
+            {request.serial for request in planner._suspects},
             self._leaves(replica) if with_tree else {},
         )
 
@@ -87,8 +90,13 @@ class Fairness:
             admitted = [r for r in replica.planner.running() if r.incarnation > before.num_admitted]
         for request in admitted:
             self._started.setdefault(request.serial, now)
+        tried = replica.planner._on_trial
+        admitted = [request for request in admitted if request.serial not in before.suspects]
+        assert not admitted or not replica.planner._suspects, (
+            f"request {admitted[0].key} was admitted before a suspect" if admitted else ""
+        )
         if replica.counters.num_preempted != before.num_preempted:
-            victims = self._check_victims(before.running())
+            victims = self._check_victims(before.running(), tried)
             # Who was alone and ran out of memory may come back at once.
             others = [request for request in admitted if request not in victims]
             if others and replica.counters.num_steps == before.num_steps + 1:
@@ -100,9 +108,9 @@ class Fairness:
         elif admitted and replica.counters.num_steps % CHECK_EVERY == 0:
             self._check_admitted(scheduler, replica, admitted)
 
-    def _check_victims(self, before: Running) -> list[Request]:
+    def _check_victims(self, before: Running, tried: Request | None) -> list[Request]:
         victims = []
-        stayed = [r for r, number in before if r.status is Status.RUNNING and r.incarnation == number]
+        stayed = [r for r, n in before if r.status is Status.RUNNING and r.incarnation == n and r is not tried]
         for victim, number in before:
             if victim.status is Status.ENDED or (victim.status is Status.RUNNING and victim.incarnation == number):
                 continue

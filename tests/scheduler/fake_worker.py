@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from srt.mem_cache.radix_cache import ITEM
 from srt.mem_cache.tables_hash import tables_hash
 from srt.protocol.messages import (
     Int32Array,
@@ -86,6 +87,30 @@ class FakeWorker:
         unwritten = pages[self._page_hash[pages] == _NOT_WRITTEN]
         assert not len(unwritten), f"page {unwritten[0]} is in the prefix tree and was not written"
 
+    def rows_of(self, plan: StepPlan, result: StepResult) -> list[tuple[Choice, int]]:
+        """Whose rows are in this plan, which is the last, and how many ids each has got by it."""
+        (section,) = plan.sections
+        counts = iter(abs(result.counts).tolist())
+        extends = zip(section.extend_slots.tolist(), section.extend_samples.tolist(), strict=True)
+        rows = [(slot, next(counts) if samples else 0) for slot, samples in extends]
+        rows += [(slot, next(counts)) for slot in section.decode_slots.tolist()]
+        return [(choice, count) for slot, count in rows if (choice := self._choices[slot]) is not None]
+
+    def only_row(self, plan: StepPlan) -> tuple[Choice, int] | None:
+        """Of a plan that is to be executed: who is alone in it, and the ids of it that are known."""
+        (section,) = plan.sections
+        slots = [*section.extend_slots.tolist(), *section.decode_slots.tolist()]
+        if len(slots) != 1:
+            return None
+        for admission in section.admissions:
+            return self._by_seed[admission.seed], len(cast("AdmissionView", admission).ids) // ITEM
+        choice = self._choices[slots[0]]
+        return None if choice is None else (choice, int(self._known[slots[0]]))
+
+    def num_known(self, choice: Choice) -> int:
+        """Ids of it that are here, of the prompt too."""
+        return int(self._known[choice.slot])
+
     def num_streams(self, slots: Int32Array) -> int:
         return int(np.count_nonzero(self._stream[slots]))
 
@@ -100,8 +125,10 @@ class FakeWorker:
         hashed = tables_hash({slot: self._pages[slot, : self._num_pages[slot]] for slot in used})
         return WorkDone(work.step, 0, {"tables_hash": hashed})
 
-    def execute(self, plan: StepPlan, step_us: int, answered: int) -> StepResult:
-        """The step's result, as rank 0 would send it. The scheduler has heard the results of all steps up to `answered`."""
+    def execute(self, plan: StepPlan, step_us: int, answered: int, is_trial: bool = False) -> StepResult:
+        """The step's result, as rank 0 would send it. The scheduler has heard the results of all steps up to `answered`. While a suspect is
+        tried, others stand still."""
+        self._turn += not is_trial
         self._count(plan.step)
         (section,) = plan.sections
         admissions = cast("list[AdmissionView]", section.admissions)
@@ -291,7 +318,6 @@ class FakeWorker:
             raise AssertionError(f"{self._name(rows[inside][0])} is in step {step}, and in another that is under way")
         self._check_nobody_stands_still(section.decode_slots)
         self._planned_at[rows] = step
-        self._turn += 1
         self._turn_of[rows] = self._turn
         if len(extends):
             self._check_chunk(section, step)
@@ -311,7 +337,7 @@ class FakeWorker:
         longest = 1 if s.num_stages == 1 else 3 * s.num_stages
         if s.row_tokens > 1 and s.num_stages > 1:
             longest *= 2  # those who had seemed to have all go before
-        paused = self._turn_of[decodes] <= self._turn - longest
+        paused = self._turn_of[decodes] < self._turn - longest
         if s.row_tokens > 1:
             paused &= self._known[decodes] + s.row_tokens * (s.most_in_flight + 1) < self._end[decodes]
         if is_any(paused):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
@@ -9,6 +10,8 @@ from msgspec.structs import replace
 
 from srt.managers.request_ledger import (
     ALL_CHOICES,
+    CONVICTED,
+    CONVICTION,
     ChoiceEnded,
     Effect,
     NewTokens,
@@ -21,6 +24,7 @@ from srt.protocol.messages import (
     AskRange,
     ControlReply,
     FromFrontend,
+    LastWord,
     Load,
     Refused,
     Rejected,
@@ -51,6 +55,7 @@ class LedgerFrontend:
         self._leaving: list[Choice] = []
         self._next_batch = 0
         self._is_greeted = False
+        self._was_alone = False
 
     def add(self, choices: list[Choice]) -> list[FromFrontend]:
         request = choices[0].request
@@ -70,8 +75,14 @@ class LedgerFrontend:
         """All that has come, at once."""
         return self._take_all(self._ledger.acknowledge())
 
-    def resume(self) -> list[FromFrontend]:
-        """A new scheduler is there: what the ledger wants to tell it, behind the hello."""
+    def resume(self, *, by_request: bool) -> list[FromFrontend]:
+        """A new scheduler is there: what the ledger wants to tell it, behind the hello. The old one may have died of a request."""
+        self._ledger.note_death(by_request=by_request)
+        for choice in self.live_choices():
+            if choice.was_in_flight and by_request:
+                choice.num_deaths += 1
+                choice.num_lone_deaths += self._was_alone
+            choice.was_in_flight = False
         self._next_batch, self._is_greeted = 0, False
         for choices in self.live.values():
             for choice in choices.values():
@@ -102,6 +113,12 @@ class LedgerFrontend:
                 self.replies[call] = message
             case Rejected(reason):
                 raise AssertionError(f"frontend {self.number} was rejected: {reason}")
+            case LastWord(rids, indices, is_alone):
+                self._ledger.note_last_word(message)
+                self._was_alone = is_alone
+                for rid, index in zip(rids.tolist(), indices.tolist(), strict=True):
+                    if index in self.live.get(rid, {}):
+                        self.live[rid][index].was_in_flight = True
             case Load() | AbortLabel():
                 pass  # nothing of ours is still to be tokenized
             case _:
@@ -138,7 +155,7 @@ class LedgerFrontend:
         spec = choice.request.logprobs
         return not (spec.output or spec.prompt_start >= 0)
 
-    def _take_all(self, effects: list[Effect]) -> list[FromFrontend]:
+    def _take_all(self, effects: Iterable[Effect]) -> list[FromFrontend]:
         messages: list[FromFrontend] = []
         for effect in effects:
             match effect:
@@ -184,6 +201,12 @@ class LedgerFrontend:
         if done.reason == "abort":
             assert choice.may_abort, f"{choice.name} was aborted by nobody"
             return
+        if done.message == CONVICTION:
+            assert (done.reason, done.status) == ("error", 500)
+            assert choice.num_lone_deaths >= CONVICTED, f"{choice.name} did not deserve that"
+            self._statistics["convicted of poison" if choice.poison_at >= 0 else "convicted by chance"] += 1
+            return
+        assert choice.poison_at < 0 or done.num_output <= choice.poison_at, f"{choice.name} was poison, and ended well"
         if done.status in (503, 504):
             timeout = self._settings.waiting_timeout if done.status == 503 else self._settings.running_timeout
             assert timeout is not None and done.reason == "error", f"{choice.name} ran into a timeout that is not set"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, Worker
 from srt.managers.effects import ToFrontend as SendToFrontend
 from srt.managers.effects import ToWorkers as SendToWorkers
+from srt.managers.request import TRIAL_TOKENS, Status
 from srt.managers.scheduler_state import CAPTURE_REST_S, Scheduler
 from srt.protocol.messages import (
     Abort,
@@ -21,6 +22,7 @@ from srt.protocol.messages import (
     FrontendHello,
     GenerateRequest,
     GetState,
+    LastWord,
     Load,
     Message,
     PauseGeneration,
@@ -107,6 +109,10 @@ class Server:
         self._rests_until = 0.0  # before that no worker is asked again to capture
         self._wants_capture = False  # as the last result says of steps behind the last capture
         self._told_load: dict[int, tuple[float, Load]] = {}  # by frontend
+        self._unanswered: dict[
+            int, tuple[list[Choice], int]
+        ] = {}  # by step: whose rows it has, and how many ranks are to answer
+        self._to_be_tried: dict[int, int] = {}  # suspects by seed, and the outputs with which they are through
 
     def start(self) -> None:
         """The workers come up."""
@@ -124,6 +130,26 @@ class Server:
             assert any(isinstance(effect, Fatal) for effect in effects), "a worker's fault is not taken seriously"
         self.is_alive = False
         self.count()
+
+    def say_last_words(self) -> None:
+        """The host process ends before its time, in order."""
+        in_flight = {choice.seed: choice for choices, _ in self._unanswered.values() for choice in choices}
+        effects = self._scheduler.last_words()
+        words = [effect.message for effect in effects if isinstance(effect, SendToFrontend)]
+        named = [word for word in words if isinstance(word, LastWord)]
+        keys = [key for word in named for key in zip(word.rids.tolist(), word.choices.tolist(), strict=True)]
+        live = {
+            request.key
+            for client in self._scheduler._clients.values()
+            for request in client.all_requests()
+            if request.status is not Status.ENDED
+        }
+        wanted = live.intersection((choice.request.rid, choice.choice) for choice in in_flight.values())
+        assert sorted(keys) == sorted(wanted), f"{sorted(keys)} are said to be in flight, and {sorted(wanted)} are"
+        for word in named:
+            assert not word.is_alone or len(in_flight) == 1, "who is said to be alone was not"
+            assert word.is_alone or len(in_flight) != 1 or self._settings.tp_size > 1, "who was alone is not said to be"
+        self._apply(effects)
 
     def mute(self) -> None:
         """A worker answers no more."""
@@ -167,6 +193,9 @@ class Server:
         elif isinstance(message, GenerateRequest):
             known = self._world.by_rid[message.rid]
             self._known[message.label] = [known[index] for index in message.choices.tolist()]
+            if message.suspect:
+                for choice, ids in zip(self._known[message.label], message.output_ids, strict=True):
+                    self._to_be_tried[choice.seed] = len(ids) + TRIAL_TOKENS
         elif isinstance(message, AbortLabel):
             self._note_abort_by(message.label)
         elif isinstance(message, PauseGeneration):
@@ -193,6 +222,10 @@ class Server:
         self._scheduler.drain()
         self._is_draining = True
         self._paused_by.clear()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._scheduler.is_ready
 
     @property
     def is_drained(self) -> bool:
@@ -357,7 +390,10 @@ class Server:
             self._num_in_flight += 1
             assert self._num_in_flight <= s.most_in_flight, f"{self._num_in_flight} plans are in flight"
             step_us = self._step_us(work)
-            answer = self._worker.execute(work, step_us, self._answered)
+            answer = self._worker.execute(work, step_us, self._answered, self._is_trial(work))
+            rows = self._worker.rows_of(work, answer)
+            self._unanswered[work.step] = [choice for choice, _ in rows], s.tp_size
+            self._check_trial(rows)
         else:
             answer = self._worker.do(work)
             if work.kind == "capture":
@@ -369,6 +405,23 @@ class Server:
         self._extra_s = 0.0
         for rank in range(s.tp_size):
             self._from_rank(rank, duration + s.delay * rng.random(), _of_rank(answer, rank))
+
+    def _is_trial(self, plan: StepPlan) -> bool:
+        """Of the one suspect that is in it."""
+        row = self._worker.only_row(plan)
+        return row is not None and row[1] - row[0].prompt_len < self._to_be_tried.get(row[0].seed, 0)
+
+    def _check_trial(self, rows: list[tuple[Choice, int]]) -> None:
+        """Of a step that is sent: a suspect that is not through yet is alone in all that is under way. Poison works here, too."""
+        world = self._world
+        for choice, num_sampled in rows:
+            num_outputs = self._worker.num_known(choice) - choice.prompt_len
+            if num_outputs - num_sampled < self._to_be_tried.get(choice.seed, 0):
+                others = [c.name for others, _ in self._unanswered.values() for c in others if c is not choice]
+                assert not others, f"{choice.name} is tried beside {others[0]}"
+                world.statistics["steps of trials"] += 1
+            if 0 <= choice.poison_at < num_outputs:
+                world.at(world.now, partial(world.die_of_request, self))
 
     def _check_capture(self) -> None:
         """One at a time, where a step missed it, or nobody waits for anything else."""
@@ -403,6 +456,10 @@ class Server:
 
     def _hear_rank(self, rank: int, message: Message) -> None:
         if self.is_alive and not self._is_mute:
+            if isinstance(message, StepResult | StepAck):
+                choices, num_ranks = self._unanswered.pop(message.step)
+                if num_ranks > 1:
+                    self._unanswered[message.step] = choices, num_ranks - 1
             if isinstance(message, StepResult):
                 self._num_in_flight -= 1
                 self._busy_since = self._world.now if self._num_in_flight else math.inf

@@ -55,6 +55,7 @@ class Settings:
     abort_share: float = 0.2
     lost_share: float = 0.0  # of the ranges in batches
     num_deaths: int = 0  # of the scheduler or a worker
+    num_poisons: int = 0  # requests of which workers die
     num_returns: int = 0  # of frontends
     num_slow_steps: int = 0  # that take nearly as long as they may
     watchdog_timeout: float = 2.0
@@ -134,6 +135,7 @@ class Settings:
             num_slow_steps=rng.choice((0, 0, 1, 3)),
             num_graphs=graphs.choice((0, 0, 5, 50)),
             missing_share=graphs.choice((0.0, 0.1, 1.0)),
+            num_poisons=graphs.choice((0, 0, 0, 1, 3)),
         )
 
     def server_args(self) -> ServerArgs:

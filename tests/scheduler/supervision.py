@@ -59,7 +59,7 @@ class Supervision:
         self.verdicts = Verdicts(keys, self.stuck_s)
         self._rng = rng
         self._progress_age_s = progress_age_s
-        self._replacer = Replacer(keys, now, self.stuck_s)
+        self._replacer = Replacer(keys, now, self.stuck_s, most_replacements=0)
         self._processes = {key: Process(key, is_deaf=rng.random() < 0.05) for key in keys}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0

@@ -28,6 +28,10 @@ class Choice:
     leave_at: int = -1  # with this token its frontend aborts it, as with a stop string; -1: never
     may_abort: bool = False  # an abort is on its way, or somebody else may send one
     has_asked: bool = False  # for tokens that were lost
+    poison_at: int = -1  # workers die of the step that samples behind so many of its tokens; -1: of none
+    was_in_flight: bool = False  # by the last word of a scheduler
+    num_deaths: int = 0  # of servers that may have died of it
+    num_lone_deaths: int = 0
     # In the present server:
     is_over: bool = False  # the scheduler knows that it has ended: no plan may have it any more
     is_done: bool = False  # and said so
@@ -70,6 +74,8 @@ class Traffic:
         self._num_requests = 0
         self._urgent_rng = random.Random(f"urgent of {seed}")
         self._urgent_share = self._urgent_rng.choice((0.0, 0.0, 0.05))
+        self._poison_rng = random.Random(f"poison of {seed}")
+        self._num_poisons = settings.num_poisons
 
     def next_request(self, rid: int) -> list[Choice]:
         """Its choices; the message is in each of them."""
@@ -90,10 +96,15 @@ class Traffic:
             stream=rng.random() < s.stream_share,
             urgent=self._urgent_rng.random() < self._urgent_share,
         )
-        return [
+        choices = [
             Choice(request, index, choice_seed(request.seed, index), known, hashes)
             for index, (known, hashes) in enumerate(template.answers)
         ]
+        if self._num_poisons and self._poison_rng.random() < 0.1:
+            self._num_poisons -= 1
+            poisoned = self._poison_rng.choice(choices)
+            poisoned.poison_at = self._poison_rng.randrange(max(1, len(poisoned.answer.ids)))
+        return choices
 
     def _new_template(self) -> _Template:
         s, rng = self._settings, self._rng

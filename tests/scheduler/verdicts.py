@@ -55,6 +55,8 @@ class Verdicts:
         self._greeted: set[ChildKey] = set()
         self._killed: set[ChildKey] = set()
         self._told_s: dict[ChildKey, float] = {}
+        self._told_again: set[ChildKey] = set()
+        self._is_engine_broken = False
         self._grace_s: dict[ChildKey, float] = {}
         self._stops: list[float] = []  # the grace of each that was asked for
         self._must_finish_by = inf
@@ -87,6 +89,7 @@ class Verdicts:
         return self.cause
 
     def note_exit(self, child: ChildKey) -> None:
+        self._is_engine_broken |= child.role != "frontend"
         self._alive.remove(child)
 
     def note_stop_asked(self, now: float, grace_s: float) -> None:
@@ -119,6 +122,13 @@ class Verdicts:
 
     def _check_told(self, child: ChildKey, grace_s: float, reason: str, now: float) -> None:
         self._check_reason(child, now)
+        if self._stops and reason:  # what ran when the stop came has no hope any more
+            assert self._is_engine_broken, f"{child} is told {reason!r}, though the engine is whole"
+            assert child.role == "frontend"
+            assert child in self._told_s
+            assert child not in self._told_again, f"{child} is told twice that it waits in vain"
+            self._told_again.add(child)
+            return
         assert child not in self._told_s, f"{child} is told twice to end"
         self._told_s[child], self._grace_s[child] = now, grace_s
         if self._stops:

@@ -62,6 +62,7 @@ class World:
         self._trouble = random.Random(f"trouble of {seed}")
         self._supervision = self._supervise()
         self._is_hanging = False  # the server is replaced when the Replacer has found out
+        self._is_of_request = False  # what it dies of
         self._is_new = False  # it was replaced, and starts when all of the old one have ended
         self._next_rid = 1
         self._next_call = 1
@@ -273,6 +274,16 @@ class World:
         self._say(new, [FrontendHello(number, PROTOCOL)])
         self.at(self.now + self.rng.random(), self._arrive)  # those who lost their answer ask again
 
+    def die_of_request(self, server: Server) -> None:
+        """Its workers do, if it is not dying already."""
+        if server is self._server and server.is_alive and not self._is_hanging:
+            self.statistics["deaths of poison"] += 1
+            self._is_of_request = True
+            if self._supervision.cause is None:
+                self._die()
+            else:
+                self._replace_server()
+
     def _die(self) -> None:
         """The scheduler or a worker dies, or hangs. Of what it had sent, each frontend still hears a part; then all begin anew."""
         self._supervision.run_until(self.now)
@@ -308,6 +319,10 @@ class World:
 
     def _replace_server(self) -> None:
         old = self._server
+        by_request = self._is_of_request or self._trouble.random() < 0.5  # as the supervisor thinks
+        self._is_of_request = False
+        if old.is_ready and self._trouble.random() < 0.8:
+            old.say_last_words()
         old.die()
         new = self._server = Server(self, generation=old.generation + 1)
         self._is_new = True
@@ -316,13 +331,13 @@ class World:
         for frontend in self._frontends:
             heard_until = self.now + self.rng.choice((0.0, self.settings.delay, 1.0)) * self.rng.random()
             old.cut(frontend.number, heard_until)
-            self.at(heard_until + self.rng.random() * 0.05, partial(self._reconnect, frontend, new))
+            self.at(heard_until + self.rng.random() * 0.05, partial(self._reconnect, frontend, new, by_request))
 
-    def _reconnect(self, frontend: LedgerFrontend, server: Server) -> None:
+    def _reconnect(self, frontend: LedgerFrontend, server: Server, by_request: bool) -> None:
         if server is not self._server or self._frontends[frontend.number] is not frontend:
             return  # another one has died meanwhile
         self._server_of[frontend.number].cut(frontend.number, self.now)
         self._links[frontend.number].cut_at = self.now
         self._links[frontend.number] = Link(self.now)
         self._server_of[frontend.number] = server
-        self._say(frontend, [FrontendHello(frontend.number, PROTOCOL), *frontend.resume()])
+        self._say(frontend, [FrontendHello(frontend.number, PROTOCOL), *frontend.resume(by_request=by_request)])
