@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from srt.managers.request_ledger import (
     ALL_CHOICES,
-    CONVICTED,
     CONVICTION,
     ChoiceEnded,
     Effect,
@@ -24,6 +23,7 @@ from srt.protocol.messages import (
     AskRange,
     ControlReply,
     FromFrontend,
+    GenerateRequest,
     LastWord,
     Load,
     Refused,
@@ -87,7 +87,12 @@ class LedgerFrontend:
         for choices in self.live.values():
             for choice in choices.values():
                 choice.begin_anew()
-        return self._take_all(self._ledger.resume())
+        messages = self._take_all(self._ledger.resume())
+        for message in messages:
+            if isinstance(message, GenerateRequest):
+                is_suspect = any(choice.num_deaths >= 2 for choice in self.live[message.rid].values())
+                assert message.suspect == is_suspect, f"request {message.rid} should be a suspect: {is_suspect}"
+        return messages
 
     def live_choices(self) -> list[Choice]:
         return [choice for choices in self.live.values() for choice in choices.values()]
@@ -203,7 +208,7 @@ class LedgerFrontend:
             return
         if done.message == CONVICTION:
             assert (done.reason, done.status) == ("error", 500)
-            assert choice.num_lone_deaths >= CONVICTED, f"{choice.name} did not deserve that"
+            assert choice.num_lone_deaths == 2, f"{choice.name} did not deserve that"
             self._statistics["convicted of poison" if choice.poison_at >= 0 else "convicted by chance"] += 1
             return
         assert choice.poison_at < 0 or done.num_output <= choice.poison_at, f"{choice.name} was poison, and ended well"

@@ -94,6 +94,48 @@ MUTATIONS = (
 
 MORE_MUTATIONS = (
     Mutation(
+        "a suspect is tried beside what is in flight",
+        "managers/scheduler_state.py",
+        "if replica.planner.has_trials and not replica.stream.is_empty:",
+        "if replica.planner.has_trials and replica.stream.num_in_flight > 1:",
+    ),
+    Mutation(
+        "a trial is over with the first token",
+        "managers/planner.py",
+        ">= tried.trial_end",
+        ">= tried.trial_end - 3",
+    ),
+    Mutation(
+        "others are admitted between two trials",
+        "managers/planner.py",
+        "if tried is None and self._suspects:",
+        "if tried is None and self._suspects and self._on_trial is None:",
+    ),
+    Mutation(
+        "one lone death is enough",
+        "managers/request_ledger.py",
+        "CONVICTED = 2",
+        "CONVICTED = 1",
+    ),
+    Mutation(
+        "whoever was in flight is blamed for what others on the host did",
+        "managers/request_ledger.py",
+        "choice.num_deaths += choice.was_in_flight and by_request",
+        "choice.num_deaths += choice.was_in_flight",
+    ),
+    Mutation(
+        "nobody is alone",
+        "managers/scheduler_state.py",
+        "LastWord(rids, choices, len(incarnations) == 1)",
+        "LastWord(rids, choices, False)",
+    ),
+    Mutation(
+        "last words forget prompts that are not through",
+        "managers/worker_stream.py",
+        "for rows in (one.sampling_incarnations.tolist(), one.extends.values())",
+        "for rows in (one.sampling_incarnations.tolist(),)",
+    ),
+    Mutation(
         "eviction of a pinned page",
         "mem_cache/radix_cache.py",
         "_take_out(node)\n        node.pins += 1",
@@ -288,8 +330,8 @@ MORE_MUTATIONS = (
     Mutation(
         "who says first that a process is gone is to blame",
         "managers/replacer.py",
-        "(by_signal and not self._cause.by_signal)",
-        "False",
+        "if number and not self.signal:",
+        "if False:",
     ),
     Mutation(
         "a slow step counts as standing still",
@@ -375,4 +417,71 @@ MORE_MUTATIONS = (
         "            return -inf, request.serial\n",
         "            return 0.0, request.serial\n",
     ),
+)
+
+# These are found by stories of replaced processes, not by worlds.
+REPLACEMENT_MUTATIONS = tuple(
+    Mutation(name, "managers/replacer.py", anchor, change)
+    for name, anchor, change in (
+        (
+            "an old deadline kills the next process",
+            "        self._deadlines = [\n            replace(deadline, children=others)",
+            "        _ = [\n            replace(deadline, children=others)",
+        ),
+        (
+            "a child that was killed once is not killed again",
+            "        self._killed.discard(child)\n",
+            "",
+        ),
+        (
+            "last words of the old one explain the next one's end",
+            "        self._last_words.pop(child, None)\n",
+            "",
+        ),
+        (
+            "started while something is left",
+            "not any(m in self._alive for m in group.members)",
+            "not all(m in self._alive for m in group.members)",
+        ),
+        (
+            "workers are replaced without the scheduler",
+            'key for key in self._alive if key.role != "frontend"',
+            'key for key in self._alive if key.role == "worker"',
+        ),
+        (
+            "an engine keeps its generation",
+            "self.generation += 1",
+            "self.generation += 0",
+        ),
+        (
+            "what was replaced long ago still counts",
+            "if now_s - when_s < CALM_S]",
+            "if now_s - when_s < 4 * CALM_S]",
+        ),
+        (
+            "replacements are not counted",
+            "        self._losses_s.append(now_s)\n",
+            "",
+        ),
+        (
+            "frontends are not told of the next engine",
+            'others = [Tell(child, replaced) for child in self._of_role("frontend")]',
+            "others = []",
+        ),
+        (
+            "a frontend that was replaced is not told that the server is ready",
+            "return [*self._greet(group.members), ServesAgain",
+            "return [*self._greet([m for m in group.members if group.is_engine]), ServesAgain",
+        ),
+        (
+            "a frontend takes the engine along",
+            "group = self._groups[child]\n        if self.state is State.STOPPING:",
+            "group = next(iter(self._groups.values()))\n        if self.state is State.STOPPING:",
+        ),
+        (
+            "it serves again with the first that is ready",
+            "if not all(self._alive[member].ready for member in group.members):",
+            "if not any(self._alive[member].ready for member in group.members):",
+        ),
+    )
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from srt.utils.compiled import SWITCH
-from tests.scheduler.mutations import MORE_MUTATIONS, MUTATIONS, PACKAGE, Mutation
+from tests.scheduler.mutations import MORE_MUTATIONS, MUTATIONS, PACKAGE, REPLACEMENT_MUTATIONS, Mutation
 
 MOST_SEEDS = 60
 
@@ -27,6 +27,15 @@ def test_another_planted_bug_is_found_within_60_worlds(mutation: Mutation, tmp_p
     find(mutation, tmp_path)
 
 
+@pytest.mark.parametrize("mutation", REPLACEMENT_MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_a_bug_in_what_is_replaced_is_found_by_stories(mutation: Mutation, tmp_path: Path) -> None:
+    mutation.plant(tmp_path)
+    output = _run(tmp_path, "from tests.scheduler.test_replacements import tell_all", "tell_all()")
+    found = re.search(r"story \d+ at .*", output)
+    assert found, f"nothing was found in all stories:\n{output[-2000:]}"
+    print(f"\n{mutation.name}: {found.group(0)}")
+
+
 def find(mutation: Mutation, tmp_path: Path) -> None:
     mutation.plant(tmp_path)
     output = _simulate(tmp_path)
@@ -36,7 +45,7 @@ def find(mutation: Mutation, tmp_path: Path) -> None:
 
 
 def test_every_bug_can_still_be_planted() -> None:
-    for mutation in (*MUTATIONS, *MORE_MUTATIONS):
+    for mutation in (*MUTATIONS, *MORE_MUTATIONS, *REPLACEMENT_MUTATIONS):
         compile(mutation.text(), mutation.file, "exec")
 
 
@@ -46,14 +55,21 @@ def test_a_bug_is_planted_without_what_was_built_before_it(tmp_path: Path) -> No
 
 
 def _simulate(folder: Path) -> str:
-    """With the package in this folder, at the default settings."""
+    """At the default settings."""
+    run = f"sys.argv[1:] = ['--seeds', '{MOST_SEEDS}']; sys.exit(main())"
+    return _run(folder, "from tests.scheduler.simulate import main", run)
+
+
+def _run(folder: Path, *lines: str) -> str:
+    """With the package in this folder; what is printed."""
     environment = os.environ | {
         "PYTHONPATH": f"{folder}{os.pathsep}{PACKAGE.parent}",
         "PYTHONDONTWRITEBYTECODE": "1",
         SWITCH: "0",
     }
-    program = "import sys, srt; from tests.scheduler.simulate import main; print(srt.__file__, file=sys.stderr); sys.exit(main())"
-    command = [sys.executable, "-c", program, "--seeds", str(MOST_SEEDS)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    program = "; ".join(["import sys, srt", lines[0], "print(srt.__file__, file=sys.stderr)", *lines[1:]])
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     assert str(folder) in done.stderr, f"another package was simulated:\n{done.stderr[-2000:]}"
     return done.stdout + done.stderr
