@@ -68,10 +68,6 @@ class Deliveries:
             self.abort(live.rid)
             live.fail(error)
 
-    @property
-    def num_live(self) -> int:
-        return len(self._live)
-
     def has_label(self, label: str) -> bool:
         return self._ledger.has_label(label)
 
@@ -106,7 +102,7 @@ class Deliveries:
         self._ledger.note_last_word(word)
 
     def note_death(self, *, by_request: bool) -> None:
-        """It has ended, and may have of a request, or not."""
+        """It has ended, and may have of a request, or not. Until `resume` there is no other."""
         self._ledger.note_death(by_request=by_request)
 
     def resume(self) -> None:

@@ -90,6 +90,9 @@ class Planner:
         request.order = self._ranking.order(request)
         if request.urgent:
             self._urgent = request
+        self._line_up(request)
+
+    def _line_up(self, request: Request) -> None:
         if request.suspect:
             self._suspects.append(request)
         else:
@@ -102,7 +105,7 @@ class Planner:
         self._no_room_for = None
         if was_waiting:
             self.num_waiting -= 1
-            if request.suspect:
+            if request in self._suspects:
                 self._suspects.remove(request)
             elif not self.preempted.remove(request):
                 self._queue.note_end()
@@ -133,7 +136,7 @@ class Planner:
         if planned.num_tokens:
             self._counters.count_prompt_step(planned.num_tokens, step_us)
         for request in self.preempted.note_answered(planned.plan.step):
-            self._queue.push(request)
+            self._line_up(request)
 
     def in_flight(self, incarnations: set[int]) -> list[Request]:
         """Those of these incarnations that have not ended."""
@@ -181,7 +184,7 @@ class Planner:
         return self._finish_plan(step, draft, rows)
 
     def _find_on_trial(self) -> bool:
-        """Whether somebody is on trial: who was, until it has got far enough, ended or was preempted; then the next."""
+        """Whether somebody is on trial: who was, until it has got far enough or ended; then the next."""
         tried = self._on_trial
         if tried is not None and (
             tried.status is not Status.RUNNING or self._slots.num_output_at[tried.slot] >= tried.trial_end
@@ -294,8 +297,10 @@ class Planner:
         self._counters.num_preempted += 1
         self.num_waiting += 1
         self._no_room_for = None
+        if request is self._on_trial:  # in a pause that takes all slots: it is tried anew
+            request.suspect, self._on_trial = True, None
         for back in self.preempted.add(request, self._planned_step):
-            self._queue.push(back)
+            self._line_up(back)
 
     def _decode_rows(self, step: int) -> Int64Array:
         rows = self._decoding

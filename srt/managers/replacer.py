@@ -23,6 +23,7 @@ SETTLE_S = 0.3  # one death causes others: so long we listen before we say which
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # no request sends these
 LAST_ANSWERS_S = 1.0  # for frontends to tell their clients that the engine has ended
 ENDING_S = 3.0  # for the rest to end by itself
+START_S = 120.0  # and ten times as long as the server's first start, for those that are started again to get ready
 CALM_S = 300.0  # what was replaced so long ago does not count any more
 
 
@@ -173,6 +174,8 @@ class _Group:
     is_engine: bool
     lost: _Cause | None = None  # until all of it have ended
     absent_since_s: float | None = None  # until it is whole again
+    start_by_s: float | None = None  # all of it must be ready, since it was started again
+    losses_s: list[float] = field(default_factory=list)  # when it was lost, in the last CALM_S
 
 
 @dataclass(slots=True)
@@ -193,8 +196,8 @@ class Replacer:
     _stopping_role: str = ""  # the one before them
     _deadlines: list[_Deadline] = field(default_factory=list)
     _groups: dict[ChildKey, _Group] = field(default_factory=dict)  # of each
-    _losses_s: list[float] = field(default_factory=list)  # when a group was lost, in the last CALM_S
     _startup_s: float = 0.0
+    _why_now: str = ""  # a sentence behind the cause of the server's end
     _has_given_up: bool = False  # on what ran when the stop came
 
     def __post_init__(self) -> None:
@@ -220,8 +223,12 @@ class Replacer:
         """What time alone brings: silence, and the end of somebody's grace."""
         effects: list[Effect] = []
         for child, life in self._needed():
+            sentence = None
             if life.last_beat_s is not None and now_s - life.last_beat_s > SILENT_S:
                 sentence = f"{_named(child)} has given no sign of life for {SILENT_S:.0f} s."
+            elif (start_by_s := self._groups[child].start_by_s) is not None and not life.ready and now_s > start_by_s:
+                sentence = f"{_named(child)} was not ready in time, after it was replaced."
+            if sentence is not None:
                 effects += self._cannot_go_on(child, sentence, 0, now_s)
         due = [deadline for deadline in self._deadlines if deadline.when_s <= now_s]
         self._deadlines = [deadline for deadline in self._deadlines if deadline.when_s > now_s]
@@ -238,10 +245,17 @@ class Replacer:
             if life.last_beat_s is not None:
                 life.last_beat_s = now_s
 
+    def was_dying(self, child: ChildKey) -> None:
+        """It was ending by itself already when it was to be killed: how it ends is its own doing."""
+        self._killed.discard(child)
+
     def next_tick_s(self) -> float | None:
         """When `tick` has something to do at the latest; None when only an event can bring something."""
         times = [deadline.when_s for deadline in self._deadlines]
         times += [life.last_beat_s + SILENT_S for _, life in self._needed() if life.last_beat_s is not None]
+        times += [
+            group.start_by_s for child, _ in self._needed() if (group := self._groups[child]).start_by_s is not None
+        ]
         return min(times, default=None)
 
     def _needed(self) -> list[tuple[ChildKey, _Life]]:
@@ -291,7 +305,7 @@ class Replacer:
             return []
         if not all(self._alive[member].ready for member in group.members):
             return []
-        group.absent_since_s = None
+        group.absent_since_s = group.start_by_s = None
         return [*self._greet(group.members), ServesAgain(group.members, now_s - since_s)]
 
     def _greet(self, children: Iterable[ChildKey]) -> list[Tell]:
@@ -307,7 +321,7 @@ class Replacer:
         self._forget(child)
         group = self._groups[child]
         if self.state is State.READY and group.lost is not None and not any(m in self._alive for m in group.members):
-            effects += self._start(group, group.lost)
+            effects += self._start(group, group.lost, now_s)
         if self.state is State.STOPPING and not self._of_role(self._stopping_role):
             effects += self._next_stage(now_s)
         if not self._alive:
@@ -355,10 +369,11 @@ class Replacer:
         if group.lost is not None:
             group.lost.hear(sentence, number)
             return []
-        self._losses_s = [when_s for when_s in self._losses_s if now_s - when_s < CALM_S]
-        if len(self._losses_s) >= self.most_replacements:
+        group.losses_s = [when_s for when_s in group.losses_s if now_s - when_s < CALM_S]
+        self._why_now = _why_now(len(group.losses_s))
+        if len(group.losses_s) >= self.most_replacements:
             return self._fail(sentence, number, now_s)
-        self._losses_s.append(now_s)
+        group.losses_s.append(now_s)
         group.lost = _Cause(sentence, number)
         if group.absent_since_s is None:
             group.absent_since_s = now_s
@@ -369,9 +384,10 @@ class Replacer:
             Tell(one, Stop(0.0, sentence)) for one in group.members if one.role == "scheduler" and one in self._alive
         ]
 
-    def _start(self, group: _Group, cause: _Cause) -> list[Effect]:
+    def _start(self, group: _Group, cause: _Cause, now_s: float) -> list[Effect]:
         """All of it have ended, and what they held is free."""
         group.lost = None
+        group.start_by_s = now_s + START_S + 10 * self._startup_s
         self._alive |= {child: _Life() for child in group.members}
         if not group.is_engine:
             return [Start(group.members, self.generation, cause.sentence)]
@@ -443,11 +459,15 @@ class Replacer:
         self._deadlines.clear()
         if self._cause is None:
             return [Finish(0, None)]
-        sentence = self._cause.sentence
-        if self._losses_s:
-            times = f"{len(self._losses_s)} times" if len(self._losses_s) > 1 else "once"
-            sentence += f" Processes were replaced {times} within {CALM_S:.0f} s (see --max-replacements)."
-        return [Finish(1, sentence)]
+        return [Finish(1, self._cause.sentence + self._why_now)]
+
+
+def _why_now(num_losses: int) -> str:
+    """Behind the reason of an end: why that one was not replaced."""
+    if not num_losses:
+        return ""
+    times = f"{num_losses} times" if num_losses > 1 else "once"
+    return f" It was replaced {times} within {CALM_S:.0f} s (see --max-replacements)."
 
 
 def _named(child: ChildKey) -> str:

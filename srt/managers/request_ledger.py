@@ -6,6 +6,8 @@ to a new scheduler goes on behind it.
 
 from __future__ import annotations
 
+import hashlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +37,7 @@ SUSPECTED = (
     2  # deaths of engines with this in flight: from then on it runs alone, until it has shown that it does no harm
 )
 CONVICTED = 2  # with nothing else in flight
+MOST_CONVICTED = 1000  # that are remembered
 CONVICTION = "The engine died twice while it worked on this request and on nothing else."
 
 
@@ -112,6 +115,7 @@ class _Entry:
     has_logprobs: bool  # some were asked for
     reader: Any
     only: _Choice | None  # if there is but choice 0
+    was_sent: bool  # to a scheduler
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
@@ -141,6 +145,8 @@ class RequestLedger:
         self._labels: set[str] = set()
         self._last_batch = -1
         self._last_acknowledged = -1
+        self._has_scheduler = True
+        self._convicted: deque[bytes] = deque(maxlen=MOST_CONVICTED)  # digests of requests: their clients may try again
         self._was_alone = False  # what was in flight at the last scheduler's end
         self.num_batches = 0
         self.num_gaps = 0
@@ -180,7 +186,12 @@ class RequestLedger:
             has_logprobs=request.logprobs.output or request.logprobs.prompt_start >= 0,
             reader=reader,
             only=choices.get(0) if len(choices) == 1 else None,
+            was_sent=self._has_scheduler,
         )
+        if self._convicted and digest_of(request) in self._convicted:
+            for choice in choices.values():
+                choice.num_deaths, choice.num_lone_deaths = SUSPECTED, CONVICTED - 1
+            request = self._entries[request.rid].request = replace(request, suspect=True)
         self._labels.add(request.label)
         return [Send(request)]
 
@@ -234,7 +245,8 @@ class RequestLedger:
                 choice.was_in_flight = True
 
     def note_death(self, *, by_request: bool) -> None:
-        """Why it did: what was in flight is suspected if that may have been a request."""
+        """Why it did: what was in flight is suspected if that may have been a request. Until `resume` there is no scheduler."""
+        self._has_scheduler = False
         for entry in self._entries.values():
             for choice in entry.choices.values():
                 choice.num_deaths += choice.was_in_flight and by_request
@@ -245,6 +257,7 @@ class RequestLedger:
         """A new scheduler knows nothing: ask it to go on where each live choice is. Its batches are numbered anew. Who was alone at two
         deaths ends here. To be asked to the end, like `effects_of`."""
         self._last_batch = self._last_acknowledged = -1
+        self._has_scheduler = True
         for entry in list(self._entries.values()):
             for index, choice in list(entry.choices.items()):
                 if index not in entry.choices:
@@ -254,7 +267,9 @@ class RequestLedger:
                 else:
                     yield from self._rewind(entry, index, choice)
             if entry.choices:
-                yield Send(_resubmission(entry))
+                again = _resubmission(entry)
+                entry.was_sent = True
+                yield Send(again)
 
     # ---- What a batch brings
 
@@ -352,6 +367,8 @@ class RequestLedger:
     # ---- Beginnings and ends
 
     def _convict(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
+        """Should its client try again, one more death with the same request alone is enough."""
+        self._convicted.append(digest_of(entry.request))
         cached, num_output = choice.cached, len(choice.ids)
         done = RequestDone(entry.request.rid, index, "error", -1, num_output, cached, status=500, message=CONVICTION)
         self._forget(entry.request.rid, index)
@@ -386,9 +403,16 @@ def _resubmission(entry: _Entry) -> GenerateRequest:
         choices=int32_array(list(entry.choices)),
         output_ids=[int32_array(choice.ids) for choice in entry.choices.values()],
         logprobs=replace(request.logprobs, prompt_start=start),
-        resumed=True,
+        resumed=entry.was_sent,
         suspect=any(choice.num_deaths >= SUSPECTED for choice in entry.choices.values()),
     )
+
+
+def digest_of(request: GenerateRequest) -> bytes:
+    """Of what is asked, whoever asks it: not of its seed, nor of its name."""
+    digest = hashlib.blake2b(repr((request.sampling.max_new_tokens, request.sampling.temperature)).encode())
+    digest.update(request.prompt_ids.tobytes())
+    return digest.digest()
 
 
 def _end_by_tokens(request: GenerateRequest, index: int, ids: list[int], cached: int) -> RequestDone | None:

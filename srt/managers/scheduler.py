@@ -73,7 +73,16 @@ class SchedulerProcess:
             self._poller.register(source, zmq.POLLIN)
 
     def run(self) -> None:
-        """Serve until the supervisor says Stop and all is done. StartError if the replica cannot go on."""
+        """Serve until the supervisor says Stop and all is done. StartError if the workers cannot go on."""
+        try:
+            self._serve()
+        except StartError:
+            self._say_last_words()
+            raise
+        if self._is_lost:
+            self._say_last_words()
+
+    def _serve(self) -> None:
         self._child.start_heartbeats(self.progress_age_s, lambda: self._deadline.is_nearly_over(time.monotonic()))
         self._child.report_phase("workers")
         while not self._has_ended():
@@ -90,12 +99,9 @@ class SchedulerProcess:
             self._publish()
             self._busy_since = None
 
-    def say_last_words(self) -> None:
-        """Whatever it ends of: frontends are told what its workers were at. As far as is known: what it ends of may be its books."""
-        try:
-            self._apply(self._scheduler.last_words())
-        except Exception:
-            logger.exception("The scheduler ends without last words.")
+    def _say_last_words(self) -> None:
+        """Its workers are lost: frontends are told what those were at. A defect of its own is no request's fault, and told to nobody."""
+        self._apply(self._scheduler.last_words())
 
     def close(self) -> None:
         """Let what was sent last leave, then close the links."""
@@ -291,7 +297,6 @@ def main(child: Child) -> None:
     try:
         process.run()
     finally:
-        process.say_last_words()
         process.close()
         context.term()
 

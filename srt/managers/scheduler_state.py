@@ -180,7 +180,7 @@ class Scheduler:
             return []
         incarnations = replica.stream.incarnations_in_flight()
         suspects = replica.planner.in_flight(incarnations)
-        effects = self._send_batches(replica)
+        effects = self._send_batches(replica, is_last=True)
         for number in self._clients:
             own = [request for request in suspects if request.frontend == number]
             rids = np.array([request.rid for request in own], np.int64)
@@ -294,7 +294,7 @@ class Scheduler:
         """Status and sentence, or None: welcome."""
         if self._is_draining and not message.resumed:
             return 503, "The server is shutting down."
-        if self._labels.is_taken(message.label):
+        if self._labels.is_taken(message.label) and not message.resumed:
             return 400, f"A request with the id {message.label!r} is being processed already."
         return replica.reason_to_refuse(message, requests)
 
@@ -493,13 +493,13 @@ class Scheduler:
         asked, self._asked_to_pause = self._asked_to_pause, []
         return [ToFrontend(n, ControlReply(call, not refusal, refusal, {})) for n, call in asked if n in self._clients]
 
-    def _send_batches(self, replica: Replica) -> list[Effect]:
+    def _send_batches(self, replica: Replica, *, is_last: bool = False) -> list[Effect]:
         slots = replica.slots
         rows = (slots.num_output > slots.sent).nonzero()[0]
         effects: list[Effect] = []
         for number, client in self._clients.items():
             outbox = client.outbox
-            if not outbox.is_open:
+            if not outbox.is_open and not is_last:
                 continue
             own = rows if len(self._clients) == 1 else rows[slots.frontend[rows] == number]
             if len(own) or outbox.has_more_than_tokens:

@@ -56,6 +56,7 @@ from srt.protocol.messages import (
 )
 from srt.protocol.stream import MessageStream
 from srt.utils.errors import StartError
+from srt.utils.host import is_exiting
 
 GRACE_S = 25.0  # for requests that run when the server is asked to stop; a container gets 30 s or less as a rule
 OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
@@ -229,6 +230,8 @@ class Supervisor:
             if key is not None:
                 returncode = os.waitstatus_to_exitcode(status)
                 self._children[key].popen.returncode = returncode  # so that Popen does not wait for it as well
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # helpers that it started
+                    os.killpg(pid, signal.SIGKILL)
                 self._hear(key)
                 self._handle(ChildExited(key, returncode))
 
@@ -289,16 +292,23 @@ class Supervisor:
         for key in keys:
             if key in self._streams:  # something that it had started still holds the other end
                 self._drop_stream(key)
-            self._adopt(self._spawn(key), generation)
+            try:
+                self._adopt(self._spawn(key), generation)
+            except StartError as error:  # as if it had said so itself
+                self._handle(ChildSpoke(key, Failed(str(error))))
+                self._handle(ChildExited(key, 1))
+                continue
             self._vitals.count_replacement()
-        for key in keys:
             self._tell_who_it_is(key, generation)
 
     def _kill(self, key: ChildKey) -> None:
         """Its whole group: a helper that it started must not outlive it."""
-        if self._children[key].popen.pid in self._by_pid:  # not reaped yet, so the number is still its own
+        pid = self._children[key].popen.pid
+        if pid in self._by_pid:  # not reaped yet, so the number is still its own
+            if is_exiting(pid):
+                self._replacer.was_dying(key)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._children[key].popen.pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
 
     def _save_report(self) -> None:
         path = self._run_dir.path / STARTUP_FILE

@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from srt.managers.control_calls import ControlCalls
 from srt.managers.control_words import ControlWords
 from srt.managers.deliveries import Deliveries
@@ -88,6 +90,7 @@ class TokenizerManager:
         self._next: EngineReplaced | None = None  # where the next scheduler is to be found
         self._is_greeted = False  # by the present scheduler: before that nothing is sent to it
         self._max_held = max_held
+        self._num_held = 0
         self._connect = connect
         self._answered = asyncio.Event()  # the scheduler has, or it never will
         self._broken = asyncio.Event()
@@ -174,7 +177,8 @@ class TokenizerManager:
     def engine_replaced(self, replaced: EngineReplaced) -> None:
         """The scheduler has ended, and another one is on its way: all that has no answer yet is sent to that one when it is there. The
         requests' readers notice a pause."""
-        self._next = replaced
+        # Of two that come before the link's end is noticed, the first tells what the scheduler of that link died of.
+        self._next = replaced if self._next is None else replace(replaced, by_request=self._next.by_request)
         if not self._is_greeted:  # else its last words may still come, and behind them the link's end
             self._go_to_next()
 
@@ -184,11 +188,12 @@ class TokenizerManager:
         self._go_to_next()
 
     def _go_to_next(self) -> None:
-        if self._next is not None and self._death is None:
-            self._deliveries.note_death(by_request=self._next.by_request)
+        replaced, self._next = self._next, None
+        if replaced is not None and self._death is None:
+            self._num_held = 0
+            self._deliveries.note_death(by_request=replaced.by_request)
             self._link.drop()
-            self._link = self._link_to(self._next.generation)
-            self._next = None
+            self._link = self._link_to(replaced.generation)
 
     def _link_to(self, generation: int) -> SchedulerLink:
         return self._connect(
@@ -239,6 +244,8 @@ class TokenizerManager:
         finally:
             is_aborted = self._labels_on_the_way.pop(label)
         self._check_alive()  # it may have died meanwhile
+        if not self._is_greeted:
+            self._hold_one()
         tokenized_s = self._watch.now()
         message = build_request(
             request,
@@ -265,9 +272,13 @@ class TokenizerManager:
             raise EngineDied(self._death)
         if self._limits is None:
             raise RequestError(503, "The server is starting.", retry_after_s=_RETRY_AFTER_S)
-        if not self._is_greeted and self._deliveries.num_live >= self._max_held:
-            sentence = f"The engine is being replaced, and {self._deliveries.num_live} requests wait for it."
+
+    def _hold_one(self) -> None:
+        """Requests that come while the engine is replaced wait for the next one, but not any number of them."""
+        if self._num_held >= self._max_held:
+            sentence = f"The engine is being replaced, and as many requests wait for it as may: {self._num_held}."
             raise RequestError(503, sentence, retry_after_s=_RETRY_AFTER_S)
+        self._num_held += 1
 
     def _live_request(
         self, message: GenerateRequest, request: GenerateInput, arrived_s: float, sent_s: float
@@ -362,6 +373,8 @@ class TokenizerManager:
 
     async def _call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> ControlReply:
         self._check_alive()
+        if not self._is_greeted:
+            raise RequestError(503, "The engine is being replaced.", retry_after_s=_RETRY_AFTER_S)
         return await self._calls.call(make, is_own)
 
     def _send(self, message: FromFrontend) -> None:

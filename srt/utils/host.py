@@ -10,6 +10,7 @@ from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
+PF_EXITING = 4  # a flag of the kernel's
 
 
 def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
@@ -85,3 +86,12 @@ def _read(path: Path) -> str | None:
         return path.read_text("ascii").strip()
     except OSError:
         return None
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether this process is on its way out, or a zombie: with much memory, or a GPU's, that takes a while."""
+    try:
+        state, *fields = (PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return True
+    return state in "ZX" or bool(int(fields[5]) & PF_EXITING)

@@ -17,6 +17,7 @@ from srt.managers.request_ledger import (
     RequestLedger,
     RequestRefused,
     Send,
+    digest_of,
 )
 from srt.protocol.messages import (
     AbortLabel,
@@ -56,10 +57,14 @@ class LedgerFrontend:
         self._next_batch = 0
         self._is_greeted = False
         self._was_alone = False
+        self._convicted: set[bytes] = set()
 
     def add(self, choices: list[Choice]) -> list[FromFrontend]:
         request = choices[0].request
         self.live[request.rid] = {choice.choice: choice for choice in choices}
+        if digest_of(request) in self._convicted:  # somebody tries again: one lone death is enough
+            for choice in choices:
+                choice.num_deaths, choice.num_lone_deaths = 2, 1
         return self._take_all(self._ledger.add(request))
 
     def abort(self, rid: int, choice: int) -> list[FromFrontend]:
@@ -208,6 +213,7 @@ class LedgerFrontend:
             return
         if done.message == CONVICTION:
             assert (done.reason, done.status) == ("error", 500)
+            self._convicted.add(digest_of(choice.request))
             assert choice.num_lone_deaths == 2, f"{choice.name} did not deserve that"
             self._statistics["convicted of poison" if choice.poison_at >= 0 else "convicted by chance"] += 1
             return

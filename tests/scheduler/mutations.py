@@ -460,7 +460,7 @@ REPLACEMENT_MUTATIONS = tuple(
         ),
         (
             "replacements are not counted",
-            "        self._losses_s.append(now_s)\n",
+            "        group.losses_s.append(now_s)\n",
             "",
         ),
         (

@@ -73,7 +73,7 @@ class Story:
         self._processes: dict[ChildKey, Process] = {}
         self._words: dict[tuple[ChildKey, ...], list[str]] = {}  # what is wrong with a group, in the words of a reason
         self._outside: dict[tuple[ChildKey, ...], bool] = {}  # whether one was killed by somebody else
-        self._starts_s: list[float] = []
+        self._starts_s: dict[tuple[ChildKey, ...], list[float]] = {}
         self._is_stopping = False
         self.is_ready = False
         self.end: Finish | None = None
@@ -249,12 +249,16 @@ class Story:
     def _check_may_end(self, process: Process) -> None:
         assert process.is_alive, f"{process.key} is to end, which has ended"
         is_lost = bool(self._words.get(self._group_of(process.key)))
-        assert is_lost or self._is_stopping or self._num_losses() > self.most, f"{process.key} is to end, and is well"
+        assert is_lost or self._is_stopping or self._is_too_often(), f"{process.key} is to end, and is well"
 
-    def _num_losses(self) -> int:
-        """That count, those at hand included."""
-        recent = sum(self.now - start_s < CALM_S + SETTLE_S + ENDING_S for start_s in self._starts_s)
-        return recent + sum(bool(words) for words in self._words.values())
+    def _is_too_often(self) -> bool:
+        """A group is lost that was replaced as often as may be."""
+        return any(
+            sum(self.now - start_s < CALM_S + SETTLE_S + ENDING_S for start_s in self._starts_s.get(group, ()))
+            >= self.most
+            for group, words in self._words.items()
+            if words
+        )
 
     def _check_start(self, start: Start) -> None:
         group = self._group_of(start.children[0])
@@ -268,14 +272,15 @@ class Story:
             start.generation == max(p.generation for p in self._processes.values() if p.key in group) + is_engine
             or not is_engine
         )
-        assert sum(self.now - start_s < CALM_S - 10.0 for start_s in self._starts_s) < self.most, "that is too often"
-        self._starts_s.append(self.now)
+        starts_s = self._starts_s.setdefault(group, [])
+        assert sum(self.now - start_s < CALM_S - 10.0 for start_s in starts_s) < self.most, "that is too often"
+        starts_s.append(self.now)
         self._outside.pop(group, None)
 
     def _check_finish(self, finish: Finish) -> None:
         assert not any(process.is_alive for process in self._processes.values()), "it is over, and one lives"
         if finish.exit_code:
-            assert self._num_losses() > self.most or not self.is_ready
+            assert self._is_too_often() or not self.is_ready
             words = [one for words in self._words.values() for one in words]
             assert any((finish.reason or "").startswith(one) for one in words), f"{finish.reason!r} is said of {words}"
         else:

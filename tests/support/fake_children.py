@@ -2,7 +2,7 @@
 
 `{"worker 1": "fail"}`. Behaviours: `obey` (the default), `fail` (a StartError before it is ready), `crash` (an exception after the
 server is ready), `die` (SIGKILL itself before it is ready), `quit` (exit code 3 after ready), `deaf` (never stops), `mute` (never
-ready), `garble` (writes bytes that are no message).
+ready), `garble` (writes bytes that are no message), `helped` (starts a process of its own, which does not end with it).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -33,6 +34,8 @@ def fake_child(child: Child) -> None:
         raise StartError("The weights are made of cheese.")
     if behaviour == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "helped" and child.start.generation == 1:
+        subprocess.Popen(["sleep", "3600"])
     if behaviour == "garble":
         os.write(child.fileno(), b"\xff" * 64)
     if behaviour != "mute":

@@ -56,14 +56,17 @@ class ServerProcess:
     def lines(self) -> list[str]:
         return list(self._lines)
 
-    def wait_for(self, text: str) -> str:
-        """The first line of output that holds `text`; an error if the server ends without one."""
+    def wait_for(self, text: str, number: int = 1) -> str:
+        """The first line of output that holds `text`, or the one of that number; an error if the server ends without it."""
         with self._news:
-            self._news.wait_for(lambda: self._ended or any(text in line for line in self._lines), END_S)
-            for line in self._lines:
-                if text in line:
-                    return line
+            self._news.wait_for(lambda: self._ended or len(self.lines_with(text)) >= number, END_S)
+            found = self.lines_with(text)
+            if len(found) >= number:
+                return found[number - 1]
         raise AssertionError(f"no {text!r} in:\n" + "\n".join(self._lines))
+
+    def lines_with(self, text: str) -> list[str]:
+        return [line for line in self._lines if text in line]
 
     def wait_ready(self) -> str:
         """The URL of the server, when it is ready."""

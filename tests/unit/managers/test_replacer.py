@@ -13,6 +13,7 @@ from srt.managers.replacer import (
     LAST_ANSWERS_S,
     SETTLE_S,
     SILENT_S,
+    START_S,
     BecameReady,
     ChildExited,
     ChildSpoke,
@@ -271,8 +272,9 @@ def test_a_frontend_is_replaced_alone_and_told_that_the_server_is_ready() -> Non
     replacer = ready(most_replacements=1)
     effects = exits(replacer, FRONTENDS[:1], 5.0, 3)
     assert effects == [Start((FRONTENDS[0],), 1, "Frontend 0 ended with exit code 3.")]
-    assert replacer.next_tick_s() is None
+    assert replacer.next_tick_s() == 5.0 + START_S + 10.0
     effects = gets_ready(replacer, FRONTENDS[:1], 6.0)
+    assert replacer.next_tick_s() is None
     assert effects == [Tell(FRONTENDS[0], ServerReady(1.0)), ServesAgain((FRONTENDS[0],), 1.0)]
 
 
@@ -308,8 +310,30 @@ def test_whoever_dies_too_often_ends_the_server_unless_there_was_calm(is_calm: b
         assert Start(ENGINE, 3, SEGFAULT) in effects
         return
     assert effects == [Tell(child, Stop(LAST_ANSWERS_S, SEGFAULT)) for child in FRONTENDS]
-    why_now = "Processes were replaced once within 300 s (see --max-replacements)."
+    why_now = "It was replaced once within 300 s (see --max-replacements)."
     assert exits(replacer, FRONTENDS, 400.0) == [Finish(1, f"{SEGFAULT} {why_now}")]
+
+
+def test_who_is_not_ready_in_time_after_it_was_replaced_is_replaced_again() -> None:
+    replacer = ready(most_replacements=3)
+    exits(replacer, list(ENGINE), 5.0, -11)
+    gets_ready(replacer, [WORKERS[1], SCHEDULER], 6.0)
+    assert replacer.tick(5.0 + START_S + 10.0) == []
+    assert told(replacer.tick(5.1 + START_S + 10.0)) == [SCHEDULER]
+    effects = exits(replacer, list(ENGINE), 140.0, 0)
+    assert Start(ENGINE, 3, "Worker 0 was not ready in time, after it was replaced.") in effects
+
+
+def test_whoever_was_dying_when_it_was_to_be_killed_died_of_something_else() -> None:
+    replacer = ready(most_replacements=3)
+    replacer.handle(ChildSpoke(SCHEDULER, Failed("Worker 0 is gone.")), 5.0)
+    exits(replacer, [SCHEDULER], 5.1, 1)
+    assert killed(replacer.tick(5.0 + SETTLE_S)) == WORKERS
+    replacer.was_dying(WORKERS[0])
+    exits(replacer, WORKERS[1:], 5.4, -9)
+    effects = exits(replacer, WORKERS[:1], 5.9, -9)
+    assert effects[0] == Start(ENGINE, 2, "Worker 0 was killed by SIGKILL (out of memory?).")
+    assert TellRuntime(EngineReplaced(2, by_request=False)) in effects
 
 
 def test_nothing_of_a_dead_child_is_held_against_its_successor() -> None:

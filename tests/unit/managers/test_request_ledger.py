@@ -36,11 +36,12 @@ def new_request(
     logprobs: LogprobSpec | None = None,
     stop_ids: Sequence[int] = (),
     max_new_tokens: int = 100,
+    prompt_ids: Sequence[int] = (5, 6, 7),
 ) -> GenerateRequest:
     return GenerateRequest(
         rid=rid,
         label=f"label {rid}",
-        prompt_ids=int32_array([5, 6, 7]),
+        prompt_ids=int32_array(prompt_ids),
         choices=int32_array(choices),
         output_ids=[int32_array() for _ in choices],
         sampling=SamplingSpec(max_new_tokens=max_new_tokens, stop_ids=int32_array(stop_ids)),
@@ -329,6 +330,20 @@ def test_who_was_in_flight_at_two_deaths_is_a_suspect() -> None:
     assert suspects(deaths(ledger, last_word((2, 0), (3, 0), (9, 0)))) == [2]
     assert suspects(deaths(ledger, last_word((3, 0)), by_request=False)) == [2]  # somebody else killed that one
     assert suspects(deaths(ledger, last_word((3, 0)))) == [2, 3]
+
+
+def test_who_asks_again_what_killed_an_engine_twice_is_a_suspect_from_the_start() -> None:
+    ledger = ledger_with(new_request(1))
+    alone = last_word((1, 0), is_alone=True)
+    (ended,) = deaths(ledger, alone, alone)
+    assert isinstance(ended, ChoiceEnded)
+    again, other = new_request(2), new_request(3, prompt_ids=(8, 8))
+    assert suspects(ledger.add(again)) == [2]
+    assert suspects(ledger.add(other)) == []
+    assert suspects(deaths(ledger, last_word((3, 0)), by_request=False)) == [2]
+    ended, *_ = deaths(ledger, last_word((2, 0), is_alone=True))
+    assert isinstance(ended, ChoiceEnded)
+    assert ended.done.status == 500
 
 
 def test_a_death_without_last_words_makes_nobody_a_suspect() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from srt.managers.request import TRIAL_TOKENS
-from srt.protocol.messages import Abort, FrontendHello, GenerateRequest, LastWord, PauseGeneration, PlanSection
+from srt.protocol.messages import Abort, FrontendHello, GenerateRequest, LastWord, PauseGeneration, PlanSection, Refused
 from tests.unit.managers.scheduler_host import PROTOCOL, Host, expected_ids, request, worker_hello
 
 LENGTH = 9
@@ -139,6 +139,7 @@ def test_a_pause_in_a_trial_loses_nothing(mode: str) -> None:
     host.run()
     for one in made:
         assert host.ids(one.rid) == ([] if mode == "abort" else expected_ids(one))
+    assert host.value("num_tried") == {"retract": 3, "in_place": 2, "abort": 1}[mode]  # who lost its slot is tried anew
 
 
 def test_last_words_name_who_is_in_flight_and_whether_anybody_else_is() -> None:
@@ -164,6 +165,30 @@ def test_last_words_of_one_request_alone_say_so_and_bring_what_frontends_are_owe
     assert host.ids(1) == expected_ids(made)[:1]
     host.run()
     assert words(host) == {0: ([], False)}
+
+
+def test_last_words_bring_all_that_is_known_however_much_is_not_acknowledged() -> None:
+    host = Host()
+    made = request(1, [1], max_new=40)
+    host.say(made)
+    host.tick()
+    for _ in range(20):
+        host.answer()
+        host.tick()
+    assert len(host.ids(1)) == 8
+    words(host)
+    assert host.ids(1) == expected_ids(made)[:20]
+
+
+def test_what_ran_already_goes_on_though_another_has_taken_its_label_meanwhile() -> None:
+    host = Host()
+    first, second = request(1, [1], label="job"), request(2, [2], label="job", resumed=True)
+    host.say(first)
+    host.say(second)
+    host.say(request(3, [3], label="job"))
+    host.run()
+    assert [refused.rid for refused in host.of_type(Refused)] == [3]
+    assert (host.ids(1), host.ids(2)) == (expected_ids(first), expected_ids(second))
 
 
 def words(host: Host) -> dict[int, tuple[list[tuple[int, int]], bool]]:

@@ -180,9 +180,18 @@ def test_a_killed_worker_is_replaced_with_the_scheduler_and_all_workers(start: S
     assert server.wait() == 1
     assert server.lines[-1] == (
         "Scheduler 0 was killed by SIGKILL (out of memory?)."
-        " Processes were replaced once within 300 s (see --max-replacements)."
+        " It was replaced once within 300 s (see --max-replacements)."
     )
     assert all_gone(list(after.values()))
+
+
+def test_helpers_of_a_worker_that_dies_are_gone_before_it_is_replaced(start: Start) -> None:
+    server = start({"worker 0": "helped"}, max_replacements=1)
+    server.wait_ready()
+    (helper,) = processes_of(server)["worker-0"].children()
+    processes_of(server)["worker-0"].kill()
+    server.wait_for("are at work again")
+    assert all_gone([helper])
 
 
 def test_a_killed_frontend_is_replaced_and_gets_the_port(start: Start) -> None:

@@ -546,7 +546,9 @@ def test_only_so_many_requests_wait_for_the_next_scheduler(play: Callable[..., N
         handle, _ = await begin(manager, scheduler, ask(manager))
         async with replaced(manager, scheduler) as successor:
             held = await manager.submit(ask(manager))
-            with pytest.raises(RequestError, match="being replaced, and 2 requests wait for it") as refused:
+            with pytest.raises(
+                RequestError, match="being replaced, and as many requests wait for it as may: 1"
+            ) as refused:
                 await manager.submit(ask(manager))
             assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
             await successor.welcome()
@@ -555,7 +557,28 @@ def test_only_so_many_requests_wait_for_the_next_scheduler(play: Callable[..., N
                 successor.send_tokens(again.rid, [5], done=ended(again.rid, 1))
                 assert [update.ids for update in await one.collect()] == [(5,)]
 
-    play(story, max_queued_requests=2)
+    play(story, max_queued_requests=1)
+
+
+def test_questions_are_refused_while_the_engine_is_replaced_and_held_requests_come_as_new_ones(
+    play: Callable[..., None],
+) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        handle, _ = await begin(manager, scheduler, ask(manager))
+        async with replaced(manager, scheduler) as successor:
+            held = await manager.submit(ask(manager))
+            for asking in (manager.get_state(), manager.abort_label("x"), manager.pause("abort")):
+                with pytest.raises(RequestError, match="The engine is being replaced") as refused:
+                    await asking
+                assert refused.value.status == 503
+            await successor.welcome()
+            for one, resumed in ((handle, True), (held, False)):
+                again = await successor.expect(GenerateRequest)
+                assert again.resumed == resumed
+                successor.send_tokens(again.rid, [5], done=ended(again.rid, 1))
+                await one.collect()
+
+    play(story, max_queued_requests=1)
 
 
 def test_bytes_that_are_no_message_end_the_link(play: Callable[..., None]) -> None:
