@@ -306,8 +306,8 @@ MORE_MUTATIONS = (
     Mutation(
         "nobody watches a stream that outlived a scheduler",
         "managers/request_ledger.py",
-        "resumed=True,",
-        "resumed=True, stream=False,",
+        "resumed=entry.was_sent,",
+        "resumed=entry.was_sent, stream=False,",
     ),
     Mutation(
         "a decode left out of a step with prompts",
@@ -430,8 +430,8 @@ REPLACEMENT_MUTATIONS = tuple(
         ),
         (
             "a child that was killed once is not killed again",
-            "        self._killed.discard(child)\n",
-            "",
+            "        self._killed.discard(child)\n        self._last_words",
+            "        self._last_words",
         ),
         (
             "last words of the old one explain the next one's end",

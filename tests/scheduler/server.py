@@ -109,6 +109,7 @@ class Server:
         self._rests_until = 0.0  # before that no worker is asked again to capture
         self._wants_capture = False  # as the last result says of steps behind the last capture
         self._told_load: dict[int, tuple[float, Load]] = {}  # by frontend
+        self._says_last_words = False
         self._unanswered: dict[
             int, tuple[list[Choice], int]
         ] = {}  # by step: whose rows it has, and how many ranks are to answer
@@ -134,6 +135,7 @@ class Server:
     def say_last_words(self) -> None:
         """The host process ends before its time, in order."""
         in_flight = {choice.seed: choice for choices, _ in self._unanswered.values() for choice in choices}
+        self._says_last_words = True
         effects = self._scheduler.last_words()
         words = [effect.message for effect in effects if isinstance(effect, SendToFrontend)]
         named = [word for word in words if isinstance(word, LastWord)]
@@ -343,7 +345,8 @@ class Server:
             case ControlReply(call, True) if call in self._pauses:
                 assert self._paused_by and not self._num_in_flight, "a pause is answered, but generation goes on"
         if isinstance(message, TokenBatch):
-            assert message.number - self._last_ack[number] <= MAX_UNACKNOWLEDGED, f"frontend {number} is flooded"
+            most = MAX_UNACKNOWLEDGED + self._says_last_words  # all that is known goes with them
+            assert message.number - self._last_ack[number] <= most, f"frontend {number} is flooded"
             self._next_batch[number] = message.number + 1
             self._check_ranges(message)
             for done in message.done:
