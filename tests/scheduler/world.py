@@ -319,7 +319,8 @@ class World:
 
     def _replace_server(self) -> None:
         old = self._server
-        by_request = self._is_of_request or self._trouble.random() < 0.5  # as the supervisor thinks
+        # As the supervisor thinks: what a request does can look like the host's doing, as when memory runs out.
+        by_request = self._trouble.random() < (0.7 if self._is_of_request else 0.5)
         self._is_of_request = False
         if old.is_ready and self._trouble.random() < 0.8:
             old.say_last_words()
