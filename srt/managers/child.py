@@ -40,7 +40,8 @@ from srt.protocol.messages import (
     Stop,
 )
 from srt.protocol.stream import MessageStream
-from srt.utils.errors import StartError
+from srt.utils.checkpoint import version_of
+from srt.utils.errors import CheckpointChanged, StartError
 from srt.utils.logs import set_up_logging
 
 TENDINGS = 4  # of the tracer, between two heartbeats
@@ -180,11 +181,12 @@ def run_child(main: Callable[[Child], None]) -> NoReturn:
         _exit(1)
     set_up_logging(child.name, child.start.args.log_level, child.start.args.log_format)
     try:
+        _check_checkpoint(child.start)
         main(child)
     except SupervisorGone:
         _exit(1)
     except StartError as error:
-        _say_last_word(child, str(error))
+        _say_last_word(child, str(error), is_final=isinstance(error, CheckpointChanged))
         _exit(1)
     except BaseException as error:  # the one place where everything ends: nothing may be lost
         if isinstance(error, SystemExit) and not error.code:
@@ -195,9 +197,14 @@ def run_child(main: Callable[[Child], None]) -> NoReturn:
     _exit(0)
 
 
-def _say_last_word(child: Child, sentence: str) -> None:
+def _check_checkpoint(start: ChildStart) -> None:
+    if start.checkpoint_version and version_of(start.model_folder) != start.checkpoint_version:
+        raise CheckpointChanged(start.model_folder)
+
+
+def _say_last_word(child: Child, sentence: str, is_final: bool = False) -> None:
     try:
-        child.send(Failed(sentence))
+        child.send(Failed(sentence, is_final))
     except SupervisorGone:
         logger.exception("Nobody could be told: %s", sentence)
 

@@ -282,6 +282,9 @@ class Replacer:
                     return self._cannot_go_on(child, sentence, 0, now_s)
             case Failed():
                 self._last_words[child] = message.message
+                if message.is_final and self.state is State.READY:
+                    self._why_now = ""
+                    return self._fail(message.message, 0, now_s)
                 return self._cannot_go_on(child, message.message, 0, now_s)
             case Ready():
                 life.ready = True

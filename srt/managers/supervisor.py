@@ -55,6 +55,7 @@ from srt.protocol.messages import (
     Stop,
 )
 from srt.protocol.stream import MessageStream
+from srt.utils.checkpoint import version_of
 from srt.utils.errors import StartError
 from srt.utils.host import is_exiting
 
@@ -93,6 +94,7 @@ class Supervisor:
         self._report = StartupReport(started_s, {child.key: child.spawned_s for child in children})
         self._selector = selectors.DefaultSelector()
         self._vitals = VitalsWriter(run_dir.path, "supervisor")
+        self._checkpoint_version = version_of(plan.model_folder)
         ControlWords.create(run_dir.path, plan.args)
         self._exit_code: int | None = None
         self._runtime_asked_to_stop = False
@@ -142,6 +144,7 @@ class Supervisor:
             num_frontends=self._plan.num_http_frontends + (self._lifeline is not None),
             args=self._plan.args,
             num_tokens=self._num_tokens(key),
+            checkpoint_version=self._checkpoint_version,
         )
         with contextlib.suppress(PeerGone):  # its exit is noticed like any other
             self._streams[key].send(start)

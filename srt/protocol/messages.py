@@ -399,6 +399,7 @@ class ChildStart(Wire, frozen=True, tag=80):
     num_frontends: int
     args: ServerArgs
     num_tokens: int = 0  # that a worker's KV memory must hold, since its predecessor's did; 0: as the options say
+    checkpoint_version: str = ""  # that the checkpoint must have, since the server's first processes read it so
 
 
 class ServerReady(Wire, frozen=True, tag=81):
@@ -454,6 +455,7 @@ class Failed(Wire, frozen=True, tag=93):
     """The one sentence why this child ends."""
 
     message: str
+    is_final: bool = False  # another one in its place would end for the same reason
 
 
 # ---- Runtime -> supervisor, and back, on the lifeline: its end-of-file ends the engine, and Stop, ServerReady, EngineReplaced and Failed

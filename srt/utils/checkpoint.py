@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -30,7 +31,7 @@ HUB_PATTERNS = (
     "*.tiktoken",
     "chat_template*",
 )
-"""What is downloaded of a hub repository: no .bin twins of the weights, no training state."""
+"""What is read of a folder, and downloaded of a hub repository: no .bin twins of the weights, no training state."""
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The element types that can be loaded, by their safetensors name."""
@@ -139,6 +140,13 @@ def estimate_weight_bytes(folder: str | Path, dtype: str | None = None) -> int:
     if dtype is None:
         return sum(header.num_bytes for header in headers)
     return sum(header.num_elements for header in headers) * (4 if dtype == "float32" else 2)
+
+
+def version_of(folder: str | Path) -> str:
+    """A hash of the files' names, sizes and times of writing: another one once somebody has changed the checkpoint."""
+    files = sorted({file for pattern in HUB_PATTERNS for file in Path(folder).glob(pattern) if file.is_file()})
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:

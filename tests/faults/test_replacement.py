@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -210,6 +211,25 @@ def test_a_request_of_which_workers_die_fails_alone(
         check_books(server)
         server.send(signal.SIGTERM)
         assert server.wait() == 0
+
+
+def test_nobody_goes_on_with_another_model(qwen3_checkpoint: Path, tmp_path: Path) -> None:
+    """Where somebody has written to the checkpoint meanwhile: a frontend's or an engine's successor would read that."""
+    folder = Path(shutil.copytree(qwen3_checkpoint, tmp_path / "model"))
+    with ServerProcess("srt.launch_server", words_for(folder), tmp_path) as server:
+        url = url_of(server)
+
+        def change() -> None:
+            (folder / "model.safetensors").touch()
+            victim_of(server, WORKER, 1).kill()
+
+        with pytest.raises(AssertionError, match="The engine has ended: The files in "):
+            streamed(url, {"text": "Endless", "sampling_params": {**GREEDY, "max_new_tokens": 400}}, Trigger(3, change))
+        assert server.wait() == 1
+        assert server.lines[-1].endswith(
+            f"The files in {folder} have changed since the server was started: start it anew."
+        )
+        assert len(server.lines_with("are replaced")) == 1
 
 
 def test_a_runtime_goes_on_too(qwen3_checkpoint: Path) -> None:

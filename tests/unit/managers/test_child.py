@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from srt.managers.child import AwakeTime
 from srt.managers.child_process import CHILD_FD, PARENT_PID, ChildKey, children_of, environment_of, spawn
@@ -19,6 +20,7 @@ from srt.protocol.link_errors import PeerGone
 from srt.protocol.messages import ChildStart, Failed, Heartbeat, Message, Progress, Ready, ServerReady, Stop
 from srt.protocol.stream import MessageStream
 from srt.server_args import ServerArgs
+from srt.utils.checkpoint import version_of
 from tests.support.server_process import END_S, ROOT
 
 START = ChildStart("worker", 3, 1, "/run", "/model", 1, ServerArgs(model_path="m"))
@@ -76,11 +78,11 @@ def all_messages(stream: MessageStream) -> list[Message]:
             return said
 
 
-def last_word(main: str) -> tuple[list[Message], int, str]:
+def last_word(main: str, start: ChildStart = START) -> tuple[list[Message], int, str]:
     """All that a child with this body of `main` says, its exit code, and its standard error."""
     script = f"{OBEDIENT.partition('def main')[0]}def main(child):\n    {main}\n\nrun_child(main)\n"
     with child_of(script) as (process, stream):
-        stream.send(START)
+        stream.send(start)
         said = all_messages(stream)
         _, errors = process.communicate(timeout=END_S)
         return said, process.returncode, errors
@@ -100,6 +102,15 @@ def test_a_child_learns_what_it_is_reports_and_stops() -> None:
 
 def test_a_start_error_is_its_last_word_and_no_traceback() -> None:
     assert last_word("raise StartError('Too big.')") == ([Failed("Too big.")], 1, "")
+
+
+def test_a_child_with_another_checkpoint_ends_for_good(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    start = replace(START, model_folder=str(tmp_path), checkpoint_version=version_of(tmp_path))
+    assert last_word("pass", start) == ([], 0, "")
+    (tmp_path / "config.json").write_text("{ }")
+    sentence = f"The files in {tmp_path} have changed since the server was started: start it anew."
+    assert last_word("pass", start) == ([Failed(sentence, is_final=True)], 1, "")
 
 
 def test_any_other_error_is_a_sentence_and_a_traceback() -> None:

@@ -336,6 +336,18 @@ def test_whoever_was_dying_when_it_was_to_be_killed_died_of_something_else() -> 
     assert TellRuntime(EngineReplaced(2, by_request=False)) in effects
 
 
+def test_who_says_that_no_other_could_take_its_place_ends_the_server() -> None:
+    replacer = ready(most_replacements=9)
+    exits(replacer, list(ENGINE), 5.0, -11)
+    gets_ready(replacer, ENGINE, 6.0)
+    exits(replacer, list(ENGINE), 7.0, -11)
+    effects = replacer.handle(ChildSpoke(WORKERS[1], Failed("Another model lies there.", is_final=True)), 8.0)
+    assert effects == [Tell(child, Stop(LAST_ANSWERS_S, "Another model lies there.")) for child in FRONTENDS]
+    assert killed(replacer.tick(8.0 + SETTLE_S)) == [*WORKERS, SCHEDULER]
+    exits(replacer, list(ENGINE), 8.5, -9)
+    assert exits(replacer, FRONTENDS, 9.0) == [Finish(1, "Another model lies there.")]
+
+
 def test_nothing_of_a_dead_child_is_held_against_its_successor() -> None:
     replacer = ready(most_replacements=9)
     replacer.handle(ChildSpoke(WORKERS[0], Heartbeat(0.0)), 4.0)

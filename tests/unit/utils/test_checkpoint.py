@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from srt.utils import checkpoint as checkpoint_module
-from srt.utils.checkpoint import estimate_weight_bytes, read_headers, resolve_model_path
+from srt.utils.checkpoint import estimate_weight_bytes, read_headers, resolve_model_path, version_of
 from srt.utils.model_error import ModelError
 from tests.support.checkpoints import CheckpointFactory
 
@@ -44,6 +44,21 @@ def test_headers_tell_what_the_files_hold(checkpoint: CheckpointFactory) -> None
         }
         assert {header.dtype for header in headers.values()} == {"F32"}
         assert len({header.file for header in headers.values()}) == shards
+
+
+def test_a_version_is_that_of_all_files_that_are_read(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    folder = copy(checkpoint("qwen2", num_shards=3), tmp_path)
+    versions = [version_of(folder)]
+    (folder / "notes.txt").write_text("not read")
+    assert version_of(folder) == versions[0]
+    weights = sorted(folder.glob("*.safetensors"))
+    os.utime(weights[1], ns=(0, 0))
+    versions.append(version_of(folder))
+    weights[2].unlink()
+    versions.append(version_of(folder))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    versions.append(version_of(folder))
+    assert len(set(versions)) == 4
 
 
 def test_weight_bytes_follow_from_the_headers(checkpoint: CheckpointFactory) -> None:
