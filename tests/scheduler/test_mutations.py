@@ -13,17 +13,17 @@ import pytest
 from srt.utils.compiled import SWITCH
 from tests.scheduler.mutations import MORE_MUTATIONS, MUTATIONS, PACKAGE, REPLACEMENT_MUTATIONS, Mutation
 
-MOST_SEEDS = 60
+MOST_SEEDS = 120  # luck with the first ones must not decide
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
-def test_a_planted_bug_is_found_within_60_worlds(mutation: Mutation, tmp_path: Path) -> None:
+def test_a_planted_bug_is_found_within_120_worlds(mutation: Mutation, tmp_path: Path) -> None:
     find(mutation, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mutation", MORE_MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
-def test_another_planted_bug_is_found_within_60_worlds(mutation: Mutation, tmp_path: Path) -> None:
+def test_another_planted_bug_is_found_within_120_worlds(mutation: Mutation, tmp_path: Path) -> None:
     find(mutation, tmp_path)
 
 
