@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from srt.kernels.graph_fills import fill_by_kernels
+
 Work = Callable[[], None]
 NUM_WARM_UPS = 2  # what is made at first use (kernels, workspaces) must not be made inside a graph
 MOST_PADDING = 1.5  # times the best size: a graph of up to so much serves while requests run, and a better one can wait
@@ -160,6 +162,9 @@ class GraphCapture:
             if was_collecting:
                 gc.enable()
         current.wait_stream(self._stream)
+        for graph in graphs:
+            fill_by_kernels(graph, self._stream.device)
+            graph.instantiate()
         return [graph.replay for graph in graphs]
 
     def _cut(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
@@ -167,7 +172,7 @@ class GraphCapture:
         self._begin(graphs)
 
     def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
-        graphs.append(torch.cuda.CUDAGraph())
+        graphs.append(torch.cuda.CUDAGraph(keep_graph=True))
         # Other threads may use CUDA meanwhile: they are not part of the graph.
         graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
