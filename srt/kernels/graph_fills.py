@@ -86,7 +86,8 @@ def _listed(function: Callable[..., Any], of: Any) -> list[Any]:
 def _latest(name: str) -> Callable[..., Any]:
     """Bindings of CUDA 12 know the functions that see all dependencies by a second name."""
     driver, _ = cuda()
-    return getattr(driver, f"{name}_v2", None) or getattr(driver, name)  # type: ignore[no-any-return]
+    found: Callable[..., Any] = getattr(driver, f"{name}_v2", None) or getattr(driver, name)
+    return found
 
 
 @cache
