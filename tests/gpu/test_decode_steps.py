@@ -76,5 +76,6 @@ def test_steps_of_the_same_rows_wait_for_nothing_and_copy_nothing(runner: ModelR
     assert [len(of_step) for of_step in ids] == [ROWS] * STEPS
     on_device = [event.key for event in profile.key_averages()]
     assert any("store_draws" in name for name in on_device), on_device
-    copies_or_fills = "Memcpy", "Memset" if captures else "Memcpy"  # a graph of kernels alone is launched in one go
-    assert [name for name in on_device if name.startswith(copies_or_fills)] == []
+    assert [name for name in on_device if "Memcpy" in name] == []
+    if captures:  # a graph of kernels alone is launched in one go
+        assert [name for name in on_device if name.startswith("Memset")] == []
