@@ -89,11 +89,11 @@ def _gather_pages() -> KernelBuild:
 
 def _gather_decode() -> KernelBuild:
     integers = (
-        "row_slots", "new_pages", "seq_lens", "seeds", "top_ks", "input_ids", "positions", "locations", "row_lens",
+        "row_slots", "page_words", "last", "seq_lens", "seeds", "top_ks", "input_ids", "positions", "locations", "row_lens",
         "row_seeds", "row_top_ks",
     )  # fmt: skip
     doubles = ("top_ps", "min_ps", "row_top_ps", "row_min_ps")
-    counts = ("num_rows", "dummy_slot", "page_table_stride", "token_table_stride")
+    counts = ("num_rows", "dummy_slot", "page_table_stride", "token_table_stride", "page_words_stride")
     return KernelBuild(
         name="gather_decode[]",
         kernel=gather_decode_kernel,
@@ -104,7 +104,7 @@ def _gather_decode() -> KernelBuild:
             **dict.fromkeys(("temperatures_ptr", "row_temperatures_ptr"), "*fp32"),
             **dict.fromkeys(counts, "i32"),
         },
-        constants={"PAGE_SIZE": 16, "BLOCK": 32},
+        constants={"PAGE_SIZE": 16, "PAGE_BITS": 28, "RING": 8, "BLOCK": 32},
     )
 
 

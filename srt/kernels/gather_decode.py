@@ -17,7 +17,8 @@ _STORE_BLOCK: Final = 256
 @kernel(
     one_variant_for=(
         "row_slots_ptr",
-        "new_pages_ptr",
+        "page_words_ptr",
+        "last_ptr",
         "input_ids_ptr",
         "positions_ptr",
         "locations_ptr",
@@ -31,11 +32,13 @@ _STORE_BLOCK: Final = 256
         "dummy_slot",
         "page_table_stride",
         "token_table_stride",
+        "page_words_stride",
     )
 )
 def gather_decode_kernel(
     row_slots_ptr: tl.tensor,
-    new_pages_ptr: tl.tensor,  # [rows] int64: the page that the row's next position begins, or -1
+    page_words_ptr: tl.tensor,  # [RING, rows] int64, in memory of the host: `number << PAGE_BITS | page` where a row begins one
+    last_ptr: tl.tensor,  # [1] int64: the number of the last store; this step ends with the next
     page_table_ptr: tl.tensor,
     token_table_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
@@ -57,20 +60,25 @@ def gather_decode_kernel(
     dummy_slot: tl.tensor,
     page_table_stride: tl.tensor,
     token_table_stride: tl.tensor,
+    page_words_stride: tl.tensor,
     PAGE_SIZE: tl.constexpr,
+    PAGE_BITS: tl.constexpr,
+    RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Each row's token, position, location and length, its page entered and its slot grown by one; the dummy slot never grows."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
+    number = tl.load(last_ptr) + 1
+    # Over the bus, so it is on its way before anything else is waited for. Volatile: the host has written since the step before.
+    words = tl.load(page_words_ptr + number % RING * page_words_stride + rows, mask=inside, other=0, volatile=True)
     slots = tl.load(row_slots_ptr + rows, mask=inside, other=0)
     is_real = inside & (slots != dummy_slot)
     positions = tl.load(seq_lens_ptr + slots, mask=is_real, other=0)
     pages_ptr = page_table_ptr + slots * page_table_stride + positions // PAGE_SIZE
-    new_pages = tl.load(new_pages_ptr + rows, mask=is_real, other=-1)
-    begins = is_real & (new_pages >= 0)
+    begins = is_real & ((words >> PAGE_BITS) == number)
     pages = tl.load(pages_ptr, mask=inside, other=0).to(tl.int64)
-    pages = tl.where(begins, new_pages, pages)
+    pages = tl.where(begins, words & ((1 << PAGE_BITS) - 1), pages)
     tl.store(pages_ptr, pages.to(tl.int32), mask=begins)
     tokens = tl.load(token_table_ptr + slots * token_table_stride + positions, mask=inside, other=0).to(tl.int64)
     tl.store(seq_lens_ptr + slots, positions + 1, mask=is_real)
@@ -132,25 +140,28 @@ def store_draws_kernel(
 
 def gather_decode(
     row_slots: torch.Tensor,
-    new_pages: torch.Tensor,
+    page_words: torch.Tensor,
+    last_store: torch.Tensor,
     page_table: torch.Tensor,
     token_table: torch.Tensor,
     seq_lens: torch.Tensor,
     draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     dummy_slot: int,
     page_size: int,
+    page_bits: int,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     row_draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     """`out`: input ids, positions, locations and lengths after the step; `row_draws`: how the rows draw.
 
-    Slots are distinct but for the dummy. A new page begins at its row's next position.
+    Slots are distinct but for the dummy. A new page begins at its row's next position. `page_words`, in page-locked memory of the
+    host, with so many bits for a page, are a PageBoard's, and `last_store` is its DrawStore's.
     """
     num_rows = len(row_slots)
     gather_decode_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-        row_slots, new_pages, page_table, token_table, seq_lens, *draws, *out, *row_draws,
-        num_rows, dummy_slot, page_table.stride(0), token_table.stride(0),
-        PAGE_SIZE=page_size, BLOCK=_BLOCK,
+        row_slots, page_words, last_store, page_table, token_table, seq_lens, *draws, *out, *row_draws,
+        num_rows, dummy_slot, page_table.stride(0), token_table.stride(0), page_words.stride(0),
+        PAGE_SIZE=page_size, PAGE_BITS=page_bits, RING=len(page_words), BLOCK=_BLOCK,
     )  # fmt: skip
 
 

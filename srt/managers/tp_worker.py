@@ -117,7 +117,7 @@ class TpWorker:
     def _launch(self, plan: StepPlan, arrived_s: float) -> None:
         assert len(plan.sections) == 1, f"{len(plan.sections)} attention groups, but this replica has one"
         (section,) = plan.sections
-        output = self._runner.sample(self._runner.execute(section))
+        output = self._runner.launch(section)
         if self._trace.is_on:
             self._trace.slice("launch", arrived_s, step=plan.step)
             self._trace.arrow("t", STEP, plan.step, arrived_s)
@@ -132,8 +132,9 @@ class TpWorker:
     def _answer(self) -> None:
         """Wait for the oldest step and report it."""
         done = self._in_flight.popleft()
-        rows = done.output.result()
+        done.output.wait()
         now_s = time.monotonic()
+        rows = done.output.result()
         # The device works on one step at a time, so a step's own time begins when the one before is done.
         begun_s = max(done.launched_s, self._done_s)
         step_us = int((now_s - begun_s) * 1e6)

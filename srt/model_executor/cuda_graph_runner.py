@@ -122,8 +122,9 @@ class CudaGraphRunner:
         self.sizes = tuple(self._captured)
         self.forget_missed()
 
-    def replay(self, size: int, index: int) -> None:
-        self._replays[size][index]()
+    def replays_of(self, size: int) -> Sequence[Work]:
+        """What launches the graphs of this size, in the order of its works."""
+        return self._replays[size]
 
     def _smallest(self, sizes: Sequence[int], num_rows: int) -> int | None:
         size = smallest(sizes, num_rows)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -51,8 +51,20 @@ class DecodeParts:
     resident: Mapping[int, ResidentLayers] = field(default_factory=dict)  # take it in short steps of so many rows
 
 
+class _Chosen(NamedTuple):
+    """How a step is launched."""
+
+    slots: Ints  # of this step and, where it is the same array, of those behind it
+    asked: Reading  # by these steps
+    reading: Reading
+    size: int  # rows, padding included
+    graph: Work | None  # of the forward pass
+    samples: Sequence[Work] | None  # graphs of sampling, in the order of the kinds
+    logits: torch.Tensor
+
+
 class DecodeRunner:
-    """`forward`, then `sample` or whatever the caller does with the logits; then the next step.
+    """`forward`, then `sample`, or whatever else the caller does with the logits and then `store`; then the next step.
 
     All state of the rows is in the device's tables: a step of the same slots as the one before needs nothing from the host.
     """
@@ -70,14 +82,14 @@ class DecodeRunner:
         """`sizes` are the numbers of rows to be captured, if there is a `capture`."""
         self._parts = parts
         self._device = device
-        self.buffers = GraphInputBuffers(parts.tables, max_rows, device, window)
+        self.buffers = GraphInputBuffers(parts.tables, max_rows, device, window, parts.draw_store)
         self._batches: dict[int, ForwardBatch] = {}
         head = parts.model.lm_head
         self.logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
         self._logits_of_rows: dict[int, torch.Tensor] = {}  # kept: a slice costs the host as much as a launch
         self._sizes = tuple(sorted(sizes))
-        self._size = 0  # rows of the step at hand, padding included
-        self._replayed: CudaGraphRunner | None = None  # whose graph it is, if it is one
+        self._chosen: _Chosen | None = None  # for the step at hand
+        self._has_stored = True  # since the last step: the next number says which pages begin
         self._plans_on_host = parts.attn_backend.plans_decodes_on_host
         self._captured_last: CudaGraphRunner | None = None
         self._sizes_of = self._graph_sizes(pads)
@@ -100,31 +112,47 @@ class DecodeRunner:
 
     def forward(self, step: DecodeStep) -> torch.Tensor:
         """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
-        num_rows = len(step.slots)
-        reading = self._reading_of(step)
-        self._replayed, size = find_graph(self.graphs, reading, num_rows) or (None, num_rows)
+        assert self._has_stored, "the step before has stored no draws"
+        self._has_stored = False
+        chosen = self._chosen
+        if chosen is None or chosen.slots is not step.slots or chosen.asked is not step.reading:
+            chosen = self._chosen = self._choose(step)
         self.buffers.tell(step.slots, step.new_pages)
         if self._plans_on_host and step.new_pages is not None:
-            self.buffers.enter_pages()
-        self._size = size
-        if self._replayed is None:
-            batch = self._batch(num_rows)
+            self.buffers.enter_pages(step.slots, step.seq_lens, step.new_pages)
+        if chosen.graph is None:
+            batch = self._batch(chosen.size)
             batch.req_pool_indices_cpu, batch.seq_lens_cpu = step.slots, step.seq_lens
             self._parts.attn_backend.init_forward_metadata(batch)
-            self._run_forward(num_rows, reading)
+            self._run_forward(chosen.size, chosen.reading)
         else:
             if self._plans_on_host:
-                batch = self._batch(size)
+                batch = self._batch(chosen.size)
                 self._pad_host_rows(batch, step.slots, step.seq_lens)
                 self._parts.attn_backend.init_forward_metadata_replay_cuda_graph(batch)
-            self._replayed.replay(size, FORWARD)
+            chosen.graph()
+        return chosen.logits
+
+    def _choose(self, step: DecodeStep) -> _Chosen:
+        """For this step. Later ones are launched alike where nothing is left to be captured and nobody asks how long rows are."""
+        num_rows, reading = len(step.slots), self._reading_of(step)
+        found = find_graph(self.graphs, reading, num_rows)
+        graph, samples, size = None, None, num_rows
+        if found is not None:
+            graphs, size = found
+            graph = graphs.replays_of(size)[FORWARD]
+            by_row = self.graphs.get(Reading.BY_ROW)
+            if by_row is not None and by_row.has(size):
+                samples = by_row.replays_of(size)[FIRST_SAMPLE:]
         if num_rows not in self._logits_of_rows:
             self._logits_of_rows[num_rows] = self.logits[:num_rows]
-        return self._logits_of_rows[num_rows]
+        lasts = not self.num_left and num_rows not in self._parts.resident
+        slots = step.slots if lasts else NO_ROWS
+        return _Chosen(slots, step.reading, reading, size, graph, samples, self._logits_of_rows[num_rows])
 
     def _reading_of(self, step: DecodeStep) -> Reading:
         resident = self._parts.resident.get(len(step.slots))
-        if resident is not None and max(step.seq_lens.tolist()) <= resident.most_positions:
+        if resident is not None and step.longest <= resident.most_positions:
             return Reading.RESIDENT
         return step.reading if self._can_read(step.reading, len(step.slots)) else Reading.BY_ROW
 
@@ -135,11 +163,13 @@ class DecodeRunner:
 
     def sample(self, step: DecodeStep) -> None:
         """Draw the rows' next ids from the logits, and store them."""
-        graphs = self.graphs.get(Reading.BY_ROW)
-        if graphs is not None and self._replayed is not None and graphs.has(self._size):
-            self._parts.draw_store.replay(partial(graphs.replay, self._size, FIRST_SAMPLE + step.kind))
+        chosen = self._chosen
+        assert chosen is not None, "there are no logits yet"
+        if chosen.samples is not None:
+            self._has_stored = True
+            self._parts.draw_store.replay(chosen.samples[step.kind])
         else:
-            self._samplers[step.kind](self._size)
+            self._samplers[step.kind](chosen.size)
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
         """With zeros, to a number that decodes have."""
@@ -154,6 +184,7 @@ class DecodeRunner:
 
     def store(self, draws: Draws) -> None:
         """What the rows drew, from row 0 on."""
+        self._has_stored = True
         parts, buffers, rows = self._parts, self.buffers, slice(0, len(draws.ids))
         parts.draw_store.store(draws, buffers.row_slots[rows], buffers.seq_lens[rows], parts.tables.token_table)
 
@@ -216,6 +247,7 @@ class DecodeRunner:
 
     def give_up(self, size: int) -> None:
         """Capture nothing more, and forget this size if it was captured last."""
+        self._chosen = None
         for graphs in self.graphs.values():
             graphs.give_up(size if graphs is self._captured_last else 0)
 

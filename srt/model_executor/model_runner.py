@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import wraps
 from itertools import chain
 from threading import Event
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -72,22 +71,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 Graph = tuple[Reading, int] | int  # of so many decodes, or of so many tokens
-P = ParamSpec("P")
-R = TypeVar("R")
 # While requests come: each that waits for Python's lock makes the thread that launches steps wait longer.
 MOST_COMPILERS = 8
 MOST_PIECE_TOKENS = 8192  # of prompts; decodes come beside them
-
-
-def _in_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Enters it unless it is on: entering takes as long as planning a step of decodes."""
-    entering: Callable[P, R] = torch.inference_mode()(function)
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return function(*args, **kwargs) if torch.is_inference_mode_enabled() else entering(*args, **kwargs)
-
-    return call
 
 
 class DecodeOutput(NamedTuple):
@@ -109,7 +95,7 @@ class ModelRunnerOutput:
 
 
 class ModelRunner:
-    """Ranks of a replica make the same calls in the same order: `execute` and `sample` for every step."""
+    """Ranks of a replica make the same calls in the same order: `launch`, or `execute` and `sample`, for every step."""
 
     def __init__(
         self,
@@ -174,6 +160,7 @@ class ModelRunner:
         with torch.inference_mode(), self.memory.region("buffers"):
             self._decode_runner = self._init_decode_runner(capture)
             self._pieces = None if capture is None else self._new_pieces(capture)
+        self._num_graphs_left = self._count_graphs_left()
 
     def _load_model(self, folder: str, report_weights: Progress) -> CausalLM:
         loader = get_model_loader(LoadConfig(load_format=self._args.load_format))  # type: ignore[arg-type]  # a checked choice
@@ -419,9 +406,24 @@ class ModelRunner:
 
     # ---- A step
 
-    @_in_inference_mode
+    def launch(self, section: PlanSection) -> StepOutput:
+        """`execute` and `sample`, for who is in inference mode: to enter it takes as long as planning a step of decodes."""
+        return self._sample(self._execute(section), None)
+
+    @torch.inference_mode()
     def execute(self, section: PlanSection) -> ModelRunnerOutput | DecodeOutput:
         """Apply the delta, run the model, and compute logits of the rows that sample."""
+        return self._execute(section)
+
+    @torch.inference_mode()
+    def sample(self, step: ModelRunnerOutput | DecodeOutput, masks: torch.Tensor | None = None) -> StepOutput:
+        """Draw an id for every row that samples, and store it: in the token table the next step reads it.
+
+        `masks` [R, this rank's columns] bool, if given, says which tokens a row may draw at all.
+        """
+        return self._sample(step, masks)
+
+    def _execute(self, section: PlanSection) -> ModelRunnerOutput | DecodeOutput:
         decodes = self._planner.plan_decodes(section)
         if decodes is not None:
             return DecodeOutput(decodes, self._decode_runner.forward(decodes))
@@ -456,12 +458,7 @@ class ModelRunner:
             case _:
                 raise AssertionError(f"no plan leads to {batch.forward_mode.name}")
 
-    @_in_inference_mode
-    def sample(self, step: ModelRunnerOutput | DecodeOutput, masks: torch.Tensor | None = None) -> StepOutput:
-        """Draw an id for every row that samples, and store it: in the token table the next step reads it.
-
-        `masks` [R, this rank's columns] bool, if given, says which tokens a row may draw at all.
-        """
+    def _sample(self, step: ModelRunnerOutput | DecodeOutput, masks: torch.Tensor | None) -> StepOutput:
         if isinstance(step, DecodeOutput):
             return self._sample_decodes(step, masks)
         parts = []
@@ -587,12 +584,17 @@ class ModelRunner:
     @property
     def num_graphs_left(self) -> int:
         """How often `capture_graph` has something to capture."""
+        return self._num_graphs_left
+
+    def _count_graphs_left(self) -> int:
         return sum(graphs.num_left for graphs in self._graphs)
 
     @property
     def is_missing_graph(self) -> bool:
         """Whether steps miss one that is worth its capture even while requests run, and nothing has to be compiled for it."""
-        return any(graphs.is_missing_one for graphs in self._graphs) and self._has_kernels(self._next_graphs.next_graph)
+        if not self._num_graphs_left or not any(graphs.is_missing_one for graphs in self._graphs):
+            return False
+        return self._has_kernels(self._next_graphs.next_graph)
 
     @property
     def _next_graphs(self) -> DecodeRunner | PiecewiseCudaGraphRunner:
@@ -626,6 +628,7 @@ class ModelRunner:
                 graphs.give_up(size if graphs is chosen else 0)
             self._kernels_of.clear()
             self._compilers = None
+        self._num_graphs_left = self._count_graphs_left()
         return size
 
     def capture_graphs(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +23,70 @@ class LogprobWish:
     spec: LogprobSpec
 
 
+class NewPages(NamedTuple):
+    """The rows whose next position begins a page, and these pages. Lists: they are few as a rule, and the ways of arrays are long."""
+
+    rows: list[int]
+    pages: list[int]
+
+
+class _Due(NamedTuple):
+    """Who begins a page in a step, and what its plan says then, byte for byte."""
+
+    rows: list[int]
+    slots: bytes
+    counts: bytes
+
+    def is_all_of(self, delta: PageDelta) -> bool:
+        """Whether just these are given a page each."""
+        return (
+            delta.slots.tobytes() == self.slots
+            and delta.counts.tobytes() == self.counts
+            and len(delta.pages) == len(self.rows)
+        )
+
+
 @dataclass(slots=True)
 class DecodeRows:
-    """Rows that decode, as the last step leaves them: what the mirror has of their slots, looked up once for all steps of just them.
+    """Rows that decode, for as many steps as have just them: what the mirror has of their slots is looked up once.
 
-    `lengths` and `new_pages` are other arrays after each step.
+    Who begins a page comes round with the page size, and is worked out once too. A step only counts: the mirror's own arrays follow
+    when somebody asks for them (`SlotMirror._catch_up`).
     """
 
     slots: Ints
-    lengths: Ints
-    room: Ints  # positions in their pages
-    new_pages: Ints | None = None  # the page that each row's last position begins, or -1; None: no row begins one
+    lengths: Ints  # when steps were last counted from 0
+    until: Ints  # positions from there to the next page of each
+    page_size: int
+    num_steps: int = 0
+    new_pages: NewPages | None = None  # of the last step
+    _irregular: int = field(init=False)  # steps until all of them have begun a page within a page's steps
+    _due: dict[int, _Due] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count_from(self.lengths, self.until)
+
+    def count_from(self, lengths: Ints, until: Ints) -> None:
+        """Begin to count the steps anew."""
+        self.lengths, self.until, self.num_steps, self._due = lengths, until, 0, {}
+        self._irregular = max(0, int(until.max()) + 1 - self.page_size)
+
+    def due(self) -> _Due:
+        """Who begins a page in the next step."""
+        step, size = self.num_steps, self.page_size
+        key = step % size if step >= self._irregular else size + step
+        found = self._due.get(key)
+        if found is None:
+            found = self._due[key] = self._find_due(step)
+        return found
+
+    def _find_due(self, step: int) -> _Due:
+        if step < self.page_size:
+            is_due = self.until == step
+        else:
+            is_due = (self.until <= step) & ((step - self.until) % self.page_size == 0)
+        (rows,) = is_due.nonzero()
+        return _Due(rows.tolist(), self.slots[rows].astype(np.int32).tobytes(), ONE * len(rows))
 
 
 class SlotMirror:
@@ -47,11 +101,12 @@ class SlotMirror:
         self._num_cached: Ints = np.zeros(num_slots, np.int64)  # positions that were computed when it was admitted
         self._first_page: Ints = np.zeros(num_slots, np.int64)
         self._was_admitted: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        self._no_pages: Ints = np.full(num_slots, -1, np.int64)
+        self._ahead: DecodeRows | None = None  # have gone on since `_lengths` and `_room` were written
         self.logprob_wishes: dict[int, LogprobWish] = {}  # of the slots whose requests want any
 
     def admit(self, admission: Admission) -> None:
         """The slot begins anew: no pages, `cached` positions computed."""
+        self._catch_up()
         slot, num_ids = admission.slot, len(admission.ids)
         assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
         assert 0 <= admission.cached < num_ids, f"{admission.cached} of {num_ids} tokens cached in slot {slot}"
@@ -65,6 +120,7 @@ class SlotMirror:
 
     def append_pages(self, delta: PageDelta) -> tuple[Ints, Ints]:
         """For every page of the delta its slot and its number within the slot."""
+        self._catch_up()
         assert int(delta.counts.sum()) == len(delta.pages), f"{delta.counts.sum()} pages, {len(delta.pages)} numbers"
         least, most = delta.pages.min(initial=0), delta.pages.max(initial=0)
         assert least >= 0 and most < self._num_all_pages, f"pages {least} to {most} of {self._num_all_pages}"
@@ -79,6 +135,7 @@ class SlotMirror:
 
     def advance(self, section: PlanSection) -> Ints:
         """Lengths of all rows, extends then decodes, once the step is done; they are the slots' lengths from now on."""
+        self._catch_up()
         extends = section.extend_slots.astype(np.int64)
         rows = np.concatenate((extends, section.decode_slots.astype(np.int64)))
         starts, counts = section.extend_starts.astype(np.int64), section.extend_counts.astype(np.int64)
@@ -92,37 +149,39 @@ class SlotMirror:
 
     def decode_rows(self, slots: Ints) -> DecodeRows | None:
         """Of these slots; None where pages are missing for what is computed."""
-        lengths, room = self._lengths[slots], self._room[slots]
-        return DecodeRows(slots, lengths, room) if (lengths <= room).all() else None
+        self._catch_up()
+        lengths = self._lengths[slots]
+        until = self._room[slots] - lengths
+        return DecodeRows(slots, lengths, until, self._page_size) if int(until.min()) >= 0 else None
 
     def advance_decodes(self, rows: DecodeRows, delta: PageDelta | None) -> bool:
         """Whether pages come for just the rows that begin one, in their order: then the rows and their slots are a position longer.
 
         Else nothing has changed. Nothing but this may have changed the slots since the rows were looked up.
         """
-        (begin,) = (rows.lengths == rows.room).nonzero()
-        if len(begin) != (0 if delta is None else len(delta.slots)):
-            return False
+        assert self._ahead is None or self._ahead is rows, "rows that were looked up before others"
+        due = rows.due()
         new_pages = None
-        if delta is not None and len(begin):
-            slots = rows.slots[begin]
-            if not self._gives_one_each(delta, slots):
+        if due.rows or (delta is not None and len(delta.slots)):
+            if delta is None or not due.is_all_of(delta):
                 return False
-            rows.room[begin] = self._room[slots] = rows.room[begin] + self._page_size
-            new_pages = self._no_pages[: len(rows.slots)].copy()
-            new_pages[begin] = delta.pages
+            new_pages = NewPages(due.rows, delta.pages.tolist())
+            if min(new_pages.pages) < 0 or max(new_pages.pages) >= self._num_all_pages:
+                return False
         rows.new_pages = new_pages
-        rows.lengths = self._lengths[rows.slots] = rows.lengths + 1
+        rows.num_steps += 1
+        self._ahead = rows
         return True
 
-    def _gives_one_each(self, delta: PageDelta, slots: Ints) -> bool:
-        """Comparing bytes is the quickest, and negative numbers are large ones without a sign."""
-        return (
-            delta.slots.tobytes() == slots.astype(np.int32).tobytes()
-            and delta.counts.tobytes() == ONE * len(slots)
-            and len(delta.pages) == len(slots)
-            and 0 not in (delta.pages.view(np.uint32) < self._num_all_pages).tobytes()
-        )
+    def _catch_up(self) -> None:
+        """With the rows whose steps were only counted."""
+        rows, self._ahead = self._ahead, None
+        if rows is None:
+            return
+        lengths, past = rows.lengths + rows.num_steps, rows.num_steps - rows.until
+        room = self._room[rows.slots] + self._page_size * np.maximum(0, -(-past // self._page_size))
+        self._lengths[rows.slots], self._room[rows.slots] = lengths, room
+        rows.count_from(lengths, room - lengths)
 
     def most_shared(self, slots: Ints, block_rows: int) -> int:
         """Of blocks of so many rows, at most so many positions do rows share with their block's first row, in one block.
@@ -140,5 +199,6 @@ class SlotMirror:
 
     def num_pages_of_admitted(self) -> dict[int, int]:
         """Slot -> pages given to its latest admission, for the slots that were ever admitted."""
+        self._catch_up()
         slots: Sequence[int] = np.flatnonzero(self._was_admitted).tolist()
         return {slot: int(self._room[slot]) // self._page_size for slot in slots}

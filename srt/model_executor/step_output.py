@@ -16,6 +16,9 @@ from srt.model_executor.logprob_plan import LogprobSegment, row_logprobs
 from srt.protocol.arrays import INT32
 from srt.protocol.messages import Int32Array, RowLogprobs, int32_array
 
+ONE = np.ones(1, np.int32).tobytes()
+# Of an id that is none. The bytes of others hold it nowhere: an id's highest byte is less than 128.
+NOTHING = np.full(1, -1, np.int32).tobytes()
 Parts = Sequence[tuple[Logprobs, list[LogprobSegment]]]
 
 
@@ -53,15 +56,22 @@ class StepOutput:
             return self._copies.are_done()
         return self._ids is None or self._ids.is_ready()
 
+    def wait(self) -> None:
+        """Until `is_ready`."""
+        if self._copies is not None:
+            self._copies.wait()
+        elif self._ids is not None:
+            self._ids.wait()
+
     def result(self) -> SampledRows:
         """Waits for the step. To be called once."""
         if self._ids is None:
             return SampledRows(int32_array(), int32_array(), self._logprobs(int32_array()))
         sampled = self._ids.wait()
-        is_missing = sampled < 0
-        if 1 not in is_missing.tobytes():
-            counts, ids = np.ones(len(sampled), np.int32), sampled
+        if NOTHING not in sampled.tobytes():
+            counts, ids = np.frombuffer(ONE * len(sampled), np.int32), sampled
         else:
+            is_missing = sampled < 0
             counts, ids = np.where(is_missing, np.int32(-1), np.int32(1)), sampled[~is_missing]
         return SampledRows(counts, ids, self._logprobs(counts))
 

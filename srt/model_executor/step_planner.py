@@ -17,7 +17,7 @@ from srt.model_executor.logprob_plan import (
     wants_output_logprobs,
 )
 from srt.model_executor.plan_arrays import PlanArrays, SamplingStep
-from srt.model_executor.slot_mirror import DecodeRows, Ints, SlotMirror
+from srt.model_executor.slot_mirror import DecodeRows, Ints, NewPages, SlotMirror
 from srt.protocol.messages import Admission, PageDelta, PlanSection
 from srt.sampling.sampling_batch_info import SamplingKind, SamplingTable
 
@@ -41,11 +41,18 @@ class DecodeStep(NamedTuple):
     """A step in which every row decodes, planned on the host. The arrays are not written to any more."""
 
     slots: Ints  # the same array in steps of the same rows that follow one another
-    seq_lens: Ints  # once the step is done
-    new_pages: Ints | None  # the page that each row begins, or -1; None: no row begins one
+    lengths: Ints  # so many steps before this one is done:
+    num_steps: int
+    longest: int  # of `seq_lens`
+    new_pages: NewPages | None  # None: no row begins one
     kind: SamplingKind
     output_logprobs: LogprobPlan
     reading: Reading  # what suits its rows
+
+    @property
+    def seq_lens(self) -> Ints:
+        """Once the step is done."""
+        return self.lengths + self.num_steps
 
 
 @dataclass(slots=True)
@@ -93,8 +100,17 @@ class StepPlanner:
         self._standing = standing
         rows, logprobs = standing.rows, NO_LOGPROBS
         if standing.wants_logprobs:
-            logprobs = plan_output_logprobs(self.slots.logprob_wishes, rows.slots, rows.lengths)
-        return DecodeStep(rows.slots, rows.lengths, rows.new_pages, standing.kind, logprobs, standing.reading)
+            logprobs = plan_output_logprobs(self.slots.logprob_wishes, rows.slots, rows.lengths + rows.num_steps)
+        return DecodeStep(
+            rows.slots,
+            rows.lengths,
+            rows.num_steps,
+            standing.longest,
+            rows.new_pages,
+            standing.kind,
+            logprobs,
+            standing.reading,
+        )
 
     def _look_up(self, sent: bytes, slots: Ints) -> _Standing | None:
         rows = self.slots.decode_rows(slots)

@@ -65,7 +65,7 @@ def test_every_step_gets_its_own_ids_from_kernels_and_graphs() -> None:
     assert before is not None
     assert before[0].wait().tolist() == before[1]
     torch.cuda.synchronize()
-    assert int(world.draw_store._last) == world.draw_store._number
+    assert int(world.draw_store.last) == world.draw_store._number
     assert world.tokens[: len(ids), 2].tolist() == ids
 
 

@@ -157,6 +157,7 @@ def logits_of(runner: ModelRunner, prompt: list[int], chunk: int, page_size: int
         decoded = runner.execute(PlanSection([], [pages], empty, empty, empty, empty, slot))
         assert isinstance(decoded, DecodeOutput)
         rows.append(decoded.logits[0].float().cpu().clone())  # the next step overwrites them
+        runner.sample(decoded)
     return torch.stack(rows)
 
 
@@ -189,6 +190,7 @@ def logits_of_rows(runner: ModelRunner, prompts: list[list[int]], page_size: int
             )
         assert output.logits is not None
         steps.append(output.logits.float().cpu().clone())
+        runner.sample(output)
     return torch.cat(steps)
 
 

@@ -26,7 +26,7 @@ class Poisoned:
         self._runner = runner
         self._num_decodes: dict[int, int] = {}  # of the slots that POISON has had
 
-    def execute(self, section: PlanSection) -> Any:
+    def launch(self, section: PlanSection) -> Any:
         for admission in section.admissions:
             self._num_decodes.pop(admission.slot, None)
             if admission.seed == POISON:
@@ -36,7 +36,7 @@ class Poisoned:
                 self._num_decodes[slot] += 1
                 if self._num_decodes[slot] == 2:
                     os.kill(os.getpid(), signal.SIGSEGV)
-        return self._runner.execute(section)
+        return self._runner.launch(section)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)

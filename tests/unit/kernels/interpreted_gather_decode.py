@@ -11,9 +11,11 @@ from srt.kernels.gather_decode import gather_decode, store_draws
 from srt.mem_cache.memory_pool import DrawTables
 from srt.model_executor.draw_store import store_draws_reference
 from srt.model_executor.input_buffers import gather_decode_reference
+from srt.model_executor.page_board import PAGE_BITS
 from srt.sampling.no_filter import NO_TOP_K
 
 NUM_SLOTS, MAX_PAGES = 9, 5  # the dummy slot is the last
+RING = 4
 
 
 class Tables:
@@ -35,36 +37,54 @@ class Tables:
             torch.rand(NUM_SLOTS, generator=random, dtype=torch.float64),
         )
 
-    def gather(self, function: Any, row_slots: torch.Tensor, new_pages: torch.Tensor) -> list[torch.Tensor]:
-        """What the rows gather, and what the tables hold then."""
+    def gather(self, function: Any, row_slots: torch.Tensor, words: torch.Tensor, last: int) -> list[torch.Tensor]:
+        """What the rows gather behind store `last`, and what the tables hold then."""
         rows = len(row_slots)
         out = [torch.full((rows,), -7) for _ in range(4)]
         row_draws = DrawTables(*(torch.full((rows,), -7, dtype=table.dtype) for table in self.draws))
         tables = (self.pages, self.tokens, self.lens)
         function(
-            row_slots, new_pages, *tables, self.draws, NUM_SLOTS - 1, self.page_size, tuple(out), row_draws
+            row_slots, words, torch.tensor([last]), *tables, self.draws, NUM_SLOTS - 1, self.page_size, PAGE_BITS,
+            tuple(out), row_draws,
         )  # fmt: skip
         return [*tables, *out, *row_draws]
 
 
+def words_of(new_pages: list[int], number: int, rows: int) -> torch.Tensor:
+    """For the step that ends with this store; all else is of stores before."""
+    random = torch.Generator().manual_seed(3)
+    old = number - torch.randint(1, 3 * RING, (RING, rows), generator=random)
+    words = (old.clamp(min=0) << PAGE_BITS) | torch.randint(0, 50, (RING, rows), generator=random)
+    for row, page in enumerate(new_pages):
+        if page >= 0:
+            words[number % RING, row] = (number << PAGE_BITS) | page
+    return words
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("last", [0, 6, (1 << 34) + 3])
 @pytest.mark.parametrize("rows", [[3], [2, 0, 7], [5, 1, 8, 8, 8, 8], [8, 8], [0, 1, 2, 3, 4, 5, 6, 7] + [8] * 40])
-def test_rows_are_gathered_pages_entered_and_lengths_grown_but_for_the_dummy(page_size: int, rows: list[int]) -> None:
+def test_rows_are_gathered_pages_entered_and_lengths_grown_but_for_the_dummy(
+    page_size: int, last: int, rows: list[int]
+) -> None:
     row_slots = torch.tensor(rows)
-    new_pages = torch.full((len(rows),), -1)
-    new_pages[::2] = 60
-    expected = Tables(page_size).gather(gather_decode_reference, row_slots, new_pages)
-    found = Tables(page_size).gather(gather_decode, row_slots, new_pages)
+    new_pages = [60 + row if row % 2 == 0 else -1 for row in range(len(rows))]
+    words = words_of(new_pages, last + 1, len(rows) + 2)
+    expected = Tables(page_size).gather(gather_decode_reference, row_slots, words, last)
+    found = Tables(page_size).gather(gather_decode, row_slots, words, last)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     before = Tables(page_size)
     pages, _, lens = found[:3]
+    for slot, page in zip(rows, new_pages, strict=True):
+        if slot != NUM_SLOTS - 1:
+            column = int(before.lens[slot]) // page_size
+            assert int(pages[slot, column]) == (page if page >= 0 else int(before.pages[slot, column]))
     assert int(lens[-1]) == 0, "the dummy slot has grown"
     assert torch.equal(pages[-1], before.pages[-1]), "the dummy slot was given a page"
     assert not torch.equal(lens, before.lens) or set(rows) == {8}
 
 
 MOST_ROWS, DUMMY = 600, 600
-RING = 4
 
 
 @pytest.mark.parametrize("counts", [[1], [5], [600], [40, 1, 257, 256, 3, 600, 2, 255, 9], [1] * 9])

@@ -213,6 +213,9 @@ class LateOutput:
     def is_ready(self) -> bool:
         return self._ready
 
+    def wait(self) -> None:
+        pass
+
     def result(self) -> SampledRows:
         self._log.append(f"answer {self._name}")
         return SampledRows(int32_array([1]), int32_array([5]), [])
@@ -226,14 +229,11 @@ class LateRunner:
         self.num_graphs_left = 1
         self.is_missing_graph = False
 
-    def execute(self, section: PlanSection) -> str:
+    def launch(self, section: PlanSection) -> LateOutput:
         self._count += 1
         self.is_missing_graph = self.num_graphs_left > 0
         self._log.append(f"launch {self._count}")
-        return str(self._count)
-
-    def sample(self, step: str) -> LateOutput:
-        return LateOutput(self._log, step, self._ready)
+        return LateOutput(self._log, str(self._count), self._ready)
 
     def reset(self) -> None:
         self._log.append("reset")

@@ -21,9 +21,10 @@ from srt.model_executor.cuda_graph_runner import PADDED_STEPS, CudaGraphRunner, 
 from srt.model_executor.decode_runner import find_graph
 from srt.model_executor.draw_store import DrawStore
 from srt.model_executor.forward_batch_info import ForwardBatch
-from srt.model_executor.input_buffers import GraphInputBuffers, Ints
+from srt.model_executor.input_buffers import GraphInputBuffers
 from srt.model_executor.memory_profile import graph_bytes
 from srt.model_executor.model_runner import DecodeOutput, ModelRunner
+from srt.model_executor.slot_mirror import Ints, NewPages
 from srt.models.decoder import CausalLM
 from srt.protocol.messages import (
     Admission,
@@ -200,7 +201,7 @@ def test_draws_are_counted_as_the_device_counts_them_through_warm_ups_captures_a
     outputs = [[job.outputs for job in some] for some in (found, again, expected)]
     assert outputs[0] == outputs[1] == outputs[2]
     assert graphs.num_replays > 20
-    assert int(runner._draw_store._last) == runner._draw_store._number
+    assert int(runner._draw_store.last) == runner._draw_store._number
 
 
 def section_of(slots: list[int]) -> PlanSection:
@@ -257,20 +258,12 @@ def _tell_in_turn(buffers: GraphInputBuffers, slots: Ints) -> None:
     assert buffers.tell(slots, None)
     assert not buffers.tell(slots, None)
     assert not buffers.tell(slots.copy(), None)
-    assert buffers.tell(slots, np.array([9, -1]))
-    assert _told(buffers) == [[0, 1], [9, -1]]
-    assert buffers.tell(slots, None), "the pages of the step before must not be entered again"
-    assert _told(buffers) == [[0, 1], [-1, -1]]
-    assert not buffers.tell(slots, None)
-    assert buffers.tell(slots[::-1].copy(), np.array([-1, 7]))
-    assert _told(buffers) == [[1, 0], [-1, 7]]
+    assert not buffers.tell(slots, NewPages([0], [9])), "pages are not copied"
+    assert buffers.row_slots[:2].tolist() == [0, 1]
+    assert buffers.tell(slots[::-1].copy(), NewPages([1], [7]))
+    assert buffers.row_slots[:2].tolist() == [1, 0]
     assert buffers.tell(slots[:1], None)
-    assert _told(buffers) == [[0, buffers._tables.dummy_slot], [-1, -1]]
-
-
-def _told(buffers: GraphInputBuffers) -> list[list[int]]:
-    told: list[list[int]] = buffers._told[:, :2].tolist()
-    return told
+    assert buffers.row_slots[:2].tolist() == [0, buffers._tables.dummy_slot]
 
 
 def test_a_slot_that_was_admitted_anew_between_two_steps_of_the_same_slots_has_its_own_pages(

@@ -47,7 +47,7 @@ class Planned(NamedTuple):
             )
         pages = {}
         if step.new_pages is not None:
-            pages = {s: p for s, p in zip(step.slots.tolist(), step.new_pages.tolist(), strict=True) if p >= 0}
+            pages = dict(zip(step.slots[step.new_pages.rows].tolist(), step.new_pages.pages, strict=True))
         return cls(step.slots.tolist(), step.seq_lens.tolist(), pages, int(step.kind), step.output_logprobs.segments)
 
 
@@ -202,9 +202,7 @@ def test_a_step_of_the_same_rows_has_the_same_slots_and_arrays_of_its_own() -> N
     assert second is not None
     assert first.slots is second.slots
     assert (first.seq_lens.tolist(), second.seq_lens.tolist()) == ([4, 5, 6], [5, 6, 7])
-    assert first.new_pages is not None
-    assert second.new_pages is not None
-    assert (first.new_pages.tolist(), second.new_pages.tolist()) == ([-1, 50, -1], [51, -1, -1])
+    assert (first.new_pages, second.new_pages) == (([1], [50]), ([0], [51]))
 
 
 def test_rows_are_read_evenly_until_they_are_even() -> None:
