@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from srt.kernels.graph_fills import fill_by_kernels
+from srt.kernels.graph_launch import launcher
 
 Work = Callable[[], None]
 NUM_WARM_UPS = 2  # what is made at first use (kernels, workspaces) must not be made inside a graph
@@ -132,7 +133,8 @@ class CudaGraphRunner:
 
 
 class GraphCapture:
-    """Captures work into graphs that share one pool of memory: they are replayed one after the other, on one stream."""
+    """Captures work into graphs that share one pool of memory: they are launched one after the other, on the stream that was current at
+    their capture."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -166,7 +168,7 @@ class GraphCapture:
         for graph in graphs:
             fill_by_kernels(graph, self._stream.device)
             graph.instantiate()
-        return [graph.replay for graph in graphs]
+        return [launcher(graph, current) for graph in graphs]
 
     def _cut(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
         graphs[-1].capture_end()
