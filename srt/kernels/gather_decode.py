@@ -37,7 +37,7 @@ _STORE_BLOCK: Final = 256
 )
 def gather_decode_kernel(
     row_slots_ptr: tl.tensor,
-    page_words_ptr: tl.tensor,  # [RING, rows] int64, in memory of the host: `number << PAGE_BITS | page` where a row begins one
+    page_words_ptr: tl.tensor,  # [RING, rows] int64, in memory of the host, as a PageBoard has it
     last_ptr: tl.tensor,  # [1] int64: the number of the last store; this step ends with the next
     page_table_ptr: tl.tensor,
     token_table_ptr: tl.tensor,
@@ -63,6 +63,7 @@ def gather_decode_kernel(
     page_words_stride: tl.tensor,
     PAGE_SIZE: tl.constexpr,
     PAGE_BITS: tl.constexpr,
+    TAG_BITS: tl.constexpr,
     RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -70,27 +71,33 @@ def gather_decode_kernel(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     number = tl.load(last_ptr) + 1
-    # Over the bus, so it is on its way before anything else is waited for. Volatile: the host has written since the step before.
+    # Over the bus. Nothing but a new page's place waits for it until all that can be loaded meanwhile is: so all loads come before stores.
+    # Volatile, as the host has written since the step before.
     words = tl.load(page_words_ptr + number % RING * page_words_stride + rows, mask=inside, other=0, volatile=True)
     slots = tl.load(row_slots_ptr + rows, mask=inside, other=0)
     is_real = inside & (slots != dummy_slot)
+    temperatures = tl.load(temperatures_ptr + slots, mask=inside, other=0.0)
+    seeds = tl.load(seeds_ptr + slots, mask=inside, other=0)
+    top_ks = tl.load(top_ks_ptr + slots, mask=inside, other=0)
+    top_ps = tl.load(top_ps_ptr + slots, mask=inside, other=0.0)
+    min_ps = tl.load(min_ps_ptr + slots, mask=inside, other=0.0)
     positions = tl.load(seq_lens_ptr + slots, mask=is_real, other=0)
-    pages_ptr = page_table_ptr + slots * page_table_stride + positions // PAGE_SIZE
-    begins = is_real & ((words >> PAGE_BITS) == number)
-    pages = tl.load(pages_ptr, mask=inside, other=0).to(tl.int64)
-    pages = tl.where(begins, words & ((1 << PAGE_BITS) - 1), pages)
-    tl.store(pages_ptr, pages.to(tl.int32), mask=begins)
     tokens = tl.load(token_table_ptr + slots * token_table_stride + positions, mask=inside, other=0).to(tl.int64)
+    pages_ptr = page_table_ptr + slots * page_table_stride + positions // PAGE_SIZE
+    pages = tl.load(pages_ptr, mask=inside, other=0).to(tl.int64)
+    tl.store(row_temperatures_ptr + rows, temperatures, mask=inside)
+    tl.store(row_seeds_ptr + rows, seeds, mask=inside)
+    tl.store(row_top_ks_ptr + rows, top_ks, mask=inside)
+    tl.store(row_top_ps_ptr + rows, top_ps, mask=inside)
+    tl.store(row_min_ps_ptr + rows, min_ps, mask=inside)
     tl.store(seq_lens_ptr + slots, positions + 1, mask=is_real)
     tl.store(input_ids_ptr + rows, tokens, mask=inside)
     tl.store(positions_ptr + rows, positions, mask=inside)
-    tl.store(locations_ptr + rows, pages * PAGE_SIZE + positions % PAGE_SIZE, mask=inside)
     tl.store(row_lens_ptr + rows, positions + 1, mask=inside)
-    tl.store(row_temperatures_ptr + rows, tl.load(temperatures_ptr + slots, mask=inside, other=0.0), mask=inside)
-    tl.store(row_seeds_ptr + rows, tl.load(seeds_ptr + slots, mask=inside, other=0), mask=inside)
-    tl.store(row_top_ks_ptr + rows, tl.load(top_ks_ptr + slots, mask=inside, other=0), mask=inside)
-    tl.store(row_top_ps_ptr + rows, tl.load(top_ps_ptr + slots, mask=inside, other=0.0), mask=inside)
-    tl.store(row_min_ps_ptr + rows, tl.load(min_ps_ptr + slots, mask=inside, other=0.0), mask=inside)
+    begins = is_real & ((words >> PAGE_BITS) == number % (1 << TAG_BITS))
+    pages = tl.where(begins, words & ((1 << PAGE_BITS) - 1), pages)
+    tl.store(pages_ptr, pages.to(tl.int32), mask=begins)
+    tl.store(locations_ptr + rows, pages * PAGE_SIZE + positions % PAGE_SIZE, mask=inside)
 
 
 @kernel(
@@ -148,20 +155,21 @@ def gather_decode(
     draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     dummy_slot: int,
     page_size: int,
-    page_bits: int,
+    word_bits: tuple[int, int],
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     row_draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     """`out`: input ids, positions, locations and lengths after the step; `row_draws`: how the rows draw.
 
     Slots are distinct but for the dummy. A new page begins at its row's next position. `page_words`, in page-locked memory of the
-    host, with so many bits for a page, are a PageBoard's, and `last_store` is its DrawStore's.
+    host, with so many bits for a page and a number, are a PageBoard's, and `last_store` is its DrawStore's.
     """
     num_rows = len(row_slots)
     gather_decode_kernel[(triton.cdiv(num_rows, _BLOCK),)](
         row_slots, page_words, last_store, page_table, token_table, seq_lens, *draws, *out, *row_draws,
         num_rows, dummy_slot, page_table.stride(0), token_table.stride(0), page_words.stride(0),
-        PAGE_SIZE=page_size, PAGE_BITS=page_bits, RING=len(page_words), BLOCK=_BLOCK,
+        PAGE_SIZE=page_size, PAGE_BITS=word_bits[0], TAG_BITS=word_bits[1], RING=len(page_words), BLOCK=_BLOCK,
+        num_warps=1,
     )  # fmt: skip
 
 

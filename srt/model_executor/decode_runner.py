@@ -66,7 +66,8 @@ class _Chosen(NamedTuple):
 class DecodeRunner:
     """`forward`, then `sample`, or whatever else the caller does with the logits and then `store`; then the next step.
 
-    All state of the rows is in the device's tables: a step of the same slots as the one before needs nothing from the host.
+    All state of the rows is in the device's tables: a step of the same slots as the one before needs nothing from the host but the pages
+    that they begin.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class DecodeRunner:
         return chosen.logits
 
     def _choose(self, step: DecodeStep) -> _Chosen:
-        """For this step. Later ones are launched alike where nothing is left to be captured and nobody asks how long rows are."""
+        """For this step. Later ones of these rows are launched alike where nothing is left to be captured, but short rows grow."""
         num_rows, reading = len(step.slots), self._reading_of(step)
         found = find_graph(self.graphs, reading, num_rows)
         graph, samples, size = None, None, num_rows
@@ -146,7 +147,7 @@ class DecodeRunner:
                 samples = by_row.replays_of(size)[FIRST_SAMPLE:]
         if num_rows not in self._logits_of_rows:
             self._logits_of_rows[num_rows] = self.logits[:num_rows]
-        lasts = not self.num_left and num_rows not in self._parts.resident
+        lasts = not self.num_left and reading is not Reading.RESIDENT
         slots = step.slots if lasts else NO_ROWS
         return _Chosen(slots, step.reading, reading, size, graph, samples, self._logits_of_rows[num_rows])
 
@@ -247,7 +248,6 @@ class DecodeRunner:
 
     def give_up(self, size: int) -> None:
         """Capture nothing more, and forget this size if it was captured last."""
-        self._chosen = None
         for graphs in self.graphs.values():
             graphs.give_up(size if graphs is self._captured_last else 0)
 

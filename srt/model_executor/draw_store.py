@@ -90,11 +90,12 @@ class DrawStore:
         pairs, tag = self._entries[number % RING], _tag(number)
         if pairs.item(2 * num_rows - 1) != tag:  # which is all that most looks cost
             return None
-        pairs = pairs[:num_rows].copy()  # each word once, so that an id is no older than its number
-        # Bytes are compared and copied: where caches are cold, each step of arithmetic on an array costs 5 to 10 µs.
-        if pairs[:, 1].tobytes() != tag.to_bytes(4, "little", signed=True) * num_rows:
+        # First all numbers, then the ids: between them lies more than a processor has under way, so no id is older than its number. To copy
+        # both at once is no good, as memory may be moved in pieces of words. Bytes are compared and copied, since where caches are cold
+        # each step of arithmetic on an array costs 5 to 10 µs.
+        if pairs[:num_rows, 1].tobytes() != tag.to_bytes(4, "little", signed=True) * num_rows:
             return None
-        ids = np.frombuffer(pairs[:, 0].tobytes(), np.int32)
+        ids = np.frombuffer(pairs[:num_rows, 0].tobytes(), np.int32)
         ahead = self._number - number
         assert ahead < RING, f"the ids of store {number} may be overwritten: {ahead} were launched behind it"
         return ids

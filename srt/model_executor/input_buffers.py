@@ -9,7 +9,7 @@ import torch
 
 from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 from srt.model_executor.draw_store import DrawStore
-from srt.model_executor.page_board import PAGE_BITS, PageBoard
+from srt.model_executor.page_board import PAGE_BITS, TAG_BITS, PageBoard
 from srt.model_executor.slot_mirror import Ints, NewPages
 
 
@@ -61,10 +61,12 @@ class GraphInputBuffers:
 
     def enter_pages(self, slots: Ints, seq_lens: Ints, new_pages: NewPages) -> None:
         """Enter the told pages at once, for whoever reads the page table before `gather`; it enters the same again."""
-        rows = np.array(new_pages.rows)
+        rows, device = np.array(new_pages.rows), self.row_slots.device
         columns = (seq_lens[rows] - 1) // self._tables.page_size
         entered = torch.from_numpy(np.stack((slots[rows], columns, np.array(new_pages.pages))))
-        self._tables.write_pages(*entered.to(self.row_slots.device, non_blocking=True))
+        if device.type == "cuda":
+            entered = entered.pin_memory()  # or the copy might wait for the device
+        self._tables.write_pages(*entered.to(device, non_blocking=True))
 
     def gather(self, num_rows: int) -> None:
         """Enter new pages, look up the first `num_rows` rows, and let their slots grow by one."""
@@ -81,7 +83,7 @@ class GraphInputBuffers:
             tables.draws,
             tables.dummy_slot,
             tables.page_size,
-            PAGE_BITS,
+            (PAGE_BITS, TAG_BITS),
             out,
             self.draws.first(num_rows),
         )
@@ -126,7 +128,7 @@ def gather_decode_reference(
     draws: DrawTables,
     dummy_slot: int,
     page_size: int,
-    page_bits: int,
+    word_bits: tuple[int, int],
     out: tuple[torch.Tensor, ...],
     row_draws: DrawTables,
 ) -> None:
@@ -134,9 +136,10 @@ def gather_decode_reference(
     is_real = row_slots != dummy_slot
     positions = seq_lens[row_slots].masked_fill(~is_real, 0)
     columns = positions // page_size
+    page_bits, tag_bits = word_bits
     number = int(last_store) + 1
     words = page_words[number % len(page_words), : len(row_slots)]
-    begins = is_real & (words >> page_bits == number)
+    begins = is_real & (words >> page_bits == number % (1 << tag_bits))
     pages = page_table[row_slots, columns].long()
     pages = torch.where(begins, words & ((1 << page_bits) - 1), pages)
     page_table[row_slots, columns] = pages.to(torch.int32)

@@ -46,35 +46,39 @@ class _Due(NamedTuple):
         )
 
 
+NOBODY = _Due([], b"", b"")
+
+
 @dataclass(slots=True)
 class DecodeRows:
     """Rows that decode, for as many steps as have just them: what the mirror has of their slots is looked up once.
 
     Who begins a page comes round with the page size, and is worked out once too. A step only counts: the mirror's own arrays follow
-    when somebody asks for them (`SlotMirror._catch_up`).
+    when somebody asks for them (`SlotMirror.catch_up`).
     """
 
     slots: Ints
-    lengths: Ints  # when steps were last counted from 0
-    until: Ints  # positions from there to the next page of each
+    lengths: Ints  # when they were looked up
+    until: Ints  # positions from there to each row's next page
     page_size: int
-    num_steps: int = 0
+    num_steps: int = 0  # since then
     new_pages: NewPages | None = None  # of the last step
-    _irregular: int = field(init=False)  # steps until all of them have begun a page within a page's steps
-    _due: dict[int, _Due] = field(init=False)
+    _irregular: int = -1  # steps until each has begun a page within the last page's steps; -1: not worked out yet
+    _due: dict[int, _Due] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.count_from(self.lengths, self.until)
-
-    def count_from(self, lengths: Ints, until: Ints) -> None:
-        """Begin to count the steps anew."""
-        self.lengths, self.until, self.num_steps, self._due = lengths, until, 0, {}
-        self._irregular = max(0, int(until.max()) + 1 - self.page_size)
+    @property
+    def room(self) -> Ints:
+        """Positions in the pages of each."""
+        num_begun: Ints = np.maximum(0, -((self.until - self.num_steps) // self.page_size))
+        room: Ints = self.lengths + self.until + self.page_size * num_begun
+        return room
 
     def due(self) -> _Due:
         """Who begins a page in the next step."""
         step, size = self.num_steps, self.page_size
-        key = step % size if step >= self._irregular else size + step
+        if step >= size and self._irregular < 0:
+            self._irregular = max(0, int(self.until.max()) + 1 - size)
+        key = step % size if step >= max(size, self._irregular) else size + step
         found = self._due.get(key)
         if found is None:
             found = self._due[key] = self._find_due(step)
@@ -86,6 +90,8 @@ class DecodeRows:
         else:
             is_due = (self.until <= step) & ((step - self.until) % self.page_size == 0)
         (rows,) = is_due.nonzero()
+        if not len(rows):
+            return NOBODY
         return _Due(rows.tolist(), self.slots[rows].astype(np.int32).tobytes(), ONE * len(rows))
 
 
@@ -106,7 +112,6 @@ class SlotMirror:
 
     def admit(self, admission: Admission) -> None:
         """The slot begins anew: no pages, `cached` positions computed."""
-        self._catch_up()
         slot, num_ids = admission.slot, len(admission.ids)
         assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
         assert 0 <= admission.cached < num_ids, f"{admission.cached} of {num_ids} tokens cached in slot {slot}"
@@ -120,7 +125,6 @@ class SlotMirror:
 
     def append_pages(self, delta: PageDelta) -> tuple[Ints, Ints]:
         """For every page of the delta its slot and its number within the slot."""
-        self._catch_up()
         assert int(delta.counts.sum()) == len(delta.pages), f"{delta.counts.sum()} pages, {len(delta.pages)} numbers"
         least, most = delta.pages.min(initial=0), delta.pages.max(initial=0)
         assert least >= 0 and most < self._num_all_pages, f"pages {least} to {most} of {self._num_all_pages}"
@@ -135,7 +139,6 @@ class SlotMirror:
 
     def advance(self, section: PlanSection) -> Ints:
         """Lengths of all rows, extends then decodes, once the step is done; they are the slots' lengths from now on."""
-        self._catch_up()
         extends = section.extend_slots.astype(np.int64)
         rows = np.concatenate((extends, section.decode_slots.astype(np.int64)))
         starts, counts = section.extend_starts.astype(np.int64), section.extend_counts.astype(np.int64)
@@ -149,10 +152,10 @@ class SlotMirror:
 
     def decode_rows(self, slots: Ints) -> DecodeRows | None:
         """Of these slots; None where pages are missing for what is computed."""
-        self._catch_up()
+        self.catch_up()
         lengths = self._lengths[slots]
         until = self._room[slots] - lengths
-        return DecodeRows(slots, lengths, until, self._page_size) if int(until.min()) >= 0 else None
+        return DecodeRows(slots, lengths, until, self._page_size) if until.min(initial=0) >= 0 else None
 
     def advance_decodes(self, rows: DecodeRows, delta: PageDelta | None) -> bool:
         """Whether pages come for just the rows that begin one, in their order: then the rows and their slots are a position longer.
@@ -173,15 +176,11 @@ class SlotMirror:
         self._ahead = rows
         return True
 
-    def _catch_up(self) -> None:
-        """With the rows whose steps were only counted."""
+    def catch_up(self) -> None:
+        """With the rows whose steps were only counted. To be called before slots are changed or looked at in any other way."""
         rows, self._ahead = self._ahead, None
-        if rows is None:
-            return
-        lengths, past = rows.lengths + rows.num_steps, rows.num_steps - rows.until
-        room = self._room[rows.slots] + self._page_size * np.maximum(0, -(-past // self._page_size))
-        self._lengths[rows.slots], self._room[rows.slots] = lengths, room
-        rows.count_from(lengths, room - lengths)
+        if rows is not None:
+            self._lengths[rows.slots], self._room[rows.slots] = rows.lengths + rows.num_steps, rows.room
 
     def most_shared(self, slots: Ints, block_rows: int) -> int:
         """Of blocks of so many rows, at most so many positions do rows share with their block's first row, in one block.
@@ -199,6 +198,6 @@ class SlotMirror:
 
     def num_pages_of_admitted(self) -> dict[int, int]:
         """Slot -> pages given to its latest admission, for the slots that were ever admitted."""
-        self._catch_up()
+        self.catch_up()
         slots: Sequence[int] = np.flatnonzero(self._was_admitted).tolist()
         return {slot: int(self._room[slot]) // self._page_size for slot in slots}

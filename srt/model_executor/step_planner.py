@@ -134,6 +134,7 @@ class StepPlanner:
     def plan(self, section: PlanSection) -> HostStep:
         """Take over the delta, then the rows; both count as done from now on."""
         self._standing = None
+        self.slots.catch_up()
         wishing = []
         for admission in section.admissions:
             self.slots.admit(admission)

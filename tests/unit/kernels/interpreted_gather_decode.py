@@ -11,7 +11,7 @@ from srt.kernels.gather_decode import gather_decode, store_draws
 from srt.mem_cache.memory_pool import DrawTables
 from srt.model_executor.draw_store import store_draws_reference
 from srt.model_executor.input_buffers import gather_decode_reference
-from srt.model_executor.page_board import PAGE_BITS
+from srt.model_executor.page_board import PAGE_BITS, TAG_BITS
 from srt.sampling.no_filter import NO_TOP_K
 
 NUM_SLOTS, MAX_PAGES = 9, 5  # the dummy slot is the last
@@ -44,7 +44,7 @@ class Tables:
         row_draws = DrawTables(*(torch.full((rows,), -7, dtype=table.dtype) for table in self.draws))
         tables = (self.pages, self.tokens, self.lens)
         function(
-            row_slots, words, torch.tensor([last]), *tables, self.draws, NUM_SLOTS - 1, self.page_size, PAGE_BITS,
+            row_slots, words, torch.tensor([last]), *tables, self.draws, NUM_SLOTS - 1, self.page_size, (PAGE_BITS, TAG_BITS),
             tuple(out), row_draws,
         )  # fmt: skip
         return [*tables, *out, *row_draws]
@@ -53,16 +53,17 @@ class Tables:
 def words_of(new_pages: list[int], number: int, rows: int) -> torch.Tensor:
     """For the step that ends with this store; all else is of stores before."""
     random = torch.Generator().manual_seed(3)
-    old = number - torch.randint(1, 3 * RING, (RING, rows), generator=random)
-    words = (old.clamp(min=0) << PAGE_BITS) | torch.randint(0, 50, (RING, rows), generator=random)
+    old = (number - torch.randint(1, 3 * RING, (RING, rows), generator=random)) % (1 << TAG_BITS)
+    words = (old << PAGE_BITS) | torch.randint(0, 50, (RING, rows), generator=random)
+    words[torch.rand(RING, rows, generator=random) < 0.2] = -1  # never written
     for row, page in enumerate(new_pages):
         if page >= 0:
-            words[number % RING, row] = (number << PAGE_BITS) | page
+            words[number % RING, row] = (number % (1 << TAG_BITS) << PAGE_BITS) | page
     return words
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("last", [0, 6, (1 << 34) + 3])
+@pytest.mark.parametrize("last", [0, 6, (1 << 35) - 2, (1 << 35) - 1, (1 << 36) + 5])
 @pytest.mark.parametrize("rows", [[3], [2, 0, 7], [5, 1, 8, 8, 8, 8], [8, 8], [0, 1, 2, 3, 4, 5, 6, 7] + [8] * 40])
 def test_rows_are_gathered_pages_entered_and_lengths_grown_but_for_the_dummy(
     page_size: int, last: int, rows: list[int]

@@ -266,6 +266,42 @@ def _tell_in_turn(buffers: GraphInputBuffers, slots: Ints) -> None:
     assert buffers.row_slots[:2].tolist() == [0, buffers._tables.dummy_slot]
 
 
+def test_rows_that_decode_on_are_launched_by_what_was_chosen_for_them(checkpoint: CheckpointFactory) -> None:
+    """But not while there is something to capture, and not where they are to be read in another way."""
+    recorder = Recorder()
+    runner = with_graphs(checkpoint, 4, recorder)
+    decodes = runner._decode_runner
+    run_section(runner, admit([0, 1], [5, 6, 7], 9, greedy(30)))
+    run_section(runner, section_of([0, 1]))
+    assert recorder.num_replays == 0
+    runner.capture_graph()  # the largest; the planner goes on with the same rows
+    run_section(runner, section_of([0, 1]))
+    assert recorder.num_replays == 2, "a graph for the forward pass, and one for sampling"
+    runner.capture_graphs()
+    run_section(runner, section_of([0, 1]))
+    chosen = decodes._chosen
+    assert chosen is not None
+    assert chosen.size == 2
+    run_section(runner, section_of([0, 1]))
+    assert decodes._chosen is chosen
+    with torch.inference_mode():
+        step = runner._planner.plan_decodes(section_of([0, 1]))
+        assert step is not None
+        assert step.slots is chosen.slots
+        decodes.forward(step._replace(reading=Reading.EVEN))
+        assert decodes._chosen is not chosen
+        decodes.sample(step)
+
+
+def test_a_step_that_was_not_sampled_is_not_followed_by_another(checkpoint: CheckpointFactory) -> None:
+    """Its pages would be entered again."""
+    runner = with_graphs(checkpoint, 4, Recorder())
+    run_section(runner, admit([0, 1], [5, 6, 7], 9, greedy(30)))
+    runner.execute(section_of([0, 1]))
+    with pytest.raises(AssertionError, match="has stored no draws"):
+        runner.execute(section_of([0, 1]))
+
+
 def test_a_slot_that_was_admitted_anew_between_two_steps_of_the_same_slots_has_its_own_pages(
     checkpoint: CheckpointFactory,
 ) -> None:

@@ -9,11 +9,21 @@ import torch
 
 from srt.layers.sampler import Draws
 from srt.model_executor.draw_store import RING, DrawStore
-from srt.model_executor.page_board import PAGE_BITS, PageBoard
+from srt.model_executor.page_board import PAGE_BITS, TAG_BITS, PageBoard
 from srt.model_executor.slot_mirror import NewPages
 
 CPU = torch.device("cpu")
 MAX_ROWS = 5
+
+
+def store_behind(last: int) -> DrawStore:
+    """As it is after so many steps."""
+    store = DrawStore.take(CPU, MAX_ROWS, window=2)
+    store.last.fill_(last)
+    store._number = last
+    for back in range(RING):
+        store._words[(last - back) % RING] = (store.last - back) << 32
+    return store
 
 
 def finish_step(store: DrawStore) -> None:
@@ -24,12 +34,14 @@ def finish_step(store: DrawStore) -> None:
 def pages_of_next_step(store: DrawStore, board: PageBoard) -> dict[int, int]:
     """As the device finds them."""
     number = int(store.last) + 1
-    words = board.words[number % RING].tolist()
-    return {row: word & ((1 << PAGE_BITS) - 1) for row, word in enumerate(words) if word >> PAGE_BITS == number}
+    words, tag = board.words[number % RING].tolist(), number % (1 << TAG_BITS)
+    return {row: word & ((1 << PAGE_BITS) - 1) for row, word in enumerate(words) if word >> PAGE_BITS == tag}
 
 
-def test_a_step_finds_its_own_pages_and_none_of_another_step() -> None:
-    rng, store = random.Random(1), DrawStore.take(CPU, MAX_ROWS, window=2)
+@pytest.mark.parametrize("last", [0, (1 << 32) - 3, (1 << TAG_BITS) - RING, (1 << TAG_BITS) - 2])
+def test_a_step_finds_its_own_pages_and_none_of_another_step(last: int) -> None:
+    """Behind any number of steps, also where their numbers begin anew."""
+    rng, store = random.Random(1), store_behind(last)
     board = PageBoard(store, MAX_ROWS, CPU)
     num_begun = 0
     for _ in range(5 * RING):
