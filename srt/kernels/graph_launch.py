@@ -1,4 +1,4 @@
-"""Captured graphs, launched by the driver's own function: on the way there PyTorch's takes the host 25 µs more where its caches are cold.
+"""Captured graphs, launched by the driver's own function: PyTorch's way to it takes the host 20 to 25 µs more where caches are cold.
 
 What else PyTorch does there is to advance its random generators, which no work of ours asks for numbers.
 """
