@@ -104,7 +104,7 @@ def _gather_decode() -> KernelBuild:
             **dict.fromkeys(("temperatures_ptr", "row_temperatures_ptr"), "*fp32"),
             **dict.fromkeys(counts, "i32"),
         },
-        constants={"PAGE_SIZE": 16, "PAGE_BITS": 28, "TAG_BITS": 35, "RING": 8, "BLOCK": 32},
+        constants={"PAGE_SIZE": 16, "PAGE_BITS": 28, "NUMBER_BITS": 35, "RING": 8, "BLOCK": 32},
         options={"num_warps": 1},
     )
 

@@ -63,7 +63,7 @@ def gather_decode_kernel(
     page_words_stride: tl.tensor,
     PAGE_SIZE: tl.constexpr,
     PAGE_BITS: tl.constexpr,
-    TAG_BITS: tl.constexpr,
+    NUMBER_BITS: tl.constexpr,
     RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -71,8 +71,8 @@ def gather_decode_kernel(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     number = tl.load(last_ptr) + 1
-    # Over the bus. Nothing but a new page's place waits for it until all that can be loaded meanwhile is: so all loads come before stores.
-    # Volatile, as the host has written since the step before.
+    # Over the bus, and volatile, as the host has written since the step before. All loads come before the stores, or they would wait for
+    # it one after the other.
     words = tl.load(page_words_ptr + number % RING * page_words_stride + rows, mask=inside, other=0, volatile=True)
     slots = tl.load(row_slots_ptr + rows, mask=inside, other=0)
     is_real = inside & (slots != dummy_slot)
@@ -94,7 +94,7 @@ def gather_decode_kernel(
     tl.store(input_ids_ptr + rows, tokens, mask=inside)
     tl.store(positions_ptr + rows, positions, mask=inside)
     tl.store(row_lens_ptr + rows, positions + 1, mask=inside)
-    begins = is_real & ((words >> PAGE_BITS) == number % (1 << TAG_BITS))
+    begins = is_real & ((words >> PAGE_BITS) == number % (1 << NUMBER_BITS))
     pages = tl.where(begins, words & ((1 << PAGE_BITS) - 1), pages)
     tl.store(pages_ptr, pages.to(tl.int32), mask=begins)
     tl.store(locations_ptr + rows, pages * PAGE_SIZE + positions % PAGE_SIZE, mask=inside)
@@ -168,7 +168,7 @@ def gather_decode(
     gather_decode_kernel[(triton.cdiv(num_rows, _BLOCK),)](
         row_slots, page_words, last_store, page_table, token_table, seq_lens, *draws, *out, *row_draws,
         num_rows, dummy_slot, page_table.stride(0), token_table.stride(0), page_words.stride(0),
-        PAGE_SIZE=page_size, PAGE_BITS=word_bits[0], TAG_BITS=word_bits[1], RING=len(page_words), BLOCK=_BLOCK,
+        PAGE_SIZE=page_size, PAGE_BITS=word_bits[0], NUMBER_BITS=word_bits[1], RING=len(page_words), BLOCK=_BLOCK,
         num_warps=1,
     )  # fmt: skip
 

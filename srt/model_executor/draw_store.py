@@ -91,8 +91,7 @@ class DrawStore:
         if pairs.item(2 * num_rows - 1) != tag:  # which is all that most looks cost
             return None
         # First all numbers, then the ids: between them lies more than a processor has under way, so no id is older than its number. To copy
-        # both at once is no good, as memory may be moved in pieces of words. Bytes are compared and copied, since where caches are cold
-        # each step of arithmetic on an array costs 5 to 10 µs.
+        # both at once is no good, as memory may be moved in pieces of words. By bytes, as arithmetic on arrays is dear in cold caches.
         if pairs[:num_rows, 1].tobytes() != tag.to_bytes(4, "little", signed=True) * num_rows:
             return None
         ids = np.frombuffer(pairs[:num_rows, 0].tobytes(), np.int32)

@@ -9,7 +9,7 @@ import torch
 
 from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 from srt.model_executor.draw_store import DrawStore
-from srt.model_executor.page_board import PAGE_BITS, TAG_BITS, PageBoard
+from srt.model_executor.page_board import NUMBER_BITS, PAGE_BITS, PageBoard
 from srt.model_executor.slot_mirror import Ints, NewPages
 
 
@@ -83,7 +83,7 @@ class GraphInputBuffers:
             tables.draws,
             tables.dummy_slot,
             tables.page_size,
-            (PAGE_BITS, TAG_BITS),
+            (PAGE_BITS, NUMBER_BITS),
             out,
             self.draws.first(num_rows),
         )
@@ -136,10 +136,10 @@ def gather_decode_reference(
     is_real = row_slots != dummy_slot
     positions = seq_lens[row_slots].masked_fill(~is_real, 0)
     columns = positions // page_size
-    page_bits, tag_bits = word_bits
+    page_bits, number_bits = word_bits
     number = int(last_store) + 1
     words = page_words[number % len(page_words), : len(row_slots)]
-    begins = is_real & (words >> page_bits == number % (1 << tag_bits))
+    begins = is_real & (words >> page_bits == number % (1 << number_bits))
     pages = page_table[row_slots, columns].long()
     pages = torch.where(begins, words & ((1 << page_bits) - 1), pages)
     page_table[row_slots, columns] = pages.to(torch.int32)

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from srt.protocol.arrays import int32_bytes
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection
 
 Ints = NDArray[np.int64]
-ONE = np.ones(1, np.int32).tobytes()
+ONE = int32_bytes([1])
 
 
 @dataclass(frozen=True, slots=True)

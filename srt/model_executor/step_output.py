@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from srt.layers.logits_processor import Logprobs
 from srt.model_executor.draw_store import StepIds
 from srt.model_executor.logprob_plan import LogprobSegment, row_logprobs
-from srt.protocol.arrays import INT32
+from srt.protocol.arrays import INT32, int32_bytes
 from srt.protocol.messages import Int32Array, RowLogprobs, int32_array
 
-ONE = np.ones(1, np.int32).tobytes()
+ONE = int32_bytes([1])
 # Of an id that is none. The bytes of others hold it nowhere: an id's highest byte is less than 128.
-NOTHING = np.full(1, -1, np.int32).tobytes()
+NOTHING = int32_bytes([-1])
 Parts = Sequence[tuple[Logprobs, list[LogprobSegment]]]
 
 

@@ -41,8 +41,8 @@ class DecodeStep(NamedTuple):
     """A step in which every row decodes, planned on the host. The arrays are not written to any more."""
 
     slots: Ints  # the same array in steps of the same rows that follow one another
-    lengths: Ints  # so many steps before this one is done:
-    num_steps: int
+    lengths: Ints  # when the rows were looked up
+    num_steps: int  # that are done since then, when this one is
     longest: int  # of `seq_lens`
     new_pages: NewPages | None  # None: no row begins one
     kind: SamplingKind

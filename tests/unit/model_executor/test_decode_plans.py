@@ -134,7 +134,10 @@ class Requests:
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16, 1024])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_sequence_of_plans_is_planned_as_if_each_were_the_first(page_size: int, seed: int) -> None:
+@pytest.mark.parametrize("asked_share", [0.02, 1.0])  # whoever is asked for pages has caught up with its rows
+def test_any_sequence_of_plans_is_planned_as_if_each_were_the_first(
+    page_size: int, seed: int, asked_share: float
+) -> None:
     """Where one planner needs no more than its short way, the other does too: else a mistake in it would only be slow."""
     requests = Requests(page_size, seed)
     one, anew, obvious = (planner(page_size) for _ in range(3))
@@ -150,7 +153,7 @@ def test_any_sequence_of_plans_is_planned_as_if_each_were_the_first(page_size: i
             assert step.longest == max(step.seq_lens)
             num_same += before is step.slots
             before = step.slots
-        if requests.rng.random() < 0.02:  # seldom: whoever is asked has caught up with its rows
+        if requests.rng.random() < asked_share:
             pages = [which.slots.num_pages_of_admitted() for which in (one, anew, obvious)]
             assert pages[0] == pages[1] == pages[2]
     assert num_same > 100

@@ -9,7 +9,7 @@ import torch
 
 from srt.layers.sampler import Draws
 from srt.model_executor.draw_store import RING, DrawStore
-from srt.model_executor.page_board import PAGE_BITS, TAG_BITS, PageBoard
+from srt.model_executor.page_board import NUMBER_BITS, PAGE_BITS, PageBoard
 from srt.model_executor.slot_mirror import NewPages
 
 CPU = torch.device("cpu")
@@ -34,11 +34,11 @@ def finish_step(store: DrawStore) -> None:
 def pages_of_next_step(store: DrawStore, board: PageBoard) -> dict[int, int]:
     """As the device finds them."""
     number = int(store.last) + 1
-    words, tag = board.words[number % RING].tolist(), number % (1 << TAG_BITS)
+    words, tag = board.words[number % RING].tolist(), number % (1 << NUMBER_BITS)
     return {row: word & ((1 << PAGE_BITS) - 1) for row, word in enumerate(words) if word >> PAGE_BITS == tag}
 
 
-@pytest.mark.parametrize("last", [0, (1 << 32) - 3, (1 << TAG_BITS) - RING, (1 << TAG_BITS) - 2])
+@pytest.mark.parametrize("last", [0, (1 << 32) - 3, (1 << NUMBER_BITS) - RING, (1 << NUMBER_BITS) - 2])
 def test_a_step_finds_its_own_pages_and_none_of_another_step(last: int) -> None:
     """Behind any number of steps, also where their numbers begin anew."""
     rng, store = random.Random(1), store_behind(last)
