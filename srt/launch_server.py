@@ -28,6 +28,7 @@ from srt.managers.run_dir import RunDir
 from srt.managers.service_manager import ServiceManager
 from srt.managers.signal_pipe import SignalPipe
 from srt.server_args import ArgumentError, parse_args
+from srt.utils.bytecode import bytecode_environment
 from srt.utils.cache_folders import cache_environment
 from srt.utils.errors import StartError
 from srt.utils.host import process_age_s, usable_cores
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = False
     try:
         os.environ |= cache_environment(os.environ)
+        os.environ |= bytecode_environment(os.environ)
         if lifeline_fd is not None:
             return serve_runtime(int(lifeline_fd), started_s)
         args = parse_args(sys.argv[1:] if argv is None else argv)

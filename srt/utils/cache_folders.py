@@ -6,6 +6,7 @@ SRT_CACHE_DIR/inductor      compiled graphs (TORCHINDUCTOR_CACHE_DIR)
 SRT_CACHE_DIR/cuda          kernels that the driver compiled (CUDA_CACHE_PATH)
 SRT_CACHE_DIR/tokenizers    those that were converted (own_folder)
 SRT_CACHE_DIR/kernels       compiled kernels in CUDA's C++ (own_folder)
+SRT_CACHE_DIR/bytecode      compiled Python, where nobody else keeps any (own_folder)
 SRT_CACHE_DIR               flashinfer makes a folder of its own in it (FLASHINFER_WORKSPACE_BASE)
 """
 
