@@ -133,6 +133,8 @@ class ModelRunner:
             self._draw_store = DrawStore.take(device, self.num_slots, args.window)
         if self.attention.reason:
             logger.warning("%s", self.attention.reason)
+        # Whether its kernels run is found by trying, on each rank by itself; but all take graphs of the same sizes.
+        self._captures_whole = bool(tp.min_int(int(self._attn_backend.can_capture_prompts)))
         self._kv_scales = self._read_kv_scales(folder)
         self._logits_processor = LogitsProcessor(tp, config.vocab_size)
         self._pieces: PiecewiseCudaGraphRunner | None = None
@@ -389,7 +391,6 @@ class ModelRunner:
             most = min(worthwhile_tokens(num_layers, num_weights), largest)
         if not most:
             return None
-        can_be_whole = self._attn_backend.can_capture_prompts
         return PiecewiseCudaGraphRunner(
             piece_sizes(most),
             self._model,
@@ -398,7 +399,7 @@ class ModelRunner:
             self._token_to_kv_pool,
             self.device,
             capture,
-            most_whole_tokens(num_layers, num_weights) if can_be_whole else 0,
+            most_whole_tokens(num_layers, num_weights) if self._captures_whole else 0,
         )
 
     def _new_planner(self) -> StepPlanner:

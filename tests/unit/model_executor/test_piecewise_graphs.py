@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from srt.distributed.parallel_state import TensorParallel
+from srt.layers.attention import backend_choice
+from srt.layers.attention.torch_native import TorchNativeBackend
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.piecewise_cuda_graph_runner import most_whole_tokens, piece_sizes, worthwhile_tokens
 from srt.protocol.messages import LogprobSpec, SamplingSpec
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy
+from tests.support.ranks import run_ranks
 from tests.support.recorder import Recorder
 from tests.support.runners import make_runner
 
@@ -100,6 +105,26 @@ def test_a_whole_chunk_fits_with_the_decodes_beside_it(
         options: dict[str, Any] = {"chunked_prefill_size": chunk, "max_running_requests": 8}
         runner = make_runner(checkpoint("qwen3"), 4, capture=Recorder(), **options)
         assert runner._pieces is not None and runner._pieces.next_size == most
+
+
+def test_ranks_agree_on_what_is_captured_whole_where_kernels_of_one_do_not_run(
+    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here = iter((True, False))
+
+    class RunsHere(TorchNativeBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self.can_capture_prompts = next(run_here)
+
+    monkeypatch.setattr(backend_choice, "TorchNativeBackend", RunsHere)
+
+    def work(tp: TensorParallel) -> int:
+        runner = make_runner(checkpoint("qwen3"), 4, tp=tp, capture=Recorder(), tp_size=2)
+        assert runner._pieces is not None
+        return runner._pieces._most_whole
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
 
 
 def test_small_models_have_larger_pieces() -> None:
