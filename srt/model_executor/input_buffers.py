@@ -46,10 +46,9 @@ class GraphInputBuffers:
         """
         if new_pages is not None:
             self._board.write(new_pages)
-        told = self._slots_told
+        told, self._slots_told = self._slots_told, slots
         if slots is told or (told is not None and slots.tobytes() == told.tobytes()):
             return False
-        self._slots_told = slots
         staging = self._staging[self._next]
         self._next = (self._next + 1) % len(self._staging)
         staging.copy(slots, self._tables.dummy_slot, self.row_slots)
