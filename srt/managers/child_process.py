@@ -60,7 +60,10 @@ def spawn(key: ChildKey, module: str, environment: Mapping[str, str], listener: 
 
     It gets a session of its own, so a terminal's Ctrl-C does not reach it.
     """
-    ours, theirs = socket.socketpair()
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:
+        raise StartError(f"The {key} could not be started: {error.strerror}.") from error
     inherited = [theirs.fileno()] + ([listener.fileno()] if listener else [])
     variables = {**os.environ, **module_path(), **environment}
     variables |= {CHILD_FD: str(theirs.fileno()), PARENT_PID: str(os.getpid())}
@@ -77,6 +80,7 @@ def spawn(key: ChildKey, module: str, environment: Mapping[str, str], listener: 
             start_new_session=True,
         )
     except OSError as error:
+        ours.close()
         raise StartError(f"The {key} could not be started: {error.strerror}.") from error
     finally:
         theirs.close()

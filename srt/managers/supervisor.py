@@ -60,6 +60,7 @@ from srt.utils.errors import StartError
 from srt.utils.host import is_exiting
 
 GRACE_S = 25.0  # for requests that run when the server is asked to stop; a container gets 30 s or less as a rule
+UNBORN_S = 2.0  # what a start was short of, processes or memory, may be there again by then
 OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
 
 
@@ -88,6 +89,9 @@ class Supervisor:
         self._children: dict[ChildKey, ChildProcess] = {}
         self._streams: dict[ChildKey, MessageStream] = {}
         self._by_pid: dict[int, ChildKey] = {}
+        self._unborn: dict[
+            ChildKey, tuple[float, str]
+        ] = {}  # who could not be started: why, and until when nobody is told
         self._replacer = Replacer(
             [child.key for child in children], started_s, longest_step_s(plan.args), plan.args.max_replacements
         )
@@ -171,13 +175,16 @@ class Supervisor:
                 self._take_signals()
             elif selected.fileobj is self._lifeline:
                 self._hear_runtime()
+        self._bury_unborn()
         self._apply(self._replacer.tick(time.monotonic()))
         if self._replacer.state is State.STARTING:
             self._display.update(self._report, None, time.monotonic())
 
     def _timeout_s(self) -> float | None:
-        next_tick_s = self._replacer.next_tick_s()
-        timeout_s = None if next_tick_s is None else max(0.0, next_tick_s - time.monotonic())
+        times = [due_s for due_s, _ in self._unborn.values()]
+        if (next_tick_s := self._replacer.next_tick_s()) is not None:
+            times.append(next_tick_s)
+        timeout_s = max(0.0, min(times) - time.monotonic()) if times else None
         if self._replacer.state is State.STARTING:
             return REFRESH_S if timeout_s is None else min(REFRESH_S, timeout_s)
         return timeout_s
@@ -297,17 +304,24 @@ class Supervisor:
                 self._drop_stream(key)
             try:
                 self._adopt(self._spawn(key), generation)
-            except StartError as error:  # as if it had said so itself
-                self._handle(ChildSpoke(key, Failed(str(error))))
-                self._handle(ChildExited(key, 1))
+            except StartError as error:
+                self._unborn[key] = time.monotonic() + UNBORN_S, str(error)
                 continue
             self._vitals.count_replacement()
             self._tell_who_it_is(key, generation)
 
+    def _bury_unborn(self) -> None:
+        """Who could not be started has ended, as if it had said why itself."""
+        now_s = time.monotonic()
+        for key in [key for key, (due_s, _) in self._unborn.items() if due_s <= now_s]:
+            _, sentence = self._unborn.pop(key)
+            self._handle(ChildSpoke(key, Failed(sentence)))
+            self._handle(ChildExited(key, 1))
+
     def _kill(self, key: ChildKey) -> None:
         """Its whole group: a helper that it started must not outlive it."""
         pid = self._children[key].popen.pid
-        if pid in self._by_pid:  # not reaped yet, so the number is still its own
+        if self._by_pid.get(pid) == key:  # not reaped yet, so the number is still its own
             if is_exiting(pid):
                 self._replacer.was_dying(key)
             with contextlib.suppress(ProcessLookupError):

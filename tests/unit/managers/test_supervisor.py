@@ -222,6 +222,22 @@ def test_a_worker_that_is_replaced_is_told_how_much_memory_there_was(start: Star
     ]
 
 
+def test_who_cannot_be_started_in_the_place_of_another_is_started_when_that_can_be_done_again(start: Start) -> None:
+    server = start(max_replacements=10)
+    server.wait_ready()
+    supervisor = psutil.Process(server.pid)
+    limits = supervisor.rlimit(psutil.RLIMIT_NOFILE)
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, (0, limits[1]))
+    processes_of(server)["worker-1"].kill()
+    # The scheduler and both workers, for the same reason.
+    server.wait_for("could not be started: Too many open files.")
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, limits)
+    server.wait_for("Worker 0, worker 1 and scheduler 0 are at work again after ")
+    assert len(server.lines_with("could not be started")) < 10
+    server.send(signal.SIGTERM)
+    assert server.wait() == 0
+
+
 def test_a_child_that_cannot_be_understood_is_ended(start: Start) -> None:
     server = start({"worker 0": "garble"})
     assert server.wait() == 1
