@@ -15,6 +15,7 @@ import zmq
 
 from srt.managers import scheduler_state
 from srt.managers.child import Child, run_child
+from srt.managers.child_process import children_of
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
 from srt.managers.engine_status import EngineStatus
 from srt.managers.scheduler_state import Scheduler
@@ -40,9 +41,12 @@ from srt.protocol.messages import (
 from srt.protocol.views import RequestView
 from srt.utils.compiled import is_compiled
 from srt.utils.errors import StartError
+from srt.utils.host import usable_cores
 
 MAX_MESSAGES_AT_ONCE = 512  # from frontends, before the next plan is made
 LINGER_MS = 500  # for last messages to leave
+AWAKE_S = 1e-3  # between steps that take less it does not sleep: to wake would take a good part of one
+SPARE_CORES = 2  # beside one for each process, where it does so
 OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
 
 logger = logging.getLogger(__name__)
@@ -68,6 +72,9 @@ class SchedulerProcess:
         self._stop_at: float | None = None
         self._is_lost = False  # the workers are
         self._busy_since: float | None = None
+        num_processes = len(children_of(start.num_frontends, start.args.tp_size)) + 1
+        self._has_core = usable_cores() >= num_processes + SPARE_CORES  # for itself, also while it has no work
+        self._awake_until_s = 0.0  # before that it does not sleep
         self._poller = zmq.Poller()
         for source in (self._workers.socket, self._frontends.socket, child.fileno()):
             self._poller.register(source, zmq.POLLIN)
@@ -128,6 +135,9 @@ class SchedulerProcess:
 
     def _wait(self) -> None:
         """Until there is a message, or time alone brings something to do."""
+        while time.monotonic() < self._awake_until_s:
+            if self._poller.poll(0):
+                return
         timeout_ms = self._timeout_ms()
         asleep_since = time.monotonic()
         self._poller.poll(timeout_ms)
@@ -165,6 +175,7 @@ class SchedulerProcess:
                 self._deadline.answered(rank, message.step, now)
             if isinstance(message, StepResult):
                 self._status.take_step(message.step_us)
+                self._awake_until_s = now + AWAKE_S if self._has_core and message.step_us < AWAKE_S * 1e6 else 0.0
             self._apply(self._scheduler.handle(Worker(rank), message, now))
             if self._trace.is_on and isinstance(message, StepResult):
                 self._trace.answered(message, now)

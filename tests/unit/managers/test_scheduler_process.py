@@ -135,8 +135,10 @@ class Server:
         self.context.term()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(params=[1, 64], ids=["sleeps", "stays awake"])
+def server(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """On a host of one core, and on one of so many that the process need not sleep between short steps."""
+    monkeypatch.setattr("srt.managers.scheduler.usable_cores", lambda: request.param)
     running = Server(tmp_path)
     yield running
     running.close()
