@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import queue
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -224,6 +225,7 @@ def load_runner(child: Child) -> ModelRunner:
     device = resolve_device(args, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        threading.Thread(target=_hash_compiler, name="compiler's hash", daemon=True).start()
     child.report_phase("communicator")
     rendezvous = str(Path(start.run_dir) / f"rendezvous-{start.generation}")
     tp = init_tensor_parallel(
@@ -247,6 +249,13 @@ def load_runner(child: Child) -> ModelRunner:
             report_phase=child.report_phase,
             num_tokens=start.num_tokens,
         )
+
+
+def _hash_compiler() -> None:
+    """Kernels are found by a hash of Triton, hundreds of megabytes. Here nobody waits for it: who hashes lets go of Python's lock."""
+    from triton.runtime.cache import triton_key
+
+    triton_key()
 
 
 def hello_of(rank: int, page_size: int, runner: ModelRunner) -> WorkerHello:
