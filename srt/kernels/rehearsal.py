@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger(__name__)
 
+LONG_S: Final = 120.0  # for what is still compiled when all else is: a kernel takes seconds
 _UNWRITTEN: Final = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 
 
@@ -138,7 +139,13 @@ def _forget_pending(kernels: set[Any]) -> None:
 
 def _conclude(futures: dict[Hashable, Future[Any]], pending: list[_Pending], are_all_there: Callable[[], None]) -> None:
     """The last that is done: all others have begun, each in a thread of its own. Keeps nothing of them, as they are on the disk."""
-    wait(futures.values())
+    late = wait(futures.values(), LONG_S).not_done
+    if late:
+        logger.warning(
+            "%d of %d kernels are still being compiled after %.0f s more than the others: graphs that need them are not captured.",
+            *(len(late), len(futures), LONG_S),
+        )
+        wait(late)
     errors = [error for future in futures.values() if (error := future.exception()) is not None]
     if errors:
         logger.warning(

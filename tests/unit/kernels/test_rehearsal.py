@@ -184,6 +184,24 @@ def test_the_end_of_all_kernels_is_told_or_why_there_is_none(fails: bool, caplog
     assert not compilers._futures, "they hold what was compiled, and that is on the disk"
 
 
+def test_a_compilation_that_takes_too_long_is_told_and_may_still_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, said, is_said = list[bool](), list[str](), threading.Event()
+
+    def say(words: str, *values: object) -> None:
+        said.append(words % values)
+        is_said.set()
+
+    monkeypatch.setattr(rehearsal_module, "LONG_S", 0.0)
+    monkeypatch.setattr(rehearsal_module.logger, "warning", say)
+    compilers = Compilers(2)
+    compilers.compile("one", lambda: None).result(30)
+    compilers.compile("that hangs until somebody notices", lambda: is_said.wait(30))
+    compilers.no_more(lambda: told.append(True))
+    compilers._threads.shutdown()
+    assert [words.split(" after")[0] for words in said] == ["1 of 2 kernels are still being compiled"]
+    assert told == [True]
+
+
 def test_kernels_are_compiled_at_the_same_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=30)
     monkeypatch.setattr(knobs.compilation, "listener", lambda **rest: both.wait())
