@@ -139,13 +139,7 @@ class LocalEngine:
         engine = self._service.engine()
         call = parse_generate({**body, "stream": True}, engine.sampling_params)
         answer = NativeAnswer(call, engine.text.token_text, incremental=self._args.incremental_streaming_output)
-        handles = []
-        with contextlib.ExitStack() as refused:
-            for one in call.inputs:
-                handles.append(refused.enter_context(await engine.submit(one)))
-                await asyncio.sleep(0)  # other calls go on in between
-            refused.pop_all()
-        return Chunks(handles, answer, Pacer(self._args.stream_interval))
+        return Chunks(await engine.submit_all(call.inputs), answer, Pacer(self._args.stream_interval))
 
     async def flush_cache(self) -> bool:
         done, _ = await self._service.engine().flush_cache()

@@ -128,11 +128,10 @@ async def run_all(
     use: Callable[[int, RequestHandle], Awaitable[None]],
 ) -> None:
     """Submit all inputs and `use` each handle, side by side. The first error ends all."""
+    submitted = await engine.submit_all(inputs)
     with contextlib.ExitStack() as handles:
-        submitted = []
-        for one in inputs:
-            submitted.append(handles.enter_context(await engine.submit(one)))
-            await asyncio.sleep(0)  # tokenizing a large batch takes seconds: streams go on in between
+        for handle in submitted:
+            handles.enter_context(handle)
         if len(submitted) == 1:
             await use(0, submitted[0])
             return

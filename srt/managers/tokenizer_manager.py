@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -80,7 +81,7 @@ class TokenizerManager:
         self._new_seed = new_seed
         self._deliveries = Deliveries(self._send, self._watch)
         self._calls = ControlCalls(self._send)
-        # Of requests that are being tokenized; True: and were aborted meanwhile.
+        # Of requests that are not sent yet; True: and were aborted meanwhile.
         self._labels_on_the_way: dict[str, bool] = {}
         self._num_requests = 0
         self._num_rejected = 0
@@ -231,18 +232,46 @@ class TokenizerManager:
 
     async def submit(self, request: GenerateInput) -> RequestHandle:
         """Check the request and send it. RequestError (4xx, naming the parameter) if it cannot be served; then nothing was sent."""
+        (handle,) = await self.submit_all([request])
+        return handle
+
+    async def submit_all(self, requests: Sequence[GenerateInput]) -> list[RequestHandle]:
+        """Those of one call, one after the other; if one cannot be served, none runs.
+
+        An abort finds all of them by name from now on, those too that wait for others to be tokenized.
+        """
         self._check_alive()
-        check_form(request)
-        label = secrets.token_hex(16) if request.rid is None else request.rid
-        if label in self._labels_on_the_way or self._deliveries.has_label(label):
-            raise bad("rid", f"{label!r} is the name of a request that runs")
+        labels = self._take_labels(requests)
+        handles: list[RequestHandle] = []
+        try:
+            with contextlib.ExitStack() as refused:
+                for label, request in zip(labels, requests, strict=True):
+                    if handles:
+                        await asyncio.sleep(0)  # tokenizing a large batch takes seconds: streams go on in between
+                    handles.append(refused.enter_context(await self._submit(request, label)))
+                refused.pop_all()
+        finally:
+            for label in labels[len(handles) :]:
+                self._labels_on_the_way.pop(label, None)
+        return handles
+
+    def _take_labels(self, requests: Sequence[GenerateInput]) -> list[str]:
+        """What they are called; RequestError, and nothing is taken, if a name is another's or a request has no form."""
+        labels: dict[str, bool] = {}
+        for request in requests:
+            check_form(request)
+            label = secrets.token_hex(16) if request.rid is None else request.rid
+            if label in labels or label in self._labels_on_the_way or self._deliveries.has_label(label):
+                raise bad("rid", f"{label!r} is the name of a request that runs")
+            labels[label] = False
+        self._labels_on_the_way |= labels
+        return list(labels)
+
+    async def _submit(self, request: GenerateInput, label: str) -> RequestHandle:
         arrived_s = self._watch.now()
         seed = request.params.sampling_seed if request.params.sampling_seed is not None else self._new_seed()
-        self._labels_on_the_way[label] = False
-        try:
-            prompt_ids = await self.text.prompt_ids(request)
-        finally:
-            is_aborted = self._labels_on_the_way.pop(label)
+        prompt_ids = await self.text.prompt_ids(request)
+        is_aborted = self._labels_on_the_way.pop(label)
         self._check_alive()  # it may have died meanwhile
         if not self._is_greeted:
             self._hold_one()
@@ -366,7 +395,7 @@ class TokenizerManager:
         self._deliveries.abort_named(label)
 
     def _mark_on_the_way(self, label: str) -> int:
-        """What is being tokenized and named so is aborted as soon as it would be sent. Returns how many."""
+        """What is not sent yet and named so is aborted as soon as it would be sent. Returns how many."""
         named = [other for other in self._labels_on_the_way if is_named(other, label)]
         self._labels_on_the_way.update(dict.fromkeys(named, True))
         return len(named)

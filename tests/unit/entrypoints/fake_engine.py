@@ -148,6 +148,9 @@ class FakeEngine:
         self.has_submitted.set()
         return handle
 
+    async def submit_all(self, requests: Sequence[GenerateInput]) -> list[FakeHandle]:
+        return [await self.submit(request) for request in requests]
+
     def _check(self, request: GenerateInput) -> None:
         check_form(request)
         build_request(request, prompt_ids(request), rid=0, label="", seed=0, model=self.model, limits=self.limits)

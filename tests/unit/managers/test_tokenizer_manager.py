@@ -750,6 +750,67 @@ def test_an_abort_reaches_a_request_whose_text_is_still_tokenized(
     play(story)
 
 
+def test_an_abort_reaches_prompts_of_a_batch_that_wait_for_others_to_be_tokenized(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_encode = threading.Event()
+
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert len(text) < LONG_TEXT_CHARS or may_encode.wait(PATIENCE_S)
+        return [5, 6]
+
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        monkeypatch.setattr(Tokenizer, "encode", encode)
+        texts = ["short", "a" * (LONG_TEXT_CHARS + 1), "short", "short", "short"]
+        batch = [GenerateInput(params=SamplingParams(), text=text, rid=f"b_{i}") for i, text in enumerate(texts)]
+        submitting = asyncio.ensure_future(manager.submit_all(batch))
+        sent = await scheduler.expect(GenerateRequest)
+        aborting = asyncio.ensure_future(manager.abort_label("b"))
+        call = await scheduler.expect(AbortLabel)
+        scheduler.send_tokens(sent.rid, [], done=ended(sent.rid, 0, "abort"))
+        scheduler.send(ControlReply(call.call, True, "", {"num_aborted": 1}))
+        assert await aborting == 5
+        may_encode.set()
+        for handle in await submitting:
+            (update,) = await handle.collect()
+            assert update.finish is not None
+            assert update.finish.kind == "abort"
+        assert not scheduler.has_received()
+
+    play(story)
+
+
+def test_a_batch_of_which_one_is_refused_leaves_nothing_and_its_names_are_free(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        batch = [replace(ask(manager), rid=f"b_{i}") for i in range(4)]
+        for wrong in (replace(batch[2], text="word " * 100_000), replace(batch[2], rid="b_0")):
+            with pytest.raises(RequestError):
+                await manager.submit_all([*batch[:2], wrong, batch[3]])
+            await nothing_left(manager)
+        handles = await manager.submit_all(batch)
+        assert [handle.rid for handle in handles] == ["b_0", "b_1", "b_2", "b_3"]
+        for handle in handles:
+            handle.abort()
+
+    play(story)
+
+
+def test_others_on_the_loop_go_on_while_a_large_batch_is_submitted(play: Callable[..., None]) -> None:
+    """Short prompts are tokenized on the loop: a batch of thousands must not keep it to itself."""
+
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        seen = set[Any]()
+        submitting = asyncio.ensure_future(manager.submit_all([ask(manager) for _ in range(20)]))
+        while not submitting.done():
+            seen.add(manager.stats()["live_labels"])
+            await asyncio.sleep(0)
+        assert len(seen) > 10
+        for handle in await submitting:
+            handle.abort()
+
+    play(story)
+
+
 def test_an_abort_that_another_frontend_was_told_ends_what_is_tokenized_and_what_crossed_it_on_the_wire(
     play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
