@@ -50,6 +50,8 @@ NATIVE_ERROR = fields(
     error=(fields(message=(TEXT, "One sentence that says what is wrong.")), "Why there is no answer.")
 )
 
+DONE = fields(message=(TEXT, "What was done, in a sentence."), status=({"const": "ok"}, "That it was."))
+
 # ---- /v1
 
 USAGE = fields(

@@ -192,16 +192,25 @@ class PauseBody(RequestBody):
 
 async def pause_generation(exchange: Exchange, service: Service) -> None:
     """200 once no step is in flight. New requests are taken, and wait."""
-    body = PauseBody.parse(await exchange.read_json())
+    body = PauseBody.parse(await exchange.read_json(if_empty={}))
     done, message = await service.engine().pause(body.mode)
     if not done:
         raise RequestError(400, message)  # somebody else has let it go on
-    await exchange.send_text("Generation is paused.")
+    await exchange.send_json({"message": "Generation is paused.", "status": "ok"})
+
+
+class ContinueBody(RequestBody):
+    """POST /continue_generation."""
+
+    torch_empty_cache: bool = described(
+        "Without effect: the device's memory is taken once, at the start, and nothing of it can be given back.", False
+    )
 
 
 async def continue_generation(exchange: Exchange, service: Service) -> None:
+    ContinueBody.parse(await exchange.read_json(if_empty={}))
     await service.engine().resume()
-    await exchange.send_text("Generation goes on.")
+    await exchange.send_json({"message": "Generation goes on.", "status": "ok"})
 
 
 def _query(exchange: Exchange, *known: str) -> dict[str, str]:

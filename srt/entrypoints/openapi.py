@@ -105,9 +105,13 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             errors=(*_BODY, 503),
             text="End requests by name: one, all of a batch, or all there are. A name that nobody has is no error.",
         ),
-        native.pause_generation: Operation("Native", content=PLAIN, body=native.PauseBody, errors=(*_BODY, 503)),
+        native.pause_generation: Operation("Native", answers.DONE, body=native.PauseBody, errors=(*_BODY, 503)),
         native.continue_generation: Operation(
-            "Native", content=PLAIN, text="Go on after /pause_generation, also where nothing was paused."
+            "Native",
+            answers.DONE,
+            body=native.ContinueBody,
+            errors=(*_BODY, 503),
+            text="Go on after /pause_generation, also where nothing was paused.",
         ),
         native.flush_cache: Operation(
             "Native",
@@ -135,7 +139,7 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
         ),
         metrics.metrics: Operation("Operation", content=metrics.CONTENT_TYPE.decode(), errors=()),
         operations.configure_logging: Operation("Operation", _OBJECT, body=operations.LoggingBody, errors=_BODY),
-        operations.freeze_gc: Operation("Operation", content=PLAIN, errors=()),
+        operations.freeze_gc: Operation("Operation", content=PLAIN, errors=_BODY),
         profiling.start_profile: Operation("Operation", _OBJECT, body=profiling.StartBody, errors=_BODY),
         profiling.stop_profile: Operation("Operation", _OBJECT, errors=(400, 500, 503)),
         health.health: Operation("Health", _OBJECT),

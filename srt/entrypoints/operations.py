@@ -20,6 +20,10 @@ ADMIN = frozenset(
 )
 
 
+class NoBody(RequestBody):
+    """Of a request that says all by its path."""
+
+
 class LoggingBody(RequestBody):
     """POST /configure_logging."""
 
@@ -41,6 +45,6 @@ async def configure_logging(exchange: Exchange, service: Service) -> None:
 
 async def freeze_gc(exchange: Exchange, service: Service) -> None:
     """Have every process collect its garbage and leave what is left out of later collections, as they did when they became ready."""
-    await exchange.read_body()
+    NoBody.parse(await exchange.read_json(if_empty={}))
     service.control.freeze_gc()
     await exchange.send_text("All processes take what they hold out of garbage collection.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, cast
 
@@ -149,7 +150,10 @@ class FakeEngine:
         return handle
 
     async def submit_all(self, requests: Sequence[GenerateInput]) -> list[FakeHandle]:
-        return [await self.submit(request) for request in requests]
+        with ExitStack() as refused:
+            handles = [refused.enter_context(await self.submit(request)) for request in requests]
+            refused.pop_all()
+        return handles
 
     def _check(self, request: GenerateInput) -> None:
         check_form(request)

@@ -163,12 +163,20 @@ def test_a_deep_look_that_finds_a_difference_is_a_500_with_the_reason() -> None:
 def test_generation_is_paused_in_one_of_three_ways_and_goes_on() -> None:
     world = World()
     for body, mode in (({}, "abort"), ({"mode": "retract"}, "retract"), ({"mode": "in_place"}, "in_place")):
-        assert world.post("/pause_generation", body).status_code == 200
+        answer = world.post("/pause_generation", body)
+        assert (answer.status_code, answer.json()) == (200, {"message": "Generation is paused.", "status": "ok"})
         assert world.engine.paused == mode
     answer = world.post("/pause_generation", {"mode": "later"})
     assert (answer.status_code, "mode" in answer.text) == (400, True)
-    assert world.post("/continue_generation", {}).status_code == 200
-    assert world.engine.paused == ""
+    assert world.call("POST", "/continue_generation", content=b"garbage{").status_code == 400
+    assert "bogus" in world.post("/continue_generation", {"bogus": 1}).text
+    assert world.engine.paused == "in_place"
+    for content in (b"", b"{}", b'{"torch_empty_cache": true}'):
+        assert world.call("POST", "/pause_generation").status_code == 200
+        assert world.engine.paused == "abort"
+        answer = world.call("POST", "/continue_generation", content=content)
+        assert (answer.status_code, answer.json()) == (200, {"message": "Generation goes on.", "status": "ok"})
+        assert world.engine.paused == ""
     world.engine.why_not_paused = "Generation was continued."
     answer = world.post("/pause_generation", {})
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "Generation was continued.")
