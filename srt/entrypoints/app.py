@@ -114,7 +114,8 @@ class App:
             raise RequestError(501, f"{path} is not supported: this server {native.UNSUPPORTED[path]}.")
         else:
             raise ApiError(404, f"There is no {path[:200]} here.", code="not_found")
-        handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
+        asks_only = exchange.method == "HEAD" and path not in operations.ADMIN  # what changes something is no question
+        handler = methods.get("GET" if asks_only else exchange.method)
         if handler is None:
             allowed = ", ".join(methods)
             error = ApiError(405, f"{path} takes {allowed}, not {exchange.method}.", code="method_not_allowed")

@@ -149,4 +149,14 @@ def test_garbage_collections_can_be_relieved() -> None:
     world = World()
     for method in ("GET", "POST"):
         assert world.call(method, "/freeze_gc").status_code == 200
+    assert world.post("/freeze_gc", {"a": 1}).status_code == 400
     assert world.service.control.gc_freezes == 2
+
+
+def test_who_asks_for_the_head_alone_changes_nothing() -> None:
+    world = World()
+    for path in ("/flush_cache", "/freeze_gc"):
+        answer = world.call("HEAD", path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
+    assert world.service.control.gc_freezes == 0
+    assert world.call("HEAD", "/model_info").status_code == 200
