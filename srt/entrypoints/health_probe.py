@@ -36,17 +36,22 @@ class HealthProbe:
             self._well_at = task.get_loop().time()
 
     async def _ask(self, engine: TokenizerManager) -> None:
-        request = GenerateInput(
-            params=engine.sampling_params({"max_new_tokens": 1, "temperature": 0}),
-            input_ids=[0],
-            rid=f"{RID_PREFIX}_{uuid.uuid4().hex}",
-            urgent=True,
-        )
         try:
             async with asyncio.timeout(DEADLINE_S):
-                with await engine.submit(request) as handle:
-                    await handle.collect()
+                while not await _has_token(engine):
+                    pass  # who aborts all requests has aborted this one too
         except TimeoutError:
             raise RequestError(503, f"No token came within {DEADLINE_S:g} s.") from None
         except RequestError as error:
             raise RequestError(503, f"No token could be generated: {error.message}") from error
+
+
+async def _has_token(engine: TokenizerManager) -> bool:
+    request = GenerateInput(
+        params=engine.sampling_params({"max_new_tokens": 1, "temperature": 0}),
+        input_ids=[0],
+        rid=f"{RID_PREFIX}_{uuid.uuid4().hex}",
+        urgent=True,
+    )
+    with await engine.submit(request) as handle:
+        return any(update.completion_tokens for update in await handle.collect())

@@ -6,12 +6,13 @@ import asyncio
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
 from srt.entrypoints import health_probe
 from srt.entrypoints.health_probe import HealthProbe
-from srt.managers.io_struct import RequestError
+from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, RequestError
 from srt.managers.tokenizer_manager import TokenizerManager
-from tests.unit.entrypoints.fake_engine import FakeEngine
+from tests.unit.entrypoints.fake_engine import FakeEngine, typing_out
 
 
 def test_many_who_ask_at_once_cost_one_token_and_its_answer_stays_fresh_for_a_while(
@@ -55,5 +56,25 @@ def test_who_leaves_does_not_take_the_question_from_others() -> None:
         first.cancel()
         await second
         assert first.cancelled()
+
+    asyncio.run(go())
+
+
+def test_a_probe_that_somebody_aborts_says_nothing_and_is_asked_again() -> None:
+    engine, probe = FakeEngine(), HealthProbe()
+    manager = cast(TokenizerManager, engine)
+
+    def aborted_at_first(request: GenerateInput) -> list[list[ChoiceUpdate] | RequestError | None]:
+        answer = typing_out(request, "Hello!")
+        if len(engine.handles) == 2:
+            return answer
+        assert isinstance(answer[0], list)
+        (only,) = answer[0]
+        return [[replace(only, text="", ids=(), completion_tokens=0, finish=Finish("abort"))]]
+
+    async def go() -> None:
+        engine.script = aborted_at_first
+        await probe.run(manager)
+        assert len(engine.handles) == 3
 
     asyncio.run(go())
