@@ -166,7 +166,9 @@ class RequestWatch:
             more["sampling_params"] = _shown(request.params)
         if one.log_level >= SHORT:
             more["prompt"] = _cut(self._text(message.prompt_ids.tolist(), request.text), one.log_level)
-        self._log(f"Request {one.label} came: {one.num_prompt} prompt tokens.", more, rid=one.label, event="began")
+        self._log(
+            f"Request {_name(one.label)} came: {one.num_prompt} prompt tokens.", more, rid=one.label, event="began"
+        )
 
     def _log_end(self, one: Watched, how: str) -> None:
         now = self.now()
@@ -176,7 +178,7 @@ class RequestWatch:
             more["output"] = [_cut(self._text(ids, None), one.log_level) for _, ids in sorted(one.outputs.items())]
         first_text = "" if first is None else f", the first after {first:.3f} s"
         self._log(
-            f"Request {one.label} ended ({how}): {one.num_tokens} tokens{first_text}, {now - one.began_s:.3f} s in all,"
+            f"Request {_name(one.label)} ended ({how}): {one.num_tokens} tokens{first_text}, {now - one.began_s:.3f} s in all,"
             f" {one.num_prompt} prompt tokens, {one.cached} of them cached.",
             more,
             rid=one.label,
@@ -196,6 +198,11 @@ class RequestWatch:
         if text is None:
             return self._decode(ids) if self._decode else str(ids)
         return text
+
+
+def _name(label: str) -> str:
+    """In a line of a log, where a client's line feed would begin another."""
+    return label if label.isprintable() else repr(label)
 
 
 def _cut(text: str, level: int) -> str:

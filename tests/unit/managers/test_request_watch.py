@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from srt.managers.control_words import ControlWords
 from srt.managers.frontend_metrics import FrontendMetrics
@@ -95,6 +96,18 @@ def test_questions_about_the_engines_health_are_not_counted() -> None:
     assert world.watch.began(replace(INPUT, urgent=True), request(1, [1], urgent=True), 100.0) is None
     world.watch.ended(1, "length")
     assert set(world.metrics.numbers.values().values()) == {0.0}
+
+
+def test_a_name_with_a_line_feed_begins_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(0)
+    with caplog.at_level(logging.INFO):
+        assert (
+            world.watch.began(INPUT, structs.replace(request(1, [1]), label="a\nFAKE\x1b[31m"), world.now) is not None
+        )
+        world.watch.ended(1, "stop")
+    began, ended = (record.getMessage() for record in caplog.records)
+    assert began == "Request 'a\\nFAKE\\x1b[31m' came: 1 prompt tokens."
+    assert ended.startswith("Request 'a\\nFAKE\\x1b[31m' ended (stop): ")
 
 
 @pytest.mark.parametrize(
