@@ -800,13 +800,17 @@ def test_others_on_the_loop_go_on_while_a_large_batch_is_submitted(play: Callabl
 
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
         seen = set[Any]()
-        submitting = asyncio.ensure_future(manager.submit_all([ask(manager) for _ in range(20)]))
-        while not submitting.done():
-            seen.add(manager.stats()["live_labels"])
-            await asyncio.sleep(0)
-        assert len(seen) > 10
-        for handle in await submitting:
+
+        async def look() -> None:
+            while True:
+                seen.add(manager.stats()["live_labels"])
+                await asyncio.sleep(0)
+
+        looking = asyncio.ensure_future(look())
+        for handle in await manager.submit_all([ask(manager) for _ in range(20)]):
             handle.abort()
+        looking.cancel()
+        assert len(seen) > 10
 
     play(story)
 
