@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httptools
 import orjson
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -25,7 +26,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     - A client that leaves is noticed by every request of the connection, not only by the last one that it pipelined.
     - Greedy headers are refused, slow ones are not waited for, nor are bodies that stop coming.
-    - What is refused here, or is no HTTP, is answered in the shape of every other error.
+    - What is refused here, or is no HTTP, is answered in the shape of every other error, behind the answers that are owed.
+    - Offers to speak another protocol, as Java's client makes one, are declined without a word, as HTTP has it.
     - HTTP/1.0, which many proxies speak to what is behind them, gets streams as it knows them.
     """
 
@@ -45,12 +47,32 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         if self._is_in_header and not self._is_refused:
             # The parser tells of a header when it is complete, and would wait for the end of an endless one.
             self._unfinished_bytes += len(data)
             if self._unfinished_bytes > MAX_HEADER_BYTES:
                 self._refuse_greedy_header()
+
+    def _feed(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                # To the parser such a message ends with its headers: another one reads it again, without the offer.
+                method = self.parser.get_method()
+                if method == b"CONNECT":
+                    self._refuse(b"405 Method Not Allowed", "This is no proxy: CONNECT is not taken.")
+                    return
+                head = _head_without_offer(method, self.url, self.parser.get_http_version(), self.headers)
+                data = head + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
 
     def on_message_begin(self) -> None:
         self._header_bytes = self._unfinished_bytes = 0
@@ -68,6 +90,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_header = False
+        if self.parser.should_upgrade():
+            self._stop_timer()
+            return
         self._set_timer(MAX_BODY_PAUSE_S, self._refuse_slow_body)
         super().on_headers_complete()
         extensions: Any = {EXTENSION: DirectWriter(self.cycle)}
@@ -82,6 +107,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._stop_timer()
         super().on_message_complete()
 
@@ -115,9 +142,14 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(b"408 Request Timeout", f"Nothing of the body came for {MAX_BODY_PAUSE_S:g} s.")
 
     def _refuse(self, status: bytes, sentence: str) -> None:
-        """Answer and close; only close where an answer is on its way, in the middle of which this one would stand."""
+        """Answer and close. Requests before it have their own answers, which a client would take this one for: it is left out then."""
         self._is_refused = True
-        if any(cycle.response_started and not cycle.response_complete for cycle in self._open_cycles):
+        self._stop_timer()
+        refused = next((cycle for cycle in self._open_cycles if cycle.more_body), None)  # its headers were taken
+        owed = [cycle for cycle in self._open_cycles if cycle is not refused and not cycle.response_complete]
+        if owed:
+            owed[-1].keep_alive = False  # the connection ends behind its answer
+        elif refused is not None and refused.response_started:
             self.transport.close()
         else:
             body = orjson.dumps({"error": {"message": sentence}})
@@ -143,6 +175,17 @@ class HttpProtocol(HttpToolsProtocol):
         self._header_bytes += sum(map(len, parts))
         if self._header_bytes > MAX_HEADER_BYTES:
             raise ValueError(f"headers of more than {MAX_HEADER_BYTES} bytes")  # the parser makes it an HttpParserError
+
+
+def _head_without_offer(method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:
+    lines = [b"%b %b HTTP/%b" % (method, url, version.encode())]
+    for name, value in headers:
+        if name == b"connection":
+            kept = [word for word in value.split(b",") if word.strip().lower() not in (b"upgrade", b"http2-settings")]
+            value = b",".join(kept)
+        if name not in (b"upgrade", b"http2-settings"):
+            lines.append(b"%b: %b" % (name, value))
+    return b"\r\n".join((*lines, b"", b""))
 
 
 def _send_unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:

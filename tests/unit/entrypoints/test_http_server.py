@@ -17,7 +17,7 @@ import pytest
 from srt.entrypoints import http_protocol
 from srt.entrypoints.http_server import Frontend
 from srt.managers.child import Child, SupervisorGone
-from srt.managers.io_struct import EngineDied
+from srt.managers.io_struct import EngineDied, RequestError
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.managers.tracer import Tracer
 from srt.managers.vitals import VitalsWriter
@@ -359,6 +359,14 @@ def test_what_is_slow_greedy_or_no_http_is_refused_in_the_apis_shape(
 
 
 def test_a_pipelined_mess_does_not_write_into_an_answer_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse, is_refused = http_protocol.HttpProtocol._refuse, asyncio.Event()
+
+    def note(self: http_protocol.HttpProtocol, status: bytes, sentence: str) -> None:
+        refuse(self, status, sentence)
+        is_refused.set()
+
+    monkeypatch.setattr(http_protocol.HttpProtocol, "_refuse", note)
+
     async def go() -> None:
         async with running(monkeypatch) as process:
             await process.begin()
@@ -369,10 +377,56 @@ def test_a_pipelined_mess_does_not_write_into_an_answer_that_is_on_its_way(monke
             writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
             await reader.readuntil(b"data: ")
             writer.write(b"\x16\x03\x01\r\n\r\n")
-            assert b"HTTP/1.1" not in await reader.read()
+            await is_refused.wait()
+            process.engine.handles[0].fail(RequestError(500, "Enough."))
+            rest = await reader.read()
+            assert b"HTTP/1.1" not in rest and b"Enough." in rest
             writer.close()
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\r\n\r\n", b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n"])
+def test_a_request_before_a_pipelined_mess_has_its_own_answer(monkeypatch: pytest.MonkeyPatch, garbage: bytes) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            body = b'{"text": "hi"}'
+            head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+            answers = (await everything(process, head % (len(body), body) + garbage)).split(b"HTTP/1.1 ")
+            assert [answer[:3] for answer in answers] == [b"", b"200"]
+            assert b'"text":"Hello!"' in answers[1]
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("packet", [1, 7, 1 << 16])
+def test_an_offer_to_speak_another_protocol_is_declined_and_the_request_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, packet: int
+) -> None:
+    """However it is cut into packets; what looks like a request within its body is none."""
+    take = http_protocol.HttpProtocol.data_received
+
+    def take_packets(self: http_protocol.HttpProtocol, data: bytes) -> None:
+        for begin in range(0, len(data), packet):
+            take(self, data[begin : begin + packet])
+
+    monkeypatch.setattr(http_protocol.HttpProtocol, "data_received", take_packets)
+    body = b'{"text": "GET /ping HTTP/1.1\\r\\n\\r\\n"}'
+    offer = b"connection: %b, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n"
+    sent = [head % (offer % words, len(body)) + body for words in (b"Upgrade", b"Upgrade, close")]
+
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            answers = (await everything(process, b"".join(sent))).split(b"HTTP/1.1 ")
+            assert [answer[:3] for answer in answers] == [b"", b"200", b"200"]
+            assert all(b'"text":"Hello!"' in answer for answer in answers[1:])
+            assert [handle.request.text for handle in process.engine.handles] == ["GET /ping HTTP/1.1\r\n\r\n"] * 2
+
+    asyncio.run(go())
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
 
 
 def test_pipelined_requests_are_answered_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
