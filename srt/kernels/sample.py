@@ -172,8 +172,9 @@ def draw_kernel(
     bests = tl.load(best_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
     peak = tl.max(bests, 0)
     slack = tl.where(temperature > 0, 2 * _SLACK + (tl.abs(peak) + 32) * _RELATIVE_SLACK, 0.0)
-    candidates = (bests >= peak - slack) & (blocks < num_blocks)
-    best_value = peak * 0.0 + float("-inf")  # NaN if the peak is infinite: then nothing below is taken
+    # Of several ranks one may have no token that a filter leaves: its value is -inf, so that another's is drawn.
+    candidates = (bests >= peak - slack) & (bests > float("-inf"))
+    best_value = tl.where(peak == float("inf"), float("nan"), float("-inf"))  # NaN: nothing below is taken
     best_column = tl.zeros([], tl.int32)
     block = tl.min(tl.where(candidates, blocks, NUM_BLOCKS), 0)
     while block < NUM_BLOCKS:

@@ -81,6 +81,15 @@ def test_a_row_without_a_finite_best_draws_nothing_but_an_id_that_exists(tempera
     assert ((ids >= 0) & (ids < 3000)).all()
 
 
+def test_a_shard_of_which_a_filter_leaves_no_token_loses_to_any_other() -> None:
+    """As most shards do behind a small top_k; a value that is no number would win, and end the request."""
+    temperatures = torch.linspace(0.1, 1.5, NUM_ROWS)
+    rows = DrawRows(temperatures, torch.arange(NUM_ROWS), torch.arange(NUM_ROWS), torch.full((NUM_ROWS,), 1000.0))
+    logits = torch.randn(NUM_ROWS, BLOCK + 7)
+    _, values = draw(logits, rows, shard_start=300, vocab_size=BLOCK + 307)
+    assert values.tolist() == [MINUS_INF] * NUM_ROWS
+
+
 def test_a_shard_of_padding_never_wins() -> None:
     ids, values = draw(torch.zeros(NUM_ROWS, 100), some_rows(), shard_start=300, vocab_size=290)
     assert not torch.isfinite(values).any()
