@@ -55,6 +55,10 @@ class Sampler:
             self._draw_from_shard = partial(draw, pdl=pdl)
             self._thresholds = partial(kernel_thresholds, pdl=pdl)
 
+    def prepare(self, logits: torch.Tensor) -> None:
+        """Take the memory that draws from logits of this shape keep."""
+        self._wishes(logits)
+
     def draw(self, logits: torch.Tensor, info: SamplingBatchInfo, allowed: torch.Tensor | None = None) -> Draws:
         """One id for every row of `logits` [R, columns] float32, which is overwritten.
 

@@ -147,7 +147,8 @@ class ModelRunner:
             self._compiled: CompiledForward | None = None
             if device.type == "cuda":
                 report_phase("kernels")
-                self._rehearse()
+                with self.memory.region("buffers"):  # of attention's kernels, which are kept
+                    self._rehearse()
             report_phase("memory")
             if args.enable_torch_compile:
                 self._compiled = CompiledForward(self._model, args.torch_compile_max_bs)
@@ -161,6 +162,7 @@ class ModelRunner:
         self._draws_by_row = device.type == "cuda" or capture is not None
         with torch.inference_mode(), self.memory.region("buffers"):
             self._decode_runner = self._init_decode_runner(capture)
+            self._sampler.prepare(self._decode_runner.logits)
             self._pieces = None if capture is None else self._new_pieces(capture)
         self._num_graphs_left = self._count_graphs_left()
 
@@ -207,7 +209,8 @@ class ModelRunner:
         config, page_size = self.config, self.page_size
         heads = config.num_kv_heads_per_rank(self._tp.size)
         token_bytes = MHATokenToKVPool.bytes_per_token(config.num_layers, heads, config.head_dim, self._kv_dtype)
-        other_bytes = self._measure_other_bytes() if self.device.type == "cuda" else 0
+        with self.memory.region("buffers"):
+            other_bytes = self._measure_other_bytes() if self.device.type == "cuda" else 0
         most_tokens = profile_max_num_token(self._args, self.device, token_bytes, other_bytes, num_tokens)
         num_pages = self._tp.min_int(most_tokens // page_size)
         check_pages(num_pages, self._args, token_bytes, other_bytes)
@@ -217,8 +220,10 @@ class ModelRunner:
     def _measure_other_bytes(self) -> int:
         """What has to be kept free beside the KV memory."""
         longest = self.config.context_length
+        head = self._model.lm_head
         return (
             self._measure_largest_step()
+            + self.num_slots * head.shard_size * head.weight.itemsize  # the decodes' logits
             + table_bytes(self.num_slots, longest, self.page_size)
             + admission_bytes(self.num_slots, longest)
             + graph_bytes(self._args, self.config)
@@ -250,7 +255,7 @@ class ModelRunner:
                     self.reset()
                     self._draws_by_row = True
                     self._decode_runner = self._init_decode_runner(None)
-                    self.warm_up()
+                    self._warm_up()
                 if not record.is_complete:
                     self._compilers = Compilers(min(max(1, num_threads // 2), MOST_COMPILERS), are_first_done)
                     self._rehearse_later_steps(self._compilers, record)
@@ -556,6 +561,10 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Requests through the whole model, prompt and next token, so that what is made at first use is made now."""
+        with self.memory.region("buffers"):
+            self._warm_up()
+
+    def _warm_up(self) -> None:
         self._run_requests(warm_up_requests(self.device.type, self.max_request_tokens, self.page_size))
         for graphs in self._graphs:
             graphs.forget_missed()

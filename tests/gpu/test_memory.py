@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from srt.model_executor.device_memory import Tag
-from srt.model_executor.memory_profile import FIRST_USE_BYTES, graph_bytes
+from srt.model_executor.memory_profile import CUDA_SLACK, FIRST_USE_BYTES, graph_bytes
 from srt.model_executor.worst_step import worst_section
 from srt.protocol.messages import LogprobSpec, SamplingSpec
 from srt.server_args import ServerArgs
@@ -83,7 +83,7 @@ def test_no_mix_of_requests_takes_more_than_was_measured(folder: Path) -> None:
 
 
 def test_all_memory_that_is_kept_has_a_name(folder: Path) -> None:
-    """But for what libraries take when they are first used."""
+    """But for what libraries take when they are first used; and no step takes any more that it keeps."""
     before = torch.cuda.memory_allocated()
     runner = make_runner(folder, 16, **OPTIONS)
     kept = torch.cuda.memory_allocated() - before
@@ -91,6 +91,20 @@ def test_all_memory_that_is_kept_has_a_name(folder: Path) -> None:
     named = [runner.memory.num_bytes[name] for name in names]
     assert min(named) > 0
     assert kept - FIRST_USE_BYTES <= sum(named) <= kept, (named, kept)
+    runner.warm_up()
+    PlanDriver(runner, 16, chunk=CHUNK, share=True).run(worst_mix(runner.config.vocab_size))
+    kept = torch.cuda.memory_allocated() - before
+    named = [runner.memory.num_bytes[name] for name in names]
+    assert kept - FIRST_USE_BYTES <= sum(named) <= kept, (named, kept)
+
+
+def test_thousands_of_requests_leave_what_was_to_be_kept_free(folder: Path) -> None:
+    runner = make_runner(folder, 16, **{**OPTIONS, "max_running_requests": 8192})
+    free, total = torch.cuda.mem_get_info(CUDA)
+    args = ServerArgs(model_path="x", max_running_requests=8192)
+    # Half of the slack may have gone to what libraries load.
+    needed = runner.memory.num_bytes["activations"] + graph_bytes(args, runner.config) + int(total * CUDA_SLACK / 2)
+    assert free >= needed, (free, needed)
 
 
 def test_graphs_take_no_more_than_was_set_aside(folder: Path) -> None:
