@@ -44,6 +44,12 @@ def fill_by_kernels(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
             _replace(handle, node, function)
 
 
+def compile_fill(device: torch.device) -> bytes:
+    """Its machine code, which is then among the caches."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return machine_code(_SOURCE, {}, f"sm_{major}{minor}")
+
+
 def _replace(graph: Any, node: Any, function: Any) -> None:
     driver, _ = cuda()
     wanted = checked(driver.cuGraphMemsetNodeGetParams(node))
@@ -94,9 +100,8 @@ def _latest(name: str) -> Callable[..., Any]:
 def _function(device: int) -> Any:
     """The kernel on that device, which is the current one; None if it cannot be had: then graphs work as well, only slower."""
     driver, _ = cuda()
-    major, minor = torch.cuda.get_device_capability(device)
     try:
-        module = checked(driver.cuModuleLoadData(machine_code(_SOURCE, {}, f"sm_{major}{minor}")))
+        module = checked(driver.cuModuleLoadData(compile_fill(torch.device("cuda", device))))
         return checked(driver.cuModuleGetFunction(module, b"fill"))
     except Exception as error:
         logger.warning(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 
 from srt.distributed.errors import CollectiveError
 from srt.distributed.parallel_state import TensorParallel
+from srt.kernels.graph_fills import compile_fill
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.backend_choice import choose_backends, make_backend
 from srt.layers.attention.base import Reading
@@ -282,6 +284,8 @@ class ModelRunner:
     def _rehearse_graphs(self, compilers: Compilers) -> None:
         if self._args.disable_cuda_graph:
             return
+        if self.device.type == "cuda":
+            compilers.compile(compile_fill, partial(compile_fill, self.device))  # for the graph that comes first
         pieces = self._new_pieces(None)
         decodes = self._decode_runner.rehearse() if self._attn_backend.can_capture_decodes else ()
         graphs: Iterator[Graph] = chain(decodes, () if pieces is None else pieces.rehearse())
