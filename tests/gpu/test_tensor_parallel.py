@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from benchmarks import models
 from srt.runtime import Runtime
 from tests.gpu.peer_ranks import FIRST_RUNS
 from tests.support.checkpoints import CheckpointFactory
@@ -65,6 +67,47 @@ def test_two_ranks_in_graphs_give_the_tokens_of_a_cpu(
         while num_graphs_left(runtime):  # they are captured while nobody asks for anything else
             pass
         assert outputs_of(runtime) == expected
+
+
+def logprobs_while_drawn(runtime: Runtime, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+    """What was drawn behind each prompt, all of them at the same time, and the logprobs that decodes gave it."""
+    sampling = [{"max_new_tokens": 24, "ignore_eos": True, "sampling_seed": seed} for seed in range(len(prompts))]
+    answers = runtime.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+    logprobs = [[value for value, *_ in one["meta_info"]["output_token_logprobs"]] for one in answers]
+    return [one["output_ids"] for one in answers], logprobs
+
+
+def logprobs_as_prompts(runtime: Runtime, prompts: list[list[int]], drawn: list[list[int]]) -> list[list[float]]:
+    """Of the same tokens, where they are given."""
+    answers = runtime.generate(
+        input_ids=[prompt + ids for prompt, ids in zip(prompts, drawn, strict=True)],
+        sampling_params={"max_new_tokens": 0},
+        return_logprob=True,
+        logprob_start_len=[len(prompt) for prompt in prompts],
+    )
+    return [[value for value, *_ in one["meta_info"]["input_token_logprobs"]] for one in answers]
+
+
+def distance(ours: list[list[float]], theirs: list[list[float]]) -> float:
+    """0 for the same, some 1.4 for those of other rows."""
+    a, b = np.array(ours), np.array(theirs)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b - b.mean()))
+
+
+def test_two_ranks_of_a_real_shape_say_what_one_says_of_the_same_tokens() -> None:
+    """In bfloat16, as it is served: products that stream weights, sums in the ranks' memory, graphs of 1 to 128 rows."""
+    options: dict[str, Any] = {"model_path": models.folder_of("qwen3-0.6b"), "load_format": "dummy"}
+    rng = np.random.default_rng(3)
+    rows = [[rng.integers(0, 150_000, 5 + 7 * i % 300).tolist() for i in range(count)] for count in (1, 2, 6, 40, 100)]
+    with Runtime(**options, tp_size=2) as runtime:
+        while num_graphs_left(runtime):
+            pass
+        ours = [logprobs_while_drawn(runtime, prompts) for prompts in rows]
+    with Runtime(**options, attention_backend="torch_native", disable_cuda_graph=True) as runtime:
+        theirs = [logprobs_as_prompts(runtime, prompts, drawn) for prompts, (drawn, _) in zip(rows, ours, strict=True)]
+    for (_, logprobs), reference in zip(ours, theirs, strict=True):
+        assert distance(logprobs, reference) <= 0.1, len(reference)
+    assert distance(ours[-1][1][::-1], theirs[-1]) > 0.5, "rows cannot be told from each other"
 
 
 def run_ranks(case: str, folder: Path, size: int) -> None:
