@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -48,17 +49,18 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError("A final message is continued, or a new one begun, not both.")
         template = self._template_for(tools)
+        final = _FinalMessage(messages) if continue_final_message else None
         try:
             text = template.render(
                 **{**self._special_tokens, **(variables or {})},
-                messages=list(messages),
+                messages=list(messages) if final is None else final.marked(),
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # the template is a foreign program, and may fail in any way a program can
             raise ChatTemplateError(f"The chat template does not take this conversation: {error}.") from error
-        return _cut_behind_final_message(text, messages) if continue_final_message else text
+        return text if final is None else final.cut_behind(text)
 
     def _template_for(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
         if tools and "tool_use" in self._templates:
@@ -70,17 +72,29 @@ class ChatTemplate:
         raise ChatTemplateError("The model has several chat templates, and none of them is the default.")
 
 
-def _cut_behind_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    content = messages[-1].get("content") if messages else None
-    if not isinstance(content, str) or not content.strip():
-        raise ChatTemplateError("A final message can be continued only if it has text.")
-    core = content.strip()
-    start = text.rfind(core)
-    if start < 0:
-        raise ChatTemplateError("The chat template changes the final message, so it cannot be continued.")
-    end = start + len(core)
-    trailing = content[len(content.rstrip()) :]
-    return text[: end + len(trailing)] if text.startswith(trailing, end) else text[:end]
+class _FinalMessage:
+    """The message to go on with. It is rendered with a mark behind its last word: what it says may occur in the template's own text too."""
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        content = messages[-1].get("content") if messages else None
+        if not isinstance(content, str) or not content.strip():
+            raise ChatTemplateError("A final message can be continued only if it has text.")
+        self._messages = messages
+        self._content = content.rstrip()
+        self._trailing = content[len(self._content) :]
+        self._mark = uuid.uuid4().hex
+
+    def marked(self) -> list[Mapping[str, Any]]:
+        """The messages, for the template."""
+        *others, final = self._messages
+        return [*others, {**final, "content": self._content + self._mark + self._trailing}]
+
+    def cut_behind(self, text: str) -> str:
+        """What was rendered, up to the message's end. Space there stays where the template lets it stay."""
+        before, mark, after = text.rpartition(self._mark)
+        if not mark or not before.endswith(self._content.lstrip()):
+            raise ChatTemplateError("The chat template changes the final message, so it cannot be continued.")
+        return before + self._trailing if after.startswith(self._trailing) else before
 
 
 class _GenerationTag(jinja2.ext.Extension):

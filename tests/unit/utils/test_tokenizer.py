@@ -303,15 +303,29 @@ def test_reserved_variables_cannot_be_overwritten() -> None:
         template_of("").render([], variables={"messages": []})
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"), [("Hi the", "[Hi the"), ("Hi the  ", "[Hi the  "), (" Hi\n", "[ Hi\n")]
-)
-def test_a_final_message_can_be_continued(content: str, expected: str) -> None:
-    template = template_of("{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    messages = [{"role": "assistant", "content": content}]
-    assert template.render(messages, add_generation_prompt=False, continue_final_message=True) == expected
+@pytest.mark.parametrize("content", ["Hi the", "Hi the  ", " Hi\n", "<", "|", ">", "end", "e", "]"])
+def test_a_final_message_can_be_continued(content: str) -> None:
+    template = template_of("{% for m in messages %}[{{ m.content }}]<|end|>{% endfor %}")
+    messages = [{"role": "user", "content": "e"}, {"role": "assistant", "content": content}]
+    text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "[e]<|end|>[" + content
     with pytest.raises(ChatTemplateError, match="not both"):
         template.render(messages, continue_final_message=True)
+
+
+@pytest.mark.parametrize("content", ["e", " e\n"])
+def test_a_final_message_that_the_template_strips_is_continued_at_its_last_word(content: str) -> None:
+    template = template_of("{% for m in messages %}[{{ m.content | trim }}]<|end|>{% endfor %}")
+    messages = [{"role": "assistant", "content": content}]
+    assert template.render(messages, add_generation_prompt=False, continue_final_message=True) == "[e"
+
+
+@pytest.mark.parametrize("written", ["m.content | upper", "m.content | e", "m.content[:2]", "''"])
+def test_a_final_message_that_the_template_writes_otherwise_is_not_continued(written: str) -> None:
+    template = template_of("{% for m in messages %}[{{ " + written + " }}]<end>{% endfor %}")
+    messages = [{"role": "assistant", "content": "<end>"}]
+    with pytest.raises(ChatTemplateError, match="changes the final message"):
+        template.render(messages, add_generation_prompt=False, continue_final_message=True)
 
 
 def test_a_model_may_have_a_template_for_tools() -> None:

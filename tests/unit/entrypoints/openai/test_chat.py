@@ -67,10 +67,11 @@ def test_content_is_a_string_or_text_parts() -> None:
     assert prompt_of(world) == "<system>ab<assistant>c<user>hi<assistant>"
 
 
-def test_the_last_message_can_be_continued() -> None:
+@pytest.mark.parametrize("content", ["It", [{"type": "text", "text": "I"}, {"type": "text", "text": "t"}]])
+def test_the_last_message_can_be_continued(content: Any) -> None:
     world = World()
-    assert chat(world, USER, {"role": "assistant", "content": "I"}, continue_final_message=True).status_code == 200
-    assert prompt_of(world) == "<user>hi<assistant>I"
+    assert chat(world, USER, {"role": "assistant", "content": content}, continue_final_message=True).status_code == 200
+    assert prompt_of(world) == "<user>hi<assistant>It"
 
 
 def test_the_templates_variables_are_passed_on() -> None:
