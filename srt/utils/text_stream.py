@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 8  # a character is at most four tokens; what is still broken after eight stays broken
+_MAX_UNFINISHED_BYTES = 3
 _CONTEXT_TOKENS = 6  # enough of the prompt for a decoder to know that it is not at the beginning
 
 
@@ -46,6 +47,11 @@ class ByteTable(dict[int, bytes]):
             value = token.encode()  # an added token with characters that a byte-level vocabulary would have mapped
         self[token_id] = value
         return value
+
+    def unfinished(self, ids: Sequence[int]) -> bytes:
+        """The beginning of a character that these end with; mostly nothing."""
+        data = b"".join([self[token_id] for token_id in ids[-_MAX_UNFINISHED_BYTES:]])
+        return data[codecs.utf_8_decode(data, "replace")[1] :]
 
 
 class TextTable(dict[int, str | None]):
@@ -97,12 +103,35 @@ class ByteLevelStream:
         return text
 
 
+class CompletingStream(ByteLevelStream):
+    """Behind a prompt that ends within a character: completed, that is the answer's first; broken off, it was the prompt's."""
+
+    __slots__ = ("_begins_in_prompt",)
+
+    def __init__(self, table: ByteTable, texts: TextTable, unfinished: bytes) -> None:
+        super().__init__(table, texts)
+        self._held = unfinished
+        self._begins_in_prompt = True  # what is held
+
+    def finish(self) -> str:
+        return self._of_answer(super().finish())
+
+    def _decode(self, data: bytes) -> str:
+        return self._of_answer(super()._decode(data))
+
+    def _of_answer(self, text: str) -> str:
+        if not (text and self._begins_in_prompt):
+            return text
+        self._begins_in_prompt = False
+        return text.removeprefix(REPLACEMENT)
+
+
 class WindowStream:
     """For decoders that look at neighbours (metaspace, byte fallback): decode a small window twice, the difference is new.
 
     The window begins at a point where the text was whole, and holds at least the tokens of the last piece, so a leading space of a
     word is kept although decoders drop it at the beginning of a text. Beginning with the prompt's last tokens does the same for the
-    first word of an answer.
+    first word of an answer. A character that the prompt leaves unfinished is the answer's if that completes it.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool, joined: frozenset[int]) -> None:
@@ -112,6 +141,7 @@ class WindowStream:
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._held: list[int] = []
         self._before = self._decode(self._context)
+        self._before_unfinished = self._finished_text()
         self._last = prompt_ids[-1] if len(prompt_ids) else -1
 
     def push(self, token_id: int) -> str:
@@ -131,13 +161,25 @@ class WindowStream:
         return self._release(self._decode(self._context + self._held)) if self._held else ""
 
     def _release(self, text: str) -> str:
-        piece = text[len(self._before) :]
-        # Tokens without text leave the context alone, or it would lose the word that it is there for.
-        self._context = self._held if piece else self._context + self._held
+        before = self._before if text.startswith(self._before) else self._before_unfinished
+        piece = text[len(before) :]
+        # Tokens without text leave the context alone, or it would lose the word that it is there for. Those that complete its last
+        # character are added to it: by themselves they are none.
+        is_whole = piece and before is self._before
+        self._context = self._held if is_whole else self._context + self._held
         self._context = self._context[-4 * _CONTEXT_TOKENS :]
         self._held = []
-        self._before = self._decode(self._context)
+        self._before = self._before_unfinished = self._decode(self._context)
         return piece
+
+    def _finished_text(self) -> str:
+        """Of the context, up to the character that it leaves unfinished, if it does."""
+        if self._before.endswith(REPLACEMENT):
+            for num_unfinished in range(1, _MAX_UNFINISHED_BYTES + 1):
+                text = self._decode(self._context[:-num_unfinished])
+                if not text.endswith(REPLACEMENT):
+                    return text
+        return self._before
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 from srt.utils.cache_folders import own_folder
 from srt.utils.chat_template import ChatTemplate, ChatTemplateError
 from srt.utils.errors import StartError
-from srt.utils.text_stream import ByteLevelStream, ByteTable, TextStream, TextTable, WindowStream
+from srt.utils.text_stream import ByteLevelStream, ByteTable, CompletingStream, TextStream, TextTable, WindowStream
 
 _CONVERSION_TIMEOUT_S = 300
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -71,9 +71,11 @@ class Tokenizer:
     ) -> TextStream:
         """The text that grows behind this prompt."""
         if self._is_byte_level:
+            tables = (self._bytes, self._texts)
             if skip_special_tokens:
-                return ByteLevelStream(self._bytes_without_special, self._texts_without_special)
-            return ByteLevelStream(self._bytes, self._texts)
+                tables = (self._bytes_without_special, self._texts_without_special)
+            unfinished = self._bytes.unfinished(prompt_ids)
+            return CompletingStream(*tables, unfinished) if unfinished else ByteLevelStream(*tables)
         joined = frozenset() if spaces_between_special_tokens else self._special_ids
         return WindowStream(self._backend, prompt_ids, skip_special_tokens, joined)
 

@@ -220,6 +220,27 @@ def test_an_unfinished_character_is_held_back_and_replaced_at_the_end(tokenizer:
     assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
+@pytest.mark.parametrize("character", ["é", "€", "🙂"])
+def test_a_character_that_the_prompt_begins_is_the_answers_if_it_completes_it(
+    tokenizer: Tokenizer, character: str
+) -> None:
+    data = character.encode()
+    for cut in range(1, len(data)):
+        prompt, rest = byte_ids(tokenizer, b"a" + data[:cut]), byte_ids(tokenizer, data[cut:] + b"b")
+        assert written(tokenizer, prompt, rest) == character + "b"
+        assert written(tokenizer, prompt, byte_ids(tokenizer, b"b")) == "b"
+        assert written(tokenizer, prompt, byte_ids(tokenizer, data[:1] + b"b")) == "\N{REPLACEMENT CHARACTER}b"
+        assert written(tokenizer, prompt, []) == ""
+
+
+def written(tokenizer: Tokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
+    """The answer's text, pushed one by one and all at once."""
+    one_by_one, at_once = tokenizer.text_stream(prompt), tokenizer.text_stream(prompt)
+    text = "".join([*map(one_by_one.push, answer), one_by_one.finish()])
+    assert at_once.push_all(answer) + at_once.finish() == text
+    return text
+
+
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """The tokens of single bytes."""
     id_of: Callable[[int], int] = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}.__getitem__  # type: ignore[assignment]

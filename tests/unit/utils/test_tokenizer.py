@@ -165,6 +165,21 @@ def test_a_character_of_several_bytes_comes_whole(metaspace: Tokenizer) -> None:
     assert metaspace.decode(ids) == "a你 a"
 
 
+def test_a_character_that_the_prompt_begins_is_the_answers(metaspace: Tokenizer) -> None:
+    prompt = ids_of(metaspace, "▁a", "<0xE6>", "<0x97>")
+    stream = metaspace.text_stream(prompt)
+    answer = ids_of(metaspace, "<0xA5>", "<0xE6>", "<0x97>", "<0xA5>", "▁a", ".")
+    assert [stream.push(i) for i in answer] == ["日", "", "", "日", " a", "."]
+    prompt = ids_of(metaspace, "▁a", "<0xE6>", "<0x97>", "<0xA5>", "<0xE6>", "<0x97>")
+    assert streamed(metaspace, answer, prompt) == "日日 a."
+
+
+def test_a_character_that_is_broken_off_was_the_prompts(metaspace: Tokenizer) -> None:
+    prompt = ids_of(metaspace, "▁a", "<0xE6>", "<0x97>")
+    assert streamed(metaspace, ids_of(metaspace, "▁a", "."), prompt) == " a."
+    assert streamed(metaspace, [], prompt) == ""
+
+
 def test_broken_bytes_are_neither_lost_nor_held_for_ever(metaspace: Tokenizer) -> None:
     stream = metaspace.text_stream([])
     pieces = [stream.push(i) for i in ids_of(metaspace, *["<0xE4>"] * 40, "▁a")]
