@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
+from itertools import dropwhile
 from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 8  # a character is at most four tokens; what is still broken after eight stays broken
 _MAX_UNFINISHED_BYTES = 3
 _CONTEXT_TOKENS = 6  # enough of the prompt for a decoder to know that it is not at the beginning
+_INNER_BYTE = re.compile("<0x[89AB][0-9A-F]>")  # of a character, but not its first
 
 
 class TextStream(Protocol):
@@ -138,7 +141,7 @@ class WindowStream:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._joined = joined  # tokens between two of which the decoder's space is not wanted
-        self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._context = list(dropwhile(self._is_inner_byte, prompt_ids[-_CONTEXT_TOKENS:]))
         self._held: list[int] = []
         self._before = self._decode(self._context)
         self._before_unfinished = self._finished_text()
@@ -171,6 +174,10 @@ class WindowStream:
         self._held = []
         self._before = self._before_unfinished = self._decode(self._context)
         return piece
+
+    def _is_inner_byte(self, token_id: int) -> bool:
+        """Behind one that has lost its first byte all bytes are broken to a decoder, up to the next token that is none."""
+        return _INNER_BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
 
     def _finished_text(self) -> str:
         """Of the context, up to the character that it leaves unfinished, if it does."""

@@ -180,6 +180,15 @@ def test_a_character_that_is_broken_off_was_the_prompts(metaspace: Tokenizer) ->
     assert streamed(metaspace, [], prompt) == ""
 
 
+def test_an_answer_continues_a_prompt_of_bytes_wherever_it_was_cut(metaspace: Tokenizer) -> None:
+    text = "a日🙂é🙂語本"
+    ids = [*ids_of(metaspace, "▁a"), *(ids_of(metaspace, f"<0x{byte:02X}>")[0] for byte in text[1:].encode())]
+    assert metaspace.decode(ids) == text
+    for cut in range(1, len(ids)):
+        whole = text.encode()[:cut].decode(errors="ignore")
+        assert streamed(metaspace, ids[cut:], ids[:cut]) == text[len(whole) :]
+
+
 def test_broken_bytes_are_neither_lost_nor_held_for_ever(metaspace: Tokenizer) -> None:
     stream = metaspace.text_stream([])
     pieces = [stream.push(i) for i in ids_of(metaspace, *["<0xE4>"] * 40, "▁a")]
