@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import models
 
 from srt.utils.chat_template import ChatTemplate, ChatTemplateError
 from srt.utils.errors import StartError
 from srt.utils.tokenizer import Tokenizer, load_chat_template, load_tokenizer
 from tests.support.checkpoints import CheckpointFactory
+from tests.support.tokenizers import ids_of, metaspace_tokenizer
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 TEXTS = [
@@ -128,61 +129,45 @@ def test_nothing_is_truncated_or_padded_whatever_the_file_says(checkpoint: Check
 
 @pytest.fixture(scope="module")
 def metaspace() -> Tokenizer:
-    """As in the Llama 2 family: `▁` for a space, bytes for what the vocabulary lacks, no space at the beginning of a text."""
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
-    for piece in ("▁Hello", "▁world", "▁", "ing", "▁a", "."):
-        vocab[piece] = len(vocab)
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")])
-    return Tokenizer(backend, {"bos_token": "<s>"})
-
-
-def ids_of(tokenizer: Tokenizer, *pieces: str) -> list[int]:
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁Hello": 259, "▁world": 260, "▁": 261, "ing": 262, "▁a": 263, ".": 264}
-    return [vocab[piece] if piece in vocab else 3 + int(piece[3:5], 16) for piece in pieces]
+    return metaspace_tokenizer()
 
 
 def test_words_keep_their_spaces(metaspace: Tokenizer) -> None:
-    ids = ids_of(metaspace, "▁Hello", "▁world", "ing", ".", "▁a")
+    ids = ids_of("▁Hello", "▁world", "ing", ".", "▁a")
     assert streamed(metaspace, ids) == metaspace.decode(ids) == "Hello worlding. a"
 
 
 def test_the_first_word_keeps_its_space_behind_a_prompt(metaspace: Tokenizer) -> None:
-    prompt, answer = ids_of(metaspace, "<s>", "▁Hello"), ids_of(metaspace, "▁world", "▁a")
+    prompt, answer = ids_of("<s>", "▁Hello"), ids_of("▁world", "▁a")
     assert streamed(metaspace, answer, prompt) == " world a"
     assert streamed(metaspace, answer, prompt[:1]) == "world a"
 
 
 def test_a_character_of_several_bytes_comes_whole(metaspace: Tokenizer) -> None:
-    ids = ids_of(metaspace, "▁a", "<0xE4>", "<0xBD>", "<0xA0>", "▁a")
+    ids = ids_of("▁a", "<0xE4>", "<0xBD>", "<0xA0>", "▁a")
     stream = metaspace.text_stream([])
     assert [stream.push(i) for i in ids] == ["a", "", "", "你", " a"]
     assert metaspace.decode(ids) == "a你 a"
 
 
 def test_a_character_that_the_prompt_begins_is_the_answers(metaspace: Tokenizer) -> None:
-    prompt = ids_of(metaspace, "▁a", "<0xE6>", "<0x97>")
+    prompt = ids_of("▁a", "<0xE6>", "<0x97>")
     stream = metaspace.text_stream(prompt)
-    answer = ids_of(metaspace, "<0xA5>", "<0xE6>", "<0x97>", "<0xA5>", "▁a", ".")
+    answer = ids_of("<0xA5>", "<0xE6>", "<0x97>", "<0xA5>", "▁a", ".")
     assert [stream.push(i) for i in answer] == ["日", "", "", "日", " a", "."]
-    prompt = ids_of(metaspace, "▁a", "<0xE6>", "<0x97>", "<0xA5>", "<0xE6>", "<0x97>")
+    prompt = ids_of("▁a", "<0xE6>", "<0x97>", "<0xA5>", "<0xE6>", "<0x97>")
     assert streamed(metaspace, answer, prompt) == "日日 a."
 
 
 def test_a_character_that_is_broken_off_was_the_prompts(metaspace: Tokenizer) -> None:
-    prompt = ids_of(metaspace, "▁a", "<0xE6>", "<0x97>")
-    assert streamed(metaspace, ids_of(metaspace, "▁a", "."), prompt) == " a."
+    prompt = ids_of("▁a", "<0xE6>", "<0x97>")
+    assert streamed(metaspace, ids_of("▁a", "."), prompt) == " a."
     assert streamed(metaspace, [], prompt) == ""
 
 
 def test_an_answer_continues_a_prompt_of_bytes_wherever_it_was_cut(metaspace: Tokenizer) -> None:
     text = "a日🙂é🙂語本"
-    ids = [*ids_of(metaspace, "▁a"), *(ids_of(metaspace, f"<0x{byte:02X}>")[0] for byte in text[1:].encode())]
+    ids = ids_of("▁a", *(f"<0x{byte:02X}>" for byte in text[1:].encode()))
     assert metaspace.decode(ids) == text
     for cut in range(1, len(ids)):
         whole = text.encode()[:cut].decode(errors="ignore")
@@ -191,15 +176,15 @@ def test_an_answer_continues_a_prompt_of_bytes_wherever_it_was_cut(metaspace: To
 
 def test_broken_bytes_are_neither_lost_nor_held_for_ever(metaspace: Tokenizer) -> None:
     stream = metaspace.text_stream([])
-    pieces = [stream.push(i) for i in ids_of(metaspace, *["<0xE4>"] * 40, "▁a")]
+    pieces = [stream.push(i) for i in ids_of(*["<0xE4>"] * 40, "▁a")]
     assert "".join([*pieces, stream.finish()]) == "\N{REPLACEMENT CHARACTER}" * 40 + " a"
     assert any(pieces[:20])
     stream = metaspace.text_stream([])
-    assert stream.push(ids_of(metaspace, "<0xE4>")[0]) + stream.finish() == "\N{REPLACEMENT CHARACTER}"
+    assert stream.push(ids_of("<0xE4>")[0]) + stream.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_special_tokens_are_shown_on_demand(metaspace: Tokenizer) -> None:
-    ids = ids_of(metaspace, "▁Hello", "</s>", "</s>", "▁a")
+    ids = ids_of("▁Hello", "</s>", "</s>", "▁a")
     assert streamed(metaspace, ids) == "Hello a"
     assert streamed(metaspace, ids, skip_special_tokens=False) == metaspace.decode(ids, False) == "Hello</s></s> a"
 
@@ -216,7 +201,7 @@ def test_spaces_between_special_tokens_can_be_left_out() -> None:
 
 
 def test_one_token_is_shown_with_its_space_and_its_bytes(metaspace: Tokenizer) -> None:
-    world, byte = ids_of(metaspace, "▁world", "<0xE4>")
+    world, byte = ids_of("▁world", "<0xE4>")
     assert (metaspace.token_bytes(world), metaspace.token_bytes(byte)) == (b" world", b"\xe4")
     assert metaspace.token_bytes(10_000) == b""
 
