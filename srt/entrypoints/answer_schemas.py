@@ -78,7 +78,7 @@ _HEAD: dict[str, tuple[Schema, str]] = {
     "model": (TEXT, "The name that the request was sent to."),
 }
 _COMPLETION_LOGPROBS = fields(
-    tokens=(array(TEXT), "The tokens as text."),
+    tokens=(array(TEXT), r"The tokens as text; those that are not whole characters as bytes:\xe6\x97."),
     token_logprobs=(array(optional(NUMBER)), "Their logprobs; null for the first token of a prompt."),
     top_logprobs=(
         array(optional({"type": "object", "additionalProperties": NUMBER})),

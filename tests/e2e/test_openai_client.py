@@ -60,6 +60,19 @@ def test_a_completion_of_many_prompts_with_choices_logprobs_and_echo(api: openai
         assert all(value <= 0 for value in logprobs.token_logprobs[1:])
 
 
+def test_logprobs_of_characters_that_have_several_tokens(api: openai.OpenAI, server: Server) -> None:
+    answer = api.completions.create(
+        model=server.model, prompt="日本語 🙂", max_tokens=20, seed=1, logprobs=5, echo=True, extra_body=ENDLESS
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs
+    assert any(token.startswith("bytes:\\x") for token in logprobs.tokens)
+    rows = list(zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True))
+    for token, logprob, top in rows[1:]:
+        assert top[token] == logprob
+        assert len(top) >= 5
+
+
 def test_a_chat(api: openai.OpenAI, server: Server) -> None:
     answer = api.chat.completions.create(
         model=server.model,

@@ -111,7 +111,7 @@ class CompletionLogprobs:
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for one in tokens:
-            text = self._engine.text.token_text(one.token_id)
+            text = self._text(one.token_id)
             texts.append(text)
             logprobs.append(one.logprob)
             tops.append(self._top(text, one))
@@ -125,6 +125,14 @@ class CompletionLogprobs:
             return None
         best: dict[str, float] = {}
         for logprob, token_id in one.top:
-            best.setdefault(self._engine.text.token_text(token_id), logprob)
-        best.setdefault(text, one.logprob)
+            best.setdefault(self._text(token_id), logprob)
+        best[text] = one.logprob  # also where another token has the same text
         return best
+
+    def _text(self, token_id: int) -> str:
+        """Of tokens that are not whole characters the bytes, as OpenAI writes them: U+FFFD would be one key for all of them."""
+        data = self._engine.text.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + repr(data)[2:-1]

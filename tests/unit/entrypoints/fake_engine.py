@@ -115,7 +115,7 @@ class FakeEngine:
         self.why_not_paused = ""
         self.paused = ""  # or the mode
         self.difference = ""  # between the processes' tables
-        self.text = self  # it is its own codec
+        self.text: Any = self  # it is its own codec
         self.counters: dict[str, Scalar] = {"num_running": 0, "num_waiting": 1, "num_total_pages": 512}
         self.load: Load | None = None
         self.limits = SchedulerHello(max_total_num_tokens=8192, max_request_tokens=CONTEXT, page_size=16)
