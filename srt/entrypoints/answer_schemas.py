@@ -84,7 +84,10 @@ _COMPLETION_LOGPROBS = fields(
         array(optional({"type": "object", "additionalProperties": NUMBER})),
         "The likeliest tokens at each position, and the chosen one.",
     ),
-    text_offset=(array(COUNT), "Where each token begins, in characters."),
+    text_offset=(
+        array(COUNT),
+        "Where each token begins in the choice's text, in characters; tokens of one character begin where it does.",
+    ),
 )
 COMPLETION = fields(
     **_HEAD,

@@ -58,7 +58,7 @@ class LiveRequest:
     """Owned by the TokenizerManager, which feeds it; a RequestHandle reads it."""
 
     __slots__ = (
-        *("rid", "label", "seed", "_prompt_ids", "_num_prompt", "_wants_prompt_ids", "_num_over", "_choices"),
+        *("rid", "label", "seed", "_prompt_ids", "_num_prompt", "_told_prompt_ids", "_num_over", "_choices"),
         *(
             "has_one_choice",
             "watched",
@@ -90,7 +90,7 @@ class LiveRequest:
         self.seed = request.seed
         self._prompt_ids = request.prompt_ids
         self._num_prompt = len(request.prompt_ids)
-        self._wants_prompt_ids = wants_prompt_ids
+        self._told_prompt_ids = self.prompt_ids if wants_prompt_ids else ()  # once for all choices
         self._num_over = 0  # choices
         self._choices = {
             index: _Choice(index, new_output(), choice_seed(request.seed, index)) for index in request.choices.tolist()
@@ -283,7 +283,7 @@ class LiveRequest:
             update,
             output_logprobs=tuple(choice.logprobs),
             prompt_logprobs=choice.prompt_logprobs if choice.is_first else (),
-            prompt_ids=self.prompt_ids if choice.is_first and self._wants_prompt_ids else (),
+            prompt_ids=self._told_prompt_ids if choice.is_first else (),
             num_preempted=choice.num_preempted,
             times=times,
         )

@@ -17,6 +17,7 @@ from srt.protocol.messages import Int32Array, int32_array
 from srt.sampling.sampling_params import SamplingParams
 from srt.server_args import ServerArgs
 from srt.utils.chat_template import ChatTemplate, ChatTemplateError
+from srt.utils.text_stream import TextStream
 from srt.utils.tokenizer import Tokenizer, load_chat_template, load_tokenizer
 
 LONG_TEXT_CHARS = 8192  # a longer one is tokenized in a thread: the loop's other streams would feel it
@@ -84,9 +85,21 @@ class TextCodec:
 
     def output(self, params: SamplingParams, prompt_ids: Int32Array, stop_ids: frozenset[int]) -> OutputText:
         """The text of one choice, which grows behind this prompt."""
-        tail = prompt_ids[-_CONTEXT_TOKENS:].tolist()
-        stream = self._tokenizer.text_stream(tail, params.skip_special_tokens, params.spaces_between_special_tokens)
-        return OutputText(stream, params, stop_ids)
+        return OutputText(self.output_stream(params, prompt_ids[-_CONTEXT_TOKENS:].tolist()), params, stop_ids)
+
+    def output_stream(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextStream:
+        """The same without stops, and with the token that ends it."""
+        tail = prompt_ids[-_CONTEXT_TOKENS:]
+        return self._tokenizer.text_stream(tail, params.skip_special_tokens, params.spaces_between_special_tokens)
+
+    def prompt_stream(self, skip_special_tokens: bool) -> TextStream:
+        """What `detokenize` makes of ids, as it grows."""
+        return self._tokenizer.text_stream([], skip_special_tokens)
+
+    @property
+    def num_added_before(self) -> int:
+        """How many tokens stand before those of a text."""
+        return self._tokenizer.num_added_before
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(ids) > self._context_length:  # decoding millions would take the loop seconds

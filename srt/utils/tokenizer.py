@@ -62,6 +62,12 @@ class Tokenizer:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    @property
+    def num_added_before(self) -> int:
+        """How many special tokens `encode` puts before a text."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        return next(at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text

@@ -61,16 +61,20 @@ def test_a_completion_of_many_prompts_with_choices_logprobs_and_echo(api: openai
 
 
 def test_logprobs_of_characters_that_have_several_tokens(api: openai.OpenAI, server: Server) -> None:
+    more = {**ENDLESS, "skip_special_tokens": False}
     answer = api.completions.create(
-        model=server.model, prompt="日本語 🙂", max_tokens=20, seed=1, logprobs=5, echo=True, extra_body=ENDLESS
+        model=server.model, prompt="日本語 🙂", max_tokens=20, seed=1, logprobs=5, echo=True, extra_body=more
     )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs
-    assert any(token.startswith("bytes:\\x") for token in logprobs.tokens)
+    text, logprobs = answer.choices[0].text, answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs and logprobs.text_offset
     rows = list(zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True))
     for token, logprob, top in rows[1:]:
         assert top[token] == logprob
         assert len(top) >= 5
+    assert any(token.startswith("bytes:\\x") for token in logprobs.tokens)
+    for token, at in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert token.startswith("bytes:\\x") or text.startswith(token, at)
 
 
 def test_a_chat(api: openai.OpenAI, server: Server) -> None:

@@ -29,7 +29,7 @@ async def complete(exchange: Exchange, service: Service) -> None:
     usage = Usage(body.check_stream_options())
     try:
         echoes = await _echoes(inputs, engine) if body.echo else [""] * len(inputs)
-        answer = CompletionAnswer(body, identity, usage, engine, echoes)
+        answer = CompletionAnswer(body, identity, usage, engine, inputs, echoes)
         await answer_call(exchange, engine, inputs, answer, stream=body.stream, interval=service.args.stream_interval)
     except RequestError as error:
         raise renamed(error, body.written_as("prompt")) from error
@@ -57,6 +57,7 @@ def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerMana
             stream=body.stream,
             is_logged=not body.no_logs,
             is_counted=body.log_metrics,
+            wants_prompt_ids=logprobs.output,
         )
         for prompt, rid in zip(prompts, identity.rids(len(prompts)), strict=True)
     ]
@@ -91,14 +92,23 @@ class CompletionAnswer:
     """Writes updates as text_completion objects."""
 
     def __init__(
-        self, body: CompletionBody, identity: Identity, usage: Usage, engine: TokenizerManager, echoes: list[str]
+        self,
+        body: CompletionBody,
+        identity: Identity,
+        usage: Usage,
+        engine: TokenizerManager,
+        inputs: Sequence[GenerateInput],
+        echoes: list[str],
     ) -> None:
         self._n = body.n
         self._identity = identity
         self._usage = usage
         self._echoes = echoes
         count = len(echoes) * body.n
-        self._logprobs = None if body.logprobs is None else [CompletionLogprobs(engine) for _ in range(count)]
+        self._logprobs: list[CompletionLogprobs] | None = None
+        if body.logprobs is not None:
+            prompts = zip(inputs, echoes, strict=True)
+            self._logprobs = [CompletionLogprobs(engine, one, echo) for one, echo in prompts for _ in range(body.n)]
         self._whole: list[dict[str, Any]] = [{} for _ in range(count)]
         self._began = [False] * count
         # Of choices whose first event was sent, what is between the texts; None where more than the text changes.
@@ -144,7 +154,7 @@ class CompletionAnswer:
     def _choice(self, index: int, text: str, update: ChoiceUpdate) -> dict[str, Any]:
         logprobs = None
         if self._logprobs is not None:
-            logprobs = self._logprobs[index].write((*update.prompt_logprobs, *update.output_logprobs))
+            logprobs = self._logprobs[index].write(update)
         return {
             "index": index,
             "text": text,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from srt.entrypoints.openai.schema import OpenAIBody, StreamOptions
-from srt.managers.io_struct import ChoiceUpdate, Finish, TokenLogprob
+from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, TokenLogprob
 from srt.managers.request_schema import bad_parameter
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.labels import numbered
+from srt.utils.text_stream import TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +100,38 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """The older shape: parallel lists. Offsets count characters of the choice's text, token by token."""
+    """The older shape: parallel lists, for one choice. Offsets count characters of its text, with the prompt's if that is echoed."""
 
-    def __init__(self, engine: TokenizerManager) -> None:
+    def __init__(self, engine: TokenizerManager, request: GenerateInput, echo: str) -> None:
+        """The updates must bring the prompt's ids: what text a token is may depend on what is before."""
         self._engine = engine
-        self._offset = 0
+        self._request = request
+        self._echo = echo
+        self._starts: _TokenStarts | None = None  # of the output, from the first update on
 
-    def write(self, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
-        texts: list[str] = []
-        logprobs: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        for one in tokens:
-            text = self._text(one.token_id)
-            texts.append(text)
-            logprobs.append(one.logprob)
-            tops.append(self._top(text, one))
-            offsets.append(self._offset)
-            self._offset += len(text)
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    def write(self, update: ChoiceUpdate) -> dict[str, Any]:
+        """Of all updates one after the other."""
+        if self._starts is None:
+            stream = self._engine.text.output_stream(self._request.params, update.prompt_ids)
+            self._starts = _TokenStarts(stream, len(self._echo))
+        tokens = (*update.prompt_logprobs, *update.output_logprobs)
+        texts = [self._text(one.token_id) for one in tokens]
+        num_prompt = len(update.prompt_logprobs)
+        offsets = self._prompt_offsets(update.prompt_logprobs, texts[:num_prompt]) if num_prompt else []
+        offsets += self._starts.of(update.output_logprobs, texts[num_prompt:])
+        return {
+            "tokens": texts,
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": [self._top(text, one) for text, one in zip(texts, tokens, strict=True)],
+            "text_offset": offsets,
+        }
+
+    def _prompt_offsets(self, tokens: Sequence[TokenLogprob], texts: Sequence[str]) -> list[int]:
+        """A text is echoed as it came: with special tokens that are written in it, without those that the tokenizer put before it."""
+        codec, is_text = self._engine.text, self._request.text is not None
+        num_added = codec.num_added_before if is_text else 0
+        starts = _TokenStarts(codec.prompt_stream(self._request.params.skip_special_tokens and not is_text), 0)
+        return [0] * num_added + starts.of(tokens[num_added:], texts[num_added:])
 
     def _top(self, text: str, one: TokenLogprob) -> dict[str, float] | None:
         """The best tokens, and the chosen one if it is not among them."""
@@ -136,3 +150,22 @@ class CompletionLogprobs:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + repr(data)[2:-1]
+
+
+class _TokenStarts:
+    """Where tokens begin in the text that a stream makes of them. All tokens of one character begin where it does."""
+
+    def __init__(self, stream: TextStream, start: int) -> None:
+        """`start` characters are before it."""
+        self._stream = stream
+        self._end = start
+
+    def of(self, tokens: Sequence[TokenLogprob], texts: Sequence[str]) -> list[int]:
+        """Of the next tokens, which by themselves have these texts."""
+        return [self._next(one.token_id, text) for one, text in zip(tokens, texts, strict=True)]
+
+    def _next(self, token_id: int, text: str) -> int:
+        begin, piece = self._end, self._stream.push(token_id)
+        self._end += len(piece)
+        # Before the token's own text a character that it breaks off may come.
+        return self._end - len(text) if piece.endswith(text) else begin

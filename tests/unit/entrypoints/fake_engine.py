@@ -29,6 +29,8 @@ from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import EngineReplaced, Load, Scalar, SchedulerHello
 from srt.sampling.sampling_params import SamplingParams
 from srt.server_args import ServerArgs
+from srt.utils.text_stream import TextStream
+from tests.support.tokenizers import Characters
 
 VOCAB_SIZE = 1000
 CONTEXT = 4096
@@ -166,6 +168,14 @@ class FakeEngine:
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         check_ids("tokens", ids, VOCAB_SIZE)
         return "".join(map(chr, ids))
+
+    num_added_before = 0
+
+    def output_stream(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextStream:
+        return Characters()
+
+    def prompt_stream(self, skip_special_tokens: bool) -> TextStream:
+        return Characters()
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)

@@ -17,19 +17,7 @@ from srt.managers.stop_matcher import MAX_REGEX_MATCH, StopMatcher, longest_matc
 from srt.sampling.sampling_params import SamplingParams
 from srt.utils.text_stream import TextStream
 from srt.utils.tokenizer import Tokenizer, load_tokenizer
-
-
-class Characters:
-    """A TextStream in which a token is a character, or, negative, none."""
-
-    def push(self, token_id: int) -> str:
-        return chr(token_id) if token_id >= 0 else ""
-
-    def push_all(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(self.push, token_ids))
-
-    def finish(self) -> str:
-        return ""
+from tests.support.tokenizers import Characters
 
 
 def output(stream: TextStream | None = None, stop_ids: Sequence[int] = (), **params: Any) -> OutputText:

@@ -1,4 +1,4 @@
-"""Logprobs of /v1/completions with real tokenizers: how a token is called."""
+"""Logprobs of /v1/completions with real tokenizers: how a token is called, and where in the text it begins."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError, To
 from srt.managers.text_codec import TextCodec
 from srt.protocol.messages import int32_array
 from srt.utils.tokenizer import Tokenizer, load_tokenizer
+from tests.support.checkpoints import CheckpointFactory
 from tests.support.tokenizers import ids_of, metaspace_tokenizer
 from tests.unit.entrypoints.fake_engine import CONTEXT, World, choice_update
+from tests.unit.entrypoints.sse import events
 
 PATH = "/v1/completions"
 
@@ -49,6 +51,7 @@ def speaking(tokenizer: Tokenizer, answer: Sequence[int], likeliest: Sequence[in
                     ids=(answer[at],),
                     output_logprobs=logprobs(answer)[at : at + 1],
                     prompt_logprobs=of_prompt if request.logprobs.prompt_start == 0 and at == 0 else (),
+                    prompt_ids=tuple(prompt) if request.wants_prompt_ids and at == 0 else (),
                 )
             ]
             for at, text in enumerate(texts)
@@ -59,10 +62,16 @@ def speaking(tokenizer: Tokenizer, answer: Sequence[int], likeliest: Sequence[in
 
 
 def choice_of(world: World, prompt: str | list[int], **more: Any) -> dict[str, Any]:
-    response = world.post(PATH, {"prompt": prompt, "logprobs": 3, "max_tokens": 50, **more})
+    """The whole answer, which is also that of the stream."""
+    body = {"prompt": prompt, "logprobs": 3, "max_tokens": 50, **more}
+    response = world.post(PATH, body)
     assert response.status_code == 200, response.text
-    choice: dict[str, Any] = response.json()["choices"][0]
-    return choice
+    whole: dict[str, Any] = response.json()["choices"][0]
+    parts = [chunk["choices"][0] for chunk in events(world.post(PATH, {**body, "stream": True}))]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    for name, values in whole["logprobs"].items():
+        assert [value for part in parts for value in part["logprobs"][name]] == values
+    return whole
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
@@ -86,3 +95,55 @@ def test_of_two_tokens_with_one_text_the_chosen_one_is_told() -> None:
     dot, byte = ids_of(".", "<0x2E>")
     logprobs = choice_of(speaking(metaspace_tokenizer(), [byte], likeliest=[dot]), ids_of("▁a"))["logprobs"]
     assert (logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"]) == (["."], [-2.0], [{".": -2.0}])
+
+
+def displaced(choice: dict[str, Any]) -> list[str]:
+    """The tokens that do not stand in the text where their offset says; of those that are not whole characters none can be read."""
+    logprobs, text = choice["logprobs"], choice["text"]
+    begins = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+    return [token for token, at in begins if not token.startswith("bytes:") and not text.startswith(token, at)]
+
+
+TEXT = "né 日本 🙂. Once"
+
+
+@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_token_stands_where_its_offset_says(checkpoint: CheckpointFactory, family: str, echo: bool) -> None:
+    tokenizer = load_tokenizer(checkpoint(family))
+    prompt, added = tokenizer.encode(TEXT), "<|begin_of_text|>" if family == "llama" else ""
+    world = speaking(tokenizer, tokenizer.encode(" 🙂 é日a", add_special_tokens=False))
+    for asked in (TEXT, prompt):
+        choice = choice_of(world, asked, echo=echo)
+        assert choice["text"] == (TEXT if echo else "") + " 🙂 é日a"
+        assert displaced(choice) == ([added] if added and echo else [])
+    shown = choice_of(world, prompt, echo=echo, skip_special_tokens=False)
+    assert shown["text"] == (added + TEXT if echo else "") + " 🙂 é日a"
+    assert displaced(shown) == []
+
+
+def test_special_tokens_that_are_written_in_a_prompt_have_their_place(checkpoint: CheckpointFactory) -> None:
+    tokenizer = load_tokenizer(checkpoint("llama"))
+    bos = tokenizer.special_tokens["bos_token"]
+    choice = choice_of(speaking(tokenizer, tokenizer.encode("é", False)), f"{bos}日{bos}", echo=True)
+    begins = list(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
+    assert [at for token, at in begins if token == bos] == [0, 0, len(bos) + 1]
+    assert choice["logprobs"]["text_offset"][-1] == len(f"{bos}日{bos}")
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_words_behind_others_begin_with_their_space(echo: bool) -> None:
+    world = speaking(metaspace_tokenizer(), ids_of("▁world", "<0xC3>", "<0xA9>", "▁a", "</s>", "."))
+    choice = choice_of(world, ids_of("<s>", "▁Hello", "<0xC3>", "<0xA9>"), echo=echo)
+    assert choice["text"] == ("Helloé" if echo else "") + " worldé a."
+    # The first word of a text has no space, and special tokens are not shown.
+    assert displaced(choice) == [*(["<s>", " Hello"] if echo else []), "</s>"]
+    offsets = [0, 6, 6, 7, 9, 9]
+    assert choice["logprobs"]["text_offset"] == ([0, 0, 5, 5, *(6 + at for at in offsets)] if echo else offsets)
+
+
+def test_tokens_of_one_character_begin_where_it_does(tokenizer: Tokenizer) -> None:
+    data = "é🙂".encode() + b"a\xe6\x97b"
+    choice = choice_of(speaking(tokenizer, byte_ids(tokenizer, data)), "x")
+    assert choice["text"] == "é🙂a\N{REPLACEMENT CHARACTER}b"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 1, 2, 3, 3, 4]
