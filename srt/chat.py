@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from srt.terminal import AnswerError, Client, add_options, engine, exit_code_of, make_parser, sampling_of
+from srt.terminal import AnswerError, Client, add_options, engine, exit_code_of, make_parser, not_text, sampling_of
 
 EXAMPLES = """\
 examples:
@@ -76,6 +76,9 @@ def talk(conversation: Conversation, *, is_person: bool) -> None:
             if is_person:
                 print()  # the shell's prompt belongs on a line of its own
             return
+        except UnicodeDecodeError:
+            _tell(not_text(), is_person=is_person)
+            continue
         except KeyboardInterrupt:
             if not is_person:
                 raise

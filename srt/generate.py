@@ -9,7 +9,7 @@ import sys
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from srt.terminal import Client, add_options, engine, exit_code_of, make_parser, sampling_of
+from srt.terminal import Client, add_options, engine, exit_code_of, make_parser, not_text, sampling_of
 
 EXAMPLES = """\
 examples:
@@ -30,7 +30,9 @@ def generate(client: Client, prompt: str, options: argparse.Namespace) -> None:
             if not options.json:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-    sys.stdout.write((json.dumps(answer, ensure_ascii=False) if options.json else "") + "\n")
+    if options.json:  # escapes what standard output could write only as `?`
+        sys.stdout.write(json.dumps(answer, ensure_ascii=sys.stdout.encoding != "utf-8"))
+    sys.stdout.write("\n")
 
 
 def _pieces(client: Client, body: dict[str, Any], answer: dict[str, Any]) -> Generator[str, None, None]:
@@ -44,7 +46,12 @@ def _pieces(client: Client, body: dict[str, Any], answer: dict[str, Any]) -> Gen
 
 
 def _prompt_of(options: argparse.Namespace) -> str:
-    return sys.stdin.read() if options.prompt in (None, "-") else str(options.prompt)
+    if options.prompt not in (None, "-"):
+        return str(options.prompt)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise not_text() from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

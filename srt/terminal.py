@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import io
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -14,6 +17,7 @@ from urllib.parse import urlsplit
 
 from srt.managers.io_struct import RequestError
 from srt.runtime import Runtime
+from srt.sampling.parameter_checks import is_unicode
 from srt.server_args import ArgumentError
 from srt.utils.checkpoint import DEFAULT_MODEL
 from srt.utils.errors import StartError
@@ -21,26 +25,31 @@ from srt.utils.errors import StartError
 API_KEY_VARIABLE = "SRT_API_KEY"
 CONNECT_TIMEOUT_S = 10.0
 FAILED, INTERRUPTED, NOBODY_READS = 1, 130, 141  # exit codes; as a shell counts signals
+_IN_HTTP = re.compile("[!-~]*")  # what hosts and paths are written with
 
 
 class AnswerError(Exception):
-    """The server cannot be reached, refused the request or broke off. The text is for the person at the terminal."""
+    """The server cannot be asked this or reached, refused the request or broke off. The text is for the person at the terminal."""
 
 
 class Client:
     """Requests to a server, one connection each. Leaving the loop over a stream, or closing it, aborts its request."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
+        wrong = AnswerError(f"{url} is not the address of a server: it should look like http://localhost:30000.")
         try:
-            self._port = parts.port
-        except ValueError:
-            parts = parts._replace(scheme="")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise AnswerError(f"{url} is not the address of a server: it should look like http://localhost:30000.")
-        self._parts = parts
+            self._parts = urlsplit(url if "//" in url else f"http://{url}")
+            self._host = (self._parts.hostname or "").encode("idna").decode()
+            self._port = self._parts.port
+        except ValueError as error:
+            raise wrong from error
+        is_writable = _IN_HTTP.fullmatch(self._host + self._parts.path)
+        if self._parts.scheme not in ("http", "https") or not self._host or not is_writable:
+            raise wrong
         self._headers = {"Content-Type": "application/json"}
         if api_key:
+            if not (api_key.isascii() and api_key.isprintable()):
+                raise AnswerError("The API key has a character that is not printable ASCII, which no header can carry.")
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def model(self) -> str:
@@ -57,7 +66,7 @@ class Client:
     def _response(self, method: str, path: str, body: str | None) -> Iterator[http.client.HTTPResponse]:
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._port, timeout=CONNECT_TIMEOUT_S)
+        connection = kind(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
         try:
             connection.connect()
             connection.sock.settimeout(None)  # a long prompt may take its time; Ctrl-C ends the wait
@@ -152,7 +161,9 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def engine(options: argparse.Namespace) -> Iterator[Client]:
-    """A client of the server that was named, or of an engine that runs as long as the block."""
+    """A client of the server that was named, or of an engine that runs as long as the block. AnswerError, before one is started, for
+    options that no request can say."""
+    _check_options(options)
     if options.url:
         yield Client(options.url, options.api_key or os.environ.get(API_KEY_VARIABLE))
         return
@@ -161,6 +172,22 @@ def engine(options: argparse.Namespace) -> Iterator[Client]:
     with Runtime(model_path=model, device=options.device, port=0) as runtime:
         _tell_waiting("")
         yield Client(str(runtime.url), None)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """JSON has no bytes that are not text, and no numbers without end."""
+    for name, value in vars(options).items():
+        named = "The prompt" if name == "prompt" else f"--{name.replace('_', '-')}"
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, str) and not is_unicode(one):
+                raise AnswerError(f"{named} is not valid {sys.getfilesystemencoding()}.")
+            if isinstance(one, float) and not math.isfinite(one):
+                raise AnswerError(f"{named} must be a finite number, not {one}.")
+
+
+def not_text() -> AnswerError:
+    """What to tell where reading standard input raises UnicodeDecodeError."""
+    return AnswerError(f"Standard input is not valid {sys.stdin.encoding}.")
 
 
 def _tell_waiting(words: str) -> None:
@@ -172,6 +199,7 @@ def _tell_waiting(words: str) -> None:
 
 def exit_code_of(work: Callable[[], None]) -> int:
     """Run the program. What went wrong is one sentence on standard error."""
+    _set_error_handlers()
     try:
         work()
         sys.stdout.flush()
@@ -186,3 +214,10 @@ def exit_code_of(work: Callable[[], None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's end complains again
         return NOBODY_READS
     return 0
+
+
+def _set_error_handlers() -> None:
+    """What standard output cannot write becomes `?`; what is no text in standard input is an error, in every locale."""
+    for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "strict")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != errors:
+            stream.reconfigure(errors=errors)

@@ -233,11 +233,63 @@ def test_a_reader_that_goes_ends_generate_and_its_request(hanging: PageServer) -
 # ---- What both say
 
 
+@pytest.mark.parametrize("module", ["srt.generate", "srt.chat"])
+def test_what_standard_output_cannot_write_is_a_question_mark(fake: PageServer, module: str) -> None:
+    fake.world.engine.answer = "日a本"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = run(module, "--url", fake.url, typed="x\n", env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "?a?\n", "")
+
+
+def test_json_loses_nothing_where_standard_output_cannot_write_it(fake: PageServer) -> None:
+    fake.world.engine.answer = "日a🙂"
+    done = run("srt.generate", "--url", fake.url, "--json", "x", env={**os.environ, "PYTHONIOENCODING": "latin-1"})
+    assert json.loads(done.stdout)["text"] == "日a🙂"
+
+
+@pytest.mark.parametrize("module", ["srt.generate", "srt.chat"])
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--api-key", "k日"], "The API key has a character that is not printable ASCII"),
+        (["--api-key", "k\ny"], "The API key has a character that is not printable ASCII"),
+        (["--api-key", "k\udcff"], "--api-key is not valid utf-8."),
+        (["--stop", "a", "--stop", "\udcff"], "--stop is not valid utf-8."),
+        (["--temperature", "nan"], "--temperature must be a finite number, not nan."),
+        (["--repetition-penalty", "inf"], "--repetition-penalty must be a finite number, not inf."),
+    ],
+)
+def test_what_no_request_can_say_is_not_sent(fake: PageServer, module: str, words: list[str], reason: str) -> None:
+    done = run(module, "--url", fake.url, *words, typed="x\n")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert reason in done.stderr
+    assert fake.world.engine.handles == []
+
+
+@pytest.mark.parametrize(("module", "option"), [("srt.generate", "The prompt"), ("srt.chat", "--system")])
+def test_words_that_are_no_text_are_not_sent(fake: PageServer, module: str, option: str) -> None:
+    words = ["a\udcff"] if module == "srt.generate" else ["--system", "a\udcff"]
+    done = run(module, "--url", fake.url, *words, typed="x\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{option} is not valid utf-8.\n")
+
+
+@pytest.mark.parametrize("module", ["srt.generate", "srt.chat"])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_input_that_is_no_text_is_not_sent(fake: PageServer, module: str, locale: str) -> None:
+    environment = {**os.environ, "LC_ALL": locale}
+    done = run(module, "--url", fake.url, typed="a\udcff\n", errors="surrogateescape", env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "Standard input is not valid utf-8.\n")
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         (["--url", "localhost:1", "x"], "localhost:1"),
         (["--url", "ftp:x", "x"], "ftp:x"),
+        (["--url", "http://h/ä", "x"], "http://h/ä is not the address of a server"),
+        (["--url", "http://a b/", "x"], "http://a b/ is not the address of a server"),
+        (["--url", "http://a..b/", "x"], "http://a..b/ is not the address of a server"),
+        (["--url", "http://[::1", "x"], "http://[::1 is not the address of a server"),
         (["--model-path", "no-such-model", "x"], "no-such-model"),
     ],
 )
