@@ -19,6 +19,9 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCa
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+KV_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+"""The only quantization that is read: of keys and values for an fp8 memory, with one scale per layer in the checkpoint."""
+
 READ_KEYS = frozenset(
     "architectures model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
     " intermediate_size vocab_size hidden_act rms_norm_eps tie_word_embeddings attention_bias mlp_bias"
@@ -101,7 +104,7 @@ class ModelConfig:
             sampling_defaults=_sampling_defaults(generation),
         )
         config._check_shape()
-        _refuse_unsupported(raw, config)
+        _refuse_unsupported(raw)
         return config
 
     def config_hash(self) -> str:
@@ -217,12 +220,32 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
     return defaults
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], config: ModelConfig) -> None:
-    if raw.get("quantization_config"):
-        method = mapping(raw, "quantization_config").get("quant_method", "")
-        raise ModelError(f"Quantized checkpoints are not supported (config.json: quantization_config {shown(method)}).")
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    _refuse_quantized_weights(mapping(raw, "quantization_config"))
     if raw.get("hidden_act") not in (None, "silu"):
         raise ModelError(f"config.json: hidden_act {shown(raw['hidden_act'])} is not supported, only 'silu'.")
+
+
+def _refuse_quantized_weights(quantization: Mapping[str, Any]) -> None:
+    """Let through what only brings scales for an fp8 KV memory along, as compressed-tensors writes it."""
+    if not quantization:
+        return
+    method = quantization.get("quant_method", "")
+    if method != "compressed-tensors":
+        raise ModelError(f"Quantized checkpoints are not supported (config.json: quantization_config {shown(method)}).")
+    for part in ("config_groups", "sparsity_config", "transform_config"):
+        content = mapping(quantization, part)
+        is_dense = part == "sparsity_config" and content.get("format") == "dense"  # it was measured, and left as it is
+        if content and not is_dense:
+            raise ModelError(f"Quantized weights are not supported (config.json: {part} of quantization_config).")
+    scheme = mapping(quantization, "kv_cache_scheme")
+    for key, readable in KV_SCHEME.items():
+        value = scheme.get(key)
+        has_default = key not in ("type", "num_bits")
+        if value != readable and not (value is None and has_default):
+            raise ModelError(
+                f"config.json: {key} {shown(value)} in kv_cache_scheme of quantization_config is not supported, only {readable!r}."
+            )
 
 
 def _layer_windows(raw: Mapping[str, Any], architecture: str, context_length: int) -> tuple[int | None, ...]:

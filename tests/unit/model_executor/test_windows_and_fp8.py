@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
@@ -77,3 +78,28 @@ def test_an_fp8_memory_is_half_as_large_and_its_logits_stay_near(
     PlanDriver(small, 16, chunk=17).run(jobs[1:])
     assert len(jobs[1].outputs) == 10
     assert jobs[0].outputs[0] == jobs[1].outputs[0]
+
+
+def test_a_checkpoint_that_quantizes_keys_and_values_alone_brings_their_scales(
+    checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    folder = changed(checkpoint("qwen3"), tmp_path / "scaled", {"quantization_config": quantization})
+    scales = {
+        f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([scale])
+        for kind, of_layers in (("k", (0.25, 0.5)), ("v", (0.5, 2.0)))
+        for layer, scale in enumerate(of_layers)
+    }
+    save_file({**load_file(folder / "model.safetensors"), **scales}, folder / "model.safetensors")
+    small = make_runner(folder, 16, kv_cache_dtype="fp8_e4m3")
+    memory = small._token_to_kv_pool
+    assert (memory.k_scales, memory.v_scales) == ([0.25, 0.5], [0.5, 2.0])
+
+    own, plain = make_runner(folder, 16), make_runner(checkpoint("qwen3"), 16)
+    assert own.kv_bytes == plain.kv_bytes == 4 * small.kv_bytes  # in float32, the checkpoint's own
+    prompt = token_ids(np.random.default_rng(1), 40, 512)
+    jobs = [Job(prompt, greedy(5)) for _ in range(2)]
+    for runner, job in zip((own, plain), jobs, strict=True):
+        PlanDriver(runner, 16).run([job])
+    assert jobs[0].outputs == jobs[1].outputs

@@ -188,6 +188,49 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words
     assert "\n" not in sentence
 
 
+KV_SCHEME: dict[str, Any] = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+KV_ONLY: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {**KV_SCHEME, "group_size": None, "observer": "minmax"},
+    "format": "dense",
+    "ignore": [],
+    "quantization_status": "compressed",
+    "sparsity_config": {"format": "dense", "global_sparsity": 0.1},
+    "transform_config": {},
+}
+
+
+def test_a_quantization_of_keys_and_values_alone_is_let_through(tmp_path: Path) -> None:
+    plain = read(tmp_path)
+    assert read(tmp_path, {"quantization_config": KV_ONLY}) == plain
+    least = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}}
+    assert read(tmp_path, {"quantization_config": least}) == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quant_method": "fp8"}, "quantization_config 'fp8'"),
+        ({"config_groups": {"group_0": {"targets": ["Linear"]}}}, "config_groups"),
+        ({"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
+        ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+        ({"kv_cache_scheme": None}, "type None in kv_cache_scheme"),
+        ({"kv_cache_scheme": {**KV_SCHEME, "num_bits": 4}}, "num_bits 4 in kv_cache_scheme"),
+        ({"kv_cache_scheme": {**KV_SCHEME, "type": "int"}}, "type 'int' in kv_cache_scheme"),
+        ({"kv_cache_scheme": {**KV_SCHEME, "strategy": "attn_head"}}, "strategy 'attn_head' in kv_cache_scheme"),
+        ({"kv_cache_scheme": {**KV_SCHEME, "dynamic": True}}, "dynamic True in kv_cache_scheme"),
+        ({"kv_cache_scheme": {**KV_SCHEME, "symmetric": False}}, "symmetric False in kv_cache_scheme"),
+    ],
+)
+def test_any_other_quantization_is_refused_with_the_part_that_is_not_read(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    sentence = refusal(tmp_path, {"quantization_config": {**KV_ONLY, **changes}})
+    assert words in sentence
+    assert "quantization_config" in sentence
+
+
 QWEN_SLIDES = {"use_sliding_window": True, "sliding_window": 128}
 
 
