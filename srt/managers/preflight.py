@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from srt.server_args import ServerArgs
-from srt.utils.checkpoint import estimate_weight_bytes, resolve_model_path
+from srt.utils.checkpoint import estimate_weight_bytes, is_copy, read_headers, resolve_model_path
 from srt.utils.errors import StartError
 from srt.utils.gpus import gpu_memory
 from srt.utils.host import available_memory_bytes, raise_descriptor_limit
 from srt.utils.model_config import ModelConfig
+from srt.utils.model_error import ModelError
 
 BACKLOG = 4096  # connections that wait while frontends start or are replaced; the kernel may cap it
 GPU_CHUNKS = (
@@ -125,6 +126,7 @@ def check_model(args: ServerArgs) -> Path:
     config.check_tp(args.tp_size)
     if args.load_format != "dummy":
         check_memory(folder, config.torch_dtype if args.dtype == "auto" else args.dtype, args)
+        check_tied_head(folder, config)
     return folder
 
 
@@ -156,6 +158,20 @@ def check_memory(folder: Path, dtype: str, args: ServerArgs) -> None:
             f"The weights take {needed / 1e9:.1f} GB as {dtype}, and {available / 1e9:.1f} GB of memory are available:"
             " choose a smaller model, or --dtype bfloat16 if it is not that already."
         )
+
+
+def check_tied_head(folder: Path, config: ModelConfig) -> None:
+    """ModelError where the checkpoint has a head of its own and would be served without it."""
+    if not config.tie_word_embeddings:
+        return
+    headers = read_headers(folder)
+    head, embedding = headers.get("lm_head.weight"), headers.get("model.embed_tokens.weight")
+    if head is None or embedding is None or is_copy(head, embedding):
+        return
+    raise ModelError(
+        f"The checkpoint {folder} has {head.name} and {embedding.name}, which differ, though tie_word_embeddings in config.json"
+        " says that they are one: --json-model-override-args '{\"tie_word_embeddings\": false}' serves each as it is stored."
+    )
 
 
 def runs_on_cpu(args: ServerArgs) -> bool:

@@ -48,7 +48,7 @@ def is_benign(name: str, config: ModelConfig) -> bool:
     if is_kv_scale(name):
         return True  # for an fp8 KV memory, which reads them itself
     if name == "lm_head.weight":
-        return config.tie_word_embeddings  # a copy of the embedding
+        return config.tie_word_embeddings  # a copy of the embedding: preflight refuses any other
     if re.match(r"(model\.)?mtp(_layers)?\.", name):
         return True  # multi-token prediction
     layer = re.match(r"model\.layers\.(\d+)\.", name)

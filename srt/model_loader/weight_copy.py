@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import queue
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -18,7 +17,7 @@ from threading import Lock
 import torch
 
 from srt.layers.weights import WeightPiece
-from srt.utils.checkpoint import ITEM_BYTES, TensorHeader
+from srt.utils.checkpoint import ITEM_BYTES, TensorHeader, data_start
 from srt.utils.host import usable_cores
 from srt.utils.model_error import ModelError
 
@@ -72,7 +71,7 @@ def _in_file_order(headers: Mapping[str, TensorHeader], pieces: Sequence[WeightP
     for piece in sorted(pieces, key=lambda p: (str(headers[p.name].file), headers[p.name].start)):
         header = headers[piece.name]
         if header.file not in data_starts:
-            data_starts[header.file] = _data_start(header.file)
+            data_starts[header.file] = data_start(header.file)
         if piece.size:
             yield from _blocks_of(piece, header, data_starts[header.file])
 
@@ -160,12 +159,3 @@ def _read(block: _Block, into: torch.Tensor) -> None:
             os.close(descriptor)
     except OSError as error:
         raise ModelError(f"{block.file} cannot be read: {error.strerror}.") from error
-
-
-def _data_start(file: Path) -> int:
-    """Where the data of a safetensors file begins: behind its header and the header's length."""
-    try:
-        with file.open("rb") as stream:
-            return 8 + int(struct.unpack("<Q", stream.read(8))[0])
-    except (OSError, struct.error) as error:
-        raise ModelError(f"{file} cannot be read: {error}.") from error

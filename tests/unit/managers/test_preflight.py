@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import shutil
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from srt.managers import preflight
 from srt.managers.preflight import ServerPlan, check_and_listen, check_surroundings, is_loopback, listen
 from srt.server_args import ServerArgs
+from srt.utils import checkpoint as checkpoint_files
 from srt.utils.errors import StartError
 from srt.utils.gpus import GpuMemory
+from srt.utils.model_error import ModelError
 
 
 def args_for(folder: Path) -> ServerArgs:
@@ -58,6 +65,45 @@ def test_weights_that_do_not_fit_are_refused_with_the_figures(
 def test_ranks_that_do_not_divide_the_heads_are_refused(qwen3_checkpoint: Path) -> None:
     with pytest.raises(StartError, match="--tp 3 does not divide"):
         preflight.check_model(replace(args_for(qwen3_checkpoint), tp_size=3))
+
+
+def with_head(folder: Path, target: Path, head: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of a tied checkpoint with an output layer, made of its embedding, in a file of its own."""
+    shutil.copytree(folder, target)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    (target / "model.safetensors").rename(target / "model-1.safetensors")
+    save_file({"lm_head.weight": head(embedding)}, target / "model-2.safetensors")
+    return target
+
+
+def change_last(embedding: torch.Tensor) -> torch.Tensor:
+    head = embedding.clone()
+    head[-1, -1] += 1
+    return head
+
+
+@pytest.mark.parametrize("head", [change_last, torch.Tensor.bfloat16, lambda embedding: embedding[:-1].clone()])
+def test_a_head_that_is_no_copy_of_the_embedding_is_refused_where_the_configuration_ties_them(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    qwen3_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "COMPARED_BYTES", 1000)
+    args = args_for(with_head(qwen3_checkpoint, tmp_path / "untied", head))
+    with pytest.raises(ModelError, match=r"tie_word_embeddings in config\.json") as caught:
+        preflight.check_model(args)
+    override = json.dumps({"tie_word_embeddings": False})
+    assert f"--json-model-override-args '{override}'" in str(caught.value)
+    preflight.check_model(replace(args, json_model_override_args=override))
+    preflight.check_model(replace(args, load_format="dummy"))
+
+
+def test_a_head_that_is_a_copy_of_the_embedding_is_passed_over(
+    qwen3_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "COMPARED_BYTES", 1000)
+    preflight.check_model(args_for(with_head(qwen3_checkpoint, tmp_path / "tied", torch.Tensor.clone)))
 
 
 @pytest.mark.parametrize(
