@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from srt.sampling.parameter_checks import ParameterError
-from srt.sampling.sampling_params import SamplingParams
 from srt.server_args import ServerArgs
-from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
 
 
@@ -26,15 +23,8 @@ class ModelFacts:
 
 
 def read_model_facts(folder: str, args: ServerArgs, has_chat_template: bool) -> ModelFacts:
-    """StartError if the checkpoint's configuration cannot be used."""
+    """ModelError if the checkpoint's configuration cannot be used."""
     config = ModelConfig.from_folder(folder, args.model_overrides(), args.context_length)
-    defaults = config.sampling_defaults if args.sampling_defaults == "model" else {}
-    try:
-        SamplingParams.from_dict({}, defaults)
-    except ParameterError as error:
-        raise StartError(
-            f"{folder}/generation_config.json: {error}; --sampling-defaults openai would ignore it."
-        ) from error
     return ModelFacts(
         folder=folder,
         architectures=(config.architecture,),
@@ -42,6 +32,6 @@ def read_model_facts(folder: str, args: ServerArgs, has_chat_template: bool) -> 
         context_length=config.context_length,
         vocab_size=config.vocab_size,
         eos_ids=tuple(i for i in config.eos_token_ids if i < config.vocab_size),
-        sampling_defaults=defaults,
+        sampling_defaults=config.sampling_defaults if args.sampling_defaults == "model" else {},
         has_chat_template=has_chat_template,
     )

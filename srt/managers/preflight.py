@@ -10,6 +10,8 @@ import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from srt.sampling.draw_checks import DRAW_CHECKS
+from srt.sampling.parameter_checks import ParameterError
 from srt.server_args import ServerArgs
 from srt.utils.checkpoint import estimate_weight_bytes, is_copy, read_headers, resolve_model_path
 from srt.utils.errors import StartError
@@ -124,6 +126,8 @@ def check_model(args: ServerArgs) -> Path:
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
     config = ModelConfig.from_folder(folder, args.model_overrides(), args.context_length)
     config.check_tp(args.tp_size)
+    if args.sampling_defaults == "model":
+        check_sampling_defaults(config)
     if args.load_format != "dummy":
         check_memory(folder, config.torch_dtype if args.dtype == "auto" else args.dtype, args)
         check_tied_head(folder, config)
@@ -158,6 +162,17 @@ def check_memory(folder: Path, dtype: str, args: ServerArgs) -> None:
             f"The weights take {needed / 1e9:.1f} GB as {dtype}, and {available / 1e9:.1f} GB of memory are available:"
             " choose a smaller model, or --dtype bfloat16 if it is not that already."
         )
+
+
+def check_sampling_defaults(config: ModelConfig) -> None:
+    """ModelError for a default that no request may ask for: every request that leaves it out would be refused."""
+    for name, value in config.sampling_defaults.items():
+        try:
+            DRAW_CHECKS[name](name, value)
+        except ParameterError as error:
+            raise ModelError(
+                f"generation_config.json: {error}: --sampling-defaults openai serves the model without its own defaults."
+            ) from error
 
 
 def check_tied_head(folder: Path, config: ModelConfig) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from srt.protocol.messages import SamplingSpec
+from srt.sampling.draw_checks import DRAW_CHECKS
 from srt.sampling.parameter_checks import (
     Biases,
     Boolean,
@@ -22,7 +23,6 @@ from srt.sampling.parameter_checks import (
     Seed,
     Strings,
     TokenIds,
-    TopK,
     kind_of,
     show,
 )
@@ -154,14 +154,14 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
             "Most tokens to generate. With 0 only the prompt is computed, for its logprobs or the cache.",
         ),
         "temperature": Parameter(
-            Number(0, 1000), "Divides the logits before the draw; 0 always takes the likeliest token."
+            DRAW_CHECKS["temperature"], "Divides the logits before the draw; 0 always takes the likeliest token."
         ),
-        "top_k": Parameter(TopK(), "Draw among this many likeliest tokens; -1 or 0: all."),
+        "top_k": Parameter(DRAW_CHECKS["top_k"], "Draw among this many likeliest tokens; -1 or 0: all."),
         "top_p": Parameter(
-            Number(0, 1, open_low=True), "Draw among the likeliest tokens that have this much probability together."
+            DRAW_CHECKS["top_p"], "Draw among the likeliest tokens that have this much probability together."
         ),
         "min_p": Parameter(
-            Number(0, 1), "Draw among tokens with at least this share of the likeliest one's probability."
+            DRAW_CHECKS["min_p"], "Draw among tokens with at least this share of the likeliest one's probability."
         ),
         "frequency_penalty": Parameter(
             Number(-2, 2), "Subtracted from a token's logit for each time that the output has it already."
@@ -170,7 +170,7 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
             Number(-2, 2), "Subtracted once from the logits of tokens that the output has already."
         ),
         "repetition_penalty": Parameter(
-            Number(0.01, 2), "Above 1, tokens of the prompt and the output become less likely."
+            DRAW_CHECKS["repetition_penalty"], "Above 1, tokens of the prompt and the output become less likely."
         ),
         "min_new_tokens": Parameter(Integer(0, 1 << 30), "No stop counts before so many tokens."),
         "stop": Parameter(Strings(MAX_STOPS, MAX_STOP_CHARS), "The output ends before the first of these strings."),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from srt.utils.config_values import LARGEST, flag, mapping, names, positive_int, positive_number, shown, token_ids
+from srt.utils.config_values import flag, mapping, names, positive_int, positive_number, shown, token_ids
 from srt.utils.model_error import ModelError as ModelError
 from srt.utils.rope_config import RopeConfig, read_rope, rope_parameters
 
@@ -203,7 +203,10 @@ def _first(ids: tuple[int, ...]) -> int | None:
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
-    """The repetition penalty always; the rest only if the file wants sampling at all, as in transformers."""
+    """The repetition penalty always; the rest only if the file wants sampling at all, as in transformers.
+
+    Ranges are for those to check who take them as defaults: a server may be told not to.
+    """
     keys = ["repetition_penalty"]
     if generation.get("do_sample"):
         keys += ["temperature", "top_k", "top_p", "min_p"]
@@ -212,8 +215,10 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
         value = generation.get(key)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
-            raise ModelError(f"generation_config.json: {key} must be a number of at least 0, not {shown(value)}.")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelError(f"generation_config.json: {key} must be a number, not {shown(value)}.")
+        if key == "top_k" and isinstance(value, float) and value.is_integer():
+            value = int(value)  # 50.0: some programs write every number so
         defaults[key] = value
     if defaults.get("top_k") == 0:
         defaults["top_k"] = -1  # transformers' way to say that the filter is off

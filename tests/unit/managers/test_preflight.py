@@ -21,6 +21,7 @@ from srt.utils import checkpoint as checkpoint_files
 from srt.utils.errors import StartError
 from srt.utils.gpus import GpuMemory
 from srt.utils.model_error import ModelError
+from tests.support.checkpoints import CheckpointFactory
 
 
 def args_for(folder: Path) -> ServerArgs:
@@ -65,6 +66,33 @@ def test_weights_that_do_not_fit_are_refused_with_the_figures(
 def test_ranks_that_do_not_divide_the_heads_are_refused(qwen3_checkpoint: Path) -> None:
     with pytest.raises(StartError, match="--tp 3 does not divide"):
         preflight.check_model(replace(args_for(qwen3_checkpoint), tp_size=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_p", 0),
+        ("top_k", 50.5),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("temperature", -0.5),
+        ("repetition_penalty", 2.5),
+    ],
+)
+def test_a_sampling_default_that_no_request_may_ask_for_is_refused_with_the_way_out(
+    name: str, value: float, checkpoint: CheckpointFactory
+) -> None:
+    args = args_for(checkpoint("qwen3", generation_config={"do_sample": True, name: value}))
+    with pytest.raises(
+        ModelError, match=rf"^generation_config\.json: {name} must be .* not .*: --sampling-defaults openai "
+    ):
+        preflight.check_model(args)
+    preflight.check_model(replace(args, sampling_defaults="openai"))
+
+
+def test_sampling_defaults_that_requests_may_ask_for_are_let_through(checkpoint: CheckpointFactory) -> None:
+    generation = {"do_sample": True, "temperature": 0.0, "top_k": 50.0, "top_p": 1, "min_p": 0, "repetition_penalty": 2}
+    preflight.check_model(args_for(checkpoint("qwen3", generation_config=generation)))
 
 
 def with_head(folder: Path, target: Path, head: Callable[[torch.Tensor], torch.Tensor]) -> Path:

@@ -92,6 +92,13 @@ def test_generation_config_names_the_ends_and_the_sampling(tmp_path: Path) -> No
     assert config.sampling_defaults == {"temperature": 0.6, "top_k": -1, "top_p": 0.95, "repetition_penalty": 1.1}
 
 
+@pytest.mark.parametrize(("stated", "top_k"), [(50, 50), (50.0, 50), (0.0, -1), (-1, -1)])
+def test_a_whole_top_k_is_an_integer_however_it_is_written(stated: float, top_k: int, tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(write(tmp_path, generation={"do_sample": True, "top_k": stated}))
+    assert config.sampling_defaults == {"top_k": top_k}
+    assert type(config.sampling_defaults["top_k"]) is int
+
+
 def test_without_do_sample_only_the_penalty_is_a_default(tmp_path: Path) -> None:
     generation = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     config = ModelConfig.from_folder(write(tmp_path, generation=generation))
