@@ -254,7 +254,7 @@ def _refuse_quantized_weights(quantization: Mapping[str, Any]) -> None:
 
 
 def _layer_windows(raw: Mapping[str, Any], architecture: str, context_length: int) -> tuple[int | None, ...]:
-    """Which layers slide, and how far. Defaults are those of transformers."""
+    """Which layers slide, and how far. Defaults are those of transformers, where Llama and Mistral do not ask for kinds of layers."""
     num_layers = positive_int(raw, "num_hidden_layers")
     kinds = names(raw, "layer_types")
     for kind in kinds:
@@ -264,14 +264,15 @@ def _layer_windows(raw: Mapping[str, Any], architecture: str, context_length: in
             )
     if kinds and len(kinds) != num_layers:
         raise ModelError(f"config.json: layer_types names {len(kinds)} layers of {num_layers}.")
-    if architecture == "MistralForCausalLM":
+    if architecture == "LlamaForCausalLM":
+        slides = [False] * num_layers
+    elif architecture == "MistralForCausalLM":
         slides = [raw.get("sliding_window", 4096) is not None] * num_layers
     elif kinds:
         slides = [kind == "sliding_attention" for kind in kinds]
     else:
         first_sliding = positive_int(raw, "max_window_layers", 28) if raw.get("max_window_layers") != 0 else 0
-        uses_window = architecture != "LlamaForCausalLM" and flag(raw, "use_sliding_window")
-        slides = [uses_window and layer >= first_sliding for layer in range(num_layers)]
+        slides = [flag(raw, "use_sliding_window") and layer >= first_sliding for layer in range(num_layers)]
     if not any(slides):
         return (None,) * num_layers
     window = positive_int(raw, "sliding_window", 4096)

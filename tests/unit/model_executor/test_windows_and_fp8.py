@@ -47,6 +47,15 @@ def greedy_tokens_of_transformers(folder: Path, prompt: list[int], count: int) -
     return ids[len(prompt) :]
 
 
+def test_llama_has_no_windows_whatever_its_configuration_names(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    kinds = {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 20}
+    folder = changed(checkpoint("llama"), tmp_path / "windowed", kinds)
+    prompt = token_ids(np.random.default_rng(7), 90, 512)
+    job = Job(prompt, greedy(12))
+    PlanDriver(make_runner(folder, 16), 16).run([job])
+    assert job.outputs == greedy_tokens_of_transformers(folder, prompt, 12)
+
+
 @pytest.mark.parametrize(("family", "entries"), WINDOWS)
 def test_greedy_tokens_in_a_window_are_those_of_transformers(
     family: str, entries: dict[str, Any], checkpoint: CheckpointFactory, tmp_path: Path

@@ -254,6 +254,10 @@ QWEN_SLIDES = {"use_sliding_window": True, "sliding_window": 128}
             (None, 64, None),
         ),
         ({"architectures": ["LlamaForCausalLM"], **QWEN_SLIDES, "max_window_layers": 0}, (None, None, None)),
+        (
+            {"architectures": ["LlamaForCausalLM"], "layer_types": ["sliding_attention"] * 3, "sliding_window": 64},
+            (None, None, None),
+        ),
     ],
 )
 def test_windows_are_those_of_transformers(
