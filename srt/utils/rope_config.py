@@ -68,9 +68,10 @@ def rope_parameters(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
 
 
 def _gather(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Old files have `rope_scaling` and `rope_theta`, new ones `rope_parameters`; where both are there the old scaling counts."""
-    new = mapping(raw, "rope_parameters")
-    parameters = {"rope_theta": new.get("rope_theta") or raw.get("rope_theta")} | (mapping(raw, "rope_scaling") or new)
+    """Old files have `rope_scaling` and `rope_theta`, new ones `rope_parameters`. As in transformers 5 an old scaling replaces the
+    new parameters, their theta too, and the theta beside them counts where there is none within."""
+    new, scaling = mapping(raw, "rope_parameters"), mapping(raw, "rope_scaling")
+    parameters = {"rope_theta": raw.get("rope_theta"), **(scaling or new)}
     if "type" in parameters:
         parameters.setdefault("rope_type", parameters.pop("type"))
     return {key: value for key, value in parameters.items() if value is not None}

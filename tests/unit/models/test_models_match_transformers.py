@@ -76,6 +76,25 @@ def test_a_config_in_the_old_style_means_the_same(family: str, checkpoint: Check
         assert_same_logits(old, f"{family} with {rope}")
 
 
+@pytest.mark.parametrize(
+    ("within", "beside", "theta"),
+    [
+        ({"rope_theta": 300.0}, {"rope_theta": 7e5}, 300.0),
+        ({}, {"rope_theta": 7e5}, 7e5),
+        ({}, {}, 10000.0),
+    ],
+)
+def test_an_old_scaling_replaces_the_new_parameters_and_their_theta(
+    within: dict[str, Any], beside: dict[str, Any], theta: float, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    folder = tmp_path / "both"
+    shutil.copytree(checkpoint("llama", config={"rope_parameters": ROPES["default"]}), folder)
+    edit_config(folder, rope_scaling={"rope_type": "linear", "factor": 2.0, **within}, **beside)
+    rope = ModelConfig.from_folder(folder).rope
+    assert (rope.kind, rope.theta, rope.factor) == ("linear", theta, 2.0)
+    assert_same_logits(folder, "llama with both")
+
+
 def test_biases_that_the_config_asks_for_are_used(checkpoint: CheckpointFactory) -> None:
     assert_same_logits(checkpoint("llama", config={"attention_bias": True, "mlp_bias": True}), "llama")
     assert_same_logits(checkpoint("qwen3", config={"attention_bias": True}), "qwen3")
