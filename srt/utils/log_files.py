@@ -45,11 +45,15 @@ class _BoundedFileHandler(logging.FileHandler):
     and pickle."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
-        if self.stream is not None and self.stream.tell() > MAX_BYTES:
-            self.close()
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the file is opened here; and to ask where it ends writes what is left
+            super().emit(record)
+            if self.stream is not None and self.stream.tell() > MAX_BYTES:
+                self.close()
                 os.replace(self.baseFilename, self.baseFilename + ".1")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
         """A full disk is nobody's problem here."""

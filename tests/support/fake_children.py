@@ -2,14 +2,17 @@
 
 `{"worker 1": "fail"}`. Behaviours: `obey` (the default), `fail` (a StartError before it is ready), `crash` (an exception after the
 server is ready), `die` (SIGKILL itself before it is ready), `quit` (exit code 3 after ready), `deaf` (never stops), `mute` (never
-ready), `garble` (writes bytes that are no message), `helped` (starts a process of its own, which does not end with it).
+ready), `garble` (writes bytes that are no message), `helped` (starts a process of its own, which does not end with it), `tidy` (deletes
+the folder of logs after the server is ready, and logs a line).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +23,7 @@ from pathlib import Path
 from srt.managers.child import Child, run_child
 from srt.protocol.messages import EngineReplaced, ServerReady
 from srt.utils.errors import StartError
+from srt.utils.log_files import log_folder
 
 MODULE = "tests.support.fake_children"
 
@@ -68,10 +72,13 @@ def begin(behaviour: str) -> None:
         raise ValueError("a page was lost")
     if behaviour == "quit":
         os._exit(3)
+    if behaviour == "tidy":
+        shutil.rmtree(log_folder())
+        logging.error("The folder of logs is gone.")
 
 
 def launch() -> int:
-    """A real supervisor of fake children: `python -m tests.support.fake_children launch PORT NUM_FRONTENDS TP REPLACEMENTS`."""
+    """A real supervisor of fake children: `python -m tests.support.fake_children launch PORT NUM_FRONTENDS TP REPLACEMENTS LOG_LEVEL`."""
     from srt.launch_server import serve as supervise
     from srt.managers.preflight import ServerPlan, listen
     from srt.server_args import ServerArgs
@@ -84,6 +91,7 @@ def launch() -> int:
         tokenizer_worker_num=num_frontends,
         tp_size=tp_size,
         max_replacements=max_replacements,
+        log_level=sys.argv[6],
     )
     modules = dict.fromkeys(("frontend", "scheduler", "worker"), MODULE)
     return supervise(ServerPlan(args, Path("/nowhere"), listener), time.monotonic(), None, modules)

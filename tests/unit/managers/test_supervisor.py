@@ -26,9 +26,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     pids, servers = tmp_path / "pids", []
     pids.mkdir()
 
-    def launch(behaviours: dict[str, str] | None = None, max_replacements: int = 0) -> ServerProcess:
+    def launch(
+        behaviours: dict[str, str] | None = None, max_replacements: int = 0, log_level: str = "info"
+    ) -> ServerProcess:
         environment = {"FAKE_PIDS": str(pids), "FAKE_BEHAVIOUR": json.dumps(behaviours or {})}
-        words = ["launch", "0", "2", "2", str(max_replacements)]
+        words = ["launch", "0", "2", "2", str(max_replacements), log_level]
         server = ServerProcess("tests.support.fake_children", words, tmp_path, environment)
         servers.append(server)
         return server.__enter__()
@@ -192,6 +194,16 @@ def test_helpers_of_a_worker_that_dies_are_gone_before_it_is_replaced(start: Sta
     processes_of(server)["worker-0"].kill()
     server.wait_for("are at work again")
     assert all_gone([helper])
+
+
+def test_a_worker_is_replaced_though_somebody_has_deleted_the_folder_of_logs(start: Start) -> None:
+    server = start({"worker 0": "tidy"}, max_replacements=1, log_level="error")  # nothing was logged before
+    server.wait_for("The folder of logs is gone.")
+    processes_of(server)["worker-1"].kill()
+    server.wait_for("Worker 0, worker 1 and scheduler 0 are replaced.")
+    server.wait_for("The folder of logs is gone.", 2)
+    server.send(signal.SIGTERM)
+    assert server.wait() == 0
 
 
 def test_a_killed_frontend_is_replaced_and_gets_the_port(start: Start) -> None:

@@ -70,6 +70,23 @@ def test_where_they_cannot_be_kept_nothing_fails(tmp_path: Path, monkeypatch: py
     assert last_lines(5) == []
 
 
+def test_a_folder_that_is_deleted_before_the_first_line_is_nobodys_problem() -> None:
+    handler = log_file_handler("worker 0", 7)
+    log_folder().rmdir()
+    handler.handle(logging.LogRecord("srt.x", logging.INFO, __file__, 1, "hello", (), None))
+    handler.close()
+    assert last_lines(5) == []
+
+
+def test_a_full_disk_is_nobodys_problem() -> None:
+    log_folder().mkdir(mode=0o700)
+    (log_folder() / "7-worker-0.log").symlink_to("/dev/full")
+    handler = log_file_handler("worker 0", 7)
+    for _ in range(3):
+        handler.handle(logging.LogRecord("srt.x", logging.INFO, __file__, 1, "hello", (), None))
+    handler.close()
+
+
 def test_a_folder_that_somebody_else_prepared_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     log_folder().symlink_to(tmp_path / "elsewhere")
