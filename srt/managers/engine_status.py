@@ -60,7 +60,7 @@ class EngineStatus:
         values |= {name: float(count) for name, count in self._step_ms.values("step_ms").items()}  # type: ignore[arg-type]
         values |= {"step_ms_sum": self._step_us / 1000, **self._rates(values, now_s)}
         if self._numbers is None or self._numbers.names != tuple(values):
-            self._numbers = _create(self._path, values)
+            self._numbers = SharedNumbers.fresh(self._path, values)
         for place, value in enumerate(values.values()):
             self._numbers.cells[place] = value
         if not self._values.get("num_running"):  # the time in which nothing happened does not count
@@ -133,10 +133,3 @@ def _status(before: Mapping[str, float], now: Mapping[str, float], seconds: floa
         " {step_ms:.2f} ms with {rows_per_step:.1f} rows."
     )
     return sentence.format(**numbers), numbers
-
-
-def _create(path: Path, values: Mapping[str, float]) -> SharedNumbers:
-    try:
-        return SharedNumbers.create(path, values)
-    except OSError:
-        return SharedNumbers.private(values)

@@ -84,7 +84,4 @@ def _numbers(run_dir: str | Path | None, index: int) -> SharedNumbers:
     before = SharedNumbers.open(path)
     if before is not None and before.names == NAMES:
         return before
-    try:
-        return SharedNumbers.create(path, NAMES)
-    except OSError:
-        return SharedNumbers.private(NAMES)
+    return SharedNumbers.fresh(path, NAMES)

@@ -24,10 +24,7 @@ class VitalsWriter:
     """Of one process, named like `worker 0`. Without a folder that can be written to, nobody sees it."""
 
     def __init__(self, run_dir: str | Path, process: str) -> None:
-        try:
-            self._numbers = SharedNumbers.create(Path(run_dir) / file_name(_PREFIX, process), _NAMES)
-        except OSError:
-            self._numbers = SharedNumbers.private(_NAMES)
+        self._numbers = SharedNumbers.fresh(Path(run_dir) / file_name(_PREFIX, process), _NAMES)
         self._numbers.set("pid", os.getpid())
 
     def beat(self, now_s: float, age_s: float = 0.0, is_overdue: bool = False) -> None:

@@ -20,21 +20,41 @@ class SharedNumbers:
     """float64 each, all 0 at first. Names are fixed when the file is made."""
 
     def __init__(self, names: Sequence[str], memory: mmap.mmap, start: int) -> None:
-        """Use `create`, `open` or `private`."""
+        """Use `fresh`, `create`, `open` or `private`."""
         self.names = tuple(names)
         self.cells = memoryview(memory)[start : start + _WORD * len(self.names)].cast("d")
         self._places = {name: place for place, name in enumerate(self.names)}
 
     @classmethod
+    def fresh(cls, path: Path, names: Iterable[str]) -> SharedNumbers:
+        """`create`. Where there is no room for a new file, the one of the process whose place this one takes, if it has the same names:
+        all others would go on reading that. Else nobody else sees them."""
+        names = tuple(names)
+        try:
+            return cls.create(path, names)
+        except OSError:
+            older = cls.open(path)
+            if older is None or older.names != names:
+                return cls.private(names)
+            for place in range(len(names)):
+                older.cells[place] = 0.0
+            return older
+
+    @classmethod
     def create(cls, path: Path, names: Iterable[str]) -> SharedNumbers:
-        """A new file, or one that takes the place of an older one: whoever has that open goes on reading its last values."""
+        """A new file, or one that takes the place of an older one: whoever has that open goes on reading its last values. OSError, and
+        nothing new, if there is no room for it."""
         names = tuple(names)
         head = _head(names)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_bytes(head + bytes(_WORD * len(names)))
-        with part.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-        part.rename(path)
+        try:
+            part.write_bytes(head + bytes(_WORD * len(names)))
+            with part.open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0)
+            part.rename(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
         return cls(names, memory, len(head))
 
     @classmethod

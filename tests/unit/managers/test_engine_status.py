@@ -10,6 +10,7 @@ import pytest
 from srt.managers.engine_status import PUBLISH_S, STATE_FILE, STATUS_S, EngineStatus
 from srt.protocol.messages import Scalar
 from srt.utils.shared_numbers import SharedNumbers
+from tests.support.full_disk import fill_disk
 from tests.unit.managers.scheduler_host import Host
 
 
@@ -57,6 +58,17 @@ def test_counters_can_be_read_while_the_scheduler_does_something_else(tmp_path: 
     assert (world.value("num_steps"), world.value("num_total_pages")) == (0, 64)
     world.run(3)
     assert (world.value("num_steps"), world.value("step_ms_to_10"), world.value("step_ms_sum")) == (3, 3, 30)
+
+
+def test_a_scheduler_that_takes_the_place_of_another_is_seen_on_a_full_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    World(tmp_path).run(3)
+    seen = SharedNumbers.open(tmp_path / STATE_FILE)
+    assert seen is not None
+    fill_disk(monkeypatch)
+    World(tmp_path).run(1)
+    assert seen.get("num_steps") == 1
 
 
 def test_they_are_published_a_few_times_a_second_at_most(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from srt.managers.vitals import SILENT_S, STUCK_S, VitalsReader, VitalsWriter, as_json
+from tests.support.full_disk import fill_disk
 
 WORKER_STUCK_S = 100.0
 
@@ -70,6 +73,18 @@ def test_a_process_that_takes_the_place_of_another_speaks_for_itself(tmp_path: P
     assert [vital.silent_s for vital in reader.read(150.0)] == [1.0]
     (told,) = as_json(reader.read(150.0)).values()
     assert (told["silent_s"], told["progress_age_s"]) == (1.0, 0.0)
+
+
+def test_a_process_that_takes_the_place_of_another_is_seen_on_a_full_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    VitalsWriter(tmp_path, "worker 0").beat(100.0, age_s=WORKER_STUCK_S + 1)
+    reader = VitalsReader(tmp_path, WORKER_STUCK_S)
+    assert reader.trouble(reader.read(150.0), "frontend 0") is not None
+    fill_disk(monkeypatch)
+    VitalsWriter(tmp_path, "worker 0").beat(149.0)
+    assert reader.trouble(reader.read(150.0), "frontend 0") is None
+    assert list(as_json(reader.read(150.0))) == ["worker 0"]
 
 
 def test_without_the_folder_nobody_sees_the_signs(tmp_path: Path) -> None:

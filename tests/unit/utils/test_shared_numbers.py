@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from srt.utils.shared_numbers import NumberFiles, SharedNumbers
+from tests.support.full_disk import fill_disk
 
 
 @pytest.mark.parametrize("names", [(), ("a",), ("a", "bb"), tuple("abcdefg")])
@@ -49,6 +50,22 @@ def test_a_file_that_takes_the_place_of_another_is_found(tmp_path: Path) -> None
     SharedNumbers.create(tmp_path / "kind-a", ["z"]).set("z", 2.0)
     first.set("x", 3.0)
     assert files.read() == {"a": {"z": 2.0}}
+
+
+def test_where_there_is_no_room_for_a_new_file_the_older_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = NumberFiles(tmp_path, "kind-")
+    SharedNumbers.create(tmp_path / "kind-a", ["x", "y"]).set("y", 1.0)
+    files.read()
+    fill_disk(monkeypatch)
+    numbers = SharedNumbers.fresh(tmp_path / "kind-a", ["x", "y"])
+    numbers.set("x", 2.0)
+    assert files.read() == {"a": {"x": 2.0, "y": 0.0}}
+    SharedNumbers.fresh(tmp_path / "kind-a", ["z"]).set("z", 3.0)
+    SharedNumbers.fresh(tmp_path / "kind-b", ["x", "y"]).set("x", 3.0)
+    assert files.read() == {"a": {"x": 2.0, "y": 0.0}}
+    assert [path.name for path in tmp_path.iterdir()] == ["kind-a"]
 
 
 def test_a_file_that_was_deleted_is_read_on_as_its_process_writes_on(tmp_path: Path) -> None:
