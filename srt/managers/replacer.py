@@ -246,8 +246,10 @@ class Replacer:
                 life.last_beat_s = now_s
 
     def was_dying(self, child: ChildKey) -> None:
-        """It was ending by itself already when it was to be killed: how it ends is its own doing."""
-        self._killed.discard(child)
+        """It was ending by itself already when it was to be killed: how it ends is its own doing. When the server ends everybody does,
+        and who is killed was late or may not take any time."""
+        if self.state is not State.STOPPING:
+            self._killed.discard(child)
 
     def next_tick_s(self) -> float | None:
         """When `tick` has something to do at the latest; None when only an event can bring something."""
@@ -320,7 +322,11 @@ class Replacer:
             return []
         effects: list[Effect] = []
         if child not in self._killed:
-            effects += self._cannot_go_on(child, self._obituary(child, life, returncode), max(0, -returncode), now_s)
+            sentence, number = self._obituary(child, life, returncode), max(0, -returncode)
+            effects += self._cannot_go_on(child, sentence, number, now_s)
+            if self.state is State.STOPPING and not self._has_obeyed(child, returncode):
+                self._why_now = ""
+                self._hear_cause(sentence, number)
         self._forget(child)
         group = self._groups[child]
         if self.state is State.READY and group.lost is not None and not any(m in self._alive for m in group.members):
@@ -404,17 +410,24 @@ class Replacer:
     def _fail(self, sentence: str, number: int, now_s: float) -> list[Effect]:
         if self.state is State.FINISHED:
             return []
-        if self._cause is not None:
-            self._cause.hear(sentence, number)
+        is_first = self._cause is None
+        self._hear_cause(sentence, number)
+        if not is_first:
             return []
-        self._cause = _Cause(sentence, number)
         was_ready = self.state is State.READY
         self.state = State.FAILING
         # Frontends have clients to tell, once there are any.
         frontends = self._of_role("frontend") if was_ready else ()
         at_once = tuple(child for child in self._alive if child not in frontends)
         self._deadlines += [_Deadline(now_s + SETTLE_S, at_once), _Deadline(now_s + ENDING_S, frontends)]
-        return [Tell(child, Stop(LAST_ANSWERS_S, self._cause.sentence)) for child in frontends]
+        return [Tell(child, Stop(LAST_ANSWERS_S, sentence)) for child in frontends]
+
+    def _hear_cause(self, sentence: str, number: int) -> None:
+        """Of the end of the server: why it has failed."""
+        if self._cause is None:
+            self._cause = _Cause(sentence, number)
+        else:
+            self._cause.hear(sentence, number)
 
     def _stop(self, grace_s: float, now_s: float) -> list[Effect]:
         if self.state is State.READY and grace_s > 0:
@@ -430,6 +443,12 @@ class Replacer:
             self.state = State.STOPPING
         self._stages.clear()
         return self._kill(self._alive)  # nothing to be finished, or asked for the second time
+
+    def _has_obeyed(self, child: ChildKey, returncode: int) -> bool:
+        """It has ended when it was told to, by itself. Workers end one by one, and may miss another in a last step of which nobody waits
+        for the result: their exit code says nothing."""
+        was_told = child.role not in {role for role, _ in self._stages}
+        return was_told and (returncode == 0 or (returncode > 0 and child.role == "worker"))
 
     def _give_up_running(self, sentence: str) -> list[Effect]:
         """In the middle of an orderly end nothing is replaced any more: who waits for answers is told so, and waits no longer."""

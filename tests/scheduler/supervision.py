@@ -105,10 +105,15 @@ class Supervision:
             self._at(self.now + rng.random() * 2 * grace_s, partial(self._ask_to_stop, grace_s))
         if rng.random() < 0.3:  # one dies meanwhile
             victim = rng.choice(list(self._processes.values()))
-            self._at(self.now + rng.random() * 2, partial(self._exit, victim, -signal.SIGKILL))
+            self._at(self.now + rng.random() * 2, partial(self._die_in_a_stop, victim))
         while not self.is_finished:
             assert self._events, f"nothing happens any more, and the server has not ended: {self._replacer.state}"
             self.run_until(self._events[0][0])
+
+    def _die_in_a_stop(self, process: Process) -> None:
+        if process.is_alive:
+            self.verdicts.note_death_in_a_stop(process.key, self.now)
+            self._exit(process, -signal.SIGKILL)
 
     # ---- Processes
 

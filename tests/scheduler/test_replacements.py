@@ -280,7 +280,7 @@ class Story:
     def _check_finish(self, finish: Finish) -> None:
         assert not any(process.is_alive for process in self._processes.values()), "it is over, and one lives"
         if finish.exit_code:
-            assert self._is_too_often() or not self.is_ready
+            assert self._is_too_often() or not self.is_ready or self._is_stopping
             words = [one for words in self._words.values() for one in words]
             assert any((finish.reason or "").startswith(one) for one in words), f"{finish.reason!r} is said of {words}"
         else:

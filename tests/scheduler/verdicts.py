@@ -2,7 +2,8 @@
 
 While all live and go on nobody is told to end, and nobody killed, however long a step or a nap of the supervisor takes. When one
 has gone wrong, that one is named, in time, and all end: frontends are told, and have time for their last answers. When a stop is
-asked for, frontends end first, then the scheduler, then workers; who does not end within its grace is killed.
+asked for, frontends end first, then the scheduler, then workers; who does not end within its grace is killed, and who dies before is
+named.
 """
 
 from __future__ import annotations
@@ -87,6 +88,11 @@ class Verdicts:
         self._was_ready = self.is_ready
         self._must_finish_by = self.cause.due_s + ENDING_S + SLACK_S
         return self.cause
+
+    def note_death_in_a_stop(self, child: ChildKey, now: float) -> None:
+        """Killed from outside. That is the reason of the end, unless it was to be killed anyway."""
+        if child not in self._killed:
+            self.cause = Cause("killed", child, f"{str(child).capitalize()} was killed by SIGKILL", now, inf)
 
     def note_exit(self, child: ChildKey) -> None:
         self._is_engine_broken |= child.role != "frontend"

@@ -90,7 +90,48 @@ def test_a_worker_that_dies_in_a_stop_does_not_end_the_scheduler_before_the_fron
     reason = "Worker 0 was killed by SIGKILL (out of memory?)."  # what runs has no hope: clients are told
     assert exits(replacer, WORKERS, 11.0, -9) == [Tell(child, Stop(LAST_ANSWERS_S, reason)) for child in FRONTENDS]
     assert told(exits(replacer, FRONTENDS, 12.0)) == [SCHEDULER]
-    assert exits(replacer, [SCHEDULER], 13.0) == [Finish(0, None)]
+    assert exits(replacer, [SCHEDULER], 13.0) == [Finish(1, reason)]
+
+
+@pytest.mark.parametrize("code", [-9, 3, 0])
+def test_who_dies_in_a_stop_before_its_turn_is_the_reason_of_a_failure(code: int) -> None:
+    replacer = ready()
+    replacer.handle(StopAsked(20.0), 10.0)
+    exits(replacer, [SCHEDULER], 11.0, code)
+    exits(replacer, FRONTENDS, 12.0)
+    how = "was killed by SIGKILL (out of memory?)" if code < 0 else f"ended with exit code {code}"
+    assert exits(replacer, WORKERS, 13.0) == [Finish(1, f"Scheduler 0 {how}.")]
+
+
+def test_a_frontend_that_dies_in_a_stop_is_the_reason_of_a_failure() -> None:
+    replacer = ready(most_replacements=3)
+    exits(replacer, list(ENGINE), 5.0, -11)
+    gets_ready(replacer, ENGINE, 6.0)
+    exits(replacer, list(ENGINE), 7.0, -11)
+    gets_ready(replacer, ENGINE, 8.0)
+    replacer.handle(StopAsked(20.0), 10.0)
+    replacer.handle(ChildSpoke(FRONTENDS[0], Failed("Internal error in frontend 0: no.")), 11.0)
+    exits(replacer, FRONTENDS[:1], 11.0, 1)
+    exits(replacer, [*FRONTENDS[1:], SCHEDULER], 12.0)
+    assert exits(replacer, WORKERS, 13.0) == [Finish(1, "Internal error in frontend 0: no.")]
+
+
+def test_a_death_by_a_signal_in_a_stop_explains_what_others_say_of_it() -> None:
+    replacer = ready()
+    replacer.handle(StopAsked(20.0), 10.0)
+    replacer.handle(ChildSpoke(SCHEDULER, Failed("Worker 0 is gone.")), 11.0)
+    exits(replacer, [SCHEDULER], 11.0, 1)
+    exits(replacer, WORKERS[:1], 11.1, -11)
+    exits(replacer, FRONTENDS, 12.0)
+    assert exits(replacer, WORKERS[1:], 13.0) == [Finish(1, SEGFAULT)]
+
+
+def test_workers_that_miss_each_other_as_they_end_are_no_failure() -> None:
+    replacer = ready()
+    replacer.handle(StopAsked(20.0), 10.0)
+    exits(replacer, [*FRONTENDS, SCHEDULER, WORKERS[0]], 11.0)
+    replacer.handle(ChildSpoke(WORKERS[1], Failed("Connection closed by peer.")), 11.1)
+    assert exits(replacer, WORKERS[1:], 11.1, 1) == [Finish(0, None)]
 
 
 def test_without_frontends_a_stop_begins_with_the_scheduler() -> None:
@@ -117,7 +158,9 @@ def test_a_second_stop_ends_everything_at_once() -> None:
     replacer = ready()
     replacer.handle(StopAsked(20.0), 10.0)
     assert killed(replacer.handle(StopAsked(20.0), 10.1)) == ALL
-    assert exits(replacer, ALL, 10.2, -9) == [Finish(0, None)]
+    replacer.was_dying(SCHEDULER)  # of the workers' deaths, perhaps
+    assert exits(replacer, [*WORKERS, *FRONTENDS], 10.2, -9) == []
+    assert exits(replacer, [SCHEDULER], 10.3, 1) == [Finish(0, None)]
 
 
 def test_a_stop_during_the_start_is_no_failure() -> None:

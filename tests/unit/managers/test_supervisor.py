@@ -109,6 +109,18 @@ def test_a_second_stop_signal_ends_who_would_not_listen(start: Start) -> None:
     assert all_gone(processes)
 
 
+def test_who_is_killed_from_outside_while_the_server_ends_is_named(start: Start) -> None:
+    server = start({"frontend 0": "deaf"}, max_replacements=1)
+    server.wait_ready()
+    frontend = processes_of(server)["frontend-0"]
+    server.send(signal.SIGTERM)
+    server.wait_for("Stopping")
+    frontend.kill()
+    assert server.wait() == 1
+    assert server.lines[-1] == "Frontend 0 was killed by SIGKILL (out of memory?)."
+    assert len(stops(server)) == len(ALL) - 1
+
+
 def test_a_stop_during_the_start_is_in_order_too(start: Start) -> None:
     server = start({"worker 1": "mute"})
     server.wait_for("frontend 0: ready")
