@@ -10,7 +10,8 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import assert_never
 
 from srt.managers.child_process import ChildKey, ChildProcess
@@ -99,7 +100,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._vitals = VitalsWriter(run_dir.path, "supervisor")
         self._checkpoint_version = version_of(plan.model_folder)
-        ControlWords.create(run_dir.path, plan.args)
+        with _must_be_written(run_dir.path):
+            ControlWords.create(run_dir.path, plan.args)
         self._exit_code: int | None = None
         self._runtime_asked_to_stop = False
         for child in children:
@@ -329,10 +331,8 @@ class Supervisor:
 
     def _save_report(self) -> None:
         path = self._run_dir.path / STARTUP_FILE
-        try:
+        with _must_be_written(path):
             self._report.write(path, time.monotonic())
-        except OSError as error:
-            raise StartError(f"{path} cannot be written ({error.strerror}): set TMPDIR to another folder.") from error
 
     def _announce_ready(self) -> None:
         took_s = time.monotonic() - self._report.started_s
@@ -354,6 +354,15 @@ class Supervisor:
         if self._lifeline:
             with contextlib.suppress(PeerGone):
                 self._lifeline.send(message)
+
+
+@contextlib.contextmanager
+def _must_be_written(path: Path) -> Iterator[None]:
+    """Without it there is no server: StartError."""
+    try:
+        yield
+    except OSError as error:
+        raise StartError(f"{path} cannot be written ({error.strerror}): set TMPDIR to another folder.") from error
 
 
 def _names(keys: tuple[ChildKey, ...]) -> str:

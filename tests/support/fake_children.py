@@ -3,7 +3,7 @@
 `{"worker 1": "fail"}`. Behaviours: `obey` (the default), `fail` (a StartError before it is ready), `crash` (an exception after the
 server is ready), `die` (SIGKILL itself before it is ready), `quit` (exit code 3 after ready), `deaf` (never stops), `mute` (never
 ready), `garble` (writes bytes that are no message), `helped` (starts a process of its own, which does not end with it), `tidy` (deletes
-the folder of logs after the server is ready, and logs a line).
+the folder of logs after the server is ready, and logs a line). The supervisor's own may be `full`: files can hold a few bytes only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import select
 import shutil
 import signal
@@ -94,7 +95,13 @@ def launch() -> int:
         log_level=sys.argv[6],
     )
     modules = dict.fromkeys(("frontend", "scheduler", "worker"), MODULE)
-    return supervise(ServerPlan(args, Path("/nowhere"), listener), time.monotonic(), None, modules)
+    if json.loads(os.environ["FAKE_BEHAVIOUR"]).get("supervisor") == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+    try:
+        return supervise(ServerPlan(args, Path("/nowhere"), listener), time.monotonic(), None, modules)
+    except StartError as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -138,6 +138,14 @@ def test_a_failed_start_ends_everything_with_its_sentence(start: Start) -> None:
     assert run_dirs(server) == []
 
 
+def test_a_start_on_a_disk_that_is_almost_full_ends_with_one_sentence(start: Start) -> None:
+    server = start({"supervisor": "full"})
+    assert server.wait() == 1
+    (line,) = server.lines
+    assert line.endswith(" cannot be written (File too large): set TMPDIR to another folder.")
+    assert run_dirs(server) == []
+
+
 def test_a_death_at_the_start_is_named(start: Start) -> None:
     server = start({"worker 0": "die"})
     assert server.wait() == 1
