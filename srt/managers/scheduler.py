@@ -22,7 +22,7 @@ from srt.managers.scheduler_state import Scheduler
 from srt.managers.scheduler_trace import SchedulerTrace
 from srt.managers.step_deadline import StepDeadline
 from srt.protocol.codec import decode_view, protocol_hash
-from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, worker_path
+from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, remove_sockets, worker_path
 from srt.protocol.messages import (
     Abort,
     EngineReplaced,
@@ -59,6 +59,7 @@ class SchedulerProcess:
         start = child.start
         self._child = child
         self._scheduler = Scheduler(start.args, protocol_hash())
+        remove_sockets(start.run_dir, start.generation - 1)
         paths = frontend_path(start.run_dir, start.generation), worker_path(start.run_dir, start.generation)
         self._frontends = RouterLink(context, paths[0], start.generation, read=decode_view)
         self._workers = RouterLink(context, paths[1], start.generation)

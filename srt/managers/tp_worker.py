@@ -227,11 +227,12 @@ def load_runner(child: Child) -> ModelRunner:
         torch.cuda.set_device(device)
         threading.Thread(target=_hash_compiler, name="compiler's hash", daemon=True).start()
     child.report_phase("communicator")
-    rendezvous = str(Path(start.run_dir) / f"rendezvous-{start.generation}")
+    rendezvous, before = (Path(start.run_dir) / f"rendezvous-{start.generation - back}" for back in (0, 1))
+    before.unlink(missing_ok=True)
     tp = init_tensor_parallel(
         rank,
         args.tp_size,
-        rendezvous,
+        str(rendezvous),
         "gloo" if device.type == "cpu" else "nccl",
         device,
         args.dist_timeout,

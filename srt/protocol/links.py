@@ -6,6 +6,7 @@ that is not the expected one means that something was lost; between scheduler an
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from srt.protocol.views import RequestView
 from srt.utils.errors import StartError
 
 MAX_SOCKET_PATH = 107  # bytes: what the kernel takes
+_SCHEME = "ipc://"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,20 @@ def worker_path(run_dir: str, generation: int) -> str:
     return _ipc(run_dir, f"w{generation}")
 
 
+def remove_sockets(run_dir: str, generation: int) -> None:
+    """Of an engine of which nothing is left: nobody else does. Who still tries to connect to them goes on trying."""
+    for path in (frontend_path(run_dir, generation), worker_path(run_dir, generation)):
+        with contextlib.suppress(OSError):
+            Path(path.removeprefix(_SCHEME)).unlink()
+
+
 def _ipc(run_dir: str, name: str) -> str:
     path = str(Path(run_dir) / name)
     if len(path.encode()) > MAX_SOCKET_PATH:
         raise ValueError(
             f"socket path {path} is longer than {MAX_SOCKET_PATH} bytes: choose a shorter temporary folder"
         )
-    return f"ipc://{path}"
+    return _SCHEME + path
 
 
 class RouterLink:

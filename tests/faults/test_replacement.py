@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,13 @@ def check_books(server: ServerProcess) -> None:
     assert state["num_total_pages"] == 16384 // state["page_size"]
 
 
+def check_files(server: ServerProcess) -> None:
+    """Of engines that have ended none is left."""
+    (run_dir,) = server.left_behind()
+    kinds = Counter(path.name.rstrip("0123456789") for path in run_dir.iterdir())
+    assert (kinds["f"], kinds["w"], kinds["rendezvous-"]) == (1, 1, 1)
+
+
 @pytest.mark.parametrize("at", [1, 150, 700])
 @pytest.mark.parametrize(("module", "number"), [(WORKER, 0), (WORKER, 1), (SCHEDULER, 0)])
 def test_the_engine_is_replaced_and_every_answer_is_what_it_would_have_been(
@@ -146,6 +154,7 @@ def test_the_engine_is_replaced_and_every_answer_is_what_it_would_have_been(
     check_same(all_streamed(url_of(server), Trigger(at, victim.kill)), undisturbed)
     assert not victim.is_running()
     check_books(server)
+    check_files(server)
 
 
 def test_a_worker_that_hangs_is_replaced(server: ServerProcess, undisturbed: list[Chunks]) -> None:

@@ -17,6 +17,7 @@ from srt.protocol.links import (
     Received,
     RouterLink,
     frontend_path,
+    remove_sockets,
     worker_path,
 )
 from srt.protocol.messages import Abort, FlushCache, Load, Message
@@ -212,6 +213,17 @@ def test_socket_paths_are_the_generations_and_short() -> None:
     assert worker_path("/tmp/srt-x", 4) != worker_path("/tmp/srt-x", 5)
     with pytest.raises(ValueError, match="shorter"):
         frontend_path("/tmp/" + "x" * 100, 1)
+
+
+def test_sockets_of_an_engine_of_which_nothing_is_left_are_removed(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    run_dir = str(tmp_path)
+    for generation in (1, 2):
+        remove_sockets(run_dir, generation - 1)
+        for path in (frontend_path(run_dir, generation), worker_path(run_dir, generation)):
+            RouterLink(context, path, generation)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f2", "w2"]
 
 
 def test_a_path_that_cannot_be_bound_is_one_sentence(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
