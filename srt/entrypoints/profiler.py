@@ -12,7 +12,17 @@ from typing import Any
 from srt.managers.control_words import ControlWords
 from srt.managers.io_struct import RequestError
 from srt.managers.request_schema import bad_parameter
-from srt.managers.trace_file import default_folder, merge, missing_parts, new_file, read_summary, write_summary
+from srt.managers.trace_file import (
+    claim,
+    default_folder,
+    merge,
+    missing_parts,
+    new_file,
+    read_summary,
+    release,
+    take_over,
+    write_summary,
+)
 from srt.managers.vitals import SILENT_S, Vital
 
 PARTS_S = 5.0  # for all processes to write down what they recorded
@@ -23,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Owner of the traces that this frontend was asked to record. Only one is recorded at a time, whichever frontend was asked."""
+    """Owner of the traces that this frontend was asked to record, and of those whose frontend has gone before they were written. Only
+    one is recorded at a time, whichever frontend was asked."""
 
     def __init__(self, run_dir: Path | None, control: ControlWords, vitals: Callable[[], list[Vital]]) -> None:
         """Without a folder there are no other processes, and nothing is recorded."""
@@ -34,6 +45,8 @@ class Profiler:
 
     def start(self, output_dir: str | None, num_steps: int | None) -> Path:
         """Begin; the path is where the trace will be. RequestError if one is being recorded, or if it could not be written."""
+        if self._run_dir is not None and self._has_taken_over(self._run_dir, abs(self._control.trace)):
+            self._control.stop_trace()
         if self._run_dir is None or self._control.trace > 0:
             raise RequestError(400, "A trace is being recorded already: stop it first.")
         if output_dir is not None and not output_dir.startswith("/"):
@@ -43,9 +56,8 @@ class Profiler:
         except (OSError, ValueError) as error:  # a ValueError for names that no file can have
             raise bad_parameter("output_dir", f"cannot be written to ({error})") from error
         number = self._control.start_trace(num_steps)
-        task = asyncio.create_task(self._write(self._run_dir, number, path))
-        self._writing.add(task)
-        task.add_done_callback(self._note_end)
+        claim(self._run_dir, number, path)
+        self._begin_to_write(self._run_dir, number, path)
         return path
 
     async def stop(self) -> dict[str, Any]:
@@ -56,13 +68,32 @@ class Profiler:
         self._control.stop_trace()
         try:
             async with asyncio.timeout(WRITTEN_S):
-                await _until(lambda: read_summary(run_dir, number) is not None)
+                await _until(lambda: self._is_written(run_dir, number))
         except TimeoutError:
             raise RequestError(503, f"The trace was not written within {WRITTEN_S:g} s.") from None
         told = read_summary(run_dir, number) or {}
         if "error" in told:
             raise RequestError(500, told["error"])
         return told
+
+    def _is_written(self, run_dir: Path, number: int) -> bool:
+        """Its frontend may go while we wait for it."""
+        return not self._has_taken_over(run_dir, number) and read_summary(run_dir, number) is not None
+
+    def _has_taken_over(self, run_dir: Path, number: int) -> bool:
+        """Nobody was left who would write this trace, so it is ours from now on."""
+        if not number or read_summary(run_dir, number) is not None:
+            return False
+        path = take_over(run_dir, number)
+        if path is None:
+            return False
+        self._begin_to_write(run_dir, number, path)
+        return True
+
+    def _begin_to_write(self, run_dir: Path, number: int, path: Path) -> None:
+        task = asyncio.create_task(self._write(run_dir, number, path))
+        self._writing.add(task)
+        task.add_done_callback(self._note_end)
 
     async def _write(self, run_dir: Path, number: int, path: Path) -> None:
         """When the recording has ended, by whomever: wait for all parts, and make one file of them."""
@@ -83,6 +114,7 @@ class Profiler:
         else:
             write_summary(run_dir, number, told)
             logger.info("The trace %s has %d events.", path, told["num_events"])
+        release(run_dir, number)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._writing.discard(task)

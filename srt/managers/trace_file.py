@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -12,10 +13,12 @@ from typing import Any
 import orjson
 
 from srt.managers.tracer import DEVICE, MAIN, PART_PREFIX
+from srt.utils.host import is_exiting
 
 FOLDER_VARIABLE = "SRT_PROFILE_DIR"
 Event = dict[str, Any]
 _SUMMARY_PREFIX = "trace-summary-"
+_CLAIM_PREFIX = "trace-claim-"
 _ROWS = {MAIN: "main", DEVICE: "device"}
 _ORDER = ("frontend", "scheduler", "worker")
 
@@ -71,6 +74,28 @@ def merge(run_dir: Path, number: int, processes: Sequence[str], missing: Sequenc
         "num_dropped_events": num_dropped,
         "missing_processes": list(missing),
     }
+
+
+def claim(run_dir: Path, number: int, path: Path) -> None:
+    """This process makes that trace, at `path`. Where that cannot be noted, nobody takes it over."""
+    with contextlib.suppress(OSError):
+        _claim(run_dir, number, os.getpid()).symlink_to(path)
+
+
+def take_over(run_dir: Path, number: int) -> Path | None:
+    """Where the trace is to lie, if the process that claimed it has gone: it is this one's from now on, and no other's."""
+    for claimed in run_dir.glob(f"{_CLAIM_PREFIX}{number}-*"):
+        if is_exiting(int(claimed.name.rpartition("-")[2])):
+            ours = _claim(run_dir, number, os.getpid())
+            with contextlib.suppress(OSError):  # somebody else was faster
+                claimed.rename(ours)
+                return ours.readlink()
+    return None
+
+
+def release(run_dir: Path, number: int) -> None:
+    """The trace is made."""
+    _claim(run_dir, number, os.getpid()).unlink(missing_ok=True)
 
 
 def write_summary(run_dir: Path, number: int, told: dict[str, Any]) -> None:
@@ -147,6 +172,11 @@ def _whole(events: list[Event]) -> list[Event]:
 
 def _part(run_dir: Path, number: int, process: str) -> Path:
     return run_dir / f"{PART_PREFIX}{number}-{process.replace(' ', '-')}"
+
+
+def _claim(run_dir: Path, number: int, pid: int) -> Path:
+    """A link to where the trace is to lie: renaming it succeeds for one process only."""
+    return run_dir / f"{_CLAIM_PREFIX}{number}-{pid}"
 
 
 def _place(process: str) -> tuple[int, str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,26 @@ class Server:
         ]
 
 
+def started_by_who_has_gone(run_dir: Path, folder: Path) -> Path:
+    """A frontend that has ended since then, in a process of its own. Returns where the trace was to lie."""
+    script = """
+import asyncio, os, sys
+from pathlib import Path
+from srt.entrypoints.profiler import Profiler
+from srt.managers.control_words import ControlWords
+from srt.server_args import ServerArgs
+
+async def go(run_dir: str, folder: str) -> None:
+    control = ControlWords.open(run_dir, ServerArgs(model_path="m"))
+    print(Profiler(Path(run_dir), control, list).start(folder, None), flush=True)
+    os._exit(0)
+
+asyncio.run(go(*sys.argv[1:]))
+"""
+    words = [sys.executable, "-c", script, str(run_dir), str(folder)]
+    return Path(subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip())
+
+
 def test_any_frontend_may_end_what_another_has_begun(tmp_path: Path) -> None:
     async def go() -> None:
         server = Server(tmp_path)
@@ -51,6 +74,42 @@ def test_any_frontend_may_end_what_another_has_begun(tmp_path: Path) -> None:
         assert (told["path"], told["missing_processes"]) == (str(path), [])
         assert "step" in {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
         assert await first.stop() == told, "the last one"
+
+    asyncio.run(go())
+
+
+def test_a_trace_whose_frontend_has_gone_is_written_by_one_of_those_that_are_asked(tmp_path: Path) -> None:
+    async def go() -> None:
+        server = Server(tmp_path)
+        path = started_by_who_has_gone(tmp_path, tmp_path / "traces")
+        server.worker.slice("step", 1.0, 2.0)
+        stopping = [asyncio.create_task(frontend.stop()) for frontend in server.frontends]
+        await asyncio.sleep(0)
+        server.worker.tend()
+        assert [(await told)["path"] for told in stopping] == [str(path)] * 2
+        assert "step" in {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        assert not any(name.startswith(("trace-part", "trace-claim")) for name in os.listdir(tmp_path))
+
+    asyncio.run(go())
+
+
+def test_another_trace_may_begin_where_the_frontend_of_the_last_has_gone(tmp_path: Path) -> None:
+    async def go() -> None:
+        server = Server(tmp_path)
+        first = started_by_who_has_gone(tmp_path, tmp_path / "traces")
+        server.worker.slice("old step", 1.0, 2.0)
+        second = server.frontends[0].start(str(tmp_path / "traces"), None)
+        with pytest.raises(RequestError, match="being recorded already"):
+            server.frontends[1].start(None, None)
+        server.worker.slice("new step", 3.0, 4.0)
+        stopping = asyncio.create_task(server.frontends[0].stop())
+        await asyncio.sleep(0)
+        server.worker.tend()
+        assert (await stopping)["path"] == str(second)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})  # the other one is written, too
+        for path, name in ((first, "old step"), (second, "new step")):
+            events = json.loads(path.read_text())["traceEvents"]
+            assert [event["name"] for event in events if event["ph"] == "X"] == [name]
 
     asyncio.run(go())
 
@@ -83,7 +142,7 @@ def test_a_trace_that_cannot_be_written_is_an_error_that_says_so(
     asyncio.run(go())
 
 
-def test_a_recording_whose_frontend_has_gone_is_not_waited_for_for_ever(
+def test_a_recording_that_nobody_has_claimed_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiler_module, "WRITTEN_S", 0.01)
