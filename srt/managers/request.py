@@ -8,11 +8,10 @@ from typing import Final
 from msgspec.structs import astuple, replace
 
 from srt.mem_cache.radix_cache import ITEM, NO_PAGES, RadixNode
-from srt.protocol.messages import RequestDone, TokenLogprobs
+from srt.protocol.messages import TRIAL_TOKENS, RequestDone, TokenLogprobs
 from srt.protocol.views import LogprobView, RequestView, SamplingView
 from srt.sampling.sampling_params import choice_seed
 
-TRIAL_TOKENS: Final = 4  # what it came with is where it was when workers died, but for steps that were in flight
 FIRST_CHOICE: Final = b"\0\0\0\0"
 
 

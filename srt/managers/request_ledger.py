@@ -7,7 +7,6 @@ to a new scheduler goes on behind it.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from srt.managers.io_struct import TokenLogprob
 from srt.managers.logprob_rows import logprob_rows
 from srt.protocol.link_errors import LinkBroken
 from srt.protocol.messages import (
+    TRIAL_TOKENS,
     Abort,
     AckBatch,
     AskRange,
@@ -95,12 +95,23 @@ class _Choice:
     asked_from: int = -1  # a gap was seen, and everything from this token on asked for
     done: RequestDone | None = None
     was_in_flight: bool = False  # as the scheduler says that ends now
-    num_deaths: int = 0  # of engines, of what may have been this
-    num_lone_deaths: int = 0  # while nothing else was in flight
+    num_deaths: int = 0  # of engines, of what may have been this, while it came no further
+    num_lone_deaths: int = 0  # with nothing else in flight
+    died_at: int = 0  # tokens that were released at the last of them
 
     @property
     def num_logprobs(self) -> int:
         return self.num_released + len(self.logprobs)
+
+    def note_death(self, *, is_suspected: bool, is_alone: bool) -> None:
+        """An engine has died. Whoever kills does it at the same token again: deaths since which this has come further count no more."""
+        self.was_in_flight = False
+        if self.num_released > self.died_at + TRIAL_TOKENS:
+            self.num_deaths = self.num_lone_deaths = 0
+        if is_suspected:
+            self.num_deaths += 1
+            self.num_lone_deaths += is_alone
+            self.died_at = self.num_released
 
     @property
     def has_ended(self) -> bool:
@@ -146,7 +157,8 @@ class RequestLedger:
         self._last_batch = -1
         self._last_acknowledged = -1
         self._has_scheduler = True
-        self._convicted: deque[bytes] = deque(maxlen=MOST_CONVICTED)  # digests of requests: their clients may try again
+        # By digest, as their clients may try again: the tokens that were released when engines died.
+        self._convicted: dict[bytes, int] = {}
         self._was_alone = False  # what was in flight at the last scheduler's end
         self.num_batches = 0
         self.num_gaps = 0
@@ -188,9 +200,10 @@ class RequestLedger:
             only=choices.get(0) if len(choices) == 1 else None,
             was_sent=self._has_scheduler,
         )
-        if self._convicted and digest_of(request) in self._convicted:
+        died_at = self._convicted.get(digest_of(request)) if self._convicted else None
+        if died_at is not None:
             for choice in choices.values():
-                choice.num_deaths, choice.num_lone_deaths = SUSPECTED, CONVICTED - 1
+                choice.num_deaths, choice.num_lone_deaths, choice.died_at = SUSPECTED, CONVICTED - 1, died_at
             request = self._entries[request.rid].request = replace(request, suspect=True)
         self._labels.add(request.label)
         return [Send(request)]
@@ -249,13 +262,11 @@ class RequestLedger:
         self._has_scheduler = False
         for entry in self._entries.values():
             for choice in entry.choices.values():
-                choice.num_deaths += choice.was_in_flight and by_request
-                choice.num_lone_deaths += choice.was_in_flight and by_request and self._was_alone
-                choice.was_in_flight = False
+                choice.note_death(is_suspected=choice.was_in_flight and by_request, is_alone=self._was_alone)
 
     def resume(self) -> Iterator[Effect]:
         """A new scheduler knows nothing: ask it to go on where each live choice is. Its batches are numbered anew. Who was alone at two
-        deaths ends here. To be asked to the end, like `effects_of`."""
+        deaths, and came no further between them, ends here. To be asked to the end, like `effects_of`."""
         self._last_batch = self._last_acknowledged = -1
         self._has_scheduler = True
         for entry in list(self._entries.values()):
@@ -367,8 +378,10 @@ class RequestLedger:
     # ---- Beginnings and ends
 
     def _convict(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
-        """Should its client try again, one more death with the same request alone is enough."""
-        self._convicted.append(digest_of(entry.request))
+        """Should its client try again, one more death at that token with the same request alone is enough."""
+        self._convicted[digest_of(entry.request)] = choice.died_at
+        if len(self._convicted) > MOST_CONVICTED:
+            del self._convicted[next(iter(self._convicted))]
         cached, num_output = choice.cached, len(choice.ids)
         done = RequestDone(entry.request.rid, index, "error", -1, num_output, cached, status=500, message=CONVICTION)
         self._forget(entry.request.rid, index)

@@ -20,6 +20,7 @@ from srt.managers.request_ledger import (
     digest_of,
 )
 from srt.protocol.messages import (
+    TRIAL_TOKENS,
     AbortLabel,
     AskRange,
     ControlReply,
@@ -57,14 +58,15 @@ class LedgerFrontend:
         self._next_batch = 0
         self._is_greeted = False
         self._was_alone = False
-        self._convicted: set[bytes] = set()
+        self._convicted: dict[bytes, int] = {}  # and the tokens that were delivered
 
     def add(self, choices: list[Choice]) -> list[FromFrontend]:
         request = choices[0].request
         self.live[request.rid] = {choice.choice: choice for choice in choices}
-        if digest_of(request) in self._convicted:  # somebody tries again: one lone death is enough
+        if digest_of(request) in self._convicted:  # somebody tries again: one lone death there is enough
             for choice in choices:
                 choice.num_deaths, choice.num_lone_deaths = 2, 1
+                choice.died_at = self._convicted[digest_of(request)]
         return self._take_all(self._ledger.add(request))
 
     def abort(self, rid: int, choice: int) -> list[FromFrontend]:
@@ -84,9 +86,12 @@ class LedgerFrontend:
         """A new scheduler is there: what the ledger wants to tell it, behind the hello. The old one may have died of a request."""
         self._ledger.note_death(by_request=by_request)
         for choice in self.live_choices():
+            if choice.num_delivered - choice.died_at > TRIAL_TOKENS:
+                choice.num_deaths = choice.num_lone_deaths = 0
             if choice.was_in_flight and by_request:
                 choice.num_deaths += 1
                 choice.num_lone_deaths += self._was_alone
+                choice.died_at = choice.num_delivered
             choice.was_in_flight = False
         self._next_batch, self._is_greeted = 0, False
         for choices in self.live.values():
@@ -213,7 +218,7 @@ class LedgerFrontend:
             return
         if done.message == CONVICTION:
             assert (done.reason, done.status) == ("error", 500)
-            self._convicted.add(digest_of(choice.request))
+            self._convicted[digest_of(choice.request)] = choice.num_delivered
             assert choice.num_lone_deaths == 2, f"{choice.name} did not deserve that"
             self._statistics["convicted of poison" if choice.poison_at >= 0 else "convicted by chance"] += 1
             return

@@ -120,8 +120,14 @@ MORE_MUTATIONS = (
     Mutation(
         "whoever was in flight is blamed for what others on the host did",
         "managers/request_ledger.py",
-        "choice.num_deaths += choice.was_in_flight and by_request",
-        "choice.num_deaths += choice.was_in_flight",
+        "is_suspected=choice.was_in_flight and by_request",
+        "is_suspected=choice.was_in_flight",
+    ),
+    Mutation(
+        "deaths count together however far a request came in between",
+        "managers/request_ledger.py",
+        "self.num_deaths = self.num_lone_deaths = 0",
+        "pass",
     ),
     Mutation(
         "nobody is alone",

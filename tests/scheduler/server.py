@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, Worker
 from srt.managers.effects import ToFrontend as SendToFrontend
 from srt.managers.effects import ToWorkers as SendToWorkers
-from srt.managers.request import TRIAL_TOKENS, Status
+from srt.managers.request import Status
 from srt.managers.scheduler_state import CAPTURE_REST_S, Scheduler
 from srt.protocol.messages import (
+    TRIAL_TOKENS,
     Abort,
     AbortLabel,
     AckBatch,

@@ -30,8 +30,9 @@ class Choice:
     has_asked: bool = False  # for tokens that were lost
     poison_at: int = -1  # workers die of the step that samples behind so many of its tokens; -1: of none
     was_in_flight: bool = False  # by the last word of a scheduler
-    num_deaths: int = 0  # of servers that may have died of it
+    num_deaths: int = 0  # of servers that may have died of it, and at most four tokens further again
     num_lone_deaths: int = 0
+    died_at: int = 0  # tokens that were delivered at the last of these
     # In the present server:
     is_over: bool = False  # the scheduler knows that it has ended: no plan may have it any more
     is_done: bool = False  # and said so

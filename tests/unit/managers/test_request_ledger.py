@@ -13,6 +13,7 @@ from srt.managers.io_struct import TokenLogprob
 from srt.managers.request_ledger import ChoiceEnded, Effect, NewTokens, RequestLedger, RequestRefused, Send
 from srt.protocol.link_errors import LinkBroken
 from srt.protocol.messages import (
+    TRIAL_TOKENS,
     Abort,
     AckBatch,
     AskRange,
@@ -362,6 +363,43 @@ def test_who_was_alone_at_two_deaths_ends_and_the_others_go_on() -> None:
     assert (ended.rid, ended.choice, ended.done.reason, ended.done.status) == (1, 1, "error", 500)
     assert "died twice while it worked on this request" in ended.done.message
     assert [one.choices.tolist() for one in sent([first, second]) if isinstance(one, GenerateRequest)] == [[0], [0]]
+
+
+ALONE = last_word((1, 0), is_alone=True)
+
+
+@pytest.mark.parametrize("num_tokens", [TRIAL_TOKENS, TRIAL_TOKENS + 1])
+def test_deaths_count_together_only_where_the_request_came_hardly_any_further(num_tokens: int) -> None:
+    ledger = ledger_with(new_request())
+    ledger.handle(batch((1, 0, 0, list(range(10)))))
+    assert suspects(deaths(ledger, ALONE)) == []
+    ledger.handle(batch((1, 0, 10, list(range(num_tokens)))))
+    (effect,) = deaths(ledger, ALONE)
+    assert isinstance(effect, ChoiceEnded if num_tokens == TRIAL_TOKENS else Send)
+    assert suspects([effect]) == []
+
+
+def test_who_gets_further_than_a_trial_takes_is_no_suspect_any_more() -> None:
+    ledger = ledger_with(new_request(1), new_request(2))
+    both = last_word((1, 0), (2, 0))
+    assert suspects(deaths(ledger, both, both)) == [1, 2]
+    ledger.handle(batch((1, 0, 0, list(range(TRIAL_TOKENS + 1)))))
+    assert suspects(deaths(ledger, last_word((2, 0)))) == [2]
+    assert suspects(deaths(ledger, last_word((1, 0)))) == [2]  # its first death again
+    assert suspects(deaths(ledger, last_word((1, 0)))) == [1, 2]
+
+
+def test_who_asks_again_what_killed_engines_late_is_a_suspect_until_it_is_further_than_that() -> None:
+    late = batch((1, 0, 0, list(range(30))))
+    for further in (0, TRIAL_TOKENS + 1):
+        ledger = ledger_with(new_request(1))
+        ledger.handle(late)
+        deaths(ledger, ALONE, ALONE)
+        assert suspects(ledger.add(new_request(2))) == [2]
+        ledger.handle(batch((2, 0, 0, list(range(30 + further)))))
+        (effect,) = deaths(ledger, last_word((2, 0), is_alone=True))
+        assert isinstance(effect, Send if further else ChoiceEnded)
+        assert suspects([effect]) == []
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from srt.managers.request import TRIAL_TOKENS
-from srt.protocol.messages import Abort, FrontendHello, GenerateRequest, LastWord, PauseGeneration, PlanSection, Refused
+from srt.protocol.messages import (
+    TRIAL_TOKENS,
+    Abort,
+    FrontendHello,
+    GenerateRequest,
+    LastWord,
+    PauseGeneration,
+    PlanSection,
+    Refused,
+)
 from tests.unit.managers.scheduler_host import PROTOCOL, Host, expected_ids, request, worker_hello
 
 LENGTH = 9
