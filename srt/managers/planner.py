@@ -504,7 +504,8 @@ class Planner:
         request.slot = self._slots.take()
         num_cached = len(cached) // ITEM * self._memory.page_size
         if not request.num_preempted:
-            request.cached_tokens = num_cached
+            # The tokens that it came with may be cached, too.
+            request.cached_tokens = min(num_cached, request.prompt_len)
         self._slots.fill(request, cached, num_cached)
         self._memory.admit(request, node, cached, expected_tokens)
         self._running[request.slot] = request

@@ -90,7 +90,7 @@ class _Choice:
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens behind `num_released`
     num_released: int = 0  # tokens that a NewTokens has carried
-    cached: int = 0  # prompt tokens that came from the cache
+    cached: int = 0  # prompt tokens that came from the cache, as was said with the first tokens: a later scheduler has found others
     is_gap: bool = False  # the batch at hand has tokens behind the next ones
     asked_from: int = -1  # a gap was seen, and everything from this token on asked for
     done: RequestDone | None = None
@@ -300,14 +300,15 @@ class RequestLedger:
             if entry is None or choice is None:
                 self.num_surplus_tokens += count
                 continue
-            choice.cached = cached
+            if not choice.num_released:
+                choice.cached = cached
             known = len(choice.ids) - first
             if count and known == 0 and not entry.has_logprobs and choice.num_released == first:
                 new = ids[end - count : end]
                 choice.ids += new
                 choice.num_released = first + count
                 choice.asked_from = -1
-                yield NewTokens(rid, index, new, (), (), cached, entry.reader)
+                yield NewTokens(rid, index, new, (), (), choice.cached, entry.reader)
                 continue
             touched[rid, index] = None
             if known < 0:
@@ -345,8 +346,9 @@ class RequestLedger:
         effects = self._release(entry, index, choice)
         if choice.has_ended:
             assert choice.done is not None
+            done = replace(choice.done, cached_tokens=choice.cached) if choice.num_released else choice.done
             self._forget(rid, index)
-            effects.append(ChoiceEnded(rid, index, choice.done))
+            effects.append(ChoiceEnded(rid, index, done))
         elif choice.is_gap or choice.done is not None:
             missing = min(len(choice.ids), choice.num_logprobs) if entry.request.logprobs.output else len(choice.ids)
             if choice.asked_from != missing:

@@ -194,6 +194,11 @@ class LedgerFrontend:
         first, last = choice.num_delivered, choice.num_delivered + len(news.ids)
         assert news.ids == choice.answer.ids[first:last], f"{choice.name}: wrong tokens from {first} on"
         choice.num_delivered = last
+        assert choice.cached_told in (-1, news.cached), (
+            f"{choice.name}: {choice.cached_told} were cached, now {news.cached}"
+        )
+        choice.cached_told = news.cached
+        assert news.cached <= choice.prompt_len
         if 0 <= choice.leave_at < last:
             self._leaving.append(choice)
         spec = choice.request.logprobs
@@ -212,6 +217,9 @@ class LedgerFrontend:
         assert choice is not None, f"request {rid} ended twice"
         if not choices:
             del self.live[rid]
+        assert choice.cached_told in (-1, done.cached_tokens), (
+            f"{choice.name}: {choice.cached_told} were cached, {done}"
+        )
         assert done.num_output == choice.num_delivered, f"{choice.name}: {choice.num_delivered} tokens came, {done}"
         if done.reason == "abort":
             assert choice.may_abort, f"{choice.name} was aborted by nobody"

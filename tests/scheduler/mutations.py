@@ -378,8 +378,8 @@ MORE_MUTATIONS = (
     Mutation(
         "cached tokens told wrong",
         "managers/planner.py",
-        "            request.cached_tokens = num_cached\n",
-        "            request.cached_tokens = 7 * num_cached + 1\n",
+        "request.cached_tokens = min(num_cached, request.prompt_len)",
+        "request.cached_tokens = min(7 * num_cached + 1, request.prompt_len)",
     ),
     Mutation(
         "turned away though slots are free",

@@ -352,8 +352,8 @@ class Server:
             self._check_ranges(message)
             for done in message.done:
                 choice = world.by_rid[done.rid][done.choice]
-                assert done.cached_tokens == max(choice.num_cached, 0), (
-                    f"{choice.name}: {done}, not {choice.num_cached}"
+                assert done.cached_tokens == choice.cached_prompt_tokens, (
+                    f"{choice.name}: {done}, not {choice.cached_prompt_tokens}"
                 )
                 self._worker.end(choice)
                 choice.is_done = True
@@ -372,8 +372,8 @@ class Server:
         )
         for rid, index, first, count, cached in columns:
             choice = self._world.by_rid[rid][index]
-            assert cached == choice.num_cached, (
-                f"{choice.name}: {cached} tokens are told to be cached, not {choice.num_cached}"
+            assert cached == choice.cached_prompt_tokens, (
+                f"{choice.name}: {cached} tokens are told to be cached, not {choice.cached_prompt_tokens}"
             )
             assert first == choice.num_sent or choice.num_sent < 0 or choice.has_asked, (
                 f"{choice.name}: tokens from {first} on were sent, where {choice.num_sent} were sent before"

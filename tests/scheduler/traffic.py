@@ -28,6 +28,9 @@ class Choice:
     leave_at: int = -1  # with this token its frontend aborts it, as with a stop string; -1: never
     may_abort: bool = False  # an abort is on its way, or somebody else may send one
     has_asked: bool = False  # for tokens that were lost
+    cached_told: int = (
+        -1
+    )  # its prompt tokens that came from the cache, as was said with the first tokens; -1: nothing yet
     poison_at: int = -1  # workers die of the step that samples behind so many of its tokens; -1: of none
     was_in_flight: bool = False  # by the last word of a scheduler
     num_deaths: int = 0  # of servers that may have died of it, and at most four tokens further again
@@ -48,6 +51,11 @@ class Choice:
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def cached_prompt_tokens(self) -> int:
+        """The tokens that it comes with may be cached, too."""
+        return min(max(self.num_cached, 0), self.prompt_len)
 
     def begin_anew(self) -> None:
         """A new server knows nothing of it."""

@@ -307,6 +307,17 @@ def test_a_resubmission_asks_only_for_logprobs_that_are_missing() -> None:
     assert again.output_ids[0].tolist() == [10]  # the other token has no logprob yet: it is drawn again
 
 
+def test_how_much_of_the_prompt_was_cached_stays_as_it_was_said_with_the_first_tokens() -> None:
+    ledger = ledger_with(new_request(1), new_request(2))
+    assert ledger.handle(batch((1, 0, 0, [10]), cached=2)) == [NewTokens(1, 0, [10], cached=2)]
+    list(ledger.resume())
+    again = batch((1, 0, 1, [11]), (2, 0, 0, [20]), cached=3)
+    assert ledger.handle(again) == [NewTokens(1, 0, [11], cached=2), NewTokens(2, 0, [20], cached=3)]
+    ends = [done(1, num_output=2), done(2, num_output=1)]
+    told = [one.done.cached_tokens for one in ledger.handle(batch(done=ends)) if isinstance(one, ChoiceEnded)]
+    assert told == [2, 3]
+
+
 def last_word(*keys: tuple[int, int], is_alone: bool = False) -> LastWord:
     return LastWord(np.array([rid for rid, _ in keys], np.int64), int32_array([choice for _, choice in keys]), is_alone)
 

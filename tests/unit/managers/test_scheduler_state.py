@@ -430,6 +430,16 @@ def test_a_resumed_choice_goes_on_behind_its_tokens_and_counts_them() -> None:
     assert host.ends()[1, 0].num_output == 6
 
 
+def test_of_what_a_resumed_choice_finds_in_the_cache_its_prompt_alone_is_told() -> None:
+    host = Host()
+    made = request(1, PROMPT, max_new=12)
+    host.say(made)
+    host.run()
+    host.say(request(2, PROMPT, max_new=12, outputs=[expected_ids(made)[:11]], resumed=True))
+    host.run()
+    assert host.ends()[2, 0].cached_tokens == len(PROMPT)
+
+
 @pytest.mark.parametrize("by_stop", [False, True])
 def test_a_resumed_choice_that_is_complete_only_ends(by_stop: bool) -> None:
     host = Host()

@@ -130,9 +130,9 @@ def test_an_answer_streams_and_equals_the_whole_one(play: Callable[..., None], r
             assert (request.seed, request.sampling.max_new_tokens) == (5, len(ids))
             assert request.prompt_ids.tolist() == await manager.text.tokenize("Once upon a time")
             for first, token in enumerate(ids[:-1]):
-                scheduler.send_tokens(request.rid, [token], first=first)
+                scheduler.send_tokens(request.rid, [token], first=first, cached=2)
             end = ended(request.rid, len(ids), cached_tokens=2)
-            scheduler.send_tokens(request.rid, ids[-1:], first=len(ids) - 1, done=end)
+            scheduler.send_tokens(request.rid, ids[-1:], first=len(ids) - 1, done=end, cached=2)
             updates = await read_all(handle) if stream else await handle.collect()
             assert whole(updates) == (manager.text.detokenize(ids), tuple(ids))
             assert handle.prompt_ids == tuple(request.prompt_ids.tolist())
