@@ -68,6 +68,11 @@ class Deliveries:
             self.abort(live.rid)
             live.fail(error)
 
+    @property
+    def num_unsent(self) -> int:
+        """Requests that wait for a scheduler, and that none has seen."""
+        return self._ledger.num_unsent
+
     def has_label(self, label: str) -> bool:
         return self._ledger.has_label(label)
 
@@ -101,8 +106,12 @@ class Deliveries:
         """The scheduler ends before its time."""
         self._ledger.note_last_word(word)
 
+    def note_lost(self) -> None:
+        """It hears nothing any more. Until `resume` there is no other."""
+        self._ledger.note_lost()
+
     def note_death(self, *, by_request: bool) -> None:
-        """It has ended, and may have of a request, or not. Until `resume` there is no other."""
+        """It has ended, and may have of a request, or not."""
         self._ledger.note_death(by_request=by_request)
 
     def resume(self) -> None:

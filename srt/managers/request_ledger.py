@@ -169,6 +169,11 @@ class RequestLedger:
         return len(self._entries)
 
     @property
+    def num_unsent(self) -> int:
+        """Of the requests: those that no scheduler has seen."""
+        return sum(not entry.was_sent for entry in self._entries.values())
+
+    @property
     def num_choices(self) -> int:
         return sum(len(entry.choices) for entry in self._entries.values())
 
@@ -257,9 +262,12 @@ class RequestLedger:
             if choice is not None:
                 choice.was_in_flight = True
 
-    def note_death(self, *, by_request: bool) -> None:
-        """Why it did: what was in flight is suspected if that may have been a request. Until `resume` there is no scheduler."""
+    def note_lost(self) -> None:
+        """The scheduler hears nothing any more. Until `resume` there is no other: what is added waits."""
         self._has_scheduler = False
+
+    def note_death(self, *, by_request: bool) -> None:
+        """Why it came to its end: what was in flight is suspected if that may have been a request."""
         for entry in self._entries.values():
             for choice in entry.choices.values():
                 choice.note_death(is_suspected=choice.was_in_flight and by_request, is_alone=self._was_alone)

@@ -91,7 +91,6 @@ class TokenizerManager:
         self._next: EngineReplaced | None = None  # where the next scheduler is to be found
         self._is_greeted = False  # by the present scheduler: before that nothing is sent to it
         self._max_held = max_held
-        self._num_held = 0
         self._connect = connect
         self._answered = asyncio.Event()  # the scheduler has, or it never will
         self._broken = asyncio.Event()
@@ -186,12 +185,12 @@ class TokenizerManager:
     def _engine_lost(self) -> None:
         """The supervisor sees it too: it replaces the engine or ends everything."""
         self._is_greeted = False
+        self._deliveries.note_lost()
         self._go_to_next()
 
     def _go_to_next(self) -> None:
         replaced, self._next = self._next, None
         if replaced is not None and self._death is None:
-            self._num_held = 0
             self._deliveries.note_death(by_request=replaced.by_request)
             self._link.drop()
             self._link = self._link_to(replaced.generation)
@@ -274,7 +273,7 @@ class TokenizerManager:
         is_aborted = self._labels_on_the_way.pop(label)
         self._check_alive()  # it may have died meanwhile
         if not self._is_greeted:
-            self._hold_one()
+            self._check_room()
         tokenized_s = self._watch.now()
         message = build_request(
             request,
@@ -302,12 +301,12 @@ class TokenizerManager:
         if self._limits is None:
             raise RequestError(503, "The server is starting.", retry_after_s=_RETRY_AFTER_S)
 
-    def _hold_one(self) -> None:
+    def _check_room(self) -> None:
         """Requests that come while the engine is replaced wait for the next one, but not any number of them."""
-        if self._num_held >= self._max_held:
-            sentence = f"The engine is being replaced, and as many requests wait for it as may: {self._num_held}."
+        num_held = self._deliveries.num_unsent
+        if num_held >= self._max_held:
+            sentence = f"The engine is being replaced, and as many requests wait for it as may: {num_held}."
             raise RequestError(503, sentence, retry_after_s=_RETRY_AFTER_S)
-        self._num_held += 1
 
     def _live_request(
         self, message: GenerateRequest, request: GenerateInput, arrived_s: float, sent_s: float

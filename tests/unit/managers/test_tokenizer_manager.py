@@ -560,6 +560,50 @@ def test_only_so_many_requests_wait_for_the_next_scheduler(play: Callable[..., N
     play(story, max_queued_requests=1)
 
 
+def test_who_has_left_or_was_refused_takes_no_place_of_those_who_wait_for_the_next_scheduler(
+    play: Callable[..., None],
+) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        handle, _ = await begin(manager, scheduler, ask(manager))
+        async with replaced(manager, scheduler) as successor:
+            for _ in range(3):
+                with pytest.raises(RequestError, match="max_new_tokens"):
+                    await manager.submit(ask(manager, max_new_tokens=600))  # more than the engine can hold
+                (await manager.submit(ask(manager))).abort()
+            held = await manager.submit(ask(manager))
+            await successor.welcome()
+            for one in (handle, held):
+                again = await successor.expect(GenerateRequest)
+                successor.send_tokens(again.rid, [5], done=ended(again.rid, 1))
+                await one.collect()
+
+    play(story, max_queued_requests=1)
+
+
+def test_who_comes_before_it_is_known_that_the_engine_is_replaced_waits_as_a_new_request(
+    play: Callable[..., None],
+) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        scheduler.close()
+        await until(lambda: not manager.is_ready)
+        held = await manager.submit(ask(manager))
+        with pytest.raises(RequestError, match="as many requests wait for it as may: 1"):
+            await manager.submit(ask(manager))
+        successor = scheduler.successor()
+        manager.engine_replaced(EngineReplaced(2, by_request=True))
+        with pytest.raises(RequestError, match="as many requests wait for it as may: 1"):
+            await manager.submit(ask(manager))
+        await successor.welcome()
+        request = await successor.expect(GenerateRequest)
+        assert not request.resumed
+        successor.send_tokens(request.rid, [5], done=ended(request.rid, 1))
+        await held.collect()
+        await nothing_left(manager)
+        successor.close()
+
+    play(story, max_queued_requests=1)
+
+
 def test_questions_are_refused_while_the_engine_is_replaced_and_held_requests_come_as_new_ones(
     play: Callable[..., None],
 ) -> None:
