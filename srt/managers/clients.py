@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from srt.managers.outbox import Outbox
-from srt.managers.request import Request, Status
+from srt.managers.request import Request
 from srt.protocol.labels import is_named
 
 
@@ -44,7 +44,8 @@ class Client:
 
 
 class Labels:
-    """The clients' names for their live requests. Each names one; it is free again when the last choice has ended."""
+    """The clients' names for their live requests. Each names one, or two where one came back from a scheduler that has died; it is free
+    again when the last choice has ended."""
 
     def __init__(self) -> None:
         self._live: dict[str, list[Request]] = {}
@@ -55,17 +56,16 @@ class Labels:
     def enter(self, requests: list[Request]) -> None:
         label = requests[0].label
         if label:
-            self._live[label] = list(requests)
-
-    def live(self, label: str) -> list[Request]:
-        return [request for request in self._live.get(label, []) if request.status is not Status.ENDED]
+            self._live.setdefault(label, []).extend(requests)
 
     def named(self, name: str) -> list[Request]:
         """Those of every prompt that the client means by this name."""
-        return [request for label in list(self._live) if is_named(label, name) for request in self.live(label)]
+        return [request for label, live in self._live.items() if is_named(label, name) for request in live]
 
     def leave(self, request: Request) -> None:
         """This choice has ended."""
-        choices = self._live.get(request.label)
-        if choices is not None and (len(choices) == 1 or not self.live(request.label)):
-            del self._live[request.label]
+        others = [other for other in self._live.get(request.label, ()) if other is not request]
+        if others:
+            self._live[request.label] = others
+        else:
+            self._live.pop(request.label, None)

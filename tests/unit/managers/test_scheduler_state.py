@@ -568,6 +568,26 @@ def test_the_slot_of_an_aborted_request_can_be_reused_while_its_row_is_in_flight
 # ---- Frontends come and go
 
 
+@pytest.mark.parametrize("ended_first", [None, 0, 1])
+def test_a_label_that_two_have_after_a_replacement_aborts_both(ended_first: int | None) -> None:
+    """The old scheduler's request of one frontend comes behind a new one of another, which knew nothing of it."""
+    host = Host()
+    host.say(FrontendHello(1, PROTOCOL), 1)
+    host.say(request(7, PROMPT, max_new=50, label="x"), 1)
+    host.say(request(3, PROMPT, max_new=50, label="x", resumed=True), 0)
+    host.tick()
+    if ended_first is not None:
+        host.say(Abort({0: 3, 1: 7}[ended_first], -1), ended_first)
+    host.say(AbortLabel(5, "x"))
+    (reply,) = host.of_type(ControlReply)
+    assert reply.values == {"num_aborted": 2 if ended_first is None else 1}
+    host.run()
+    assert (host.ends(0)[3, 0].reason, host.ends(1)[7, 0].reason) == ("abort", "abort")
+    host.say(request(8, PROMPT, label="x"), 1)  # it is free again
+    host.run()
+    assert host.ends(1)[8, 0].reason == "length"
+
+
 def test_a_frontend_that_comes_again_starts_anew() -> None:
     host = Host()
     host.say(request(1, PROMPT, max_new=50))
