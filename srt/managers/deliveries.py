@@ -9,7 +9,6 @@ from srt.managers.io_struct import RequestError
 from srt.managers.live_request import LiveRequest
 from srt.managers.request_ledger import ALL_CHOICES, ChoiceEnded, Effect, NewTokens, RequestLedger, RequestRefused, Send
 from srt.managers.request_watch import RequestWatch
-from srt.protocol.labels import is_named
 from srt.protocol.messages import Abort, FromFrontend, GenerateRequest, LastWord, Refused, Scalar, TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -43,10 +42,18 @@ class Deliveries:
         self._apply(self._ledger.end(rid))
 
     def abort_named(self, label: str) -> None:
-        """Ask the scheduler to end those that are named so, if it has not."""
-        for live in self._live.values():
-            if is_named(live.label, label):
-                self._send(Abort(live.rid, ALL_CHOICES))
+        """Somebody was told that those that are named so are aborted: ask the scheduler to end them, if it has not."""
+        for rid in self._ledger.named(label):
+            self._ledger.note_aborted(rid)
+            self._send(Abort(rid, ALL_CHOICES))
+
+    def named(self, label: str) -> list[int]:
+        return self._ledger.named(label)
+
+    def note_aborted(self, rids: Iterable[int]) -> None:
+        """The scheduler says that it ends these. Their last tokens are still to come."""
+        for rid in rids:
+            self._ledger.note_aborted(rid)
 
     def abort_all(self) -> None:
         """Tell the scheduler that nobody waits any more."""

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from srt.managers.io_struct import TokenLogprob
 from srt.managers.logprob_rows import logprob_rows
+from srt.protocol.labels import is_named
 from srt.protocol.link_errors import LinkBroken
 from srt.protocol.messages import (
     TRIAL_TOKENS,
@@ -127,6 +128,7 @@ class _Entry:
     reader: Any
     only: _Choice | None  # if there is but choice 0
     was_sent: bool  # to a scheduler
+    is_aborted: bool = False  # by its name: somebody was told so, though the scheduler's word has not come
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
@@ -192,6 +194,10 @@ class RequestLedger:
     def live_rids(self) -> list[int]:
         return list(self._entries)
 
+    def named(self, name: str) -> list[int]:
+        """The live requests that a client means by this name."""
+        return [rid for rid, entry in self._entries.items() if is_named(entry.request.label, name)]
+
     def add(self, request: GenerateRequest, reader: object = None) -> list[Effect]:
         """Enter a new request. Its rid and its label must not be live. Its news carry the `reader`, so that nobody has to look it up."""
         assert request.rid not in self._entries, f"request {request.rid} is live"
@@ -254,6 +260,12 @@ class RequestLedger:
             self._forget(rid, index)
         return [Send(Abort(rid, choice))]
 
+    def note_aborted(self, rid: int) -> None:
+        """A scheduler ends it, and somebody was told so: should that scheduler die before it says so here, it does not go on."""
+        entry = self._entries.get(rid)
+        if entry is not None:
+            entry.is_aborted = True
+
     def note_last_word(self, word: LastWord) -> None:
         """What was in flight when a scheduler came to its end."""
         self._was_alone = word.is_alone
@@ -273,8 +285,8 @@ class RequestLedger:
                 choice.note_death(is_suspected=choice.was_in_flight and by_request, is_alone=self._was_alone)
 
     def resume(self) -> Iterator[Effect]:
-        """A new scheduler knows nothing: ask it to go on where each live choice is. Its batches are numbered anew. Who was alone at two
-        deaths, and came no further between them, ends here. To be asked to the end, like `effects_of`."""
+        """A new scheduler knows nothing: ask it to go on where each live choice is. Its batches are numbered anew. Who was aborted, or
+        alone at two deaths and came no further between them, ends here. To be asked to the end, like `effects_of`."""
         self._last_batch = self._last_acknowledged = -1
         self._has_scheduler = True
         for entry in list(self._entries.values()):
@@ -398,12 +410,14 @@ class RequestLedger:
         return [ChoiceEnded(entry.request.rid, index, done)]
 
     def _rewind(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
-        """Drop what the old scheduler had not sent whole; end the choice if nothing is missing but its end."""
+        """Drop what the old scheduler had not sent whole; end the choice if it was aborted, or nothing is missing but its end."""
         if entry.request.logprobs.output:
             del choice.ids[choice.num_logprobs :]
         choice.is_gap, choice.asked_from, choice.done = False, -1, None
         if entry.has_prompt_logprobs:
             choice.done = _end_by_tokens(entry.request, index, choice.ids, choice.cached)
+        if entry.is_aborted and choice.done is None:
+            choice.done = RequestDone(entry.request.rid, index, "abort", -1, len(choice.ids), choice.cached)
         return self._settle(entry.request.rid, index)
 
     def _choice(self, rid: int, choice: int) -> _Choice | None:

@@ -384,7 +384,9 @@ class TokenizerManager:
         everything. Returns how many."""
         check_text("rid", label)
         on_the_way = self._mark_on_the_way(label)
+        named = self._deliveries.named(label)  # what is sent behind this call is not meant
         reply = await self._call(lambda call: AbortLabel(call, label))
+        self._deliveries.note_aborted(named)
         count = reply.values.get("num_aborted", 0)
         return on_the_way + (count if isinstance(count, int) else 0)
 

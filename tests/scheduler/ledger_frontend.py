@@ -21,6 +21,7 @@ from srt.managers.request_ledger import (
 )
 from srt.protocol.messages import (
     TRIAL_TOKENS,
+    Abort,
     AbortLabel,
     AskRange,
     ControlReply,
@@ -102,6 +103,8 @@ class LedgerFrontend:
             if isinstance(message, GenerateRequest):
                 is_suspect = any(choice.num_deaths >= 2 for choice in self.live[message.rid].values())
                 assert message.suspect == is_suspect, f"request {message.rid} should be a suspect: {is_suspect}"
+                aborted = [choice.name for choice in self.live[message.rid].values() if choice.is_aborted]
+                assert not aborted, f"{aborted} goes on, which somebody was told is aborted"
         return messages
 
     def live_choices(self) -> list[Choice]:
@@ -134,11 +137,22 @@ class LedgerFrontend:
                 for rid, index in zip(rids.tolist(), indices.tolist(), strict=True):
                     if index in self.live.get(rid, {}):
                         self.live[rid][index].was_in_flight = True
-            case Load() | AbortLabel():
-                pass  # nothing of ours is still to be tokenized
+            case AbortLabel(_, label):
+                return self._abort_named(label)
+            case Load():
+                pass
             case _:
                 assert_never(message)
         return []
+
+    def _abort_named(self, label: str) -> list[FromFrontend]:
+        """Another frontend was told that these are aborted: no later server may go on with them."""
+        rids = self._ledger.named(label)
+        for rid in rids:
+            self._ledger.note_aborted(rid)
+            for choice in self.live[rid].values():
+                choice.may_abort = choice.is_aborted = True
+        return [Abort(rid, ALL_CHOICES) for rid in rids]
 
     def check_complete(self) -> None:
         """At the end of the world: every request has its answer."""

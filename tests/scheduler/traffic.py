@@ -27,6 +27,7 @@ class Choice:
     num_delivered: int = 0
     leave_at: int = -1  # with this token its frontend aborts it, as with a stop string; -1: never
     may_abort: bool = False  # an abort is on its way, or somebody else may send one
+    is_aborted: bool = False  # somebody else has, as its frontend was told
     has_asked: bool = False  # for tokens that were lost
     cached_told: int = (
         -1

@@ -427,6 +427,22 @@ def test_a_choice_of_which_only_the_end_was_lost_ends_without_a_resubmission(
     assert is_empty(ledger)
 
 
+def test_what_was_aborted_by_its_name_ends_with_its_scheduler_and_others_go_on() -> None:
+    ledger = ledger_with(new_request(1, choices=(0, 1), max_new_tokens=2), new_request(2))
+    assert ledger.named("label 1") == [1]
+    assert ledger.named("") == [1, 2]
+    for rid in (1, 9):
+        ledger.note_aborted(rid)
+    ledger.handle(batch((1, 0, 0, [10]), (1, 1, 0, [11, 12])))
+    first, second, other = ledger.resume()
+    assert isinstance(first, ChoiceEnded)
+    assert (first.done.reason, first.done.num_output) == ("abort", 1)
+    assert isinstance(second, ChoiceEnded)
+    assert (second.done.reason, second.done.num_output) == ("length", 2)  # it had all that it was to have
+    assert [one.rid for one in sent([other]) if isinstance(one, GenerateRequest)] == [2]
+    assert ledger.live_rids() == [2]
+
+
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_whatever_the_order_every_token_is_handed_on_exactly_once(data: st.DataObject) -> None:

@@ -625,6 +625,39 @@ def test_questions_are_refused_while_the_engine_is_replaced_and_held_requests_co
     play(story, max_queued_requests=1)
 
 
+@pytest.mark.parametrize("is_asked_here", [True, False])
+def test_what_somebody_was_told_is_aborted_does_not_come_to_life_again(
+    play: Callable[..., None], is_asked_here: bool
+) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        aborted, request = await begin(manager, scheduler, replace(ask(manager), rid="mine_0"))
+        other, second = await begin(manager, scheduler, replace(ask(manager), rid="other"))
+        if is_asked_here:
+            asking = asyncio.ensure_future(manager.abort_label("mine"))
+            asked = await scheduler.expect(AbortLabel)
+            later, third = await begin(manager, scheduler, replace(ask(manager), rid="mine_1"))  # not meant by it
+            scheduler.send(ControlReply(asked.call, True, "", {"num_aborted": 1}))
+            assert await asking == 1
+        else:
+            scheduler.send(AbortLabel(99, "mine"))
+            assert await scheduler.expect(Abort) == Abort(request.rid, -1)
+        scheduler.send_tokens(request.rid, [5])  # its end does not come any more
+        async with replaced(manager, scheduler) as successor:
+            await successor.welcome()
+            assert (await successor.expect(GenerateRequest)).rid == second.rid
+            (update,) = await aborted.collect()
+            assert update.finish is not None
+            assert (update.ids, update.finish.kind) == ((5,), "abort")
+            if is_asked_here:
+                assert (await successor.expect(GenerateRequest)).rid == third.rid
+                later.abort()
+                await successor.expect(Abort)
+            assert not successor.has_received()
+            other.abort()
+
+    play(story)
+
+
 def test_bytes_that_are_no_message_end_the_link(play: Callable[..., None]) -> None:
     async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
         handle, _ = await begin(manager, scheduler, ask(manager))
