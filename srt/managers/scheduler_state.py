@@ -312,8 +312,9 @@ class Scheduler:
             effects.append(ToFrontend(client.number, Refused(request.rid, 400, reason)))
             replica.counters.num_refused += 1
             for choice in client.choices(request.rid):
-                self._end(choice, "error", tell=False)
-                client.forget(choice)
+                if choice.status is not Status.ENDED:  # what was aborted meanwhile is told as that
+                    self._end(choice, "error", tell=False)
+                    client.forget(choice)
         return effects
 
     def _retry_after_s(self, replica: Replica) -> int:

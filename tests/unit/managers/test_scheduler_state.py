@@ -331,6 +331,17 @@ def test_a_request_that_no_frontend_should_send_is_refused(changes: dict[str, An
     assert host.value("num_refused") == 1
 
 
+def test_such_a_request_whose_client_has_left_before_it_is_looked_at_harms_nobody() -> None:
+    host = Host()
+    host.say(request(1, [100], choices=[0, 1]))
+    host.say(Abort(1, 0))
+    host.say(request(2, PROMPT))
+    host.run()
+    assert host.ends()[2, 0].reason == "length"
+    assert [refused.rid for refused in host.of_type(Refused)] == [1]
+    assert host.value("num_running") == host.value("num_waiting") == 0
+
+
 def test_who_waits_is_admitted_in_order_of_arrival_and_with_all_the_memory_it_may_need() -> None:
     host = Host(hello=worker_hello(num_pages=6), disable_radix_cache=True)
     host.say(request(1, [1] * 9, max_new=8))  # 5 of the 6 pages
