@@ -84,7 +84,8 @@ def build_with_profile(extensions: Sequence[Any], scratch: str, exercise: Callab
 def _build(extensions: Sequence[Any], scratch: str, options: list[str]) -> None:
     from setuptools import Distribution
 
-    shutil.rmtree(f"{scratch}/lib", ignore_errors=True)
+    for file in Path(scratch, "lib").rglob("*.so"):  # older setuptools make no folder twice
+        file.unlink()
     for extension in extensions:
         plain = [option for option in extension.extra_compile_args if option not in OPTIONS and "profile" not in option]
         extension.extra_compile_args, extension.extra_link_args = [*plain, *OPTIONS, *options], options
