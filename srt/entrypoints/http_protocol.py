@@ -111,6 +111,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._stop_timer()
         super().on_message_complete()
+        self.cycle.more_body = False  # also of a request that was answered before its body came
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

@@ -386,6 +386,23 @@ def test_a_pipelined_mess_does_not_write_into_an_answer_that_is_on_its_way(monke
     asyncio.run(go())
 
 
+def test_a_mess_behind_a_request_that_was_answered_before_its_body_came_is_answered_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            host, port = process.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
+            assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 404")
+            writer.write(b"abc\x16\x03\x01\r\n\r\n")
+            assert b"HTTP/1.1 400" in await reader.read()
+            writer.close()
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\r\n\r\n", b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n"])
 def test_a_request_before_a_pipelined_mess_has_its_own_answer(monkeypatch: pytest.MonkeyPatch, garbage: bytes) -> None:
     async def go() -> None:
