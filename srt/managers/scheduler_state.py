@@ -307,12 +307,13 @@ class Scheduler:
         for request in arrived:
             reason = replica.reason_to_refuse_ids(request.id_bytes)
             client = self._clients.get(request.frontend)
-            if reason is None or client is None or client.find(request.rid, request.choice) is not request:
+            # Ended: aborted meanwhile, which is told as that, or refused with another choice.
+            if reason is None or client is None or request.status is Status.ENDED:
                 continue
             effects.append(ToFrontend(client.number, Refused(request.rid, 400, reason)))
             replica.counters.num_refused += 1
             for choice in client.choices(request.rid):
-                if choice.status is not Status.ENDED:  # what was aborted meanwhile is told as that
+                if choice.status is not Status.ENDED:
                     self._end(choice, "error", tell=False)
                     client.forget(choice)
         return effects

@@ -331,14 +331,17 @@ def test_a_request_that_no_frontend_should_send_is_refused(changes: dict[str, An
     assert host.value("num_refused") == 1
 
 
-def test_such_a_request_whose_client_has_left_before_it_is_looked_at_harms_nobody() -> None:
+@pytest.mark.parametrize(("aborted", "num_refused"), [(0, 1), (-1, 0)])
+def test_such_a_request_whose_client_has_left_before_it_is_looked_at_harms_nobody(
+    aborted: int, num_refused: int
+) -> None:
     host = Host()
-    host.say(request(1, [100], choices=[0, 1]))
-    host.say(Abort(1, 0))
+    host.say(request(1, [100], choices=[0, 1, 2]))
+    host.say(Abort(1, aborted))
     host.say(request(2, PROMPT))
     host.run()
     assert host.ends()[2, 0].reason == "length"
-    assert [refused.rid for refused in host.of_type(Refused)] == [1]
+    assert len(host.of_type(Refused)) == host.value("num_refused") == num_refused
     assert host.value("num_running") == host.value("num_waiting") == 0
 
 
