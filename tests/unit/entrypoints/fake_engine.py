@@ -118,7 +118,14 @@ class FakeEngine:
         self.paused = ""  # or the mode
         self.difference = ""  # between the processes' tables
         self.text: Any = self  # it is its own codec
-        self.counters: dict[str, Scalar] = {"num_running": 0, "num_waiting": 1, "num_total_pages": 512}
+        self.counters: dict[str, Scalar] = {
+            "num_running": 0,
+            "num_waiting": 1,
+            "num_total_pages": 512,
+            "num_free_pages": 512,
+            "num_cached_pages": 0,
+            "num_pinned": 0,
+        }
         self.load: Load | None = None
         self.limits = SchedulerHello(max_total_num_tokens=8192, max_request_tokens=CONTEXT, page_size=16)
         self.model = ModelFacts(
