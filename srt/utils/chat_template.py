@@ -90,7 +90,7 @@ class _FinalMessage:
         return [*others, {**final, "content": self._content + self._mark + self._trailing}]
 
     def cut_behind(self, text: str) -> str:
-        """What was rendered, up to the message's end. Space there stays where the template lets it stay."""
+        """What was rendered, up to the message's end. Space there stays where the template lets it stay, or goes on with the same."""
         before, mark, after = text.rpartition(self._mark)
         if not mark or not before.endswith(self._content.lstrip()):
             raise ChatTemplateError("The chat template changes the final message, so it cannot be continued.")

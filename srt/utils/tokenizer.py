@@ -66,7 +66,7 @@ class Tokenizer:
     def num_added_before(self) -> int:
         """How many special tokens `encode` puts before a text."""
         plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
-        return next(at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)
+        return next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
