@@ -88,8 +88,8 @@ class Scheduler:
         self._paused_by: set[int] = set()  # frontends: a pause ends with the one that asked for it
         self._now = 0.0
         self._pace = Pace()
-        self._asked_to_pause: list[tuple[int, int]] = []  # frontend and call, until no step is in flight
-        self._asked_deep: list[tuple[int, int]] = []  # frontend and call
+        self._asked_to_pause: list[tuple[Client, int]] = []  # with the call, until no step is in flight
+        self._asked_deep: list[tuple[Client, int]] = []  # with the call
         self._last_load: tuple[float, Load] | None = None
         self._capture_from_s = 0.0  # of idle workers
         self._compiling_until_s = 0.0  # as far as is known, when they were asked to capture what has no kernels yet
@@ -244,14 +244,14 @@ class Scheduler:
             case FlushCache(call):
                 return [ToFrontend(number, self._replica.flush(call, is_paused=bool(self._paused_by)))]
             case PauseGeneration(call, mode):
-                return self._pause(self._replica, number, call, mode)
+                return self._pause(self._replica, client, call, mode)
             case ContinueGeneration(call):
                 self._paused_by.clear()
                 return [ToFrontend(number, ControlReply(call, True, "", {}))]
             case GetState(call, deep):
                 if not deep:
                     return [ToFrontend(number, self._state(self._replica, call, []))]
-                self._asked_deep.append((number, call))
+                self._asked_deep.append((client, call))
                 return []
             case _:
                 assert_never(message)
@@ -471,9 +471,9 @@ class Scheduler:
             self._clients[request.frontend].outbox.add_waiting(request)
         if self._asked_to_pause and (replica.stream.num_in_flight == 0 or not self._paused_by):
             effects += self._answer_pauses()
-        for number, call in self._asked_deep:
+        for client, call in self._asked_deep:
             effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "inspect")))
-            replica.stream.submit_inspection(Inspection(number, call, replica.slots.tables_hash()))
+            replica.stream.submit_inspection(Inspection(client, call, replica.slots.tables_hash()))
         self._asked_deep.clear()
         if now >= self._compiling_until_s and (replica.stream.wants_capture or self._may_capture(replica, now)):
             effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "capture")))
@@ -493,7 +493,11 @@ class Scheduler:
         if self._is_draining and not self._paused_by:
             refusal = "The server is ending, and finishes what runs."
         asked, self._asked_to_pause = self._asked_to_pause, []
-        return [ToFrontend(n, ControlReply(call, not refusal, refusal, {})) for n, call in asked if n in self._clients]
+        return [
+            ToFrontend(client.number, ControlReply(call, not refusal, refusal, {}))
+            for client, call in asked
+            if self._is_here(client)
+        ]
 
     def _send_batches(self, replica: Replica, *, is_last: bool = False) -> list[Effect]:
         slots = replica.slots
@@ -519,7 +523,12 @@ class Scheduler:
 
     # ---- Control
 
-    def _pause(self, replica: Replica, number: int, call: int, mode: str) -> list[Effect]:
+    def _is_here(self, client: Client) -> bool:
+        """False for one that has gone, also where another came under its number: that one numbers its calls anew."""
+        return self._clients.get(client.number) is client
+
+    def _pause(self, replica: Replica, client: Client, call: int, mode: str) -> list[Effect]:
+        number = client.number
         if mode not in PAUSE_MODES:
             return [ToFrontend(number, ControlReply(call, False, f"mode must be one of {', '.join(PAUSE_MODES)}.", {}))]
         if not self._is_draining:  # what runs is to end, also for a pause that was asked for before
@@ -528,7 +537,7 @@ class Scheduler:
             self.abort_all()
         elif mode == "retract":
             replica.planner.preempt_all()
-        self._asked_to_pause.append((number, call))
+        self._asked_to_pause.append((client, call))
         return []
 
     def _take_work(self, replica: Replica, rank: int, done: WorkDone) -> list[Effect]:
@@ -536,7 +545,7 @@ class Scheduler:
         inspection = replica.stream.take_done(rank, done)
         if done.values.get("num_left") == num_graphs:  # the workers are still compiling
             self._capture_from_s = self._compiling_until_s = self._now + CAPTURE_REST_S
-        if inspection is None or inspection.frontend not in self._clients:
+        if inspection is None or not self._is_here(inspection.client):
             return []
         findings = list(inspection.findings)
         try:
@@ -545,7 +554,7 @@ class Scheduler:
             findings.append(f"the scheduler's own books are wrong: {error}")
         reply = self._state(replica, inspection.call, findings)
         reply.values.update(inspection.values)
-        return [ToFrontend(inspection.frontend, reply)]
+        return [ToFrontend(inspection.client.number, reply)]
 
     def _state(self, replica: Replica, call: int, findings: list[str]) -> ControlReply:
         values = replica.state()

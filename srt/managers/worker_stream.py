@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from srt.managers.clients import Client
 from srt.managers.plan_draft import Planned
 from srt.protocol.messages import Scalar, StepAck, StepResult, WorkDone, WorkerHello
 
@@ -17,7 +18,7 @@ class BrokenReplica(Exception):
 class Inspection:
     """A question about the workers' tables on its way through the stream."""
 
-    frontend: int
+    client: Client
     call: int
     tables_hash: str  # what the scheduler itself sent so far
     findings: list[str] = field(default_factory=list)

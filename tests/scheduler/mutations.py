@@ -366,7 +366,7 @@ MORE_MUTATIONS = (
     Mutation(
         "no pause is ever answered",
         "managers/scheduler_state.py",
-        "self._asked_to_pause.append((number, call))",
+        "self._asked_to_pause.append((client, call))",
         "pass",
     ),
     Mutation(
