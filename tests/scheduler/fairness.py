@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
@@ -30,6 +31,7 @@ class Before:
     num_steps: int
     suspects: set[int]  # that wait for their trial, by serial
     leaves: Leaves  # not always looked at
+    num_live: int
 
     def running(self) -> Running:
         return [(r, number) for r, number in zip(self.slots, self.incarnations, strict=True) if r is not None]
@@ -55,8 +57,9 @@ class Fairness:
     - Of the prefixes that nobody uses, the one used longest ago (or least often) is evicted first.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, statistics: Counter[str]) -> None:
         self._settings = settings
+        self._statistics = statistics  # which counts how often each rule had something to judge
         self._earliest: Request | None = None
         self._num_passed = 0
         self._preempted_then = 0, 0
@@ -82,6 +85,7 @@ class Fairness:
             counters.num_steps,
             {request.serial for request in planner._suspects},
             self._leaves(replica) if with_tree else {},
+            planner.num_waiting + len(planner._running) - planner._running.count(None),
         )
 
     def after(self, scheduler: Scheduler, replica: Replica, before: Before, now: float) -> None:
@@ -91,6 +95,8 @@ class Fairness:
         for request in admitted:
             self._started.setdefault(request.serial, now)
         tried = replica.planner._on_trial
+        if before.suspects:
+            self._statistics["rule: suspects go first"] += 1
         admitted = [request for request in admitted if request.serial not in before.suspects]
         assert not admitted or not replica.planner._suspects, (
             f"request {admitted[0].key} was admitted before a suspect" if admitted else ""
@@ -115,6 +121,7 @@ class Fairness:
             if victim.status is Status.ENDED or (victim.status is Status.RUNNING and victim.incarnation == number):
                 continue
             victims.append(victim)
+            self._statistics["rule: the last in rank is preempted"] += bool(stayed)
             for other in stayed:
                 assert self.rank(other) < self.rank(victim) or other.priority > victim.priority, (
                     f"request {victim.key} was preempted instead of {other.key}, which is behind it"
@@ -129,6 +136,7 @@ class Fairness:
         if any(request.urgent for request in (*admitted, *coming)):
             return
         highest = max(request.priority for request in (*admitted, *coming))
+        self._statistics["rule: displaced only by the more important"] += len(victims)
         for victim in victims:
             assert highest - victim.priority >= self._settings.threshold, (
                 f"request {victim.key} of priority {victim.priority} was displaced, at most by one of priority {highest}"
@@ -163,15 +171,21 @@ class Fairness:
                     late = waits and now > request.arrived_s + (s.waiting_timeout or 0.0)
                 else:
                     late = s.running_timeout is not None and now > started + s.running_timeout
+                self._statistics["rule: nobody is there beyond its time"] += (
+                    s.running_timeout if started is not None else s.waiting_timeout
+                ) is not None
                 assert not late, f"the time of request {request.key} was up before {now:.3f} s"
                 if request.status is Status.WAITING and client.number in may_be_sent:
+                    self._statistics["rule: what is known of the preempted is sent"] += request.num_output > 0
                     assert request.sent >= request.num_output, (
                         f"frontend {client.number} is not told what is known of request {request.key}, which waits"
                     )
         for request in replica.planner.running():
+            self._statistics["rule: no page more than a request can use"] += 1
             held = int(replica.slots.num_pages[request.slot])
             assert (held - 1) * s.page_size < request.max_tokens, f"request {request.key} has {held} pages"
         for node in replica.memory.tree.nodes():
+            self._statistics["rule: a prefix is used as often as what follows it"] += bool(node.children)
             assert all(node.parent is None or child.num_hits <= node.num_hits for child in node.children.values()), (
                 "a prefix was used more often than what comes before it"
             )
@@ -189,6 +203,7 @@ class Fairness:
         there, after = {node.serial for node in replica.memory.tree.nodes()}, self._leaves(replica)
         gone = [worth for serial, worth in before.items() if serial not in there]
         untouched = [worth for serial, worth in before.items() if after.get(serial) == worth]
+        self._statistics["rule: the least useful prefix is evicted"] += bool(gone and untouched)
         assert not gone or not untouched or max(gone) <= min(untouched), (
             f"a prefix worth {max(gone)} was evicted (hits, last use), one worth {min(untouched)} was kept"
         )
@@ -207,6 +222,8 @@ class Fairness:
         if first is None or self._may_follow(replica, first):
             return
         for request in admitted:
+            self._statistics["rule: admitted in order"] += 1
+            self._statistics["rule: the urgent go first"] += request.urgent and request.serial > first.serial
             assert self.rank(request) < self.rank(first), (
                 f"request {request.key} was admitted before {first.key}, which is before it"
             )
@@ -224,13 +241,16 @@ class Fairness:
             return
         if any(request.serial < self._earliest.serial for request in admitted):
             self._num_passed = 0  # one that had lost its slot was the earliest for a moment
-        self._num_passed += sum(self._earliest.serial < r.serial and not r.urgent for r in admitted)
+        num_passing = sum(self._earliest.serial < r.serial and not r.urgent for r in admitted)
+        self._num_passed += num_passing
+        self._statistics["rule: nobody is passed for ever (lpm)"] += num_passing > 0
         assert self._num_passed <= MAX_PASSED, f"request {self._earliest.key} was passed by {self._num_passed} others"
 
     def check_sent(self, replica: Replica, frontend: int) -> None:
         """After a tick, for a frontend that may be sent something."""
         slots = replica.slots
         owed = ((slots.num_output > slots.sent) & (slots.frontend == frontend) & (slots.incarnation != 0)).nonzero()[0]
+        self._statistics["rule: what is known is sent"] += bool((slots.frontend == frontend).any())
         assert not len(owed), f"frontend {frontend} is not told what is known of request {slots.rid[owed[0]]}"
 
     def check_crowded(self, scheduler: Scheduler) -> None:
@@ -238,11 +258,13 @@ class Fairness:
         everybody = [request for client in scheduler._clients.values() for request in client.all_requests()]
         num_waiting = sum(request.status is Status.WAITING for request in everybody)
         num_free = self._settings.num_slots - sum(request.status is Status.RUNNING for request in everybody)
+        self._statistics["rule: turned away only when too many wait"] += 1
         assert num_waiting - num_free >= self._settings.max_queued, (
             f"{num_waiting} wait for {num_free} free slots, and a request was turned away"
         )
 
     def check_distrusted(self, replica: Replica, failed: Request) -> None:
+        self._statistics["rule: what failed is not cached"] += self._settings.caches
         ids, salt = failed.bytes_with_outputs(), failed.salt.encode()
         for leaf in replica.memory.tree.nodes():
             if leaf.pins or leaf.children or leaf.parent is None:
@@ -257,6 +279,7 @@ class Fairness:
     def check_load(self, replica: Replica, told: dict[int, tuple[float, Load]], now: float) -> None:
         load = replica.load()
         for number, (told_at, last) in told.items():
+            self._statistics["rule: the load is told"] += now - told_at >= LOAD_INTERVAL_S
             assert last == load or now - told_at < LOAD_INTERVAL_S, (
                 f"frontend {number} was last told {last}, not {load}"
             )

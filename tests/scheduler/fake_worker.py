@@ -5,6 +5,7 @@ Its KV memory is known by page: which slots hold the page, and the hash of all t
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import cast
 
 import numpy as np
@@ -74,16 +75,19 @@ class FakeWorker:
         self.rows_per_step: list[int] = []
         self.num_prefix_hits = 0
         self.num_readmissions = 0
+        self.rules: Counter[str] = Counter()  # how often each had something to judge
 
     def end(self, choice: Choice) -> None:
         """The scheduler knows that it is over: no plan that is made from now on may have it."""
         choice.is_over = True
         if choice.slot >= 0 and self._choices[choice.slot] is choice:
             self._barred[choice.slot] |= OVER
+            self.rules["rule: no rows after the end"] += 1
 
     def check_written(self, cached: list[bytes]) -> None:
         """The prefix tree has only pages that were written in full."""
         pages = np.frombuffer(b"".join(cached), np.int32)
+        self.rules["rule: the prefix tree has written pages only"] += bool(len(pages))
         unwritten = pages[self._page_hash[pages] == _NOT_WRITTEN]
         assert not len(unwritten), f"page {unwritten[0]} is in the prefix tree and was not written"
 
@@ -121,6 +125,7 @@ class FakeWorker:
             self.num_graphs_left -= not is_compiling
             return WorkDone(work.step, 0, {"num_left": self.num_graphs_left})
         assert work.kind == "inspect", work.kind
+        self.rules["rule: page tables are compared"] += 1
         used = (slot for slot, choice in enumerate(self._choices) if choice is not None)
         hashed = tables_hash({slot: self._pages[slot, : self._num_pages[slot]] for slot in used})
         return WorkDone(work.step, 0, {"tables_hash": hashed})
@@ -145,6 +150,7 @@ class FakeWorker:
         self._check_rows(section, plan.step, answered)
         places = self._known[rows]
         late = places >= self._most_known[rows]
+        self.rules["rule: no row after the last token"] += is_any(places == self._most_known[rows] - 1)
         if is_any(late):
             raise AssertionError(f"{self._name(rows[late][0])} is sampled more often than needed")
         counts = self._counts(rows, len(sampling))
@@ -236,11 +242,16 @@ class FakeWorker:
             self._barred[choice.slot] |= OVER
         if choice.num_held >= 0:
             self.num_readmissions += 1
+            self.rules["rule: the preempted come back with all their tokens"] += 1
             assert len(ids) == choice.num_held, (
                 f"{choice.name} comes back with {len(ids)} ids, it had {choice.num_held}"
             )
         elif choice.num_cached < 0:
             choice.num_cached = admission.cached
+        self.rules["rule: admitted with its tokens and wishes"] += 1
+        self.rules["rule: a new server gets the tokens of the old one"] += (
+            choice.num_delivered > 0 and choice.num_sent < 0
+        )
         assert admission.prompt_len == choice.prompt_len <= len(ids)
         assert not is_any(ids != choice.answer.all_ids[: len(ids)]), f"{choice.name} is admitted with wrong ids"
         assert 0 <= admission.cached < len(ids), (
@@ -282,9 +293,11 @@ class FakeWorker:
         bits = self._bits[slots]
         before = self._holders[pages]
         if is_any(before != 0):
+            self.rules["rule: no rows without their pages"] += 1
             robbed = np.bitwise_or.reduce(before, axis=0).view(np.uint8)
             self._barred |= np.unpackbits(robbed, bitorder="little")[: len(self._barred)] * np.uint8(ROBBED)
         self._holders[pages] = bits
+        self.rules["rule: a page has one writer"] += 1
         assert not is_any(self._holders[pages] != bits), "a plan gives a page to two slots"
         self._page_hash[pages] = _NOT_WRITTEN
 
@@ -293,6 +306,7 @@ class FakeWorker:
         size, slot = self._settings.page_size, admission.slot
         count = admission.cached // size
         if count:
+            self.rules["rule: cached pages hold the request's tokens"] += 1
             held = self._page_hash[self._pages[slot, :count]]
             wrong = (held != self._hashes[slot, size - 1 : admission.cached : size]).nonzero()[0]
             assert not len(wrong), (
@@ -308,11 +322,13 @@ class FakeWorker:
         assert len(rows), f"step {step} has no rows"
         assert len(set(rows.tolist())) == len(rows), f"step {step} has a slot twice"
         self.rows_per_step.append(len(rows))
+        self.rules["rule: each slot once in a plan"] += len(rows) > 1
         barred = self._barred[rows]
         if is_any(barred != 0):
             at = int(np.flatnonzero(barred)[0])
             why = "after its end" if barred[at] & OVER else "though a page of it was given to another"
             raise AssertionError(f"{self._name(rows[at])} is in a plan {why}")
+        self.rules["rule: each row once in the pipeline"] += self._settings.num_stages > 1
         inside = self._planned_at[rows] > max(step - self._settings.num_stages, answered)
         if is_any(inside):
             raise AssertionError(f"{self._name(rows[inside][0])} is in step {step}, and in another that is under way")
@@ -325,10 +341,12 @@ class FakeWorker:
     def _check_chunk(self, section: PlanSection, step: int) -> None:
         """Never more prompt tokens than allowed; nor less, where nobody watches and a prompt could go on, for which it has pages."""
         chunk, num_tokens = self._settings.chunk, int(section.extend_counts.sum())
+        self.rules["rule: no more prompt tokens than allowed"] += num_tokens == chunk
         assert chunk < 0 or num_tokens <= chunk, "a plan has more prompt tokens than allowed"
         if num_tokens != chunk and not self.num_streams(section.decode_slots):
             room = self._num_pages[section.extend_slots] * self._settings.page_size
             stops = (section.extend_samples == 0) & (section.extend_starts + section.extend_counts < room)
+            self.rules["rule: a prompt stops only for those who stream"] += 1
             assert not is_any(stops), f"a prompt stops in step {step} after {num_tokens} tokens, for nobody"
 
     def _check_nobody_stands_still(self, decodes: Int32Array) -> None:
@@ -337,6 +355,7 @@ class FakeWorker:
         longest = 1 if s.num_stages == 1 else 3 * s.num_stages
         if s.row_tokens > 1 and s.num_stages > 1:
             longest *= 2  # those who had seemed to have all go before
+        self.rules["rule: every stream goes on"] += bool(len(decodes))
         paused = self._turn_of[decodes] < self._turn - longest
         if s.row_tokens > 1:
             paused &= self._known[decodes] + s.row_tokens * (s.most_in_flight + 1) < self._end[decodes]
@@ -355,6 +374,8 @@ class FakeWorker:
         )
         for slot, start, count, samples in zip(*columns, strict=True):
             end, known = start + count, int(self._known[slot])
+            self.rules["rule: a prompt goes on where it was"] += start > 0
+            self.rules["rule: a prompt samples at its end"] += 1
             assert start == self._length[slot] and count > 0, (
                 f"{self._name(slot)} has a chunk at {start}, not at {self._length[slot]}"
             )
@@ -376,6 +397,7 @@ class FakeWorker:
 
     def _decode(self, rows: Int32Array, counts: Int32Array) -> None:
         length, s = self._length[rows], self._settings
+        self.rules["rule: a decode has its place"] += 1
         if is_any(length != self._known[rows] - 1):
             raise AssertionError(
                 f"{self._name(rows[length != self._known[rows] - 1][0])} decodes though it lacks more than one position"

@@ -102,6 +102,8 @@ class LedgerFrontend:
         for message in messages:
             if isinstance(message, GenerateRequest):
                 is_suspect = any(choice.num_deaths >= 2 for choice in self.live[message.rid].values())
+                self._statistics["rule: what a server died of is a suspect"] += is_suspect
+                self._statistics["rule: what lives is resubmitted"] += 1
                 assert message.suspect == is_suspect, f"request {message.rid} should be a suspect: {is_suspect}"
                 aborted = [choice.name for choice in self.live[message.rid].values() if choice.is_aborted]
                 assert not aborted, f"{aborted} goes on, which somebody was told is aborted"
@@ -113,6 +115,7 @@ class LedgerFrontend:
     def receive(self, message: ToFrontend) -> list[FromFrontend]:
         match message:
             case TokenBatch():
+                self._statistics["rule: batches come in order"] += 1
                 assert message.number == self._next_batch, f"batch {message.number} came, not {self._next_batch}"
                 self._next_batch += 1
                 batch = self._lose_ranges(message) if self._settings.lost_share else message
@@ -127,6 +130,7 @@ class LedgerFrontend:
                 assert not self._is_greeted, "greeted twice"
                 self._is_greeted = True
             case ControlReply(call):
+                self._statistics["rule: calls are answered once"] += 1
                 assert call not in self.replies, f"call {call} was answered twice"
                 self.replies[call] = message
             case Rejected(reason):
@@ -149,6 +153,7 @@ class LedgerFrontend:
         """Another frontend was told that these are aborted: no later server may go on with them."""
         rids = self._ledger.named(label)
         for rid in rids:
+            self._statistics["rule: who is aborted by name does not go on"] += 1
             self._ledger.note_aborted(rid)
             for choice in self.live[rid].values():
                 choice.may_abort = choice.is_aborted = True
@@ -206,6 +211,7 @@ class LedgerFrontend:
         choice = self.live.get(news.rid, {}).get(news.choice)
         assert choice is not None, f"tokens of request {news.rid} were released after its end"
         first, last = choice.num_delivered, choice.num_delivered + len(news.ids)
+        self._statistics["rule: tokens are released once, in order"] += 1
         assert news.ids == choice.answer.ids[first:last], f"{choice.name}: wrong tokens from {first} on"
         choice.num_delivered = last
         assert choice.cached_told in (-1, news.cached), (
@@ -217,11 +223,13 @@ class LedgerFrontend:
             self._leaving.append(choice)
         spec = choice.request.logprobs
         if spec.output:
+            self._statistics["rule: tokens come with their logprobs"] += 1
             wanted = logprobs(choice.hashes[choice.prompt_len + first : choice.prompt_len + last])
             assert [row.logprob for row in news.logprobs] == wanted, f"{choice.name}: wrong logprobs"
         else:
             assert not news.logprobs
         if first == 0 and spec.prompt_start >= 0:
+            self._statistics["rule: prompts come with their logprobs"] += 1
             values = [None, *logprobs(choice.hashes[1 : choice.prompt_len])][spec.prompt_start :]
             assert [row.logprob for row in news.prompt_logprobs] == values, f"{choice.name}: wrong prompt logprobs"
 
@@ -234,13 +242,16 @@ class LedgerFrontend:
         assert choice.cached_told in (-1, done.cached_tokens), (
             f"{choice.name}: {choice.cached_told} were cached, {done}"
         )
+        self._statistics["rule: each choice ends once, behind its tokens"] += 1
         assert done.num_output == choice.num_delivered, f"{choice.name}: {choice.num_delivered} tokens came, {done}"
         if done.reason == "abort":
+            self._statistics["rule: aborted by somebody"] += 1
             assert choice.may_abort, f"{choice.name} was aborted by nobody"
             return
         if done.message == CONVICTION:
             assert (done.reason, done.status) == ("error", 500)
             self._convicted[digest_of(choice.request)] = choice.num_delivered
+            self._statistics["rule: convicted of two lone deaths"] += 1
             assert choice.num_lone_deaths == 2, f"{choice.name} did not deserve that"
             self._statistics["convicted of poison" if choice.poison_at >= 0 else "convicted by chance"] += 1
             return
@@ -250,8 +261,10 @@ class LedgerFrontend:
             assert timeout is not None and done.reason == "error", f"{choice.name} ran into a timeout that is not set"
             assert (done.retry_after_s > 0) == (done.status == 503)
             self._statistics["timed out"] += 1
+            self._statistics["rule: out of time only where time is limited"] += 1
             return
         answer = choice.answer
+        self._statistics[f"rule: ends as it must ({answer.reason})"] += 1
         assert (done.reason, done.matched, done.num_output) == (answer.reason, answer.matched, len(answer.ids)), (
             f"{choice.name}: {done} where {answer} was expected"
         )
@@ -270,3 +283,4 @@ class LedgerFrontend:
         assert (refusal.retry_after_s > 0) == (status == 429), f"{first.name}: {refusal}"
         assert is_crowded or is_too_long or is_leaving, f"{first.name} was refused with {status}: {refusal.message}"
         self._statistics["refused"] += 1
+        self._statistics[f"rule: refused for a reason ({status})"] += 1

@@ -103,7 +103,7 @@ class Server:
         self._extra_s = 0.0  # that the next step takes longer than it says
         self._paused_by: set[int] = set()
         self._is_draining = False
-        self._fairness = Fairness(s)
+        self._fairness = Fairness(s, world.statistics)
         self._calls: list[tuple[LedgerFrontend, int]] = []  # that must be answered
         self._pauses: set[int] = set()  # calls
         self._num_capturing = 0  # ranks whose word that they have captured has not come
@@ -129,6 +129,7 @@ class Server:
         if self._scheduler.is_ready and self._world.rng.random() < 0.5:
             fault = WorkerFault(0, 1, "it broke")
             effects = self._scheduler.handle(Worker(0), fault, self._world.now)
+            self._world.statistics["rule: a worker's fault ends it"] += 1
             assert any(isinstance(effect, Fatal) for effect in effects), "a worker's fault is not taken seriously"
         self.is_alive = False
         self.count()
@@ -148,6 +149,7 @@ class Server:
             if request.status is not Status.ENDED
         }
         wanted = live.intersection((choice.request.rid, choice.choice) for choice in in_flight.values())
+        self._world.statistics["rule: last words name what is in flight"] += bool(self._connected)
         assert sorted(keys) == sorted(wanted), f"{sorted(keys)} are said to be in flight, and {sorted(wanted)} are"
         for word in named:
             assert not word.is_alone or len(in_flight) == 1, "who is said to be alone was not"
@@ -176,6 +178,7 @@ class Server:
         statistics["steps"] += len(worker.rows_per_step)
         statistics["prefix hits"] += worker.num_prefix_hits
         statistics["preemptions"] += worker.num_readmissions
+        statistics.update(worker.rules)
         replica = self._scheduler._replica
         if replica is not None:
             values = replica.state()
@@ -238,6 +241,7 @@ class Server:
         """At the end of the world, for all who are still there."""
         for frontend, call in self._calls:
             is_there = self._connected.get(frontend.number) is frontend
+            self._world.statistics["rule: calls are answered"] += is_there
             assert not is_there or call in frontend.replies, (
                 f"call {call} of frontend {frontend.number} was not answered"
             )
@@ -309,6 +313,7 @@ class Server:
             return
         is_checked = world.rng.random() * world.check_every < 1.0
         before = self._fairness.before(replica, with_tree=is_checked)
+        world.statistics["rule: no plans in a pause"] += bool(self._paused_by and before.num_live)
         may_be_sent = [n for n in self._connected if self._next_batch[n] - self._last_ack[n] <= MAX_UNACKNOWLEDGED]
         self._apply(self._scheduler.tick(world.now))
         self._fairness.after(self._scheduler, replica, before, world.now)
@@ -344,14 +349,17 @@ class Server:
             case Refused(status=429) if not self._takes_early:
                 self._fairness.check_crowded(self._scheduler)
             case ControlReply(call, True) if call in self._pauses:
+                world.statistics["rule: a pause is answered when all is still"] += 1
                 assert self._paused_by and not self._num_in_flight, "a pause is answered, but generation goes on"
         if isinstance(message, TokenBatch):
             most = MAX_UNACKNOWLEDGED + self._says_last_words  # all that is known goes with them
+            world.statistics["rule: frontends are not flooded"] += message.number - self._last_ack[number] == most
             assert message.number - self._last_ack[number] <= most, f"frontend {number} is flooded"
             self._next_batch[number] = message.number + 1
             self._check_ranges(message)
             for done in message.done:
                 choice = world.by_rid[done.rid][done.choice]
+                world.statistics["rule: cached tokens are told"] += choice.cached_prompt_tokens > 0
                 assert done.cached_tokens == choice.cached_prompt_tokens, (
                     f"{choice.name}: {done}, not {choice.cached_prompt_tokens}"
                 )
@@ -365,6 +373,7 @@ class Server:
 
     def _check_ranges(self, batch: TokenBatch) -> None:
         """Each token is sent once, in order, unless it was asked for again."""
+        statistics = self._world.statistics
         columns = zip(
             *(batch.rids.tolist(), batch.choices.tolist(), batch.first.tolist(), batch.counts.tolist()),
             batch.cached.tolist(),
@@ -379,6 +388,7 @@ class Server:
                 f"{choice.name}: tokens from {first} on were sent, where {choice.num_sent} were sent before"
             )
             choice.num_sent = first + count
+            statistics["rule: each token is sent once"] += 1
 
     # ---- Workers
 
@@ -392,6 +402,9 @@ class Server:
             if not self._num_in_flight:
                 self._busy_since = self._world.now
             self._num_in_flight += 1
+            self._world.statistics["rule: no more plans than may be in flight"] += (
+                self._num_in_flight == s.most_in_flight
+            )
             assert self._num_in_flight <= s.most_in_flight, f"{self._num_in_flight} plans are in flight"
             step_us = self._step_us(work)
             answer = self._worker.execute(work, step_us, self._answered, self._is_trial(work))
@@ -422,8 +435,8 @@ class Server:
             num_outputs = self._worker.num_known(choice) - choice.prompt_len
             if num_outputs - num_sampled < self._to_be_tried.get(choice.seed, 0):
                 others = [c.name for others, _ in self._unanswered.values() for c in others if c is not choice]
+                world.statistics["rule: trials run alone"] += 1
                 assert not others, f"{choice.name} is tried beside {others[0]}"
-                world.statistics["steps of trials"] += 1
             if 0 <= choice.poison_at < num_outputs:
                 world.at(world.now, partial(world.die_of_request, self))
 
@@ -438,6 +451,7 @@ class Server:
         is_busy = self._num_in_flight or (not self._paused_by and (state["num_running"] or state["num_waiting"]))
         assert self._wants_capture or not is_busy, "requests wait for a graph that no step has missed"
         self._world.statistics["captures while busy" if is_busy else "captures while idle"] += 1
+        self._world.statistics["rule: captures wait for their time"] += 1
         self._num_capturing = self._settings.tp_size
 
     def _step_us(self, plan: StepPlan) -> int:
@@ -448,6 +462,7 @@ class Server:
             prompts_us = sum(s.prompt_us(start, count) for start, count in chunks)
             most = s.most_prompt_us(num_decodes)
             num_streams = self._worker.num_streams(section.decode_slots)
+            self._world.statistics["rule: prompts do not hold up streams"] += num_streams > 0
             assert not num_streams or prompts_us <= most, (
                 f"the prompts in step {plan.step} delay {num_streams} streams by {prompts_us:.0f} µs, more than {most:.0f}"
             )

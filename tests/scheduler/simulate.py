@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.scheduler.rules import LEAST_PER_MILLION, PREFIX, RULES
 from tests.scheduler.world import World
 
 MOST_ROWS = 1024
@@ -82,8 +83,9 @@ class Tally:
         return self.statistics[name] * 1e6 / max(self.num_steps, 1)
 
     def report(self) -> str:
-        lines = [f"{name:22} {number:>12,}" for name, number in sorted(self.statistics.items())]
+        lines = [f"{name:22} {number:>12,}" for name, number in sorted(self.statistics.items()) if PREFIX not in name]
         lines += [f"{name:22} {self.per_million(name):>12,.0f} per million steps" for name in PER_MILLION]
+        lines += self._lines_of_rules()
         lines.append(
             f"running rows: median {self.rows_quantile(0.5)}, {self.share_with_rows(64):.1%} of the steps have at least 64"
         )
@@ -93,6 +95,21 @@ class Tally:
             f" {self.cpu_s:.1f} s of CPU, {self.num_steps / max(self.cpu_s, 1e-9):,.0f} steps/s. Nothing broke."
         )
         return "\n".join(lines)
+
+    def unknown_rules(self) -> list[str]:
+        """Counted, but not named in rules.py."""
+        return sorted({name for name in self.statistics if name.startswith(PREFIX)} - {PREFIX + name for name in RULES})
+
+    def rare_rules(self) -> dict[str, float]:
+        """Those that had too little to judge, and how often they had something, per million steps."""
+        counts = {name: self.per_million(PREFIX + name) for name in RULES}
+        return {name: count for name, count in counts.items() if count < LEAST_PER_MILLION}
+
+    def _lines_of_rules(self) -> list[str]:
+        rare = self.rare_rules()
+        counts = sorted((self.per_million(PREFIX + name), name) for name in RULES)
+        lines = [f"{name:50} {count:>12,.0f}{'  RARE' if name in rare else ''}" for count, name in counts]
+        return ["rules: how often each had something to judge, per million steps", *lines]
 
 
 def run_worlds(seeds: Iterable[int], tally: Tally | None = None, *, check_every: int = 16) -> Tally:

@@ -9,6 +9,7 @@ named.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
@@ -62,6 +63,7 @@ class Verdicts:
         self._stops: list[float] = []  # the grace of each that was asked for
         self._must_finish_by = inf
         self._was_ready = False  # when it went wrong
+        self.rules: Counter[str] = Counter()  # how often each had something to judge
 
     def expect(self, kind: str, culprit: ChildKey, now: float, beat_s: float, number: signal.Signals) -> Cause:
         """From now on this is wrong."""
@@ -111,6 +113,7 @@ class Verdicts:
     def check(self, effect: Effect, now: float) -> None:
         match effect:
             case BecameReady():
+                self.rules["rule: ready when all are"] += 1
                 assert not self.is_ready, "it became ready twice"
                 assert self._greeted == set(self._alive), "not all were told that the server is ready"
                 self.is_ready = True
@@ -140,9 +143,11 @@ class Verdicts:
         if self._stops:
             earlier = ROLES[: ROLES.index(child.role)]
             left = [str(other) for other in self._alive if other.role in earlier]
+            self.rules["rule: frontends end first in a stop"] += bool(earlier)
             assert not left, f"{child} is told to end before {', '.join(left)}"
             assert grace_s == (self._stops[0] if child.role == "frontend" else ENDING_S)
             return
+        self.rules["rule: frontends are told why it ends"] += 1
         assert child.role == "frontend", f"{child} has no clients that should be told"
         assert grace_s == LAST_ANSWERS_S
         self._check_words(reason, is_first=True)
@@ -150,6 +155,7 @@ class Verdicts:
     def _check_killed(self, child: ChildKey, now: float) -> None:
         self._check_reason(child, now)
         assert child not in self._killed, f"{child} is killed twice"
+        self.rules["rule: nobody is killed before its grace is over"] += 1
         self._killed.add(child)
         if self._stops:
             is_at_once = len(self._stops) > 1 or not self._stops[0] or not self.is_ready
@@ -164,6 +170,7 @@ class Verdicts:
 
     def _check_reason(self, child: ChildKey, now: float) -> None:
         is_evident = self.cause is not None and now >= self.cause.evident_s
+        self.rules["rule: who is well is not told to end"] += 1
         assert self._stops or is_evident, f"{child} is to end, though everybody lives and goes on"
         assert child in self._alive, f"{child} is to end, which has ended"
 
@@ -171,9 +178,13 @@ class Verdicts:
         assert not self._alive, f"it is over, but {self._alive[0]} lives"
         assert not self.is_finished, "it is over twice"
         self.is_finished = True
+        self.rules["rule: the server ends in time"] += 1
         if self.cause is None:
+            self.rules["rule: a stop that was asked for ends well"] += 1
             assert (exit_code, reason) == (0, None), f"a stop that was asked for ended with {exit_code}: {reason}"
             return
+        self.rules["rule: the right process is named"] += 1
+        self.rules[f"rule: found in time ({self.cause.kind})"] += 1
         assert exit_code == 1
         self._check_words(reason or "", is_first=False)
 

@@ -75,6 +75,7 @@ class World:
         self._end()
         self._supervision.run_until(self.now)
         self._supervision.end_in_order()
+        self.statistics.update(self._supervision.verdicts.rules)
 
     # ---- Time
 
@@ -142,6 +143,7 @@ class World:
         wanted = {"num_free_pages": self.settings.num_pages, "num_free_slots": self.settings.num_slots}
         wanted |= {"num_waiting": 0, "num_pinned": 0, "num_in_flight": 0}
         wanted |= {f"live_requests_of_frontend_{frontend.number}": 0 for frontend in self._frontends}
+        self.statistics["rule: nothing is left at the end"] += 1
         for name, value in wanted.items():
             assert after[name] == value, f"at the end {name} is {after[name]} instead of {value}"
         self._server.check_answered()
@@ -303,6 +305,7 @@ class World:
         self._supervision.run_until(self.now)
         if not self._supervision.is_finished:
             return
+        self.statistics.update(self._supervision.verdicts.rules)
         if self._is_hanging:
             self._replace_server()
         if self._is_new:

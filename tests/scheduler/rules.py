@@ -1,0 +1,98 @@
+"""The rules that simulated worlds are judged by. `World.statistics` counts under `rule: NAME` how often each had something to judge.
+
+A rule counts where its precondition held: where a wrong scheduler would have been caught. What is counted and not named here fails
+a test, and so does a rule that has too little to judge in the worlds of the soak.
+"""
+
+from __future__ import annotations
+
+PREFIX = "rule: "
+LEAST_PER_MILLION = 1000  # steps
+
+RULES: tuple[str, ...] = (
+    # ---- fairness.py: who gets a slot, who loses it, what is told
+    "admitted in order",  # by arrival, or by priority and aging; not before one that waits and could have been
+    "suspects go first",  # nobody is admitted while one waits for its trial
+    "the urgent go first",  # before all that came earlier
+    "nobody is passed for ever (lpm)",  # by at most 64 later ones
+    "the last in rank is preempted",  # of all that run, or one less important than one that comes
+    "displaced only by the more important",  # by the threshold
+    "nobody is there beyond its time",  # waiting or running, where that is limited
+    "turned away only when too many wait",  # and no slot is free
+    "what is known is sent",  # to a frontend that has acknowledged enough
+    "what is known of the preempted is sent",  # likewise
+    "the load is told",  # soon after it has changed
+    "the least useful prefix is evicted",  # used longest ago, or least often
+    "a prefix is used as often as what follows it",  # or more often
+    "what failed is not cached",  # unless others use it
+    "no page more than a request can use",
+    # ---- fake_worker.py: what a worker silently relies on
+    "admitted with its tokens and wishes",
+    "a new server gets the tokens of the old one",  # it goes on behind them
+    "the preempted come back with all their tokens",
+    "cached pages hold the request's tokens",  # and were written by an earlier plan
+    "a page has one writer",
+    "no rows without their pages",  # whose page was given to another is in no plan
+    "no rows after the end",  # who has ended is in no plan
+    "no row after the last token",  # so often is it sampled, and no more
+    "each slot once in a plan",
+    "each row once in the pipeline",
+    "every stream goes on",  # in each step, or in turn
+    "a decode has its place",  # one position is lacking, and there is a page for it
+    "a prompt goes on where it was",  # chunk by chunk
+    "a prompt samples at its end",  # and nowhere else
+    "no more prompt tokens than allowed",  # in a step
+    "a prompt stops only for those who stream",  # or at the end of its pages
+    "the prefix tree has written pages only",
+    "page tables are compared",  # with a hash of the tables as the worker has them
+    # ---- server.py: what goes over the links
+    "each token is sent once",  # in order, unless it was asked for again
+    "cached tokens are told",  # as they were when it was admitted first
+    "frontends are not flooded",  # eight batches may be unacknowledged
+    "no more plans than may be in flight",
+    "prompts do not hold up streams",  # longer than the decode guarantee says
+    "captures wait for their time",  # one at a time, and none while others wait for nothing that it brings
+    "trials run alone",
+    "no plans in a pause",
+    "a pause is answered when all is still",
+    "calls are answered",  # all, in the end
+    "last words name what is in flight",
+    "a worker's fault ends it",
+    "nothing is left at the end",  # no page, slot, pin, or request
+    # ---- ledger_frontend.py: what a frontend gets
+    "batches come in order",
+    "tokens are released once, in order",  # and are those of the reference
+    "tokens come with their logprobs",
+    "prompts come with their logprobs",
+    "each choice ends once, behind its tokens",
+    "ends as it must (length)",  # reason, match and count are those of the reference
+    "ends as it must (stop)",
+    "ends as it must (error)",
+    "aborted by somebody",  # who is aborted was to be
+    "out of time only where time is limited",
+    "refused for a reason (429)",  # waiting room full
+    "refused for a reason (503)",  # after a drain has begun
+    "refused for a reason (400)",  # too long
+    "what lives is resubmitted",  # to a new server
+    "what a server died of is a suspect",
+    "convicted of two lone deaths",
+    "who is aborted by name does not go on",  # whichever frontend was told
+    "calls are answered once",
+    # ---- verdicts.py: what becomes of processes
+    "ready when all are",
+    "who is well is not told to end",
+    "the right process is named",
+    "found in time (blamed)",  # that a process died of a signal, and others speak first
+    "found in time (ended)",
+    "found in time (failed)",
+    "found in time (gibberish)",
+    "found in time (killed)",
+    "found in time (silent)",
+    "found in time (stuck)",
+    "found in time (unlinked)",
+    "frontends are told why it ends",
+    "frontends end first in a stop",
+    "nobody is killed before its grace is over",
+    "a stop that was asked for ends well",
+    "the server ends in time",
+)
