@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from srt.managers.io_struct import GenerateInput, LogprobRequest, RequestError
 from srt.managers.model_facts import ModelFacts
-from srt.protocol.messages import GenerateRequest, Int32Array, LogprobSpec, SchedulerHello, int32_array
+from srt.protocol.messages import GenerateRequest, Int32Array, LogprobSpec, SamplingSpec, SchedulerHello, int32_array
 from srt.sampling.parameter_checks import ParameterError, is_unicode
-from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
+from srt.sampling.sampling_params import MAX_BIAS_ENTRIES, MAX_TOP_LOGPROBS
 
 MAX_PRIORITY = 1_000_000
 MAX_LABEL_CHARS = 256
@@ -89,8 +91,9 @@ def build_request(
     seed: int,
     model: ModelFacts,
     limits: SchedulerHello,
+    forbidden_ids: Sequence[int] = (),
 ) -> GenerateRequest:
-    """The message for the scheduler; RequestError if the request cannot be served."""
+    """The message for the scheduler; RequestError if the request cannot be served. `forbidden_ids` are those of its bad_words."""
     source = "input_ids" if request.text is None else "text"
     if len(prompt_ids) == 0:
         raise bad(source, "has no tokens: a prompt needs at least one")
@@ -100,13 +103,16 @@ def build_request(
         raise RequestError(400, f"{error}.", error.name) from error
     max_new_tokens = _output_limit(request, source, len(prompt_ids), model, limits)
     checked = _checked_ids(source, prompt_ids, model.vocab_size)
+    spec = request.params.spec(max_new_tokens, model.eos_ids, forbidden_ids)
+    if forbidden_ids:
+        _check_forbidden(spec, model.vocab_size)
     return GenerateRequest(
         rid=rid,
         label=label,
         prompt_ids=checked,
         choices=np.arange(request.params.n, dtype=np.int32),
         output_ids=[int32_array() for _ in range(request.params.n)],
-        sampling=request.params.spec(max_new_tokens, model.eos_ids),
+        sampling=spec,
         logprobs=_logprob_spec(request.logprobs, len(prompt_ids), model.vocab_size),
         seed=seed,
         priority=request.priority,
@@ -114,6 +120,17 @@ def build_request(
         urgent=request.urgent,
         stream=request.stream,
     )
+
+
+def _check_forbidden(spec: SamplingSpec, vocab_size: int) -> None:
+    """What the tables have room for, and never all that could be drawn."""
+    if len(spec.bias_ids) > MAX_BIAS_ENTRIES:
+        raise bad("bad_words", f"and logit_bias may name at most {MAX_BIAS_ENTRIES} tokens together")
+    forbidden = spec.bias_ids[np.isneginf(spec.bias_values)]
+    check_ids("bad_words", forbidden.tolist(), vocab_size)
+    held_back = spec.stop_ids if spec.min_new_tokens else spec.stop_ids[:0]
+    if len(np.union1d(forbidden, held_back)) >= vocab_size:
+        raise bad("bad_words", f"must leave some of the vocabulary's {vocab_size} tokens")
 
 
 def _output_limit(

@@ -14,6 +14,7 @@ from srt.managers.detokenizer import OutputText
 from srt.managers.io_struct import GenerateInput, RequestError
 from srt.managers.request_checks import bad, check_ids, check_text
 from srt.protocol.messages import Int32Array, int32_array
+from srt.sampling.parameter_checks import show
 from srt.sampling.sampling_params import SamplingParams
 from srt.server_args import ServerArgs
 from srt.utils.chat_template import ChatTemplate, ChatTemplateError
@@ -47,6 +48,8 @@ class TextCodec:
         self._template = template
         self._context_length = context_length
         self._vocab_size = vocab_size
+        self._last_words: tuple[str, ...] = ()
+        self._last_forbidden: tuple[int, ...] = ()
         self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, thread_name_prefix="tokenize")
 
     def close(self) -> None:
@@ -80,6 +83,29 @@ class TextCodec:
         ids = self._tokenizer.encode(text, add_special_tokens)
         pieces = [int32_array(ids[at : at + _IDS_AT_ONCE]) for at in range(0, len(ids), _IDS_AT_ONCE)]
         return np.concatenate(pieces) if pieces else int32_array()
+
+    def forbidden_ids(self, words: tuple[str, ...]) -> tuple[int, ...]:
+        """The tokens that these words are, at the beginning of a text and behind a space. RequestError 400 for one of several tokens:
+        which of them may be drawn would depend on what is before."""
+        if not words:
+            return ()
+        if words != self._last_words:  # as a rule all prompts of a batch forbid the same
+            self._last_words, self._last_forbidden = words, self._forbid(words)
+        return self._last_forbidden
+
+    def _forbid(self, words: tuple[str, ...]) -> tuple[int, ...]:
+        bare = [word.lstrip() for word in words]
+        ids = self._tokenizer.encode_all([form for word in bare for form in (word, " " + word)])
+        forbidden: dict[int, None] = {}
+        for word, alone, behind_space in zip(words, ids[::2], ids[1::2], strict=True):
+            if len(alone) != 1:
+                raise bad(
+                    "bad_words",
+                    f"has {show(word)}, which is {len(alone)} tokens: only words of one token can be forbidden, logit_bias"
+                    " holds back single tokens, and stop ends the output before a text",
+                )
+            forbidden |= dict.fromkeys(alone + behind_space if len(behind_space) == 1 else alone)
+        return tuple(forbidden)
 
     # ---- Ids to text
 

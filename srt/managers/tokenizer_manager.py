@@ -283,6 +283,7 @@ class TokenizerManager:
             seed=seed,
             model=self.model,
             limits=self.limits,
+            forbidden_ids=self.text.forbidden_ids(request.params.bad_words),
         )
         self._num_requests += 1
         live = self._live_request(message, request, arrived_s, tokenized_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +33,8 @@ MAX_TOP_LOGPROBS = 128
 MAX_CHOICES = 128
 MAX_STOP_TOKEN_IDS = 256
 MAX_BIAS_ENTRIES = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6  # a temperature under this means greedy
 
@@ -58,6 +60,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
     n: int = 1
     sampling_seed: int | None = None  # 64 bits
     may_shorten: bool = False  # max_new_tokens was not asked for: fewer are right where fewer fit
@@ -86,6 +89,7 @@ class SamplingParams:
             if value is not None:
                 values[name] = value
         checked = {name: PARAMETERS[name].check(name, value) for name, value in values.items()}
+        _resolve_aliases(checked)
         if "max_new_tokens" not in checked:
             least = checked.get("min_new_tokens", 0)
             limit = None if default_max_new_tokens is None else max(default_max_new_tokens, least)
@@ -107,8 +111,9 @@ class SamplingParams:
                         name, f"has the token id {show(token_id)}, outside the vocabulary of {vocab_size}"
                     )
 
-    def spec(self, max_new_tokens: int, eos_ids: tuple[int, ...]) -> SamplingSpec:
-        """The engine's part, with the output limit that fits and the ids that end the request."""
+    def spec(self, max_new_tokens: int, eos_ids: tuple[int, ...], forbidden_ids: Sequence[int] = ()) -> SamplingSpec:
+        """The engine's part, with the output limit that fits, the ids that end the request, and those that it may not draw."""
+        biases = {**dict(self.logit_bias), **dict.fromkeys(forbidden_ids, float("-inf"))}
         stop_ids = sorted({*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)})
         greedy = self.temperature < GREEDY_BELOW
         return SamplingSpec(
@@ -122,8 +127,8 @@ class SamplingParams:
             repetition_penalty=self.repetition_penalty,
             min_new_tokens=self.min_new_tokens,
             stop_ids=np.asarray(stop_ids, np.int32),
-            bias_ids=np.asarray([i for i, _ in self.logit_bias], np.int32),
-            bias_values=np.asarray([b for _, b in self.logit_bias], np.float32),
+            bias_ids=np.asarray(list(biases), np.int32),
+            bias_values=np.asarray(list(biases.values()), np.float32),
         )
 
 
@@ -133,6 +138,14 @@ def choice_seed(seed: int, choice: int) -> int:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def _resolve_aliases(checked: dict[str, Any]) -> None:
+    for alias, name in ALIASES.items():
+        if alias in checked:
+            value = checked.pop(alias)
+            if checked.setdefault(name, value) != value:
+                raise ParameterError(alias, f"and {name} are two names of one parameter: give one of them")
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -187,6 +200,13 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
         "logit_bias": Parameter(
             Biases(MAX_BIAS_ENTRIES), "Added to the logits of these tokens: an object of token id: bias."
         ),
+        "include_stop_str_in_output": Parameter(
+            Boolean(), "Another name of no_stop_trim; a stop token stays too, unless skip_special_tokens leaves it out."
+        ),
+        "bad_words": Parameter(
+            Strings(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
+            "Words that are not generated, at the beginning of a text and behind a space. Only words of one token.",
+        ),
         "n": Parameter(Integer(1, MAX_CHOICES), "How many outputs to draw for the prompt."),
         "sampling_seed": Parameter(
             Seed(),
@@ -194,7 +214,9 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
         ),
     }
 )
-assert {*PARAMETERS, "may_shorten"} == {f.name for f in fields(SamplingParams)}
+# What other servers call a parameter.
+ALIASES: Mapping[str, str] = MappingProxyType({"include_stop_str_in_output": "no_stop_trim"})
+assert {*PARAMETERS, "may_shorten"} - ALIASES.keys() == {f.name for f in fields(SamplingParams)}
 # What other servers know, with the values (beside the empty ones) that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {

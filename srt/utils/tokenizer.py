@@ -62,6 +62,10 @@ class Tokenizer:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text by itself, without special tokens around it."""
+        return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
     @property
     def num_added_before(self) -> int:
         """How many special tokens `encode` puts before a text."""

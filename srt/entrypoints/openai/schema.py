@@ -42,6 +42,8 @@ SAMPLING_NAMES: Mapping[str, str] = MappingProxyType(
         "stop_token_ids": "stop_token_ids",
         "stop_regex": "stop_regex",
         "no_stop_trim": "no_stop_trim",
+        "include_stop_str_in_output": "include_stop_str_in_output",
+        "bad_words": "bad_words",
         "ignore_eos": "ignore_eos",
         "skip_special_tokens": "skip_special_tokens",
         "spaces_between_special_tokens": "spaces_between_special_tokens",
@@ -94,6 +96,8 @@ class OpenAIBody(RequestBody):
     stop_token_ids: int | list[int] | None = None
     stop_regex: str | list[str] | None = None
     no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: str | list[str] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

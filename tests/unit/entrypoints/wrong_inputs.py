@@ -69,6 +69,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "stop_token_ids": [[-1], [HUGE], [LONG_ID], [0] * 300],
     "stop_regex": ["(", "", ["a"] * 40, "a" * 300],
     "logit_bias": [{"x": 1}, {"1": 101}, {"1": "x"}, {"1": None}, {"1": True}, {"-1": 1}, {str(HUGE): 1}, {"1.5": 1}],
+    "bad_words": ["", [""], "x" * 5000, ["x"] * 200],
     "sampling_seed": [-(1 << 63) - 1, 1 << 64],
     "top_logprobs_num": [-1, 1000],
     "logprob_start_len": [-2, HUGE],
@@ -104,7 +105,8 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
 }
 UNBOUNDED = frozenset(
     # Switches, and what is checked as a whole.
-    "ignore_eos no_logs log_metrics skip_special_tokens spaces_between_special_tokens no_stop_trim may_shorten stream return_logprob"
+    "ignore_eos no_logs log_metrics skip_special_tokens spaces_between_special_tokens no_stop_trim"
+    " include_stop_str_in_output may_shorten stream return_logprob"
     " return_text_in_logprobs return_prompt_token_ids echo add_generation_prompt chat_template_kwargs sampling_params"
     " abort_all model".split()
 )

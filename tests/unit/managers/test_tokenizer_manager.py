@@ -737,6 +737,7 @@ WRONG: dict[str, tuple[Callable[[GenerateInput], GenerateInput], str, str]] = {
     "no boolean": (lambda r: replace(r, logprobs=LogprobRequest(output=1)), "return_logprob", "true"),  # type: ignore[arg-type]
     "stop id": (lambda r: replace(r, params=SamplingParams(stop_token_ids=(512,))), "stop_token_ids", "512"),
     "bias id": (lambda r: replace(r, params=SamplingParams(logit_bias=((512, 1.0),))), "logit_bias", "512"),
+    "word of many tokens": (lambda r: replace(r, params=SamplingParams(bad_words=("hello",))), "bad_words", "3 tokens"),
     "wish": (lambda r: replace(r, params=SamplingParams(max_new_tokens=512)), "max_new_tokens", "is 512, .* fit"),
     "minimum": (
         lambda r: replace(r, params=SamplingParams(min_new_tokens=512, max_new_tokens=None)),

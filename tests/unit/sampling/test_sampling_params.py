@@ -10,6 +10,9 @@ import pytest
 
 from srt.sampling.parameter_checks import MAX_STOP_REGEX_CHARS, ParameterError
 from srt.sampling.sampling_params import (
+    ALIASES,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_BIAS_ENTRIES,
     MAX_CHOICES,
     MAX_STOP_CHARS,
@@ -55,6 +58,8 @@ WRONG: dict[str, list[Any]] = {
     "skip_special_tokens": NOT_BOOLEANS,
     "spaces_between_special_tokens": NOT_BOOLEANS,
     "no_stop_trim": NOT_BOOLEANS,
+    "include_stop_str_in_output": NOT_BOOLEANS,
+    "bad_words": [*NOT_STRINGS, "", ["a", ""], ["x"] * (MAX_BAD_WORDS + 1), "x" * (MAX_BAD_WORD_CHARS + 1), "\ud800"],
     "logit_bias": [
         1,
         "x",
@@ -90,7 +95,7 @@ def test_a_wrong_value_is_refused_by_the_parameters_name_in_a_short_sentence(nam
 
 
 def test_every_parameter_has_wrong_values_in_the_table() -> None:
-    assert {*WRONG, "may_shorten"} == {f.name for f in fields(SamplingParams)}
+    assert {*WRONG, "may_shorten"} - ALIASES.keys() == {f.name for f in fields(SamplingParams)}
 
 
 @pytest.mark.parametrize("name", ["may_shorten", "temprature", "", "max_tokens", "__class__"])
@@ -185,6 +190,22 @@ def test_biases_reach_the_engine_as_two_aligned_columns() -> None:
     assert spec.bias_ids.tolist() == [2, 9]
     assert spec.bias_values.tolist() == [-100.0, 1.5]
     assert (spec.bias_ids.dtype, spec.bias_values.dtype) == (np.int32, np.float32)
+
+
+def test_forbidden_tokens_reach_the_engine_as_biases_and_win_over_others() -> None:
+    spec = SamplingParams.from_dict({"logit_bias": {"9": 1.5, "2": 3}}).spec(1, (), (9, 4))
+    assert spec.bias_ids.tolist() == [2, 9, 4]
+    assert spec.bias_values.tolist() == [3.0, float("-inf"), float("-inf")]
+
+
+def test_the_stop_is_kept_by_either_name_and_two_that_differ_are_refused() -> None:
+    name = "include_stop_str_in_output"
+    assert SamplingParams.from_dict({name: True}).no_stop_trim is True
+    assert SamplingParams.from_dict({name: True, "no_stop_trim": True}).no_stop_trim is True
+    assert SamplingParams.from_dict({name: False}).no_stop_trim is False
+    with pytest.raises(ParameterError, match="two names of one parameter") as caught:
+        SamplingParams.from_dict({name: False, "no_stop_trim": True})
+    assert caught.value.name == name
 
 
 def test_choices_draw_with_different_seeds_and_the_first_with_the_requests_own() -> None:

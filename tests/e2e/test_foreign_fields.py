@@ -1,0 +1,76 @@
+"""Fields that other servers define, through the real server: what they say is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "The capital of France is"
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+USER = {"role": "user", "content": PROMPT}
+
+
+def complete(client: httpx.Client, **body: Any) -> Any:
+    response = client.post("/v1/completions", json={"prompt": PROMPT, **GREEDY, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def chat(client: httpx.Client, **body: Any) -> Any:
+    response = client.post("/v1/chat/completions", json={"messages": [USER], **GREEDY, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def native(client: httpx.Client, params: dict[str, Any], **body: Any) -> Any:
+    greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True, **params}
+    response = client.post("/generate", json={"text": PROMPT, "sampling_params": greedy, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def tokenize(client: httpx.Client, text: str) -> list[int]:
+    ids: list[int] = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    return ids
+
+
+def test_the_stop_stays_in_the_text_by_its_other_name(client: httpx.Client) -> None:
+    text = complete(client)["choices"][0]["text"]
+    stop = text[len(text) // 2 :][:2]
+    until = text[: text.index(stop) + len(stop)]
+    kept = {"stop": stop, "include_stop_str_in_output": True}
+    assert complete(client, **kept)["choices"][0]["text"] == until
+    assert native(client, kept)["text"] == until
+    said = chat(client)["choices"][0]["message"]["content"]
+    kept["stop"] = said[1:3]
+    assert chat(client, **kept)["choices"][0]["message"]["content"] == said[: said.index(said[1:3]) + 2]
+
+
+def test_a_bad_word_is_not_generated(client: httpx.Client) -> None:
+    ids = native(client, {"logit_bias": {"257": 100}})["output_ids"]
+    assert set(ids) == set(tokenize(client, "the"))
+    forbidden = {*tokenize(client, "the"), *tokenize(client, " the")}
+    wanted = dict.fromkeys(map(str, forbidden), 100)
+    more = {"logit_bias": wanted, "bad_words": ["the"]}
+    ids = native(client, more)["output_ids"]
+    assert len(ids) == 12
+    assert not forbidden & set(ids)
+    assert not complete(client, **more)["choices"][0]["text"].startswith(("the", " the"))
+    assert not chat(client, **more)["choices"][0]["message"]["content"].startswith(("the", " the"))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_a_bad_word_of_many_tokens_is_refused_by_name(client: httpx.Client, path: str) -> None:
+    words = {"bad_words": ["hello"]}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": PROMPT, **words},
+        "/v1/chat/completions": {"messages": [USER], **words},
+        "/generate": {"text": PROMPT, "sampling_params": words},
+    }
+    response = client.post(path, json=bodies[path])
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("bad_words has 'hello', which is 3 tokens")
