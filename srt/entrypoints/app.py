@@ -54,8 +54,8 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/metrics": {"GET": metrics.metrics},
     "/configure_logging": {"POST": operations.configure_logging},
     "/freeze_gc": {"GET": operations.freeze_gc, "POST": operations.freeze_gc},
-    "/start_profile": {"POST": profiling.start_profile},
-    "/stop_profile": {"POST": profiling.stop_profile},
+    "/start_profile": {"GET": profiling.start_profile, "POST": profiling.start_profile},
+    "/stop_profile": {"GET": profiling.stop_profile, "POST": profiling.stop_profile},
     "/openapi.json": {"GET": _describe},
 }
 

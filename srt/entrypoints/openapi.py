@@ -218,7 +218,7 @@ def _operation(path: str, method: str, handler: Handler) -> dict[str, Any]:
         )
     if parameters:
         written["parameters"] = parameters
-    if known.body is not None:
+    if known.body is not None and method != "GET":
         written["requestBody"] = {"required": True, "content": {JSON: {"schema": body_schema(known.body)}}}
     return written
 

@@ -43,26 +43,29 @@ class Profiler:
         self._vitals = vitals
         self._writing: set[asyncio.Task[None]] = set()
 
-    def start(self, output_dir: str | None, num_steps: int | None) -> Path:
-        """Begin; the path is where the trace will be. RequestError if one is being recorded, or if it could not be written."""
-        if self._run_dir is not None and self._has_taken_over(self._run_dir, abs(self._control.trace)):
+    def start(
+        self, output_dir: str | None, num_steps: int | None, start_step: int = 0, prefix: str = "", name: str = ""
+    ) -> Path:
+        """Begin, at once or after `start_step` steps; the path is where the trace will be. RequestError if one is being recorded, or
+        if it could not be written."""
+        if self._run_dir is not None and self._has_taken_over(self._run_dir, self._control.latest_trace):
             self._control.stop_trace()
-        if self._run_dir is None or self._control.trace > 0:
+        if self._run_dir is None or self._control.is_trace_open:
             raise RequestError(400, "A trace is being recorded already: stop it first.")
-        if output_dir is not None and not output_dir.startswith("/"):
+        if output_dir and not output_dir.startswith("/"):
             raise bad_parameter("output_dir", "must be an absolute path: the server's folder is not yours")
         try:
-            path = new_file(Path(output_dir) if output_dir else default_folder())
+            path = new_file(Path(output_dir) if output_dir else default_folder(), prefix, name)
         except (OSError, ValueError) as error:  # a ValueError for names that no file can have
             raise bad_parameter("output_dir", f"cannot be written to ({error})") from error
-        number = self._control.start_trace(num_steps)
+        number = self._control.start_trace(num_steps, start_step)
         claim(self._run_dir, number, path)
         self._begin_to_write(self._run_dir, number, path)
         return path
 
     async def stop(self) -> dict[str, Any]:
         """End what is recorded; what is known of the trace when it is written, by whichever frontend that was."""
-        run_dir, number = self._run_dir, abs(self._control.trace)
+        run_dir, number = self._run_dir, self._control.latest_trace
         if run_dir is None or not number:
             raise RequestError(400, "No trace is being recorded: start one first.")
         self._control.stop_trace()
@@ -97,7 +100,7 @@ class Profiler:
 
     async def _write(self, run_dir: Path, number: int, path: Path) -> None:
         """When the recording has ended, by whomever: wait for all parts, and make one file of them."""
-        await _until(lambda: self._control.trace != number)
+        await _until(lambda: self._control.has_trace_ended(number))
         vitals = [vital for vital in self._vitals() if vital.process != "supervisor"]
         alive = [vital.process for vital in vitals if vital.silent_s < SILENT_S]
         with contextlib.suppress(TimeoutError):

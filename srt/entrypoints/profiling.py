@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
 
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.service import Service
 from srt.managers.request_schema import RequestBody, bad_parameter
+
+RECORDED = ("CPU", "GPU")
+MAX_STEPS = 1 << 31
+NAME_PATTERN = "^[A-Za-z0-9._-]{0,100}$"  # of what becomes part of a file's name
+
+# Fields that change what SGLang records, and why this server has nothing to change.
+LACKING: Mapping[str, str] = MappingProxyType(
+    {
+        "profile_by_stage": "is not supported: a step may compute prompts and decodes together. Leave it out; in the trace each plan"
+        " lists its prompts and counts its decodes",
+        "profile_stages": "is not supported: a step may compute prompts and decodes together. Leave it out; in the trace each plan"
+        " lists its prompts and counts its decodes",
+        "with_stack": "is not supported: a trace has named spans and no Python stacks. Leave it out, or attach py-spy to a process",
+        "record_shapes": "is not supported: a trace has steps and no operators. Leave it out; each plan has the number of its tokens",
+        "detailed_annotations": "is not supported. Leave it out; each plan lists its prompts and counts its decodes in any case",
+    }
+)
+
+
+def _from_digits(value: object) -> object:
+    """SGLang's clients send numbers as text."""
+    return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,10}", value) else value
+
+
+def _only_false(name: str) -> Any:
+    reason = LACKING[name].removeprefix("is not supported").lstrip(".: ").removeprefix("Leave it out; ")
+    return Field(None, description=f"Only false or empty: {reason}.")
 
 
 class StartBody(RequestBody):
@@ -16,19 +48,56 @@ class StartBody(RequestBody):
         None,
         description="Folder of the trace, an absolute path. By default $SRT_PROFILE_DIR, or that of temporary files.",
     )
-    num_steps: int | None = Field(
-        None, ge=1, description="End after so many steps of the model, without /stop_profile."
+    num_steps: Annotated[int, BeforeValidator(_from_digits), Field(ge=1, le=MAX_STEPS)] | None = Field(
+        None, description="End after so many steps of the model, without /stop_profile."
+    )
+    start_step: Annotated[int, BeforeValidator(_from_digits), Field(ge=0, le=MAX_STEPS)] | None = Field(
+        None, description="Begin after this many more steps of the model, counted from this call."
     )
     activities: list[str] | None = Field(None, description="CPU and GPU: both are in every trace.")
+    profile_prefix: str | None = Field(
+        None, description="The file's name begins with it.", json_schema_extra={"pattern": NAME_PATTERN}
+    )
+    profile_id: str | None = Field(
+        None, description="The file's name, instead of the time.", json_schema_extra={"pattern": NAME_PATTERN}
+    )
+    merge_profiles: bool | None = Field(None, description="All processes are in one file, whatever this says.")
+    profile_by_stage: bool | None = _only_false("profile_by_stage")
+    profile_stages: list[str] | None = _only_false("profile_stages")
+    with_stack: bool | None = _only_false("with_stack")
+    record_shapes: bool | None = _only_false("record_shapes")
+    detailed_annotations: bool | None = _only_false("detailed_annotations")
+
+    # What SGLang's class has beside these when it is written down whole.
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = {"req_type": (1,), "rid": (), "http_worker_ipc": ()}
+
+    def check(self) -> None:
+        """Raise RequestError 400 for what is not recorded here, saying what is."""
+        for activity in self.activities or ():
+            if activity not in RECORDED:
+                reason = f"may hold CPU and GPU, which are in every trace; {activity[:40]!r} is not recorded here"
+                raise bad_parameter("activities", reason)
+        for name, reason in LACKING.items():
+            if getattr(self, name):
+                raise bad_parameter(name, reason)
+        for name in ("profile_prefix", "profile_id"):
+            if not re.fullmatch(NAME_PATTERN, getattr(self, name) or ""):
+                raise bad_parameter(name, "may have letters, digits, '.', '_' and '-', at most 100 of them")
 
 
 async def start_profile(exchange: Exchange, service: Service) -> None:
     """Record what all processes do from now on, until /stop_profile or for `num_steps` steps. Memory is bounded."""
     given = StartBody.parse(await exchange.read_json(if_empty={}))
-    if given.activities is not None and not set(given.activities) <= {"CPU", "GPU"}:
-        raise bad_parameter("activities", "may hold CPU and GPU only")
-    path = service.profiler.start(given.output_dir, given.num_steps)
-    await exchange.send_json({"message": "Recording.", "path": str(path)})
+    given.check()
+    path = service.profiler.start(
+        given.output_dir,
+        given.num_steps,
+        given.start_step or 0,
+        given.profile_prefix or "",
+        given.profile_id or "",
+    )
+    message = f"Recording begins after {given.start_step} steps." if given.start_step else "Recording."
+    await exchange.send_json({"message": message, "path": str(path)})
 
 
 async def stop_profile(exchange: Exchange, service: Service) -> None:

@@ -8,16 +8,16 @@ from srt.server_args import ServerArgs
 from srt.utils.shared_numbers import SharedNumbers
 
 _FILE = "control"
-_NAMES = ("trace", "traced_steps", "request_log_level", "gc_freezes")
+_NAMES = ("trace", "latest_trace", "steps_before_trace", "traced_steps", "request_log_level", "gc_freezes")
 NO_REQUEST_LOG = -1
 
 
 class ControlWords:
     def __init__(self, numbers: SharedNumbers) -> None:
         self._cells = numbers.cells
-        self._trace, self._traced_steps, self._request_log_level, self._gc_freezes = (
-            numbers.place(name) for name in _NAMES
-        )
+        places = (numbers.place(name) for name in _NAMES)
+        self._trace, self._latest_trace, self._steps_before_trace, self._traced_steps, *others = places
+        self._request_log_level, self._gc_freezes = others
 
     @classmethod
     def create(cls, run_dir: Path, args: ServerArgs) -> ControlWords:
@@ -46,21 +46,47 @@ class ControlWords:
         """One number, above 0 while a trace is being recorded: for those who look all the time."""
         return self._cells[self._trace : self._trace + 1]
 
-    def start_trace(self, num_steps: int | None) -> int:
-        """Returns its number. It ends by itself after `num_steps` steps of the model, if that is given."""
-        assert self.trace <= 0, f"trace {self.trace} is being recorded"
+    @property
+    def latest_trace(self) -> int:
+        """The number of the trace that was asked for last, whatever has become of it; 0 if there was none."""
+        return int(self._cells[self._latest_trace])
+
+    @property
+    def is_trace_open(self) -> bool:
+        """A trace is being recorded, or will be after some steps."""
+        return self._cells[self._trace] > 0 or self._cells[self._steps_before_trace] > 0
+
+    def has_trace_ended(self, number: int) -> bool:
+        """Nothing more will be recorded in the trace with this number."""
+        return self.latest_trace > number or self.trace == -number
+
+    def start_trace(self, num_steps: int | None, start_step: int = 0) -> int:
+        """Returns its number. It begins after `start_step` more steps of the model, at once if that is 0, and ends by itself after
+        `num_steps` steps of its own, if that is given."""
+        assert not self.is_trace_open, f"trace {self.latest_trace} is being recorded"
+        number = self.latest_trace + 1
         self._cells[self._traced_steps] = num_steps or 0
-        self._cells[self._trace] = 1 - self.trace
-        return self.trace
+        self._cells[self._latest_trace] = number
+        if start_step:
+            self._cells[self._steps_before_trace] = start_step
+        else:
+            self._cells[self._trace] = number
+        return number
 
     def stop_trace(self) -> None:
-        self._cells[self._trace] = -abs(self.trace)
+        self._cells[self._steps_before_trace] = 0
+        self._cells[self._trace] = -self.latest_trace
 
-    def count_traced_step(self) -> None:
-        """By the scheduler, of each step that is done."""
-        if self._cells[self._traced_steps] > 0:
-            self._cells[self._traced_steps] -= 1
-            if self._cells[self._traced_steps] == 0:
+    def count_step(self) -> None:
+        """Count a step that is done; called by the scheduler. A trace may begin or end with it."""
+        cells = self._cells
+        if cells[self._steps_before_trace] > 0:
+            cells[self._steps_before_trace] -= 1
+            if cells[self._steps_before_trace] == 0:
+                cells[self._trace] = cells[self._latest_trace]
+        elif cells[self._trace] > 0 and cells[self._traced_steps] > 0:
+            cells[self._traced_steps] -= 1
+            if cells[self._traced_steps] == 0:
                 self.stop_trace()
 
     @property

@@ -178,7 +178,7 @@ class SchedulerProcess:
                 self._status.take_step(message.step_us)
                 self._awake_until_s = now + AWAKE_S if self._has_core and message.step_us < AWAKE_S * 1e6 else 0.0
             self._apply(self._scheduler.handle(Worker(rank), message, now))
-            if self._trace.is_on and isinstance(message, StepResult):
+            if isinstance(message, StepResult):
                 self._trace.answered(message, now)
 
     def _check_deadline(self) -> None:

@@ -16,7 +16,7 @@ MAX_NAMES = 32  # of requests that decode, on one step
 
 
 class SchedulerTrace:
-    """Callers ask `is_on` first. `request_in` says who has a slot."""
+    """Callers ask `is_on` first, but of `answered`. `request_in` says who has a slot."""
 
     def __init__(self, tracer: Tracer, control: ControlWords, request_in: Callable[[int], Request]) -> None:
         self._tracer = tracer
@@ -54,9 +54,11 @@ class SchedulerTrace:
         self._plan(plan, began_s, self._planning_since_s)
 
     def answered(self, result: StepResult, began_s: float) -> None:
-        self._tracer.slice("result", began_s, step=result.step, num_tokens=len(result.ids), step_us=result.step_us)
-        self._tracer.arrow("f", STEP, result.step, began_s)
-        self._control.count_traced_step()
+        """Called for every step: one may have been told to begin a recording."""
+        if self.is_on:
+            self._tracer.slice("result", began_s, step=result.step, num_tokens=len(result.ids), step_us=result.step_us)
+            self._tracer.arrow("f", STEP, result.step, began_s)
+        self._control.count_step()
 
     def sent(self, frontend: int, batch: TokenBatch, began_s: float) -> None:
         self._tracer.slice("send tokens", began_s, frontend=frontend, batch=batch.number, num_tokens=len(batch.ids))

@@ -27,10 +27,11 @@ def default_folder() -> Path:
     return Path(os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir())
 
 
-def new_file(folder: Path) -> Path:
-    """A file that did not exist; OSError if there cannot be one."""
+def new_file(folder: Path, prefix: str = "", name: str = "") -> Path:
+    """Create a file that did not exist; OSError if there cannot be one. Without a name it has the time's."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = time.strftime("srt-trace-%Y%m%d-%H%M%S", time.gmtime())
+    name = name or time.strftime("srt-trace-%Y%m%d-%H%M%S", time.gmtime())
+    name = f"{prefix}-{name}" if prefix else name
     for attempt in range(1000):
         path = folder / f"{name}{f'-{attempt}' if attempt else ''}.json"
         try:
@@ -38,7 +39,7 @@ def new_file(folder: Path) -> Path:
         except FileExistsError:
             continue
         return path
-    raise FileExistsError(f"{folder} has 1000 traces of this second")
+    raise FileExistsError(f"{folder} has 1000 traces of this name")
 
 
 def missing_parts(run_dir: Path, number: int, processes: Iterable[str]) -> list[str]:

@@ -265,6 +265,23 @@ def test_a_trace_may_end_after_so_many_steps(operated: Operated, tmp_path: Path)
     assert sum(event["name"] == "result" for event in events) == 3
 
 
+def test_a_trace_may_begin_after_so_many_steps_as_sglangs_clients_ask(operated: Operated, tmp_path: Path) -> None:
+    body: dict[str, object] = {
+        "output_dir": str(tmp_path),
+        "activities": ["CPU", "GPU"],
+        "num_steps": "1",
+        "start_step": "3",
+    }
+    body |= {"profile_by_stage": False, "profile_stages": None, "profile_prefix": "warm", "merge_profiles": True}
+    path = Path(operated.client.post("/start_profile", json=body, headers=ADMIN).json()["path"])
+    assert path.name.startswith("warm-srt-trace-")
+    operated.generate("five-steps")
+    operated.wait_for_log(f"The trace {path} has")
+    trace = json.loads(path.read_text())
+    check_trace(trace)
+    assert sum(event["name"] == "result" for event in trace["traceEvents"]) == 1
+
+
 def test_plain_http_is_not_served_where_https_is(operated: Operated) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(operated.url.replace("https://", "http://") + "/health", timeout=END_S)

@@ -166,8 +166,114 @@ def test_a_folder_that_cannot_be_is_a_400(tmp_path: Path, folder: str) -> None:
     asyncio.run(go())
 
 
-def test_what_is_wrong_in_the_call_is_named() -> None:
-    world = World()
-    for body in ({"activities": ["TPU"]}, {"num_steps": 0}, {"with_stack": True}):
-        assert world.post("/start_profile", body).status_code == 400
-    assert world.call("POST", "/stop_profile").status_code == 400
+def test_a_recording_that_waits_for_steps_is_one_already_and_can_be_stopped(tmp_path: Path) -> None:
+    async def go() -> None:
+        server = Server(tmp_path)
+        path = server.frontends[0].start(str(tmp_path), None, 5, "warm", "run")
+        assert path == tmp_path / "warm-run.json"
+        assert not server.worker.is_on
+        with pytest.raises(RequestError, match="being recorded already"):
+            server.frontends[1].start(None, None)
+        stopping = asyncio.create_task(server.frontends[1].stop())
+        await asyncio.sleep(0)
+        server.worker.tend()
+        assert (await stopping)["path"] == str(path)
+        assert [event["ph"] for event in json.loads(path.read_text())["traceEvents"]] == ["M", "M", "M"]
+
+    asyncio.run(go())
+
+
+class Recording(World):
+    """The application with a run folder, in which nobody else is."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        control = ControlWords.create(run_dir, ARGS)
+        self.service.control = control
+        self.service.profiler = Profiler(run_dir, control, list)
+
+
+# SGLang 0.5.23's whole request as it is written down, and what its own clients send.
+WHOLE = {
+    "req_type": 1,
+    "rid": None,
+    "http_worker_ipc": None,
+    "output_dir": None,
+    "start_step": None,
+    "num_steps": None,
+    "activities": None,
+    "profile_by_stage": False,
+    "with_stack": None,
+    "record_shapes": None,
+    "profile_id": None,
+    "merge_profiles": False,
+    "profile_prefix": None,
+    "profile_stages": None,
+    "detailed_annotations": False,
+}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        WHOLE,
+        {**WHOLE, "activities": ["CPU", "GPU"], "with_stack": False, "record_shapes": False, "profile_stages": []},
+        {"num_steps": "5", "start_step": "3", "activities": [], "merge_profiles": True, "profile_by_stage": None},
+        {"output_dir": "", "profile_prefix": "", "profile_id": "", "start_step": 0},
+    ],
+)
+def test_sglangs_whole_body_begins_a_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
+) -> None:
+    monkeypatch.setenv("SRT_PROFILE_DIR", str(tmp_path / "traces"))
+    world = Recording(tmp_path)
+    answer = world.post("/start_profile", body)
+    assert answer.status_code == 200, answer.text
+    assert world.service.control.is_trace_open
+
+
+def test_steps_before_and_in_a_recording_are_counted_and_its_file_is_named(tmp_path: Path) -> None:
+    world = Recording(tmp_path)
+    body = {"output_dir": str(tmp_path), "start_step": "2", "num_steps": "1", "profile_prefix": "p", "profile_id": "7"}
+    answer = world.post("/start_profile", body).json()
+    assert answer == {"message": "Recording begins after 2 steps.", "path": str(tmp_path / "p-7.json")}
+    seen = []
+    for _ in range(4):
+        seen.append(world.service.control.trace)
+        world.service.control.count_step()
+    assert seen == [0, 0, 1, -1]
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"activities": ["CPU", "MEM"]}, "activities may hold CPU and GPU, which are in every trace; 'MEM' is not"),
+        ({"activities": ["RPD"]}, "'RPD' is not recorded here."),
+        ({"activities": ["CUDA_PROFILER"]}, "'CUDA_PROFILER' is not recorded here."),
+        ({"num_steps": 0}, "num_steps is out of range"),
+        ({"num_steps": "five"}, "num_steps must be an integer."),
+        ({"start_step": -1}, "start_step is out of range"),
+        ({"profile_by_stage": True}, "profile_by_stage is not supported: a step may compute prompts and decodes"),
+        ({"profile_stages": ["decode"]}, "profile_stages is not supported: a step may compute prompts and decodes"),
+        ({"with_stack": True}, "with_stack is not supported: a trace has named spans and no Python stacks."),
+        ({"record_shapes": True}, "record_shapes is not supported: a trace has steps and no operators."),
+        ({"detailed_annotations": True}, "detailed_annotations is not supported. Leave it out"),
+        ({"profile_prefix": "../x"}, "profile_prefix may have letters, digits, '.', '_' and '-', at most 100 of them."),
+        ({"profile_id": "x" * 101}, "profile_id may have letters"),
+        ({"profile_id": "x\n"}, "profile_id may have letters"),
+        ({"req_type": 2}, "req_type is not supported"),
+        ({"bogus": 1}, "bogus is not a known parameter."),
+    ],
+)
+def test_what_is_not_recorded_here_is_refused_by_name(tmp_path: Path, body: dict[str, object], sentence: str) -> None:
+    world = Recording(tmp_path)
+    answer = world.post("/start_profile", body)
+    assert answer.status_code == 400
+    assert sentence in answer.json()["error"]["message"]
+    assert not world.service.control.is_trace_open
+
+
+def test_a_trace_can_be_asked_for_without_a_body_and_by_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SRT_PROFILE_DIR", str(tmp_path))
+    assert Recording(tmp_path).get("/start_profile").status_code == 200
+    assert World().get("/stop_profile").status_code == 400

@@ -95,7 +95,7 @@ def test_a_trace_that_begins_before_the_last_is_written_erases_nothing(tmp_path:
     server = Server(tmp_path)
     server.control.start_trace(num_steps=1)
     server.worker.slice("first", 1.0)
-    server.control.count_traced_step()
+    server.control.count_step()
     assert server.control.start_trace(None) == 2
     server.worker.slice("second", 2.0)
     for tracer in (server.worker, server.frontend):
@@ -171,15 +171,43 @@ def test_a_process_that_has_not_written_is_missed(tmp_path: Path) -> None:
 
 def test_a_recording_may_end_after_so_many_steps(tmp_path: Path) -> None:
     control = ControlWords.create(tmp_path, ARGS)
-    control.count_traced_step()
+    control.count_step()
     assert control.start_trace(2) == 1
-    control.count_traced_step()
+    control.count_step()
     assert control.trace == 1
-    control.count_traced_step()
+    control.count_step()
     assert control.trace == -1
     assert control.start_trace(None) == 2
-    control.count_traced_step()
+    control.count_step()
     assert control.trace == 2
+
+
+def test_a_recording_may_begin_after_so_many_steps(tmp_path: Path) -> None:
+    control = ControlWords.create(tmp_path, ARGS)
+    assert control.start_trace(1, start_step=2) == 1
+    for expected in ((0, True), (1, True), (-1, False), (-1, False)):
+        control.count_step()
+        assert (control.trace, control.is_trace_open) == expected
+    assert [control.has_trace_ended(number) for number in (1, 2)] == [True, False]
+
+
+def test_a_recording_that_is_stopped_before_it_begins_never_does(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    number = server.control.start_trace(None, start_step=1)
+    assert not server.control.has_trace_ended(number)
+    server.control.stop_trace()
+    server.control.count_step()
+    assert (server.control.trace, server.control.has_trace_ended(number)) == (-1, True)
+    for tracer in (server.frontend, server.worker):
+        tracer.tend()
+    assert missing_parts(tmp_path, number, ["worker 0", "frontend 0"]) == []
+    assert server.control.start_trace(None) == 2
+
+
+def test_a_trace_is_named_as_was_asked(tmp_path: Path) -> None:
+    assert new_file(tmp_path, "warm", "run-7").name == "warm-run-7.json"
+    assert new_file(tmp_path, "warm", "run-7").name == "warm-run-7-1.json"
+    assert new_file(tmp_path, "warm").name.startswith("warm-srt-trace-")
 
 
 def test_traces_never_overwrite_one_another_and_their_folder_can_be_moved(
