@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from srt.entrypoints.app import ROUTES
-from srt.entrypoints.openapi import EVENTS, JSON, describe
+from srt.entrypoints.openapi import EVENTS, JSON, OPERATIONS, describe
 from srt.entrypoints.service import Service
+from srt.managers.native_shapes import GenerateBody
+from srt.managers.request_schema import RequestBody
+from srt.sampling.foreign_fields import EMPTY, Values, is_one_of
+from srt.sampling.foreign_table import FIELDS, VERSIONS
+from srt.sampling.sampling_params import PARAMETERS, UNSUPPORTED
 from srt.server_args import ServerArgs
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -28,6 +33,16 @@ the limits of its model. Requests are described by the classes that parse them; 
 - A web page of another origin is refused (403), unless `--cors-allow-origins` names it.
 - `/abort_request` reaches a request through any frontend. The prompts of a batch that is named `x` are `x_0`, `x_1`, …: `x` names all.
 """
+IF_EMPTY, ONLY_NULL = "passes if empty, `false`", "passes with `null` only"
+FOREIGN = """
+## Fields of other servers
+
+Every field that the request classes of {packages} define is known,
+so that a client may send a whole object with all its defaults. A field that is not supported passes where its value asks for
+nothing: `null`; an empty value (`""`, `[]`, `{{}}`); and the values that the first column names, as a rule some package's default.
+Any other value is refused with a 400 that names the field, as is every value of a field that nobody defines. What is ignored never
+changes an answer.
+"""
 
 
 def render() -> str:
@@ -41,7 +56,38 @@ def render() -> str:
             else:
                 parts.append(_section(f"{method.upper()} {path}", operation))
     parts.append("\n## Answered with 501\n\n| path | why |\n|---|---|\n" + "".join(missing))
+    parts.append(_foreign_fields())
     return "".join(parts)
+
+
+def _foreign_fields() -> str:
+    """What becomes of every field that another package defines: a table for each endpoint with a body, and one for sampling_params."""
+    packages = ", ".join(f"{package} {' and '.join(found)}" for package, found in VERSIONS.items())
+    parts = [FOREIGN.format(packages=packages)]
+    bodies: dict[type[RequestBody], str] = {}
+    for path, methods in ROUTES.items():
+        for handler in methods.values():
+            if handler in OPERATIONS and (body := OPERATIONS[handler].body) is not None:
+                bodies.setdefault(body, path)
+    for body, path in bodies.items():
+        parts.append(_foreign(f"`{path}`", body.FAMILY, body.model_fields, body.UNSUPPORTED, body.MEANINGLESS))
+        if body is GenerateBody:
+            parts.append(_foreign(f"`sampling_params` of `{path}`", "sampling_params", PARAMETERS, UNSUPPORTED, ()))
+    return "".join(parts)
+
+
+def _foreign(
+    title: str, family: str, own: Collection[str], unsupported: Mapping[str, Values], meaningless: Collection[str]
+) -> str:
+    rows: dict[str, list[str]] = {"supported": sorted(set(own) & set(FIELDS[family])), IF_EMPTY: []}
+    for name, off_values in sorted(unsupported.items()):
+        passes = [f"`{json.dumps(value)}`" for value in off_values if not is_one_of(value, EMPTY)]
+        what = ONLY_NULL if off_values == (None,) else ", ".join(["passes if empty", *passes])
+        rows.setdefault(what, []).append(name)
+    rows[ONLY_NULL] = rows.pop(ONLY_NULL, [])
+    rows["ignored"] = sorted(meaningless)
+    lines = [f"| {what} | {', '.join(f'`{name}`' for name in names)} |\n" for what, names in rows.items() if names]
+    return f"\n{title}:\n\n| what becomes of it | fields |\n|---|---|\n" + "".join(lines)
 
 
 def _section(title: str, operation: dict[str, Any]) -> str:
@@ -51,13 +97,6 @@ def _section(title: str, operation: dict[str, Any]) -> str:
     fields += _fields(body)
     if fields:
         lines.append("\n| field | type | meaning |\n|---|---|---|\n" + "".join(_row(*one) for one in _shown(fields)))
-        for kind, start in (
-            ("Not supported yet", "Not supported yet"),
-            ("Accepted and ignored", "Accepted and ignored"),
-        ):
-            names = [f"`{name}`" for name, _, text in fields if text.startswith(start) and "." not in name]
-            if names:
-                lines.append(f"\n{kind}: {', '.join(names)}.\n")
     answer = operation["responses"]["200"]["content"]
     answered = list(_fields(answer.get(JSON, {}).get("schema", {})))
     if answered and len(answered) < 100 and "server_info" not in title:

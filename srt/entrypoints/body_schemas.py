@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from srt.managers.native_shapes import GenerateBody
-from srt.managers.request_schema import LEAF, RequestBody, neutral_values
+from srt.managers.request_schema import LEAF, RequestBody
+from srt.sampling.foreign_fields import Values
 from srt.sampling.sampling_params import PARAMETERS, UNSUPPORTED
 
 Schema = dict[str, Any]
@@ -60,10 +61,9 @@ def _sampling_parameter(name: str) -> Schema:
     return _or_null({**schema, "description": parameter.text})
 
 
-def _unsupported(neutral: tuple[Any, ...] | None) -> Schema:
-    """NEUTRAL has both False and 0, which are two values in JSON."""
+def _unsupported(off_values: Values) -> Schema:
     return {
-        "enum": list(neutral_values(neutral)),
+        "enum": list(off_values),
         "description": "Not supported yet: refused, unless the value asks for nothing.",
     }
 

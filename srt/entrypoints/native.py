@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -185,6 +185,8 @@ async def flush_cache(exchange: Exchange, service: Service) -> None:
 class PauseBody(RequestBody):
     """POST /pause_generation."""
 
+    FAMILY: ClassVar[str] = "pause"
+
     mode: Literal["abort", "retract", "in_place"] = described(
         "What becomes of requests that run: they end, wait without their memory, or stay as they are.", "abort"
     )
@@ -201,6 +203,8 @@ async def pause_generation(exchange: Exchange, service: Service) -> None:
 
 class ContinueBody(RequestBody):
     """POST /continue_generation."""
+
+    FAMILY: ClassVar[str] = "continue"
 
     torch_empty_cache: bool = described(
         "Without effect: the device's memory is taken once, at the start, and nothing of it can be given back.", False
@@ -234,13 +238,15 @@ def _flush_timeout_s(text: str) -> float:
 class AbortBody(RequestBody):
     """POST /abort_request."""
 
+    FAMILY: ClassVar[str] = "abort"
+
     rid: str | None = described("The name of a request, or of a whole batch.", string=LABEL)
     abort_all: bool = described("Abort every request of the server.", False)
 
 
 async def abort_request(exchange: Exchange, service: Service) -> None:
     given = AbortBody.parse(await exchange.read_json())
-    if given.abort_all and given.rid is not None:
+    if given.abort_all and given.rid:
         raise bad_parameter("rid", "and abort_all exclude each other: give one of them")
     if not given.abort_all and not given.rid:
         raise bad_parameter("rid", "is required, unless abort_all is true")

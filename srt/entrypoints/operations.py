@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from srt.entrypoints import web_page
@@ -23,9 +25,13 @@ ADMIN = frozenset(
 class NoBody(RequestBody):
     """Of a request that says all by its path."""
 
+    FAMILY: ClassVar[str] = "freeze_gc"
+
 
 class LoggingBody(RequestBody):
     """POST /configure_logging."""
+
+    FAMILY: ClassVar[str] = "logging"
 
     log_requests: bool | None = Field(None, description="Whether requests are logged from now on.")
     log_requests_level: int | None = Field(

@@ -44,6 +44,8 @@ def _only_false(name: str) -> Any:
 class StartBody(RequestBody):
     """POST /start_profile."""
 
+    FAMILY: ClassVar[str] = "profile"
+
     output_dir: str | None = Field(
         None,
         description="Folder of the trace, an absolute path. By default $SRT_PROFILE_DIR, or that of temporary files.",
@@ -67,9 +69,6 @@ class StartBody(RequestBody):
     with_stack: bool | None = _only_false("with_stack")
     record_shapes: bool | None = _only_false("record_shapes")
     detailed_annotations: bool | None = _only_false("detailed_annotations")
-
-    # What SGLang's class has beside these when it is written down whole.
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = {"req_type": (1,), "rid": (), "http_worker_ipc": ()}
 
     def check(self) -> None:
         """Raise RequestError 400 for what is not recorded here, saying what is."""

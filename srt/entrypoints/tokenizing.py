@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai.models import check_model
@@ -15,6 +16,8 @@ from srt.managers.request_schema import MODEL_NAME, TOKEN_ID, RequestBody, bad_p
 class TokenizeBody(RequestBody):
     """POST /tokenize."""
 
+    FAMILY: ClassVar[str] = "tokenize"
+
     prompt: str | list[str] = described("The text, or a list of texts.", ...)
     model: str | None = described("A name that the server answers to.", string=MODEL_NAME)
     add_special_tokens: bool = described("Put the model's special tokens (BOS) around the text.", True)
@@ -22,6 +25,8 @@ class TokenizeBody(RequestBody):
 
 class DetokenizeBody(RequestBody):
     """POST /detokenize."""
+
+    FAMILY: ClassVar[str] = "detokenize"
 
     tokens: list[int] | list[list[int]] = described("Token ids, or a list of lists of them.", ..., integer=TOKEN_ID)
     model: str | None = described("A name that the server answers to.", string=MODEL_NAME)

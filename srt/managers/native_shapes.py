@@ -44,6 +44,7 @@ TokenText = Callable[[int], str]
 class GenerateBody(RequestBody):
     """POST /generate. A list where one prompt would have one value makes it a batch."""
 
+    FAMILY: ClassVar[str] = "native"
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["text"]}, {"required": ["input_ids"]}]})
 
     text: str | list[str] | None = described("The prompt. Either this or input_ids is required.", array=NOT_EMPTY)
@@ -81,13 +82,6 @@ class GenerateBody(RequestBody):
     priority: int | list[int] = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
     no_logs: bool = described("Do not log this request, whatever the server logs.", False)
     log_metrics: bool = described("Count this request in /metrics.", True)
-
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = dict.fromkeys(
-        "input_embeds image_data video_data audio_data lora_path lora_id session_id session_params custom_logit_processor"
-        " routed_dp_rank data_parallel_rank bootstrap_host bootstrap_port bootstrap_room return_hidden_states"
-        " require_reasoning modalities".split(),
-        (),
-    )
 
 
 @dataclass(frozen=True, slots=True)

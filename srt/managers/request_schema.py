@@ -14,10 +14,10 @@ from pydantic_core import CoreSchema
 
 from srt.managers.io_struct import RequestError
 from srt.managers.request_checks import MAX_LABEL_CHARS, MAX_PRIORITY
+from srt.sampling.foreign_fields import Values, ignored, is_one_of, refusal, unsupported
 from srt.sampling.parameter_checks import ParameterError
 from srt.sampling.sampling_params import SamplingParams
 
-NEUTRAL: tuple[Any, ...] = (None, False, "", 0, [], {})
 SamplingParamsOf = Callable[[dict[str, Any]], SamplingParams]
 Body = TypeVar("Body", bound="RequestBody")
 
@@ -63,13 +63,19 @@ class RequestBody(BaseModel):
         _end_lists_at_the_first_error(schema)
         return schema
 
-    # Known to other servers, not to this one yet: only a value that asks for nothing is accepted. Where neutral values are
-    # more than the empty ones, they are listed; where even an empty one asks for something, there is None.
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = {}
-    # Without meaning for the answer: accepted, whatever they say.
+    # What foreign_fields calls the endpoint, and what follows from it: fields that other servers know, with all their values that
+    # ask for nothing (others are refused), and fields without meaning for the answer (accepted, whatever they say).
+    FAMILY: ClassVar[str] = ""
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = MappingProxyType({})
     MEANINGLESS: ClassVar[frozenset[str]] = frozenset()
     # Fields that are sampling parameters, and what the engine calls them.
     SAMPLING: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls.UNSUPPORTED = MappingProxyType(unsupported(cls.FAMILY, cls.model_fields))
+        cls.MEANINGLESS = ignored(cls.FAMILY, cls.model_fields)
 
     @classmethod
     def parse(cls: type[Body], body: object) -> Body:
@@ -79,8 +85,8 @@ class RequestBody(BaseModel):
         given = {}
         for name, value in body.items():
             if name in cls.UNSUPPORTED:
-                if not _is_one_of(value, neutral_values(cls.UNSUPPORTED[name])):
-                    raise bad_parameter(str(name), "is not supported yet")
+                if not is_one_of(value, cls.UNSUPPORTED[name]):
+                    raise bad_parameter(str(name), refusal(cls.FAMILY, name))
             elif name in cls.model_fields:
                 if value is not None:
                     given[name] = value
@@ -90,11 +96,6 @@ class RequestBody(BaseModel):
             return cls.model_validate(given)
         except ValidationError as error:
             raise _explain(cls, error) from error
-
-
-def neutral_values(more: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """Values of an unsupported parameter that ask for nothing; `more` is what UNSUPPORTED says of it."""
-    return (None,) if more is None else (*NEUTRAL, *more)
 
 
 def bad_parameter(name: str, reason: str) -> RequestError:
@@ -136,10 +137,6 @@ def _unknown(path: str) -> RequestError:
     path = path[:200]
     shown = path if path.isascii() and path.isprintable() and path else repr(path)
     return RequestError(400, f"{shown} is not a known parameter.", path.partition(".")[0])
-
-
-def _is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(candidate) and value == candidate for candidate in allowed)
 
 
 def _explain(body: type[RequestBody], error: ValidationError) -> RequestError:

@@ -12,6 +12,7 @@ import numpy as np
 
 from srt.protocol.messages import SamplingSpec
 from srt.sampling.draw_checks import DRAW_CHECKS
+from srt.sampling.foreign_fields import Values, is_one_of, refusal, unsupported
 from srt.sampling.parameter_checks import (
     Biases,
     Boolean,
@@ -81,8 +82,8 @@ class SamplingParams:
         values = {name: value for name, value in (defaults or {}).items() if value is not None}
         for name, value in given.items():
             if name in UNSUPPORTED:
-                if not _is_neutral(value, UNSUPPORTED[name]):
-                    raise ParameterError(name, "is not supported yet")
+                if not is_one_of(value, UNSUPPORTED[name]):
+                    raise ParameterError(name, refusal("sampling_params", name))
                 continue
             if name not in PARAMETERS:
                 raise ParameterError(show(name).strip("'"), "is not a known sampling parameter")
@@ -146,10 +147,6 @@ def _resolve_aliases(checked: dict[str, Any]) -> None:
             value = checked.pop(alias)
             if checked.setdefault(name, value) != value:
                 raise ParameterError(alias, f"and {name} are two names of one parameter: give one of them")
-
-
-def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(one) and value == one for one in (None, False, "", 0, [], {}, *neutral))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,16 +214,5 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
 # What other servers call a parameter.
 ALIASES: Mapping[str, str] = MappingProxyType({"include_stop_str_in_output": "no_stop_trim"})
 assert {*PARAMETERS, "may_shorten"} - ALIASES.keys() == {f.name for f in fields(SamplingParams)}
-# What other servers know, with the values (beside the empty ones) that ask for nothing.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "beam_width": (1,),
-        "json_schema": (),
-        "regex": (),
-        "ebnf": (),
-        "structural_tag": (),
-        "custom_params": (),
-        "watermark": (),
-        "stream_interval": (1,),
-    }
-)
+# What other servers know, with all values that ask for nothing.
+UNSUPPORTED: Mapping[str, Values] = MappingProxyType(unsupported("sampling_params", PARAMETERS))

@@ -108,20 +108,6 @@ class OpenAIBody(RequestBody):
     no_logs: bool = described("Do not log this request, whatever the server logs.", False)
     log_metrics: bool = described("Count this request in /metrics.", True)
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = {
-        **dict.fromkeys(
-            "json_schema regex ebnf structural_tag lora_path session_params session_id custom_logit_processor custom_params"
-            " return_hidden_states return_meta_info return_token_ids bootstrap_host bootstrap_port bootstrap_room"
-            " routed_dp_rank data_parallel_rank beam_width return_routed_experts".split(),
-            (),
-        ),
-        "response_format": ({"type": "text"},),
-    }
-    MEANINGLESS: ClassVar[frozenset[str]] = frozenset(
-        "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention"
-        " prompt_cache_options".split()
-    )
-
     def sampling(self) -> dict[str, Any]:
         """The parameters that were given, by the engine's names."""
         given = {
@@ -154,6 +140,8 @@ class OpenAIBody(RequestBody):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
+    FAMILY: ClassVar[str] = "completions"
+
     prompt: str | list[str] | list[int] | list[list[int]] = described(
         "A text, a list of token ids, or a list of either.", ..., integer=TOKEN_ID, array=NOT_EMPTY
     )
@@ -162,8 +150,6 @@ class CompletionBody(OpenAIBody):
         "Return the log-probability of every token, and of so many likeliest tokens at each position.", integer=_TOP
     )
     best_of: int | None = described("Must equal n, if it is given.", integer={"minimum": 1, "maximum": MAX_CHOICES})
-
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = {**OpenAIBody.UNSUPPORTED, "suffix": ()}
 
     def logprob_request(self) -> LogprobRequest:
         if self.logprobs is None:
@@ -174,6 +160,8 @@ class CompletionBody(OpenAIBody):
 
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
+
+    FAMILY: ClassVar[str] = "chat"
 
     messages: list[dict[str, Any]] = described(
         "The conversation so far.", ..., minItems=1, maxItems=MAX_MESSAGES, items=MESSAGE_SCHEMA
@@ -188,25 +176,6 @@ class ChatBody(OpenAIBody):
     )
     continue_final_message: bool = described("Go on with the last message, which must be the assistant's.", False)
     chat_template_kwargs: dict[str, Any] = described("Variables for the model's chat template.", {})
-
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...] | None]] = {
-        **OpenAIBody.UNSUPPORTED,
-        "tools": (),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True,),
-        "functions": (),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": ("none",),
-        "verbosity": ("medium",),
-        "web_search_options": None,
-        "moderation": (),
-        "separate_reasoning": (True,),
-        "stream_reasoning": (True,),
-        "chat_template": (),
-    }
 
     def written_as(self, prompt: str) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"

@@ -1,0 +1,130 @@
+"""What becomes of request fields that SGLang, vLLM or OpenAI define and this server lacks: one rule, and its reviewed exceptions.
+
+The rule: null, an empty value and the default of a package that defines the field ask for nothing, and pass; any other value is
+refused by name. False is no empty value where a package's default is true, and 0 only where it is a default. `foreign_table` has
+the fields. What a body or PARAMETERS defines itself never comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from srt.sampling.foreign_table import FIELDS
+
+Values = tuple[Any, ...]
+EMPTY: Values = (None, "", [], {})
+OPENAI = ("completions", "chat")
+
+# Accepted, whatever they say: they never change an answer. Beside OpenAI's notes on who asks and what a platform keeps, these are
+# vLLM's form of rendered prompts, which /render alone reads, and SGLang's name under which a client finds its request again.
+IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            OPENAI,
+            frozenset(
+                "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention"
+                " prompt_cache_options mm_payload return_mm_kwargs".split()
+            ),
+        ),
+        "native": frozenset(("conversation_id",)),
+    }
+)
+
+# Only null asks for nothing, whatever the packages' defaults are: an empty list allows no token or is a prompt,
+# 0 or false limits or forbids thinking, {} switches a search on, and max_tokens is a limit by default too.
+NULL_ONLY = frozenset(
+    "allowed_token_ids logprob_token_ids prompt_logprob_token_ids prompt_logprobs logprobs thinking thinking_token_budget"
+    " max_thinking_tokens reasoning_effort web_search_options truncate_prompt_tokens max_tokens input_ids".split()
+)
+
+# These ask for nothing as well. A limit or a choice that is what happens here anyway: one beam, chunks of one token, the only rank,
+# answers of text; and tools' and reasoning's settings while there are neither.
+ALSO: Mapping[str, Values] = MappingProxyType(
+    {
+        "beam_width": (1,),
+        "stream_interval": (1,),
+        "routed_dp_rank": (0,),
+        "data_parallel_rank": (0,),
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("none", "auto"),
+        "function_call": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "separate_reasoning": (True, False),
+        "stream_reasoning": (True, False),
+        "return_flat_raw_top_logprobs_b64": (False,),  # says how to write what another field asks for
+        "watermark": ({"enabled": False},),
+        "verbosity": ("medium",),
+    }
+)
+ALSO_IN: Mapping[tuple[str, str], Values] = MappingProxyType({("chat", "modalities"): (["text"],)})
+
+# Fields that a family knows though no package has them there any more, or only in another family.
+BESIDE: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "completions": frozenset("structural_tag return_meta_info beam_width".split()),
+        "chat": frozenset("json_schema structural_tag beam_width".split()),
+    }
+)
+
+# How a refusal goes on where there is a better word than "is not supported yet".
+_THINKING = "is not supported yet: say it in chat_template_kwargs, as far as the model's template knows it"
+INSTEAD: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("sampling_params", "max_tokens"): "is called max_new_tokens here",
+        ("sampling_params", "min_tokens"): "is called min_new_tokens here",
+        ("sampling_params", "seed"): "is called sampling_seed here",
+        (
+            "sampling_params",
+            "logprobs",
+        ): "is not a sampling parameter here: return_logprob stands beside sampling_params",
+        ("chat", "reasoning_effort"): _THINKING,
+        ("chat", "thinking"): _THINKING,
+    }
+)
+
+
+def unsupported(family: str, own: Collection[str]) -> dict[str, Values]:
+    """Every known field of the family that is neither in `own` nor ignored, with all its values that ask for nothing."""
+    return {
+        name: _off_values(family, name)
+        for name in _known(family)
+        if name not in own and name not in ignored(family, own)
+    }
+
+
+def ignored(family: str, own: Collection[str]) -> frozenset[str]:
+    """Fields of the family that are accepted with any value."""
+    return IGNORED.get(family, frozenset()).difference(own)
+
+
+def is_one_of(value: object, off_values: Values) -> bool:
+    """Whether the value is one of these as JSON has it, where true is not 1 but 1.0 is."""
+    return any(_kind(value) is _kind(one) and value == one for one in off_values)
+
+
+def refusal(family: str, name: str) -> str:
+    """How a sentence about a value that was refused goes on behind the field's name."""
+    return INSTEAD.get((family, name), "is not supported yet")
+
+
+def _known(family: str) -> Iterator[str]:
+    table = FIELDS.get(family, {})
+    yield from table
+    yield from sorted(BESIDE.get(family, frozenset()).difference(table))
+
+
+def _off_values(family: str, name: str) -> Values:
+    if name in NULL_ONLY:
+        return (None,)
+    defaults = [one for of_package in FIELDS[family].get(name, {}).values() for one in of_package]
+    values: list[Any] = [*EMPTY, *([] if is_one_of(True, tuple(defaults)) else [False])]
+    for one in (*defaults, *ALSO.get(name, ()), *ALSO_IN.get((family, name), ())):
+        if not is_one_of(one, tuple(values)):
+            values.append(one)
+    return tuple(values)
+
+
+def _kind(value: object) -> type:
+    return float if type(value) is int else type(value)

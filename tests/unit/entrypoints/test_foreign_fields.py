@@ -1,0 +1,201 @@
+"""Fields of other servers: what asks for nothing passes, what asks for something is refused by name, on every endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from srt.entrypoints.native import AbortBody, ContinueBody, PauseBody
+from srt.entrypoints.openai.schema import ChatBody, CompletionBody, StreamOptions
+from srt.entrypoints.operations import LoggingBody, NoBody
+from srt.entrypoints.profiling import StartBody
+from srt.entrypoints.tokenizing import DetokenizeBody, TokenizeBody
+from srt.managers.io_struct import RequestError
+from srt.managers.native_shapes import GenerateBody
+from srt.managers.request_schema import RequestBody
+from srt.sampling import foreign_fields
+from srt.sampling.foreign_fields import is_one_of
+from srt.sampling.foreign_table import FIELDS
+from srt.sampling.parameter_checks import ParameterError
+from srt.sampling.sampling_params import PARAMETERS, UNSUPPORTED, SamplingParams
+from tests.unit.entrypoints.fake_engine import World
+
+# Each body with what it needs to be valid.
+BODIES: list[tuple[type[RequestBody], dict[str, Any]]] = [
+    (GenerateBody, {"text": "hi"}),
+    (CompletionBody, {"prompt": "hi"}),
+    (ChatBody, {"messages": [{"role": "user", "content": "hi"}]}),
+    (StartBody, {}),
+    (AbortBody, {"rid": "x"}),
+    (PauseBody, {}),
+    (ContinueBody, {}),
+    (NoBody, {}),
+    (LoggingBody, {}),
+    (TokenizeBody, {"prompt": "hi"}),
+    (DetokenizeBody, {"tokens": [1]}),
+]
+ASKING: list[Any] = [True, "word", 7, {"a": "b"}, [7], [True]]
+# The name of a server's model, and a limit on the output that has another name here: they ask for something by default too.
+MEANT = frozenset((("sampling_params", "max_tokens"), *((body.FAMILY, "model") for body, _ in BODIES)))
+
+
+def _fields() -> Iterator[Any]:
+    for body, valid in BODIES:
+        for name, off_values in body.UNSUPPORTED.items():
+            yield pytest.param(body, valid, name, off_values, id=f"{body.FAMILY}-{name}")
+
+
+@pytest.mark.parametrize(("body", "valid", "name", "off_values"), list(_fields()))
+def test_a_foreign_field_passes_where_it_asks_for_nothing_and_is_refused_by_name_where_it_asks(
+    body: type[RequestBody], valid: dict[str, Any], name: str, off_values: tuple[Any, ...]
+) -> None:
+    for value in (None, *off_values):
+        assert body.parse({**valid, name: value}) == body.parse(valid)
+    for value in ASKING:
+        if not is_one_of(value, off_values):
+            with pytest.raises(RequestError, match=rf"^{name} is ") as caught:
+                body.parse({**valid, name: value})
+            assert (caught.value.status, caught.value.parameter) == (400, name)
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_so_does_a_foreign_sampling_parameter(name: str) -> None:
+    for value in (None, *UNSUPPORTED[name]):
+        assert SamplingParams.from_dict({name: value}) == SamplingParams.from_dict({})
+    for value in ASKING:
+        if not is_one_of(value, UNSUPPORTED[name]):
+            with pytest.raises(ParameterError, match=rf"^{name} is ") as caught:
+                SamplingParams.from_dict({name: value})
+            assert caught.value.name == name
+
+
+@pytest.mark.parametrize(("body", "valid"), BODIES, ids=lambda one: getattr(one, "FAMILY", ""))
+def test_a_body_knows_the_fields_of_its_family_and_no_others(body: type[RequestBody], valid: dict[str, Any]) -> None:
+    assert body.FAMILY in FIELDS
+    assert set(FIELDS[body.FAMILY]) <= {*body.model_fields, *body.UNSUPPORTED, *body.MEANINGLESS}
+    for name in body.MEANINGLESS:
+        for value in (*ASKING, None, False, 0):
+            assert body.parse({**valid, name: value}) == body.parse(valid)
+    for name in ("bogus", "return_routed_expert", "Stream"):
+        for value in (None, False, 1):
+            with pytest.raises(RequestError, match=f"^{name} is not a known parameter"):
+                body.parse({**valid, name: value})
+
+
+def test_every_family_of_the_table_is_served() -> None:
+    known = {body.FAMILY for body, _ in BODIES}
+    assert known | {"sampling_params", "stream_options"} == set(FIELDS)
+    assert set(FIELDS["sampling_params"]) <= {*PARAMETERS, *UNSUPPORTED}
+    assert set(FIELDS["stream_options"]) <= set(StreamOptions.model_fields)
+
+
+def whole_objects(family: str) -> list[dict[str, Any]]:
+    """What each version of each package sends for this family where nothing is set: all fields at their defaults at once."""
+    wholes = []
+    for package in ("sglang", "vllm", "openai"):
+        meant = {name for of_family, name in MEANT if of_family == family}
+        of_package = {name: by[package] for name, by in FIELDS[family].items() if by.get(package) and name not in meant}
+        for version in (0, -1):
+            wholes.append({name: defaults[version] for name, defaults in of_package.items()})
+    return wholes
+
+
+@pytest.mark.parametrize(("body", "valid"), BODIES, ids=lambda one: getattr(one, "FAMILY", ""))
+def test_an_object_that_is_sent_whole_passes(body: type[RequestBody], valid: dict[str, Any]) -> None:
+    for whole in whole_objects(body.FAMILY):
+        body.parse({**whole, **valid})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "valid"),
+    [
+        ("/generate", "native", {"text": "hi"}),
+        ("/v1/completions", "completions", {"prompt": "hi"}),
+        ("/v1/chat/completions", "chat", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/tokenize", "tokenize", {"prompt": "hi"}),
+        ("/detokenize", "detokenize", {"tokens": [1]}),
+        ("/abort_request", "abort", {"rid": "x"}),
+        ("/abort_request", "abort", {"rid": "", "abort_all": True}),  # as SGLang's class has it
+        ("/pause_generation", "pause", {}),
+        ("/continue_generation", "continue", {}),
+        ("/freeze_gc", "freeze_gc", {}),
+        ("/configure_logging", "logging", {}),
+    ],
+)
+def test_an_object_that_is_sent_whole_is_answered(path: str, body: str, valid: dict[str, Any]) -> None:
+    world = World()
+    for whole in whole_objects(body):
+        response = world.post(path, {**whole, **valid})
+        assert response.status_code == 200, response.text
+        for options in whole_objects("stream_options") if "stream_options" in whole else []:
+            streamed = {**whole, **valid, "stream": True, "stream_options": options}
+            assert world.post(path, streamed).status_code == 200
+
+
+def test_sampling_parameters_that_are_sent_whole_ask_for_the_defaults() -> None:
+    world = World()
+    for params in whole_objects("sampling_params"):
+        response = world.post("/generate", {"text": "hi", "sampling_params": params})
+        assert response.status_code == 200, response.text
+    whole, *_ = whole_objects("sampling_params")
+    assert SamplingParams.from_dict(whole) == SamplingParams.from_dict({"top_k": 1 << 30, "max_new_tokens": 128})
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("completions", "use_beam_search", True),
+        ("chat", "include_reasoning", False),
+        ("chat", "echo", True),
+        ("chat", "thinking", False),
+        ("chat", "thinking_token_budget", 0),
+        ("chat", "reasoning_effort", "none"),
+        ("chat", "web_search_options", {}),
+        ("chat", "allowed_token_ids", []),
+        ("chat", "tool_choice", "required"),
+        ("chat", "routed_dp_rank", 1),
+        ("chat", "bootstrap_room", 0),
+        ("native", "max_thinking_tokens", 0),
+        ("native", "return_flat_raw_top_logprobs_b64", True),
+        ("native", "return_routed_experts", True),
+        ("native", "disagg_prefill_dp_rank", 0),
+        ("sampling_params", "detokenize", False),
+        ("sampling_params", "max_tokens", 16),
+        ("sampling_params", "logprobs", 0),
+        ("profile", "req_type", 2),
+    ],
+)
+def test_what_looks_like_nothing_but_asks_for_something_is_refused(family: str, name: str, value: Any) -> None:
+    known = (
+        UNSUPPORTED if family == "sampling_params" else {body.FAMILY: body for body, _ in BODIES}[family].UNSUPPORTED
+    )
+    assert not is_one_of(value, known[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("length_penalty", 1), ("length_penalty", 1.0), ("use_beam_search", False), ("echo", False)]
+)
+def test_numbers_are_compared_as_json_has_them(name: str, value: Any) -> None:
+    assert is_one_of(value, ChatBody.UNSUPPORTED[name])
+    assert not is_one_of(1, (True,))
+    assert not is_one_of(False, (0,))
+
+
+def test_a_refusal_says_what_the_parameter_is_called_here() -> None:
+    with pytest.raises(ParameterError, match="max_tokens is called max_new_tokens here"):
+        SamplingParams.from_dict({"max_tokens": 5})
+
+
+def test_exceptions_are_of_fields_that_somebody_defines() -> None:
+    known = {name for fields in FIELDS.values() for name in fields}
+    assert known >= foreign_fields.NULL_ONLY
+    assert known >= set(foreign_fields.ALSO)
+    for family, name in (*foreign_fields.ALSO_IN, *foreign_fields.INSTEAD):
+        assert name in FIELDS[family]
+    for family, names in foreign_fields.IGNORED.items():
+        assert names <= known
+        assert family in FIELDS
+    for family, names in foreign_fields.BESIDE.items():
+        assert not names & set(FIELDS[family]), "the table has it by itself"
