@@ -54,6 +54,9 @@ class GenerateInput:
     stream: bool = False  # its tokens are shown as they come, so none should be late
     wants_prompt_ids: bool = False
     add_special_tokens: bool = True  # False when a chat template already wrote them
+    truncate_prompt_tokens: int | None = (
+        None  # keep so many of the last tokens; -1: as many as leave room for the output
+    )
 
 
 @dataclass(frozen=True, slots=True)

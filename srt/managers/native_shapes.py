@@ -24,6 +24,7 @@ from srt.managers.request_schema import (
     NOT_EMPTY,
     PRIORITY,
     TOKEN_ID,
+    TRUNCATION,
     RequestBody,
     SamplingParamsOf,
     bad_parameter,
@@ -80,6 +81,11 @@ class GenerateBody(RequestBody):
     )
     cache_salt: str | list[str] = described("The same as extra_key; both may be given.", "", string=LABEL)
     priority: int | list[int] = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
+    truncate_prompt_tokens: int | None = described(
+        "Keep only so many of each prompt's last tokens, those that the tokenizer puts around it included; -1: as many as"
+        " leave room for the output.",
+        integer=TRUNCATION,
+    )
     no_logs: bool = described("Do not log this request, whatever the server logs.", False)
     log_metrics: bool = described("Count this request in /metrics.", True)
 
@@ -122,6 +128,7 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
             stream=given.stream,
             is_logged=not given.no_logs,
             is_counted=given.log_metrics,
+            truncate_prompt_tokens=given.truncate_prompt_tokens,
             wants_prompt_ids=given.return_prompt_token_ids,
         )
         for i in range(count)

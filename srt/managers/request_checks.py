@@ -36,6 +36,9 @@ def check_form(request: GenerateInput) -> None:
     if type(request.priority) is not int or abs(request.priority) > MAX_PRIORITY:
         raise bad("priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
     _check_logprobs(request.logprobs)
+    most = request.truncate_prompt_tokens
+    if most is not None and (type(most) is not int or most < -1 or most == 0):
+        raise bad("truncate_prompt_tokens", "must be at least 1, or -1 (as many as leave room for the output)")
 
 
 def check_text(parameter: str, text: object) -> None:
@@ -133,14 +136,27 @@ def _check_forbidden(spec: SamplingSpec, vocab_size: int) -> None:
         raise bad("bad_words", f"must leave some of the vocabulary's {vocab_size} tokens")
 
 
+def num_kept_tokens(request: GenerateInput, model: ModelFacts, limits: SchedulerHello) -> int | None:
+    """How many of a prompt's last tokens are kept; None: all of them."""
+    most = request.truncate_prompt_tokens
+    if most != -1:
+        return most
+    total, _ = _most_tokens(model, limits)
+    wanted = max(request.params.max_new_tokens or 1, request.params.min_new_tokens)
+    return max(1, total - wanted)
+
+
+def _most_tokens(model: ModelFacts, limits: SchedulerHello) -> tuple[int, str]:
+    """Of a prompt and its output together, and what holds no more."""
+    return min((model.context_length, "the model's context"), (limits.max_request_tokens, "the server's memory"))
+
+
 def _output_limit(
     request: GenerateInput, source: str, num_prompt: int, model: ModelFacts, limits: SchedulerHello
 ) -> int:
     """How many tokens the request may get: what it asked for if that fits, or what fits if it did not ask."""
     params = request.params
-    total, owner = min(
-        (model.context_length, "the model's context"), (limits.max_request_tokens, "the server's memory")
-    )
+    total, owner = _most_tokens(model, limits)
     room = total - num_prompt
     if room < 1:
         raise bad(source, f"has {num_prompt} tokens, but {owner} holds {total}, at least one of them for the output")

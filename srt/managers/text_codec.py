@@ -57,15 +57,31 @@ class TextCodec:
 
     # ---- Text to ids
 
-    async def prompt_ids(self, request: GenerateInput) -> list[int] | Int32Array:
-        """RequestError 400 for a text that is far too long, before all of it is tokenized."""
+    async def prompt_ids(self, request: GenerateInput, num_kept: int | None = None) -> list[int] | Int32Array:
+        """All of the prompt's tokens, or the last `num_kept`. RequestError 400 for a text that is far too long, before all of it is
+        tokenized."""
         if request.text is None:
-            return request.input_ids or []
+            return (request.input_ids or [])[-num_kept if num_kept else None :]
+        if num_kept is not None:
+            return self._last_tokens(await self._encode(request.text, request.add_special_tokens), num_kept, request)
         most = self._context_length
         head = request.text[: max(HEAD_CHARS_PER_TOKEN * most, 2 * LONG_TEXT_CHARS)]
         if len(head) < len(request.text) and len(await self._encode(head, request.add_special_tokens)) > 2 * most:
             raise bad("text", f"has more than {2 * most} tokens, but the model's context holds {most}")
         return await self._encode(request.text, request.add_special_tokens)
+
+    def _last_tokens(self, ids: Int32Array, num_kept: int, request: GenerateInput) -> Int32Array:
+        """The last of a text, and what the tokenizer puts around it."""
+        before, after = self._tokenizer.num_added if request.add_special_tokens else (0, 0)
+        num_dropped = len(ids) - num_kept
+        if num_dropped <= 0:
+            return ids
+        if num_kept <= before + after:
+            raise bad(
+                "truncate_prompt_tokens",
+                f"must be above {before + after}, the tokens that the tokenizer puts around a text, not {num_kept}",
+            )
+        return np.concatenate((ids[:before], ids[before + num_dropped :]))
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_text("text", text)
@@ -125,7 +141,7 @@ class TextCodec:
     @property
     def num_added_before(self) -> int:
         """How many tokens stand before those of a text."""
-        return self._tokenizer.num_added_before
+        return self._tokenizer.num_added[0]
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(ids) > self._context_length:  # decoding millions would take the loop seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import os
@@ -22,7 +23,7 @@ from srt.managers.live_request import LiveRequest
 from srt.managers.live_request import RequestHandle as RequestHandle
 from srt.managers.model_facts import ModelFacts as ModelFacts
 from srt.managers.model_facts import read_model_facts
-from srt.managers.request_checks import bad, build_request, check_form, check_text
+from srt.managers.request_checks import bad, build_request, check_form, check_text, num_kept_tokens
 from srt.managers.request_watch import RequestWatch
 from srt.managers.scheduler_link import SchedulerLink
 from srt.managers.text_codec import TextCodec, load_text_files
@@ -37,6 +38,7 @@ from srt.protocol.messages import (
     FromFrontend,
     GenerateRequest,
     GetState,
+    Int32Array,
     LastWord,
     Load,
     Message,
@@ -269,7 +271,7 @@ class TokenizerManager:
     async def _submit(self, request: GenerateInput, label: str) -> RequestHandle:
         arrived_s = self._watch.now()
         seed = request.params.sampling_seed if request.params.sampling_seed is not None else self._new_seed()
-        prompt_ids = await self.text.prompt_ids(request)
+        prompt_ids = await self._prompt_ids(request)
         is_aborted = self._labels_on_the_way.pop(label)
         self._check_alive()  # it may have died meanwhile
         if not self._is_greeted:
@@ -295,6 +297,16 @@ class TokenizerManager:
             self._deliveries.begin(live, message)
             self._watch.sent(message, tokenized_s)
         return RequestHandle(live, self._deliveries.abort)
+
+    async def tokenized(self, request: GenerateInput) -> GenerateInput:
+        """The same request with the token ids that the model reads, instead of the text. RequestError as for `submit`."""
+        self._check_alive()
+        check_form(request)
+        ids = [int(token_id) for token_id in await self._prompt_ids(request)]
+        return dataclasses.replace(request, text=None, input_ids=ids, truncate_prompt_tokens=None)
+
+    async def _prompt_ids(self, request: GenerateInput) -> list[int] | Int32Array:
+        return await self.text.prompt_ids(request, num_kept_tokens(request, self.model, self.limits))
 
     def _check_alive(self) -> None:
         if self._death is not None:

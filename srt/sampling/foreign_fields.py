@@ -40,7 +40,7 @@ NULL_ONLY = frozenset(
 )
 
 # These ask for nothing as well. A limit or a choice that is what happens here anyway: one beam, chunks of one token, the only rank,
-# answers of text; and tools' and reasoning's settings while there are neither.
+# answers of text, prompts that lose their beginning; and tools' and reasoning's settings while there are neither.
 ALSO: Mapping[str, Values] = MappingProxyType(
     {
         "beam_width": (1,),
@@ -56,6 +56,7 @@ ALSO: Mapping[str, Values] = MappingProxyType(
         "return_flat_raw_top_logprobs_b64": (False,),  # says how to write what another field asks for
         "watermark": ({"enabled": False},),
         "verbosity": ("medium",),
+        "truncation_side": ("left",),
     }
 )
 ALSO_IN: Mapping[tuple[str, str], Values] = MappingProxyType({("chat", "modalities"): (["text"],)})

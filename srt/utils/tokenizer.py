@@ -67,10 +67,11 @@ class Tokenizer:
         return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     @property
-    def num_added_before(self) -> int:
-        """How many special tokens `encode` puts before a text."""
+    def num_added(self) -> tuple[int, int]:
+        """How many special tokens `encode` puts before and behind a text."""
         plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
-        return next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+        before = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+        return before, len(whole) - before - len(plain)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)

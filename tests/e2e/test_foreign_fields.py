@@ -74,3 +74,21 @@ def test_a_bad_word_of_many_tokens_is_refused_by_name(client: httpx.Client, path
     response = client.post(path, json=bodies[path])
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith("bad_words has 'hello', which is 3 tokens")
+
+
+def test_the_prompts_end_is_what_the_model_reads(client: httpx.Client) -> None:
+    ids = tokenize(client, PROMPT)
+    end = complete(client, prompt=ids[-4:])["choices"][0]["text"]
+    for prompt in (PROMPT, ids):
+        cut = complete(client, prompt=prompt, truncate_prompt_tokens=4, echo=True)
+        text = client.post("/detokenize", json={"tokens": ids[-4:]}).json()["text"] + end
+        assert (cut["choices"][0]["text"], cut["usage"]["prompt_tokens"]) == (text, 4)
+    answer = native(client, {}, truncate_prompt_tokens=4, return_prompt_token_ids=True)
+    assert (answer["text"], answer["prompt_token_ids"]) == (end, ids[-4:])
+    assert chat(client, truncate_prompt_tokens=4)["usage"]["prompt_tokens"] == 4
+    long = complete(client, prompt=ids * 1000, truncate_prompt_tokens=-1)["usage"]
+    assert (long["prompt_tokens"], long["completion_tokens"]) == (4096 - 12, 12)
+
+
+def test_request_id_names_the_request(client: httpx.Client) -> None:
+    assert complete(client, request_id="mine")["id"] == chat(client, request_id="mine", rid="mine")["id"] == "mine"

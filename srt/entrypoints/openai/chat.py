@@ -64,7 +64,8 @@ def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) ->
         stream=body.stream,
         is_logged=not body.no_logs,
         is_counted=body.log_metrics,
-        add_special_tokens=False,
+        add_special_tokens=body.add_special_tokens,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
 
 

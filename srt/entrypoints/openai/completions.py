@@ -28,6 +28,8 @@ async def complete(exchange: Exchange, service: Service) -> None:
     inputs = parse_inputs(body, identity, engine)
     usage = Usage(body.check_stream_options())
     try:
+        if body.echo and body.truncate_prompt_tokens is not None:
+            inputs = await _tokenized(inputs, engine)
         echoes = await _echoes(inputs, engine) if body.echo else [""] * len(inputs)
         answer = CompletionAnswer(body, identity, usage, engine, inputs, echoes)
         await answer_call(exchange, engine, inputs, answer, stream=body.stream, interval=service.args.stream_interval)
@@ -58,6 +60,8 @@ def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerMana
             is_logged=not body.no_logs,
             is_counted=body.log_metrics,
             wants_prompt_ids=logprobs.output,
+            add_special_tokens=body.add_special_tokens,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
         for prompt, rid in zip(prompts, identity.rids(len(prompts)), strict=True)
     ]
@@ -74,6 +78,15 @@ def _prompts(prompt: Any) -> list[Any]:
     if len(prompt) > MAX_BATCH:
         raise bad_parameter("prompt", f"may have at most {MAX_BATCH} entries, not {len(prompt)}")
     return list(prompt)
+
+
+async def _tokenized(inputs: Sequence[GenerateInput], engine: TokenizerManager) -> list[GenerateInput]:
+    """The prompts as the model reads them, where that is not all of their texts."""
+    tokenized = []
+    for one in inputs:
+        tokenized.append(await engine.tokenized(one))
+        await asyncio.sleep(0)  # a large batch lets others go on in between
+    return tokenized
 
 
 async def _echoes(inputs: Sequence[GenerateInput], engine: TokenizerManager) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from srt.entrypoints.openai.schema import OpenAIBody, StreamOptions
 from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, TokenLogprob
-from srt.managers.request_schema import bad_parameter
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.labels import numbered
 from srt.utils.text_stream import TextStream
@@ -27,9 +26,7 @@ class Identity:
     @classmethod
     def new(cls, prefix: str, body: OpenAIBody, model: str) -> Identity:
         """The client's rid is the answer's id, so that /abort_request knows it; otherwise one is drawn."""
-        if body.rid == "":
-            raise bad_parameter("rid", "must not be empty")
-        return cls(body.rid or f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+        return cls(body.name or f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -129,7 +126,7 @@ class CompletionLogprobs:
     def _prompt_offsets(self, tokens: Sequence[TokenLogprob], texts: Sequence[str]) -> list[int]:
         """A text is echoed as it came: with special tokens that are written in it, without those that the tokenizer put before it."""
         codec, is_text = self._engine.text, self._request.text is not None
-        num_added = codec.num_added_before if is_text else 0
+        num_added = codec.num_added_before if is_text and self._request.add_special_tokens else 0
         starts = _TokenStarts(codec.prompt_stream(self._request.params.skip_special_tokens and not is_text), 0)
         return [0] * num_added + starts.of(tokens[num_added:], texts[num_added:])
 

@@ -17,6 +17,7 @@ from srt.managers.request_schema import (
     NOT_EMPTY,
     PRIORITY,
     TOKEN_ID,
+    TRUNCATION,
     RequestBody,
     bad_parameter,
     cache_namespace,
@@ -102,6 +103,12 @@ class OpenAIBody(RequestBody):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     rid: str | None = described("A name for the request, for /abort_request, and the id of the answer.", string=NAME)
+    request_id: str | None = described("Another name of rid.", string=NAME)
+    truncate_prompt_tokens: int | None = described(
+        "Keep only so many of the prompt's last tokens, those that the tokenizer puts around it included; -1: as many as leave"
+        " room for the output.",
+        integer=TRUNCATION,
+    )
     cache_salt: str = described("Prefixes are shared only between requests with the same salt.", "", string=LABEL)
     extra_key: str = described("The same as cache_salt; both may be given.", "", string=LABEL)
     priority: int = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
@@ -121,7 +128,24 @@ class OpenAIBody(RequestBody):
 
     def written_as(self, prompt: str) -> dict[str, str]:
         """What the engine's errors call a parameter, and what this client calls it."""
-        return {**{ours: theirs for theirs, ours in _RENAMED}, "input_ids": prompt, "text": prompt, "tokens": prompt}
+        rid = {"rid": "request_id"} if self.rid is None and self.request_id is not None else {}
+        return {
+            **rid,
+            **{ours: theirs for theirs, ours in _RENAMED},
+            "input_ids": prompt,
+            "text": prompt,
+            "tokens": prompt,
+        }
+
+    @property
+    def name(self) -> str | None:
+        """The client's name for the request."""
+        if None not in (self.rid, self.request_id) and self.rid != self.request_id:
+            raise bad_parameter("request_id", "and rid are two names of one parameter: give one of them")
+        name = self.request_id if self.rid is None else self.rid
+        if name == "":
+            raise bad_parameter("rid" if self.rid is not None else "request_id", "must not be empty")
+        return name
 
     @property
     def salt(self) -> str:
@@ -145,6 +169,7 @@ class CompletionBody(OpenAIBody):
     prompt: str | list[str] | list[int] | list[list[int]] = described(
         "A text, a list of token ids, or a list of either.", ..., integer=TOKEN_ID, array=NOT_EMPTY
     )
+    add_special_tokens: bool = described("Put the model's special tokens (BOS) around a text.", True)
     echo: bool = described("Write the prompt before the output, and its logprobs before the output's.", False)
     logprobs: int | None = described(
         "Return the log-probability of every token, and of so many likeliest tokens at each position.", integer=_TOP
@@ -173,6 +198,9 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = described(
         "Let the template open the assistant's message (default: unless continue_final_message)."
+    )
+    add_special_tokens: bool = described(
+        "Put the model's special tokens (BOS) around what the template wrote, which as a rule has them.", False
     )
     continue_final_message: bool = described("Go on with the last message, which must be the assistant's.", False)
     chat_template_kwargs: dict[str, Any] = described("Variables for the model's chat template.", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -24,7 +25,7 @@ from srt.managers.io_struct import (
     TokenLogprob,
 )
 from srt.managers.model_facts import ModelFacts
-from srt.managers.request_checks import build_request, check_form, check_ids, check_text
+from srt.managers.request_checks import build_request, check_form, check_ids, check_text, num_kept_tokens
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import EngineReplaced, Load, Scalar, SchedulerHello
 from srt.sampling.sampling_params import SamplingParams
@@ -166,7 +167,15 @@ class FakeEngine:
 
     def _check(self, request: GenerateInput) -> None:
         check_form(request)
-        build_request(request, prompt_ids(request), rid=0, label="", seed=0, model=self.model, limits=self.limits)
+        build_request(request, self._prompt_ids(request), rid=0, label="", seed=0, model=self.model, limits=self.limits)
+
+    def _prompt_ids(self, request: GenerateInput) -> list[int]:
+        most = num_kept_tokens(request, self.model, self.limits)
+        return prompt_ids(request)[-most if most else None :]
+
+    async def tokenized(self, request: GenerateInput) -> GenerateInput:
+        check_form(request)
+        return dataclasses.replace(request, text=None, input_ids=self._prompt_ids(request), truncate_prompt_tokens=None)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_text("text", text)

@@ -738,6 +738,7 @@ WRONG: dict[str, tuple[Callable[[GenerateInput], GenerateInput], str, str]] = {
     "stop id": (lambda r: replace(r, params=SamplingParams(stop_token_ids=(512,))), "stop_token_ids", "512"),
     "bias id": (lambda r: replace(r, params=SamplingParams(logit_bias=((512, 1.0),))), "logit_bias", "512"),
     "word of many tokens": (lambda r: replace(r, params=SamplingParams(bad_words=("hello",))), "bad_words", "3 tokens"),
+    "cut to nothing": (lambda r: replace(r, truncate_prompt_tokens=0), "truncate_prompt_tokens", "at least 1"),
     "wish": (lambda r: replace(r, params=SamplingParams(max_new_tokens=512)), "max_new_tokens", "is 512, .* fit"),
     "minimum": (
         lambda r: replace(r, params=SamplingParams(min_new_tokens=512, max_new_tokens=None)),
@@ -769,6 +770,25 @@ def test_a_default_limit_is_shortened_to_what_fits_and_no_limit_is_all_that_fits
             assert request.sampling.max_new_tokens == 12
             handle.abort()
             await scheduler.expect(Abort)
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("params", "num_kept"),
+    [({"max_new_tokens": 12}, 500), ({}, 384), ({"max_new_tokens": 0}, 511), ({"min_new_tokens": 200}, 312)],
+)
+def test_a_prompt_is_cut_to_what_leaves_room_for_the_output(
+    play: Callable[..., None], params: dict[str, Any], num_kept: int
+) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        given = replace(ask(manager, **params), text=None, input_ids=list(range(512)) * 2, truncate_prompt_tokens=-1)
+        handle, request = await begin(manager, scheduler, given)
+        assert request.prompt_ids.tolist() == list(range(512))[-num_kept:]
+        assert (await manager.tokenized(given)).input_ids == request.prompt_ids.tolist()
+        handle.abort()
+        with pytest.raises(RequestError, match=r"^max_new_tokens is 512, but with a prompt of 1 tokens only 511 fit"):
+            await manager.submit(replace(given, params=SamplingParams(max_new_tokens=512)))
 
     play(story)
 
