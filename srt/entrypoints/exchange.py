@@ -26,6 +26,7 @@ MAX_BODY_BYTES = 16 << 20
 SMALL_BODY_BYTES = 256 << 10  # the JSON of a larger one is read without garbage collections
 KEEP_ALIVE_S = 12.0  # of silence before a stream carries a comment: proxies give up after 30 to 60 s
 RETRY_AFTER_S = 1
+BOM = b"\xef\xbb\xbf"  # some editors and Windows' tools begin UTF-8 with it
 
 _JSON = (b"content-type", b"application/json")
 _STREAM_HEADERS = [
@@ -95,7 +96,7 @@ class Exchange:
         """The body as JSON, or `if_empty` where that is given and there is none; RequestError 400 or 415 for anything else.
         NaN, lone surrogates and deep nesting are no JSON."""
         kind = (self.header(b"content-type") or b"application/json").partition(b";")[0].strip().lower()
-        body = await self.read_body()
+        body = (await self.read_body()).removeprefix(BOM)
         if kind != b"application/json" and not kind.endswith(b"+json"):
             raise RequestError(415, "Content-Type must be application/json.")
         if (self.header(b"content-encoding") or b"identity").strip().lower() != b"identity":
@@ -132,6 +133,8 @@ class Exchange:
         extra = list(headers)
         if error.status in (429, 503):
             extra.append((b"retry-after", str(error.retry_after_s or RETRY_AFTER_S).encode()))
+        if error.status == 501:
+            extra.append((b"x-should-retry", b"false"))  # OpenAI's clients try a 5xx three times
         if error.status == 413:
             extra.append((b"connection", b"close"))  # the rest of the body is not read
         await self.send_json(error_body(self.path, error), error.status, extra)

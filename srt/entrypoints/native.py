@@ -21,14 +21,27 @@ from srt.managers.request_schema import LABEL, RequestBody, bad_parameter, descr
 FLUSH_RETRY_S = 0.05
 MAX_FLUSH_WAIT_S = 600.0
 
-# Endpoints of the native API that this server does not have yet, and why a client gets no answer there.
+# Endpoints of other servers that this one does not have yet: what is missing, and what to use instead.
 UNSUPPORTED = {
-    **dict.fromkeys(("/encode", "/classify", "/v1/embeddings", "/v1/rerank", "/v1/score"), "generates text only"),
-    **dict.fromkeys(("/parse_function_call", "/separate_reasoning"), "has no output parsers"),
-    **dict.fromkeys(("/open_session", "/close_session"), "keeps no sessions"),
-    "/set_internal_state": "does not change its mode while running",
-    "/slow_down": "cannot be slowed down",
-    **dict.fromkeys(("/load_lora_adapter", "/unload_lora_adapter"), "has no LoRA adapters"),
+    **dict.fromkeys(
+        ("/encode", "/classify", "/v1/embeddings", "/v1/rerank"),
+        "generates text only: ask a server of a model that embeds or ranks",
+    ),
+    "/v1/score": "has no scores: /generate with return_logprob and token_ids_logprob gives the log-probabilities for them",
+    **dict.fromkeys(
+        ("/parse_function_call", "/separate_reasoning"),
+        "has no output parsers: the text is as the model wrote it, for the client to parse",
+    ),
+    **dict.fromkeys(
+        ("/open_session", "/close_session"),
+        "keeps no sessions: send the whole prompt each time, as what it has in common with an earlier one is cached",
+    ),
+    "/set_internal_state": "does not change its mode while running: restart it with other options",
+    "/slow_down": "cannot be slowed down: /pause_generation stops it for a while",
+    **dict.fromkeys(
+        ("/load_lora_adapter", "/unload_lora_adapter"),
+        "has no LoRA adapters: merge the adapter into the checkpoint, and serve that",
+    ),
     **dict.fromkeys(
         (
             "/update_weights_from_disk",
@@ -43,12 +56,13 @@ UNSUPPORTED = {
             "/get_weights_by_name",
             "/weights_checker",
         ),
-        "does not exchange weights while running",
+        "does not exchange weights while running: restart it with the new checkpoint",
     ),
     **dict.fromkeys(
-        ("/release_memory_occupation", "/resume_memory_occupation"), "does not release its memory while running"
+        ("/release_memory_occupation", "/resume_memory_occupation"),
+        "does not release its memory while running: end it, and start it again when it is needed",
     ),
-    "/v1/responses": "has no Responses API",
+    "/v1/responses": "has no Responses API: use /v1/chat/completions",
 }
 
 

@@ -266,3 +266,21 @@ def endless(api: openai.OpenAI, model: str) -> openai.Stream[Any]:
 def test_the_raw_response_has_a_request_id(api: openai.OpenAI) -> None:
     response = api.models.with_raw_response.list()
     assert response.headers["x-request-id"]
+
+
+def test_what_is_missing_is_asked_for_once_and_named(server: Server) -> None:
+    """A client with its own number of retries, as agent libraries make one."""
+    asked: list[str] = []
+    user = {"type": "function", "function": {"name": "User", "parameters": {"type": "object", "properties": {}}}}
+    with (
+        openai.DefaultHttpxClient(event_hooks={"request": [lambda request: asked.append(request.url.path)]}) as http,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", http_client=http) as client,
+    ):
+        with pytest.raises(openai.InternalServerError, match="use /v1/chat/completions") as missing:
+            client.responses.create(model=server.model, input="Hello")
+        with pytest.raises(openai.BadRequestError, match=r"tools \(User\) is not supported yet") as refused:
+            client.chat.completions.create(
+                model=server.model, messages=HELLO, tools=[user], tool_choice="required", parallel_tool_calls=False
+            )  # type: ignore[call-overload]
+    assert (missing.value.status_code, refused.value.param) == (501, "tools")
+    assert asked == ["/v1/responses", "/v1/chat/completions"]

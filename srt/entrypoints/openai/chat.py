@@ -8,6 +8,7 @@ from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai.messages import plain_messages
 from srt.entrypoints.openai.models import check_model
 from srt.entrypoints.openai.parts import ChatLogprobs, Identity, Usage, finish_fields
+from srt.entrypoints.openai.refusals import refuse_agent_fields
 from srt.entrypoints.openai.schema import ChatBody
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import TextEvent, answer_call, event
@@ -20,7 +21,9 @@ _ROLE = {"role": "assistant", "content": ""}
 
 
 async def chat(exchange: Exchange, service: Service) -> None:
-    body = ChatBody.parse(await exchange.read_json())
+    given = await exchange.read_json()
+    refuse_agent_fields(given)
+    body = ChatBody.parse(given)
     model = check_model(body.model, service)
     engine = service.engine()
     identity = Identity.new("chatcmpl", body, model)

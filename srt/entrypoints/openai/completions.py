@@ -9,6 +9,7 @@ from typing import Any
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai.models import check_model
 from srt.entrypoints.openai.parts import CompletionLogprobs, Identity, Usage, finish_fields
+from srt.entrypoints.openai.refusals import refuse_agent_fields
 from srt.entrypoints.openai.schema import COMPLETION_MAX_TOKENS, CompletionBody
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import TextEvent, answer_call, event
@@ -21,7 +22,9 @@ _KIND = "text_completion"
 
 
 async def complete(exchange: Exchange, service: Service) -> None:
-    body = CompletionBody.parse(await exchange.read_json())
+    given = await exchange.read_json()
+    refuse_agent_fields(given)
+    body = CompletionBody.parse(given)
     model = check_model(body.model, service)
     engine = service.engine()
     identity = Identity.new("cmpl", body, model)

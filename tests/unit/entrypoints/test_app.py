@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from srt.entrypoints import exchange as exchange_module
+from srt.entrypoints.native import UNSUPPORTED
 from tests.unit.entrypoints.fake_engine import World
 
 GENERATING = [
@@ -73,10 +74,13 @@ def test_unknown_paths_and_methods_are_told_in_each_apis_shape() -> None:
     assert wrong.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_what_is_known_but_missing_is_a_501_with_its_name() -> None:
-    response = World().post("/open_session", {})
-    assert response.status_code == 501
-    assert response.json()["error"]["message"].startswith("/open_session is not supported: ")
+@pytest.mark.parametrize("path", UNSUPPORTED)
+def test_what_is_known_but_missing_is_a_501_that_names_it_and_what_to_use_and_is_not_retried(path: str) -> None:
+    response = World().post(path, {})
+    assert (response.status_code, response.headers["x-should-retry"]) == (501, "false")
+    missing, _, instead = response.json()["error"]["message"].removeprefix(f"{path} is not supported: ").partition(": ")
+    assert missing.startswith("this server ")
+    assert instead
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer", "Basic secret", "secret", "Bearer \xff"])
@@ -123,6 +127,13 @@ def test_a_body_that_is_no_json_object_is_a_400(path: str, body: bytes, message:
     assert response.status_code == 400, response.text
     if b'"text"' not in body or path == "/generate" or message != "must be":
         assert message in response.json()["error"]["message"]
+
+
+def test_a_body_that_begins_with_a_byte_order_mark_is_read_without_it() -> None:
+    mark = b"\xef\xbb\xbf"
+    assert World().call("POST", "/generate", content=mark + b'{"text": "hi"}').json()["text"] == "Hello!"
+    assert "The body is empty" in World().call("POST", "/generate", content=mark).text
+    assert World().call("POST", "/generate", content=mark + mark + b"{}").status_code == 400
 
 
 def test_another_content_type_is_a_415() -> None:

@@ -214,6 +214,46 @@ def test_what_is_wrong_is_named(wrong: dict[str, Any], parameter: str, message: 
     assert message in error["message"]
 
 
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+CHOSEN = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "parameter", "message"),
+    [
+        ({"tools": [WEATHER]}, "tools", "tools (get_weather) is not supported yet: no functions are called here."),
+        ({"tool_choice": "required", "tools": [WEATHER]}, "tools", "tools (get_weather) is not"),
+        ({"tool_choice": CHOSEN, "tools": [WEATHER, 7, {}, WEATHER]}, "tools", "tools (get_weather, get_weather) is"),
+        ({"tool_choice": CHOSEN}, "tool_choice", "tool_choice (get_weather) is not supported yet"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "tool_choice (required) is not supported yet"),
+        ({"functions": [{"name": "f"}]}, "functions", "functions (f) is not supported yet"),
+        ({"function_call": {"name": "f"}}, "function_call", "function_call (f) is not supported yet"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "response_format (json_object) is not"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "User", "schema": {}}}},
+            "response_format",
+            "response_format (json_schema, User) is not supported yet: the output is held to no format.",
+        ),
+        ({"tools": [{"function": {"name": "x" * 9000}}]}, "tools", f"tools ({'x' * 200}) is not"),
+    ],
+)
+def test_what_an_agent_library_set_is_named(set_by_user: dict[str, Any], parameter: str, message: str) -> None:
+    response = World().post(PATH, {"messages": [USER], **set_by_user})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == parameter
+    assert error["message"].startswith(message)
+
+
+def test_defaults_of_agent_libraries_that_ask_for_nothing_pass() -> None:
+    for nothing in (
+        {"tools": None, "tool_choice": None},
+        {"tools": [], "tool_choice": "auto"},
+        {"tool_choice": "none"},
+    ):
+        assert World().post(PATH, {"messages": [USER], "response_format": {"type": "text"}, **nothing}).is_success
+
+
 def test_a_model_that_is_not_served_is_a_404() -> None:
     assert chat(World(), model="gpt-4").json()["error"]["code"] == "model_not_found"
 

@@ -1,0 +1,53 @@
+"""Refusals that name what the user set: agent libraries send fields of which their users have never heard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from srt.managers.request_schema import bad_parameter
+
+MAX_SHOWN = 200
+
+_TOOLS = (
+    "is not supported yet: no functions are called here. Describe them in the messages, and parse the answer's text"
+)
+_FORMAT = "is not supported yet: the output is held to no format. Ask for it in the messages, and check what comes"
+
+
+def refuse_agent_fields(body: object) -> None:
+    """Raise RequestError 400 for tools and formats of the output. Values that ask for nothing, or are none of OpenAI's, pass."""
+    if not isinstance(body, dict):
+        return
+    for field, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        given, chosen = body.get(field), body.get(choice)
+        if given and isinstance(given, list):
+            raise bad_parameter(field, _shown(map(_tool_name, given)) + _TOOLS)
+        if chosen and chosen not in ("none", "auto") and isinstance(chosen, (str, dict)):
+            raise bad_parameter(choice, _shown([_tool_name(chosen)]) + _TOOLS)
+    wanted = body.get("response_format")
+    kind = _part(wanted, "type")
+    if isinstance(kind, str) and kind != "text":
+        raise bad_parameter("response_format", _shown([kind, _name(_part(wanted, "json_schema"))]) + _FORMAT)
+
+
+def _tool_name(tool: Any) -> str:
+    """The name in a tool, a function or a choice of one; empty if there is none."""
+    if isinstance(tool, str):
+        return tool
+    return _name(_part(tool, "function")) or _name(tool)
+
+
+def _name(value: Any) -> str:
+    name = _part(value, "name")
+    return name if isinstance(name, str) else ""
+
+
+def _part(value: Any, field: str) -> Any:
+    return value.get(field) if isinstance(value, dict) else None
+
+
+def _shown(names: Iterable[str]) -> str:
+    """The names that are not empty, in parentheses, and a space."""
+    listed = ", ".join(name for name in names if name)
+    return f"({listed[:MAX_SHOWN]}) " if listed else ""
