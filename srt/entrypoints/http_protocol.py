@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from srt.entrypoints.direct_write import EXTENSION, DirectWriter
+from srt.entrypoints.http2_refusal import GREETING, PREFACE, Http2Refusal, farewell
 from srt.server_args import ServerArgs
 
 MAX_HEADER_BYTES = 64 << 10
@@ -28,7 +29,8 @@ class HttpProtocol(HttpToolsProtocol):
     - Greedy headers are refused, slow ones are not waited for, nor are bodies that stop coming.
     - What is refused here, or is no HTTP, is answered in the shape of every other error, behind the answers that are owed.
     - Offers to speak another protocol, as Java's client makes one, are declined without a word, as HTTP has it.
-    - HTTP/1.0, which many proxies speak to what is behind them, gets streams as it knows them.
+    - HTTP/1.0, which many proxies speak to what is behind them, gets streams as it knows them, and keeps its connection if it asks.
+    - HTTP/2 without an offer before is told in HTTP/2 that it is not spoken.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,6 +40,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._unfinished_bytes = 0  # that came while headers were being read
         self._is_in_header = False
         self._is_refused = False
+        self._opening: bytes | None = b""  # what came first, while it may be the preface of HTTP/2
+        self._http2: Http2Refusal | None = None
+        self._complaint = ""  # why the head that is being read is refused
         self._timer: asyncio.TimerHandle | None = None  # of the headers or of the body that is being read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -48,12 +53,38 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._unset_keepalive_if_required()
+        if self._opening is not None:
+            self._opening += data
+            if PREFACE.startswith(self._opening[: len(PREFACE)]):
+                self._hear_preface(self._opening)
+                return
+            data, self._opening = self._opening, None
+        if self._http2 is not None:
+            self._hear_http2(self._http2, data)
+            return
         self._feed(data)
         if self._is_in_header and not self._is_refused:
             # The parser tells of a header when it is complete, and would wait for the end of an endless one.
             self._unfinished_bytes += len(data)
             if self._unfinished_bytes > MAX_HEADER_BYTES:
                 self._refuse_greedy_header()
+
+    def _hear_preface(self, opening: bytes) -> None:
+        """Begin to speak HTTP/2, once all of its preface is there."""
+        if len(opening) < len(PREFACE):
+            return
+        self._opening, self._http2 = None, Http2Refusal()
+        self.transport.write(GREETING)
+        self._set_timer(LINGER_S, self._end_http2)
+        self._hear_http2(self._http2, opening[len(PREFACE) :])
+
+    def _hear_http2(self, refusal: Http2Refusal, data: bytes) -> None:
+        answer = refusal.answer(data)
+        if answer:
+            self._write_last(answer)
+
+    def _end_http2(self) -> None:
+        self._write_last(farewell())
 
     def _feed(self, data: bytes) -> None:
         while True:
@@ -93,11 +124,15 @@ class HttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._stop_timer()
             return
+        self._complaint = _complaint(self.parser.get_http_version(), self.headers)
+        if self._complaint:
+            raise ValueError(self._complaint)  # the parser makes it an HttpParserError
         self._set_timer(MAX_BODY_PAUSE_S, self._refuse_slow_body)
         super().on_headers_complete()
         extensions: Any = {EXTENSION: DirectWriter(self.cycle)}
         self.scope["extensions"] = extensions
         if self.scope["http_version"] == "1.0":
+            self.cycle.keep_alive = self.parser.should_keep_alive()
             self.cycle.send = _send_unchunked(self.cycle)  # type: ignore[method-assign, assignment]
         self._open_cycles = [cycle for cycle in self._open_cycles if not cycle.response_complete]
         self._open_cycles.append(self.cycle)
@@ -127,7 +162,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._header_bytes > MAX_HEADER_BYTES:
             self._refuse_greedy_header()
         else:
-            self._refuse(b"400 Bad Request", msg)
+            self._refuse(b"400 Bad Request", self._complaint or msg)
 
     def _refuse_greedy_header(self) -> None:
         sentence = f"The headers have more than {MAX_HEADER_BYTES >> 10} KiB."
@@ -155,13 +190,16 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             body = orjson.dumps({"error": {"message": sentence}})
             head = b"content-type: application/json\r\nconnection: close\r\nx-request-id: %b\r\ncontent-length: %d"
-            self.transport.write(
-                b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (status, head % (uuid.uuid4().hex.encode(), len(body)), body)
-            )
-            if self.transport.can_write_eof():
-                self.transport.write_eof()
-            # A client that is still sending would lose the answer if the connection were reset at once.
-            self._set_timer(LINGER_S, self.transport.close)
+            head %= (uuid.uuid4().hex.encode(), len(body))
+            self._write_last(b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (status, head, body))
+
+    def _write_last(self, answer: bytes) -> None:
+        """Write, and hear nothing more. A client that is still sending would lose the answer if the connection were reset at once."""
+        self._is_refused = True
+        self.transport.write(answer)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._set_timer(LINGER_S, self.transport.close)
 
     def _set_timer(self, seconds: float, on_time: Callable[[], object]) -> None:
         self._stop_timer()
@@ -189,8 +227,19 @@ def _head_without_offer(method: bytes, url: bytes, version: str, headers: list[t
     return b"\r\n".join((*lines, b"", b""))
 
 
+def _complaint(version: str, headers: list[tuple[bytes, bytes]]) -> str:
+    """What is wrong with a head that the parser took; empty if nothing is."""
+    if version not in ("1.0", "1.1"):
+        return "The request line must end with HTTP/1.1 or HTTP/1.0."
+    num_hosts = sum(name == b"host" for name, _ in headers)
+    if version == "1.1" and num_hosts != 1:
+        return f"A request of HTTP/1.1 needs one Host header, and this one has {num_hosts or 'none'}."
+    return ""
+
+
 def _send_unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """HTTP/1.0 knows no chunks: a body whose length nobody knows ends with the connection."""
+    """HTTP/1.0 knows no chunks: a body whose length nobody knows ends with the connection. Otherwise that is kept, if the client
+    asked for it, which it must be told."""
     send, is_endless = cycle.send, False
 
     async def send_unchunked(message: Any) -> None:
@@ -199,6 +248,9 @@ def _send_unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[No
             is_endless = all(name != b"content-length" for name, _ in message["headers"])
             if is_endless:
                 cycle.chunked_encoding = False
+                cycle.keep_alive = False
+            elif cycle.keep_alive and all(name != b"connection" for name, _ in message["headers"]):
+                message["headers"].append((b"connection", b"keep-alive"))
         elif is_endless:
             cycle.expected_content_length = len(message.get("body", b""))
         await send(message)

@@ -250,6 +250,8 @@ def test_pipelined_requests_of_a_client_that_leaves_are_freed(server: Server, cl
         (b"\x00\xff\x16\x03\x01", 400),
         (b"GET /health HTTP/1.1\r\nhost: t\r\nx: " + b"y" * 70_000 + b"\r\n\r\n", 431),
         (b"GET /\xff\xfe HTTP/1.1\r\nhost: t\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (b"GET /health\r\n\r\n", 400),
     ],
 )
 def test_what_is_no_http_is_refused_in_shape(server: Server, client: httpx.Client, raw: bytes, status: int) -> None:
@@ -262,4 +264,26 @@ def test_what_is_no_http_is_refused_in_shape(server: Server, client: httpx.Clien
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status)
     assert json.loads(body)["error"]["message"]
+    assert client.get("/health").status_code == 200
+
+
+def test_a_client_of_http_1_0_that_asks_keeps_its_connection(server: Server) -> None:
+    parts = urlsplit(server.url)
+    line, wish = b"GET /v1/models HTTP/1.0\r\n", b"Connection: Keep-Alive\r\n"
+    with socket.create_connection((parts.hostname, parts.port)) as connection, connection.makefile("rb") as answers:
+        for header, state in ((wish, b"keep-alive"), (wish, b"keep-alive"), (b"", b"close")):
+            connection.sendall(line + header + b"\r\n")
+            assert answers.readline().startswith(b"HTTP/1.1 200 ")
+            lines = iter(answers.readline, b"\r\n")
+            headers = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+            assert headers[b"connection"] == state
+            assert json.loads(answers.read(int(headers[b"content-length"])))["object"] == "list"
+        assert answers.read() == b""
+
+
+def test_http_2_without_an_offer_is_told_that_it_is_not_spoken(server: Server, client: httpx.Client) -> None:
+    parts = urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port)) as connection, connection.makefile("rb") as answers:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("00000101050000000182"))
+        assert b"This server speaks HTTP/1.1 and HTTP/1.0, not HTTP/2." in answers.read()
     assert client.get("/health").status_code == 200

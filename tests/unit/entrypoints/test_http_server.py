@@ -8,7 +8,7 @@ import json
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
 import httpx
@@ -327,7 +327,7 @@ async def answer_to(process: Process, sent: bytes) -> tuple[int, dict[str, str],
     ("sent", "status", "sentence"),
     [
         (b"", 0, ""),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\n", 408, "The headers did not come within 0.01 s."),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n", 408, "The headers did not come within 0.25 s."),
         (
             b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{",
             408,
@@ -337,14 +337,30 @@ async def answer_to(process: Process, sent: bytes) -> tuple[int, dict[str, str],
         (b"GET / HTTP/1.1\r\nx: " + b"y" * (70 << 10), 431, "The headers have more than 64 KiB."),
         (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * (40 << 10), 431, "The headers have more than 64 KiB."),
         (b"\x16\x03\x01 this is no HTTP", 400, "Invalid HTTP request received."),
+        (b"PUT", 408, "The headers did not come within 0.25 s."),
+        (b"GET /ping HTTP/1.1\r\n\r\n", 400, "A request of HTTP/1.1 needs one Host header, and this one has none."),
+        (
+            b"GET /ping HTTP/1.1\r\nhost: a\r\nHost: b\r\n\r\n",
+            400,
+            "A request of HTTP/1.1 needs one Host header, and this one has 2.",
+        ),
+        (
+            b"POST /generate HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 2\r\n\r\n{}",
+            400,
+            "A request of HTTP/1.1 needs one Host header, and this one has none.",
+        ),
+        (b"GET /ping\r\n\r\n", 400, "The request line must end with HTTP/1.1 or HTTP/1.0."),
+        (b"GET /ping\r\nhost: a\r\n\r\n", 400, "The request line must end with HTTP/1.1 or HTTP/1.0."),
+        (b"GET /ping HTTP/2.0\r\nhost: a\r\n\r\n", 400, "The request line must end with HTTP/1.1 or HTTP/1.0."),
     ],
 )
 def test_what_is_slow_greedy_or_no_http_is_refused_in_the_apis_shape(
     monkeypatch: pytest.MonkeyPatch, sent: bytes, status: int, sentence: str
 ) -> None:
-    if status in (0, 408):
-        monkeypatch.setattr(http_protocol, "MAX_HEADER_S", 0.01)
+    if "body" in sentence:
         monkeypatch.setattr(http_protocol, "MAX_BODY_PAUSE_S", 0.01)
+    elif status in (0, 408):  # long enough that the first bytes are here before a busy machine takes them for none
+        monkeypatch.setattr(http_protocol, "MAX_HEADER_S", 0.25)
 
     async def go() -> None:
         async with running(monkeypatch) as process:
@@ -470,7 +486,8 @@ def test_a_stream_to_http_1_0_has_no_chunks_and_ends_with_the_connection(monkeyp
         async with running(monkeypatch) as process:
             await process.begin()
             for body in (b'{"text": "hi", "stream": true}', b'{"text": "hi"}', b"{}"):
-                head = b"POST /generate HTTP/1.0\r\ncontent-length: %d\r\nconnection: keep-alive\r\n\r\n%b"
+                wish = b"connection: keep-alive\r\n" if b"stream" in body else b""
+                head = b"POST /generate HTTP/1.0\r\ncontent-length: %d\r\n" + wish + b"\r\n%b"
                 answer = await everything(process, head % (len(body), body))
                 headers, _, told = answer.partition(b"\r\n\r\n")
                 assert b"transfer-encoding" not in headers and b"connection: close" in headers
@@ -482,6 +499,68 @@ def test_a_stream_to_http_1_0_has_no_chunks_and_ends_with_the_connection(monkeyp
                     assert b"content-length: %d\r\n" % len(told) in headers + b"\r\n"
 
     asyncio.run(go())
+
+
+def test_a_connection_of_http_1_0_is_kept_for_a_client_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = b"GET /ping HTTP/1.0\r\nconnection: Keep-Alive\r\n\r\n"
+    refused = b"POST /generate HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: 2\r\n\r\n{}"
+    head = b"HEAD /ping HTTP/1.0\r\nconnection: keep-alive\r\n\r\n"
+
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            await process.begin()
+            told = await everything(process, kept + refused + head + b"GET /ping HTTP/1.0\r\n\r\n" + kept)
+            heads = [answer.partition(b"\r\n\r\n")[0] for answer in told.split(b"HTTP/1.1 ")[1:]]
+            assert [answer[:3] for answer in heads] == [b"200", b"400", b"200", b"200"]
+            assert [b"connection: keep-alive" in answer for answer in heads] == [True, True, True, False]
+            assert [b"connection: close" in answer for answer in heads] == [False, False, False, True]
+
+    asyncio.run(go())
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = bytes.fromhex("000006040000000000000300000064")
+ASKED = bytes.fromhex("000001010500000003 82")  # HEADERS of stream 3: GET, and nothing else
+
+
+@pytest.mark.parametrize("packet", [1, 24, 1 << 16])
+@pytest.mark.parametrize("sent", [PREFACE, PREFACE + SETTINGS, PREFACE + SETTINGS + ASKED, PREFACE + b"\xff" * 9])
+def test_http_2_is_told_in_its_own_words_that_it_is_not_spoken(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes, packet: int
+) -> None:
+    take = http_protocol.HttpProtocol.data_received
+
+    def take_packets(self: http_protocol.HttpProtocol, data: bytes) -> None:
+        for begin in range(0, len(data), packet):
+            take(self, data[begin : begin + packet])
+
+    monkeypatch.setattr(http_protocol.HttpProtocol, "data_received", take_packets)
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
+
+    async def go() -> None:
+        async with running(monkeypatch) as process:
+            told = await everything(process, sent)
+            assert not told.startswith(b"HTTP/1")
+            frames = list(http2_frames(told))
+            assert frames[0] == (4, 0, 0, b"")
+            kind, _, stream, payload = frames[-1]
+            last, error = int.from_bytes(payload[:4], "big"), int.from_bytes(payload[4:8], "big")
+            assert (kind, stream, payload[8:]) == (7, 0, b"This server speaks HTTP/1.1 and HTTP/1.0, not HTTP/2.")
+            assert (last, error) == (3 if ASKED in sent else 0, 1 if b"\xff" in sent else 13)
+            assert [frame[:3] for frame in frames[1:-1]] == ([(1, 4, 3), (0, 1, 3)] if ASKED in sent else [])
+            if ASKED in sent:
+                message = "This server speaks HTTP/1.1 and HTTP/1.0, not HTTP/2."
+                assert json.loads(frames[2][3]) == {"error": {"message": message}}
+
+    asyncio.run(go())
+
+
+def http2_frames(told: bytes) -> Iterator[tuple[int, int, int, bytes]]:
+    """Kind, flags, stream and payload of each."""
+    while told:
+        size = int.from_bytes(told[:3], "big")
+        yield told[3], told[4], int.from_bytes(told[5:9], "big"), told[9 : 9 + size]
+        told = told[9 + size :]
 
 
 async def everything(process: Process, sent: bytes) -> bytes:
