@@ -106,20 +106,16 @@ class App:
             return
         self._cors.check(exchange, changes_something=path in operations.ADMIN)
         self._check_key(exchange)
-        if path.startswith(_MODELS + "/"):
-            methods: Mapping[str, Handler] = {"GET": models.one_model}
-        elif path in ROUTES:
-            methods = ROUTES[path]
-        elif path in native.UNSUPPORTED:
+        if path in native.UNSUPPORTED:
             raise RequestError(501, f"{path} is not supported: this server {native.UNSUPPORTED[path]}.")
-        else:
-            raise ApiError(404, f"There is no {path[:200]} here.", code="not_found")
-        asks_only = exchange.method == "HEAD" and path not in operations.ADMIN  # what changes something is no question
-        handler = methods.get("GET" if asks_only else exchange.method)
+        methods = _methods(path)
+        if methods is None:
+            raise ApiError(404, _missing(path), code="not_found")
+        if "GET" in methods and path not in operations.ADMIN:  # what changes something is no question
+            methods = {**methods, "HEAD": methods["GET"]}
+        handler = methods.get(exchange.method)
         if handler is None:
-            allowed = ", ".join(methods)
-            error = ApiError(405, f"{path} takes {allowed}, not {exchange.method}.", code="method_not_allowed")
-            await exchange.send_error(error, [(b"allow", allowed.encode())])
+            await _tell_methods(exchange, [*methods, "OPTIONS"])
             return
         await handler(exchange, self._service)
 
@@ -160,7 +156,38 @@ class App:
                 return
             raise ApiError(403, f"{path} needs the admin API key.", code="admin_api_key_needed")
         which = "admin API key" if is_for_admin else "API key"
-        raise ApiError(401, f"A valid {which} is needed, as a bearer token.", code="invalid_api_key")
+        hint = "; --enable-metrics opens /metrics to all" if path == "/metrics" else ""
+        raise ApiError(401, f"A valid {which} is needed, as a bearer token{hint}.", code="invalid_api_key")
+
+
+def _methods(path: str) -> Mapping[str, Handler] | None:
+    """What answers at this path, by method; None if nothing does."""
+    if path.startswith(_MODELS + "/") and path.strip("/") != _MODELS.strip("/"):
+        return {"GET": models.one_model}
+    return ROUTES.get(path)
+
+
+async def _tell_methods(exchange: Exchange, methods: list[str]) -> None:
+    """Answer OPTIONS, and refuse all that is not listed."""
+    allowed = ", ".join(methods)
+    headers = [(b"allow", allowed.encode())]
+    if exchange.method == "OPTIONS":
+        await exchange.send(200, b"", headers)
+        return
+    sentence = f"{exchange.path} takes {allowed}, not {exchange.method}."
+    await exchange.send_error(ApiError(405, sentence, code="method_not_allowed"), headers)
+
+
+def _missing(path: str) -> str:
+    """That there is nothing at this path, with the path that was meant if it differs by slashes or by /v1 alone."""
+    plain = "/" + "/".join(part for part in path.split("/") if part)
+    without = plain
+    while without.startswith("/v1/"):
+        without = without[3:]
+    for meant in (plain, "/v1" + without, without):
+        if meant != path and (_methods(meant) is not None or meant in native.UNSUPPORTED):
+            return f"There is no {path[:200]} here; did you mean {meant[:200]}?"
+    return f"There is no {path[:200]} here."
 
 
 def _is_key(given: bytes, key: str | None) -> bool:

@@ -70,8 +70,52 @@ def test_unknown_paths_and_methods_are_told_in_each_apis_shape() -> None:
     assert (native.status_code, native.json()) == (404, {"error": {"message": "There is no /nowhere here."}})
     assert openai.json()["error"]["code"] == "not_found"
     wrong = world.get("/v1/completions")
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST, OPTIONS")
     assert wrong.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("//v1/v1/completions//", "/v1/completions"),
+        ("/models", "/v1/models"),
+        ("/v1/models/", "/v1/models"),
+        ("/models/org/big", "/v1/models/org/big"),
+        ("/v1/generate", "/generate"),
+        ("/embeddings", "/v1/embeddings"),
+        ("/metrics/", "/metrics"),
+    ],
+)
+def test_a_path_that_differs_by_slashes_or_v1_is_hinted_at(asked: str, meant: str) -> None:
+    response = World().call("POST", f"http://test{asked}", json={})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == f"There is no {asked} here; did you mean {meant}?"
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/v1/nowhere", "/v1/nowhere/", "/nowhere//"])
+def test_a_path_that_is_like_none_is_not_guessed_at(path: str) -> None:
+    assert World().get(path).json()["error"]["message"] == f"There is no {path} here."
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/models", "GET, HEAD, OPTIONS"),
+        ("/v1/models/tiny", "GET, HEAD, OPTIONS"),
+        ("/v1/completions", "POST, OPTIONS"),
+        ("/generate", "POST, PUT, OPTIONS"),
+        ("/flush_cache", "GET, POST, OPTIONS"),
+    ],
+)
+def test_all_methods_that_are_answered_are_told(path: str, allowed: str) -> None:
+    world = World()
+    told, refused = world.call("OPTIONS", path), world.call("DELETE", path)
+    assert (told.status_code, told.content, told.headers["allow"]) == (200, b"", allowed)
+    assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
+    assert refused.json()["error"]["message"] == f"{path} takes {allowed}, not DELETE."
+    assert world.call("HEAD", path).status_code == (200 if "HEAD" in allowed else 405)
 
 
 @pytest.mark.parametrize("path", UNSUPPORTED)

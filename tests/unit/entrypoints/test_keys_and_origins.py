@@ -39,7 +39,9 @@ def test_without_an_admin_key_the_other_one_opens_all() -> None:
 @pytest.mark.parametrize("is_open", [False, True])
 def test_metrics_need_the_key_unless_they_are_asked_to_be_open(is_open: bool) -> None:
     world = World(api_key="user", enable_metrics=is_open)
-    assert world.get("/metrics").status_code == (200 if is_open else 401)
+    answer = world.get("/metrics")
+    assert answer.status_code == (200 if is_open else 401)
+    assert ("--enable-metrics opens /metrics to all" in answer.text) is not is_open
     assert world.get("/metrics", headers=bearer("user")).status_code == 200
 
 
@@ -157,6 +159,6 @@ def test_who_asks_for_the_head_alone_changes_nothing() -> None:
     world = World()
     for path in ("/flush_cache", "/freeze_gc"):
         answer = world.call("HEAD", path)
-        assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST, OPTIONS")
     assert world.service.control.gc_freezes == 0
     assert world.call("HEAD", "/model_info").status_code == 200
