@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from srt.entrypoints.app import ROUTES
+from srt.entrypoints.openai.messages import MESSAGE_FIELDS, PART_FIELDS
+from srt.entrypoints.openai.schema import ChatBody
 from srt.entrypoints.openapi import EVENTS, JSON, OPERATIONS, describe
 from srt.entrypoints.service import Service
 from srt.managers.native_shapes import GenerateBody
 from srt.managers.request_schema import RequestBody
-from srt.sampling.foreign_fields import EMPTY, Values, is_one_of
+from srt.sampling.foreign_fields import EMPTY, Values, ignored, is_one_of, unsupported
 from srt.sampling.foreign_table import FIELDS, VERSIONS
-from srt.sampling.sampling_params import PARAMETERS, UNSUPPORTED
+from srt.sampling.sampling_params import PARAMETERS
 from srt.server_args import ServerArgs
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -33,15 +35,20 @@ the limits of its model. Requests are described by the classes that parse them; 
 - A web page of another origin is refused (403), unless `--cors-allow-origins` names it.
 - `/abort_request` reaches a request through any frontend. The prompts of a batch that is named `x` are `x_0`, `x_1`, …: `x` names all.
 """
+# Objects within bodies that have fields of other servers too: what they are called, their family and their own fields.
+WITHIN: dict[type[RequestBody], tuple[tuple[str, str, Collection[str]], ...]] = {
+    GenerateBody: (("`sampling_params`", "sampling_params", PARAMETERS),),
+    ChatBody: (("`messages`", "message", MESSAGE_FIELDS), ("Text parts", "text_part", PART_FIELDS)),
+}
 IF_EMPTY, ONLY_NULL = "passes if empty, `false`", "passes with `null` only"
 FOREIGN = """
 ## Fields of other servers
 
 Every field that the request classes of {packages} define is known,
 so that a client may send a whole object with all its defaults. A field that is not supported passes where its value asks for
-nothing: `null`; an empty value (`""`, `[]`, `{{}}`); and the values that the first column names, as a rule some package's default.
-Any other value is refused with a 400 that names the field, as is every value of a field that nobody defines. What is ignored never
-changes an answer.
+nothing: `null`; an empty value (`""`, `[]`, `{{}}`, also with nulls in it); and the values that the first column names, as a rule
+some package's default. Any other value is refused with a 400 that names the field, as is every value of a field that nobody
+defines. What is ignored never changes an answer.
 """
 
 
@@ -71,18 +78,18 @@ def _foreign_fields() -> str:
                 bodies.setdefault(body, path)
     for body, path in bodies.items():
         parts.append(_foreign(f"`{path}`", body.FAMILY, body.model_fields, body.UNSUPPORTED, body.MEANINGLESS))
-        if body is GenerateBody:
-            parts.append(_foreign(f"`sampling_params` of `{path}`", "sampling_params", PARAMETERS, UNSUPPORTED, ()))
+        for title, family, own in WITHIN.get(body, ()):
+            parts.append(_foreign(f"{title} of `{path}`", family, own, unsupported(family, own), ignored(family, own)))
     return "".join(parts)
 
 
 def _foreign(
-    title: str, family: str, own: Collection[str], unsupported: Mapping[str, Values], meaningless: Collection[str]
+    title: str, family: str, own: Collection[str], off_values: Mapping[str, Values], meaningless: Collection[str]
 ) -> str:
-    rows: dict[str, list[str]] = {"supported": sorted(set(own) & set(FIELDS[family])), IF_EMPTY: []}
-    for name, off_values in sorted(unsupported.items()):
-        passes = [f"`{json.dumps(value)}`" for value in off_values if not is_one_of(value, EMPTY)]
-        what = ONLY_NULL if off_values == (None,) else ", ".join(["passes if empty", *passes])
+    rows: dict[str, list[str]] = {"described above": sorted(set(own) & set(FIELDS[family])), IF_EMPTY: []}
+    for name, values in sorted(off_values.items()):
+        passes = [f"`{json.dumps(value)}`" for value in values if not is_one_of(value, EMPTY)]
+        what = ONLY_NULL if values == (None,) else ", ".join(["passes if empty", *passes])
         rows.setdefault(what, []).append(name)
     rows[ONLY_NULL] = rows.pop(ONLY_NULL, [])
     rows["ignored"] = sorted(meaningless)

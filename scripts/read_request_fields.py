@@ -34,6 +34,8 @@ from typing import Any
 SGLANG_IO, SGLANG_OPENAI = "sglang/srt/managers/io_struct.py", "sglang/srt/entrypoints/openai/protocol.py"
 VLLM_OPENAI, VLLM_TOKENS = "vllm/entrypoints/openai", "vllm/entrypoints/serve/tokenize/protocol.py"
 VLLM_BASES = ("vllm/entrypoints/generate/base/protocol.py", "vllm/entrypoints/openai/engine/protocol.py")
+VLLM_MESSAGES = ("vllm/renderers/chat_utils/types.py", "vllm/entrypoints/chat_utils.py")
+OPENAI_CHAT, ROLES = "openai/types/chat/chat_completion", ("System", "Developer", "User", "Assistant")
 # family -> package -> (file, class), or several files where it moved from one to another between versions.
 Source = tuple[str | tuple[str, ...], str]
 SOURCES: Mapping[str, Mapping[str, tuple[Source, ...]]] = {
@@ -58,10 +60,25 @@ SOURCES: Mapping[str, Mapping[str, tuple[Source, ...]]] = {
             ("openai/types/chat/completion_create_params.py", "CompletionCreateParamsStreaming"),
         ),
     },
+    "message": {
+        "sglang": ((SGLANG_OPENAI, "ChatCompletionMessageGenericParam"),),
+        "vllm": ((VLLM_MESSAGES, "CustomChatCompletionMessageParam"),),
+        "openai": (
+            *(
+                (f"{OPENAI_CHAT}_{role.lower()}_message_param.py", f"ChatCompletion{role}MessageParam")
+                for role in ROLES
+            ),
+            (f"{OPENAI_CHAT}_message.py", "ChatCompletionMessage"),  # an answer, which clients send back
+        ),
+    },
+    "text_part": {
+        "sglang": ((SGLANG_OPENAI, "ChatCompletionMessageContentTextPart"),),
+        "openai": ((f"{OPENAI_CHAT}_content_part_text_param.py", "ChatCompletionContentPartTextParam"),),
+    },
     "stream_options": {
         "sglang": ((SGLANG_OPENAI, "StreamOptions"),),
         "vllm": ((VLLM_BASES, "StreamOptions"),),
-        "openai": (("openai/types/chat/chat_completion_stream_options_param.py", "ChatCompletionStreamOptionsParam"),),
+        "openai": ((f"{OPENAI_CHAT}_stream_options_param.py", "ChatCompletionStreamOptionsParam"),),
     },
     "profile": {"sglang": ((SGLANG_IO, "ProfileReq"),)},
     "abort": {"sglang": ((SGLANG_IO, "AbortReq"),)},

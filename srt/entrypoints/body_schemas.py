@@ -7,7 +7,7 @@ from typing import Any
 
 from srt.managers.native_shapes import GenerateBody
 from srt.managers.request_schema import LEAF, RequestBody
-from srt.sampling.foreign_fields import Values
+from srt.sampling.foreign_fields import Values, schema_of
 from srt.sampling.sampling_params import PARAMETERS, UNSUPPORTED
 
 Schema = dict[str, Any]
@@ -63,7 +63,7 @@ def _sampling_parameter(name: str) -> Schema:
 
 def _unsupported(off_values: Values) -> Schema:
     return {
-        "enum": list(off_values),
+        **schema_of(off_values),
         "description": "Not supported yet: refused, unless the value asks for nothing.",
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 from srt.sampling.foreign_table import FIELDS
 
 Values = tuple[Any, ...]
+Schema = dict[str, Any]
 EMPTY: Values = (None, "", [], {})
 OPENAI = ("completions", "chat")
 
@@ -29,6 +30,7 @@ IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
         ),
         "native": frozenset(("conversation_id",)),
+        "text_part": frozenset(("prompt_cache_breakpoint",)),
     }
 )
 
@@ -49,7 +51,6 @@ ALSO: Mapping[str, Values] = MappingProxyType(
         "data_parallel_rank": (0,),
         "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto"),
-        "function_call": ("none", "auto"),
         "parallel_tool_calls": (True, False),
         "separate_reasoning": (True, False),
         "stream_reasoning": (True, False),
@@ -59,7 +60,9 @@ ALSO: Mapping[str, Values] = MappingProxyType(
         "truncation_side": ("left",),
     }
 )
-ALSO_IN: Mapping[tuple[str, str], Values] = MappingProxyType({("chat", "modalities"): (["text"],)})
+ALSO_IN: Mapping[tuple[str, str], Values] = MappingProxyType(
+    {("chat", "modalities"): (["text"],), ("chat", "function_call"): ("none", "auto")}
+)
 
 # Fields that a family knows though no package has them there any more, or only in another family.
 BESIDE: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -101,8 +104,30 @@ def ignored(family: str, own: Collection[str]) -> frozenset[str]:
 
 
 def is_one_of(value: object, off_values: Values) -> bool:
-    """Whether the value is one of these as JSON has it, where true is not 1 but 1.0 is."""
-    return any(_kind(value) is _kind(one) and value == one for one in off_values)
+    """Whether the value is one of these as JSON has it, where true is not 1 but 1.0 is. Within it null is the same as nothing:
+    clients write down whole objects there too, and one null for each prompt of a batch."""
+    if isinstance(value, dict):
+        value = {name: member for name, member in value.items() if member is not None}
+    elif isinstance(value, list) and not any(member is not None for member in value):
+        value = []
+    return any(_same(value, one) for one in off_values)
+
+
+def schema_of(off_values: Values) -> Schema:
+    """JSON Schema of the values that `is_one_of` finds there."""
+    objects = [
+        {
+            "type": "object",
+            "properties": {name: {"const": member, "description": "As it is anyway."} for name, member in one.items()},
+            "required": list(one),
+            "additionalProperties": {"type": "null"},
+        }
+        for one in off_values
+        if isinstance(one, dict)
+    ]
+    lists = [{"type": "array", "items": {"type": "null"}}] if [] in off_values else []
+    values = {"enum": list(off_values)}
+    return {"anyOf": [values, *objects, *lists]} if objects or lists else values
 
 
 def refusal(family: str, name: str) -> str:
@@ -125,6 +150,12 @@ def _off_values(family: str, name: str) -> Values:
         if not is_one_of(one, tuple(values)):
             values.append(one)
     return tuple(values)
+
+
+def _same(value: object, one: object) -> bool:
+    if isinstance(value, dict) and isinstance(one, dict):
+        return value.keys() == one.keys() and all(_same(member, one[name]) for name, member in value.items())
+    return _kind(value) is _kind(one) and value == one
 
 
 def _kind(value: object) -> type:

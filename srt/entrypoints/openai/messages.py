@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from srt.managers.request_schema import bad_parameter
+from srt.sampling.foreign_fields import ignored, is_one_of, refusal, schema_of, unsupported
 
 # What a role is called in chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 UNSUPPORTED_ROLES = frozenset(("tool", "function"))
-# Fields that answers carry and that clients send back as they came.
-_NEUTRAL_FIELDS = frozenset(
-    ("refusal", "audio", "annotations", "function_call", "tool_calls", "tool_call_id", "reasoning_content")
-)
+# What messages and their parts have elsewhere, and what answers carry and clients send back as it came.
+MESSAGE_FIELDS, PART_FIELDS = ("role", "content", "name"), ("type", "text")
+_UNSUPPORTED = unsupported("message", MESSAGE_FIELDS)
+_IGNORED_IN_PARTS = ignored("text_part", PART_FIELDS)
 MAX_MESSAGES = 10_000
 _PART_SCHEMA = {
     "type": "object",
@@ -20,6 +21,7 @@ _PART_SCHEMA = {
     "properties": {
         "type": {"const": "text", "description": "The kind of part."},
         "text": {"type": "string", "description": "Its text."},
+        **{name: {"description": "Accepted and ignored."} for name in sorted(_IGNORED_IN_PARTS)},
     },
     "required": ["type", "text"],
     "additionalProperties": False,
@@ -34,8 +36,8 @@ MESSAGE_SCHEMA: dict[str, Any] = {
         },
         "name": {"type": ["string", "null"], "description": "The author's name, for templates that show it."},
         **{
-            name: {"enum": [None, [], "", {}], "description": "Not supported yet: only empty, as answers carry it."}
-            for name in sorted(_NEUTRAL_FIELDS)
+            name: {**schema_of(off_values), "description": "Not supported yet: only empty, as answers carry it."}
+            for name, off_values in _UNSUPPORTED.items()
         },
     },
     "required": ["role", "content"],
@@ -59,10 +61,10 @@ def _plain(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise bad_parameter(f"{where}.role", f"must be one of {', '.join(ROLES)}")
     for name, value in message.items():
-        if name in _NEUTRAL_FIELDS:
-            if value not in (None, [], "", {}):
-                raise bad_parameter(f"{where}.{name}", "is not supported yet")
-        elif name not in ("role", "content", "name"):
+        if name in _UNSUPPORTED:
+            if not is_one_of(value, _UNSUPPORTED[name]):
+                raise bad_parameter(f"{where}.{name}", refusal("message", name))
+        elif name not in MESSAGE_FIELDS:
             raise bad_parameter(f"{where}.{name[:100]}", "is not a known field")
     plain = {"role": ROLES[role], "content": _text(f"{where}.content", message.get("content"))}
     author = message.get("name")
@@ -93,7 +95,7 @@ def _part(where: str, part: Any) -> str:
         what = f"of type {kind[:50]!r}" if isinstance(kind, str) else "without a type"
         raise bad_parameter(where, f"is a part {what}: only text parts are supported, no images, audio or files")
     for name in part:
-        if name not in ("type", "text"):
+        if name not in (*PART_FIELDS, *_IGNORED_IN_PARTS):
             raise bad_parameter(f"{where}.{name[:100]}", "is not a known field")
     if not isinstance(part.get("text"), str):
         raise bad_parameter(f"{where}.text", "must be a string")

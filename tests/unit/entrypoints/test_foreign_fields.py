@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema_rs
 import pytest
 
 from srt.entrypoints.native import AbortBody, ContinueBody, PauseBody
+from srt.entrypoints.openai.messages import plain_messages
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody, StreamOptions
 from srt.entrypoints.operations import LoggingBody, NoBody
 from srt.entrypoints.profiling import StartBody
@@ -16,7 +18,7 @@ from srt.managers.io_struct import RequestError
 from srt.managers.native_shapes import GenerateBody
 from srt.managers.request_schema import RequestBody
 from srt.sampling import foreign_fields
-from srt.sampling.foreign_fields import is_one_of
+from srt.sampling.foreign_fields import is_one_of, schema_of
 from srt.sampling.foreign_table import FIELDS
 from srt.sampling.parameter_checks import ParameterError
 from srt.sampling.sampling_params import PARAMETERS, UNSUPPORTED, SamplingParams
@@ -86,7 +88,7 @@ def test_a_body_knows_the_fields_of_its_family_and_no_others(body: type[RequestB
 
 def test_every_family_of_the_table_is_served() -> None:
     known = {body.FAMILY for body, _ in BODIES}
-    assert known | {"sampling_params", "stream_options"} == set(FIELDS)
+    assert known | {"sampling_params", "stream_options", "message", "text_part"} == set(FIELDS)
     assert set(FIELDS["sampling_params"]) <= {*PARAMETERS, *UNSUPPORTED}
     assert set(FIELDS["stream_options"]) <= set(StreamOptions.model_fields)
 
@@ -132,6 +134,21 @@ def test_an_object_that_is_sent_whole_is_answered(path: str, body: str, valid: d
         for options in whole_objects("stream_options") if "stream_options" in whole else []:
             streamed = {**whole, **valid, "stream": True, "stream_options": options}
             assert world.post(path, streamed).status_code == 200
+
+
+def test_a_message_may_have_the_fields_of_others_where_they_are_empty() -> None:
+    message = {"role": "user", "content": "hi"}
+    foreign = dict.fromkeys(FIELDS["message"].keys() - {"role", "content"})
+    empty: list[Any] = ["", [], {}, False]
+    assert plain_messages([{**foreign, **message}]) == [message]
+    for name in foreign.keys() - {"name"}:
+        for value in empty:
+            assert plain_messages([{**message, name: value}]) == [message]
+        for value in ASKING:
+            with pytest.raises(RequestError, match=rf"messages\[0\].{name} is not supported yet"):
+                plain_messages([{**message, name: value}])
+    part = {"type": "text", "text": "hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    assert plain_messages([{**message, "content": [part]}]) == [message]
 
 
 def test_sampling_parameters_that_are_sent_whole_ask_for_the_defaults() -> None:
@@ -181,6 +198,64 @@ def test_numbers_are_compared_as_json_has_them(name: str, value: Any) -> None:
     assert is_one_of(value, ChatBody.UNSUPPORTED[name])
     assert not is_one_of(1, (True,))
     assert not is_one_of(False, (0,))
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "value"),
+    [
+        (ChatBody, "response_format", {"type": "text", "json_schema": None}),
+        (ChatBody, "vllm_xargs", {"x": None}),
+        (GenerateBody, "lora_path", [None, None]),
+        (GenerateBody, "image_data", [None]),
+    ],
+)
+def test_null_within_a_value_is_the_same_as_nothing(body: type[RequestBody], name: str, value: Any) -> None:
+    assert is_one_of(value, body.UNSUPPORTED[name])
+    others: list[Any] = [
+        [None, {}],
+        [[]],
+        {"type": "json_object", "json_schema": None},
+        {"type": "text", "json_schema": {}},
+    ]
+    for asking in others:
+        assert not is_one_of(asking, body.UNSUPPORTED[name])
+
+
+def test_the_description_allows_what_passes_and_nothing_else() -> None:
+    values = [
+        *ASKING,
+        None,
+        False,
+        0,
+        0.0,
+        1,
+        1.0,
+        -1,
+        "",
+        [],
+        {},
+        "auto",
+        [None],
+        [None, None],
+        [[]],
+        [0],
+        ["text"],
+        ["text", None],
+    ]
+    values += [
+        {"a": None},
+        {"type": "text"},
+        {"type": "text", "x": None},
+        {"type": None},
+        {"enabled": False},
+        {"enabled": 0},
+    ]
+    known = {repr(off_values): off_values for body, _ in BODIES for off_values in body.UNSUPPORTED.values()}
+    assert len(known) > 10
+    for off_values in known.values():
+        allows = jsonschema_rs.validator_for(schema_of(off_values))
+        for value in values:
+            assert allows.is_valid(value) == is_one_of(value, off_values), (off_values, value)
 
 
 def test_a_refusal_says_what_the_parameter_is_called_here() -> None:
