@@ -119,7 +119,7 @@ def test_no_other_path_reaches_a_file(path: str) -> None:
 
 def test_the_page_is_only_read() -> None:
     response = World().post("/", {})
-    assert (response.status_code, response.headers["allow"]) == (405, "GET")
+    assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD, OPTIONS")
     assert World().call("HEAD", "/").headers["content-type"].startswith("text/html")
 
 
