@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
@@ -14,14 +13,12 @@ from srt.managers.request_ledger import (
     ChoiceEnded,
     Effect,
     NewTokens,
-    RequestLedger,
     RequestRefused,
     Send,
     digest_of,
 )
 from srt.protocol.messages import (
     TRIAL_TOKENS,
-    Abort,
     AbortLabel,
     AskRange,
     ControlReply,
@@ -36,6 +33,7 @@ from srt.protocol.messages import (
     ToFrontend,
     TokenBatch,
 )
+from tests.scheduler.clients import Clients
 from tests.scheduler.reference import logprobs
 from tests.scheduler.traffic import Choice
 
@@ -50,8 +48,9 @@ class LedgerFrontend:
         self.number = number
         self.replies: dict[int, ControlReply] = {}
         self.live: dict[int, dict[int, Choice]] = {}  # rid -> choice -> what is to come
-        self._ledger = RequestLedger()
         self._world = world
+        self.clients = Clients(world, self._note, self._forget)
+        self._ledger = self.clients.ledger
         self._settings = world.settings
         self._rng = world.rng
         self._statistics = world.statistics
@@ -68,24 +67,26 @@ class LedgerFrontend:
             for choice in choices:
                 choice.num_deaths, choice.num_lone_deaths = 2, 1
                 choice.died_at = self._convicted[digest_of(request)]
-        return self._take_all(self._ledger.add(request))
+        return self.clients.begin(choices)
 
     def abort(self, rid: int, choice: int) -> list[FromFrontend]:
         """The ledger forgets at once what it aborts: nothing more may be released for it."""
+        return self.clients.abort(rid, choice)
+
+    def _forget(self, rid: int, choice: int) -> None:
         choices = self.live.get(rid, {})
         for index in list(choices) if choice == ALL_CHOICES else [choice]:
             choices.pop(index, None)
         if not choices:
             self.live.pop(rid, None)
-        return self._take_all(self._ledger.end(rid, choice))
 
     def acknowledge(self) -> list[FromFrontend]:
         """All that has come, at once."""
-        return self._take_all(self._ledger.acknowledge())
+        return self.clients.acknowledge()
 
     def resume(self, *, by_request: bool) -> list[FromFrontend]:
         """A new scheduler is there: what the ledger wants to tell it, behind the hello. The old one may have died of a request."""
-        self._ledger.note_death(by_request=by_request)
+        self.clients.note_death(by_request=by_request)
         for choice in self.live_choices():
             if choice.num_delivered - choice.died_at > TRIAL_TOKENS:
                 choice.num_deaths = choice.num_lone_deaths = 0
@@ -98,7 +99,7 @@ class LedgerFrontend:
         for choices in self.live.values():
             for choice in choices.values():
                 choice.begin_anew()
-        messages = self._take_all(self._ledger.resume())
+        messages = self.clients.resume()
         for message in messages:
             if isinstance(message, GenerateRequest):
                 is_suspect = any(choice.num_deaths >= 2 for choice in self.live[message.rid].values())
@@ -119,13 +120,13 @@ class LedgerFrontend:
                 assert message.number == self._next_batch, f"batch {message.number} came, not {self._next_batch}"
                 self._next_batch += 1
                 batch = self._lose_ranges(message) if self._settings.lost_share else message
-                replies = self._take_all(self._ledger.handle(batch))
+                replies = self.clients.take(batch)
                 while self._leaving:
                     choice = self._leaving.pop()
                     replies += self.abort(choice.request.rid, choice.choice)
                 return replies if self._world.waits_to_acknowledge(self) else [*replies, *self.acknowledge()]
             case Refused():
-                return self._take_all(self._ledger.handle(message))
+                return self.clients.take(message)
             case SchedulerHello():
                 assert not self._is_greeted, "greeted twice"
                 self._is_greeted = True
@@ -136,7 +137,7 @@ class LedgerFrontend:
             case Rejected(reason):
                 raise AssertionError(f"frontend {self.number} was rejected: {reason}")
             case LastWord(rids, indices, is_alone):
-                self._ledger.note_last_word(message)
+                self.clients.note_last_word(message)
                 self._was_alone = is_alone
                 for rid, index in zip(rids.tolist(), indices.tolist(), strict=True):
                     if index in self.live.get(rid, {}):
@@ -154,16 +155,16 @@ class LedgerFrontend:
         rids = self._ledger.named(label)
         for rid in rids:
             self._statistics["rule: who is aborted by name does not go on"] += 1
-            self._ledger.note_aborted(rid)
             for choice in self.live[rid].values():
                 choice.may_abort = choice.is_aborted = True
-        return [Abort(rid, ALL_CHOICES) for rid in rids]
+        return self.clients.abort_named(label)
 
     def check_complete(self) -> None:
         """At the end of the world: every request has its answer."""
         for choice in self.live_choices():
             raise AssertionError(f"{choice.name} of frontend {self.number} never ended")
         assert self._ledger.num_requests == self._ledger.num_unacknowledged == 0, "the ledger still holds something"
+        self.clients.check_complete()
 
     def _lose_ranges(self, batch: TokenBatch) -> TokenBatch:
         keys = zip(batch.rids.tolist(), batch.choices.tolist(), strict=True)
@@ -189,23 +190,20 @@ class LedgerFrontend:
         spec = choice.request.logprobs
         return not (spec.output or spec.prompt_start >= 0)
 
-    def _take_all(self, effects: Iterable[Effect]) -> list[FromFrontend]:
-        messages: list[FromFrontend] = []
-        for effect in effects:
-            match effect:
-                case NewTokens():
-                    self._take_tokens(effect)
-                case Send(message):
-                    if isinstance(message, AskRange):
-                        self.live[message.rid][message.choice].has_asked = True
-                    messages.append(message)
-                case ChoiceEnded(rid, choice, done):
-                    self._take_end(rid, choice, done)
-                case RequestRefused():
-                    self._take_refusal(effect)
-                case _:
-                    assert_never(effect)
-        return messages
+    def _note(self, effect: Effect) -> None:
+        """What the ledger wants done."""
+        match effect:
+            case NewTokens():
+                self._take_tokens(effect)
+            case Send(message):
+                if isinstance(message, AskRange):
+                    self.live[message.rid][message.choice].has_asked = True
+            case ChoiceEnded(rid, choice, done):
+                self._take_end(rid, choice, done)
+            case RequestRefused():
+                self._take_refusal(effect)
+            case _:
+                assert_never(effect)
 
     def _take_tokens(self, news: NewTokens) -> None:
         choice = self.live.get(news.rid, {}).get(news.choice)

@@ -78,6 +78,19 @@ RULES: tuple[str, ...] = (
     "convicted of two lone deaths",
     "who is aborted by name does not go on",  # whichever frontend was told
     "calls are answered once",
+    # ---- clients.py: what a client reads, above the frontend's ledger
+    "readers are woken for news",  # in the turn that brings them; who collects, for the end
+    "updates bring what is new",  # ids once and in order, figures, rows of logprobs, its prompt's once
+    "text is shown as soon as it is certain",  # but for what may become a stop
+    "text is whole at the end",  # and the finish is the reference's
+    "text ends before a stop (in a string)",  # with the token that completes it
+    "text ends before a stop (in a regex)",
+    "a stop ends its choice at once",  # the scheduler is told
+    "no tokens are shown where none are wanted",
+    "who leaves has what came",
+    "errors reach their reader last",  # with status, words and Retry-After; behind all tokens
+    "times are told",
+    "a frontend forgets what has ended",
     # ---- verdicts.py: what becomes of processes
     "ready when all are",
     "who is well is not told to end",

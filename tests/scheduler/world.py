@@ -25,6 +25,7 @@ from srt.protocol.messages import (
     PauseGeneration,
     ToFrontend,
 )
+from tests.scheduler.clients import Texts
 from tests.scheduler.ledger_frontend import LedgerFrontend
 from tests.scheduler.server import PROTOCOL, Link, Server
 from tests.scheduler.settings import Settings
@@ -55,6 +56,7 @@ class World:
         self._num_events = 0
         self.by_seed: dict[int, Choice] = {}
         self.by_rid: dict[int, list[Choice]] = {}
+        self.texts = Texts(seed)
         self._frontends = [LedgerFrontend(n, self) for n in range(s.num_frontends)]
         self._server = Server(self, generation=1)
         self._server_of: list[Server] = [self._server] * s.num_frontends  # that each frontend is connected to
@@ -265,6 +267,7 @@ class World:
         old = self._frontends[number]
         if self.rng.random() < 0.8:
             self._say(old, [PauseGeneration(self._call(), "in_place")])  # and it will not end it
+        old.clients.loop.is_over = True
         new = self._frontends[number] = LedgerFrontend(number, self)
         if self.rng.random() < 0.5:  # the scheduler's process finds that it is gone before it comes again
             self._links[number].cut_at = self.now
