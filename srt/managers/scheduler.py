@@ -9,6 +9,7 @@ import gc
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import assert_never
 
 import zmq
@@ -25,6 +26,7 @@ from srt.protocol.codec import decode_view, protocol_hash
 from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, remove_sockets, worker_path
 from srt.protocol.messages import (
     Abort,
+    ChildStart,
     EngineReplaced,
     FrontendHello,
     Message,
@@ -52,23 +54,47 @@ OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
 logger = logging.getLogger(__name__)
 
 
+class Links:
+    """What a scheduler's process hears: its frontends, its workers, and its supervisor by a descriptor."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], start: ChildStart, supervisor: int) -> None:
+        remove_sockets(start.run_dir, start.generation - 1)
+        paths = frontend_path(start.run_dir, start.generation), worker_path(start.run_dir, start.generation)
+        self.frontends = RouterLink(context, paths[0], start.generation, read=decode_view)
+        self.workers = RouterLink(context, paths[1], start.generation)
+        self._poller = zmq.Poller()
+        for source in (self.workers.socket, self.frontends.socket, supervisor):
+            self._poller.register(source, zmq.POLLIN)
+
+    def wait(self, timeout_ms: int | None) -> bool:
+        """Until there is a message, but no longer than this. True if there is one."""
+        return bool(self._poller.poll(timeout_ms))
+
+    def close(self) -> None:
+        """Let what was sent last leave."""
+        for link in (self.frontends, self.workers):
+            link.socket.setsockopt(zmq.LINGER, LINGER_MS)
+            link.socket.close()
+
+
 class SchedulerProcess:
     """Moves messages: from the links into the Scheduler, its effects back onto the links."""
 
-    def __init__(self, child: Child, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self, child: Child, links: Links, status: EngineStatus, now: Callable[[], float] = time.monotonic
+    ) -> None:
         start = child.start
         self._child = child
+        self._now = now
         self._scheduler = Scheduler(start.args, protocol_hash())
-        remove_sockets(start.run_dir, start.generation - 1)
-        paths = frontend_path(start.run_dir, start.generation), worker_path(start.run_dir, start.generation)
-        self._frontends = RouterLink(context, paths[0], start.generation, read=decode_view)
-        self._workers = RouterLink(context, paths[1], start.generation)
+        self._links = links
+        self._frontends, self._workers = links.frontends, links.workers
         self._peer_of_frontend: dict[int, bytes] = {}
         self._frontend_of_peer: dict[bytes, int] = {}
         self._rank_of_peer: dict[bytes, int] = {}
         self._deadline = StepDeadline(start.args.watchdog_timeout, start.args.tp_size)
         self._trace = SchedulerTrace(child.tracer, child.control, self._scheduler.request_in)
-        self._status = EngineStatus(start.run_dir, start.args.decode_log_interval)
+        self._status = status
         self._is_unpublished = False
         self._stop_at: float | None = None
         self._is_lost = False  # the workers are
@@ -76,9 +102,6 @@ class SchedulerProcess:
         num_processes = len(children_of(start.num_frontends, start.args.tp_size)) + 1
         self._has_core = usable_cores() >= num_processes + SPARE_CORES  # for itself, also while it has no work
         self._awake_until_s = 0.0  # before that it does not sleep
-        self._poller = zmq.Poller()
-        for source in (self._workers.socket, self._frontends.socket, child.fileno()):
-            self._poller.register(source, zmq.POLLIN)
 
     def run(self) -> None:
         """Serve until the supervisor says Stop and all is done. StartError if the workers cannot go on."""
@@ -91,58 +114,56 @@ class SchedulerProcess:
             self._say_last_words()
 
     def _serve(self) -> None:
-        self._child.start_heartbeats(self.progress_age_s, lambda: self._deadline.is_nearly_over(time.monotonic()))
+        self._child.start_heartbeats(self.progress_age_s, lambda: self._deadline.is_nearly_over(self._now()))
         self._child.report_phase("workers")
-        while not self._has_ended():
+        while not (self._is_lost or self._has_ended()):
             self._wait()
-            self._busy_since = time.monotonic()
-            self._hear_supervisor()
-            self._hear_workers()
-            if self._is_lost:
-                return
-            self._hear_frontends()
-            while self._tick():
-                pass  # a frontend has gone, and left room for others
-            self._check_deadline()
-            self._publish()
-            self._busy_since = None
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Hear what has come, and do what follows."""
+        self._busy_since = self._now()
+        self._hear_supervisor()
+        self._hear_workers()
+        if self._is_lost:
+            return
+        self._hear_frontends()
+        while self._tick():
+            pass  # a frontend has gone, and left room for others
+        self._check_deadline()
+        self._publish()
+        self._busy_since = None
 
     def _say_last_words(self) -> None:
         """Its workers are lost: frontends are told what those were at. A defect of its own is no request's fault, and told to nobody."""
         self._apply(self._scheduler.last_words())
 
-    def close(self) -> None:
-        """Let what was sent last leave, then close the links."""
-        for link in (self._frontends, self._workers):
-            link.socket.setsockopt(zmq.LINGER, LINGER_MS)
-            link.socket.close()
-
     def progress_age_s(self) -> float:
         """How long the messages at hand have been worked on. Called by the heartbeat's thread."""
         since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else self._now() - since
 
     def _tick(self) -> bool:
-        now = time.monotonic()
+        now = self._now()
         watch = self._trace.watch_tick(now) if self._trace.is_on else None
         return self._apply(self._scheduler.tick(now, watch))
 
     def _publish(self) -> None:
         """Leave the counters where others look, if it is time."""
-        now = time.monotonic()
+        now = self._now()
         self._is_unpublished = not self._status.is_due(now)
         if not self._is_unpublished and (counters := self._scheduler.counters()) is not None:
             self._status.publish(counters, now)
 
     def _wait(self) -> None:
         """Until there is a message, or time alone brings something to do."""
-        while time.monotonic() < self._awake_until_s:
-            if self._poller.poll(0):
+        while self._now() < self._awake_until_s:
+            if self._links.wait(0):
                 return
         timeout_ms = self._timeout_ms()
-        asleep_since = time.monotonic()
-        self._poller.poll(timeout_ms)
-        now = time.monotonic()
+        asleep_since = self._now()
+        self._links.wait(timeout_ms)
+        now = self._now()
         if timeout_ms is not None and now - asleep_since > timeout_ms / 1000 + OVERSLEPT_S:
             self._deadline.excuse(now)
 
@@ -152,7 +173,7 @@ class SchedulerProcess:
         while (message := self._child.receive()) is not None:
             match message:
                 case Stop(grace_s, ""):
-                    self._stop_at = time.monotonic() + grace_s
+                    self._stop_at = self._now() + grace_s
                     self._scheduler.drain()
                 case Stop():
                     self._is_lost = True
@@ -171,7 +192,7 @@ class SchedulerProcess:
             rank = self._rank_of_peer.get(received.peer)
             if rank is None:
                 raise StartError(f"A worker sent {type(message).__name__} before its WorkerHello.")
-            now = time.monotonic()
+            now = self._now()
             if isinstance(message, (StepResult, StepAck, WorkDone)):
                 self._deadline.answered(rank, message.step, now)
             if isinstance(message, StepResult):
@@ -182,7 +203,7 @@ class SchedulerProcess:
                 self._trace.answered(message, now)
 
     def _check_deadline(self) -> None:
-        complaint = self._deadline.complaint(time.monotonic())
+        complaint = self._deadline.complaint(self._now())
         if complaint is not None:
             raise StartError(complaint)
 
@@ -204,7 +225,7 @@ class SchedulerProcess:
         if number is None:
             self._send_to_peer(peer, Rejected("The first message must be FrontendHello."))
             return
-        now = time.monotonic()
+        now = self._now()
         self._apply(self._scheduler.handle(Frontend(number), message, now))
         if self._trace.is_on and isinstance(message, RequestView | Abort):
             self._trace.heard(number, message, now)
@@ -233,8 +254,7 @@ class SchedulerProcess:
                 case ToFrontend(number, message):
                     is_gone |= not self._send_to_frontend(number, message)
                 case HandshakeDone(values):
-                    gc.collect()
-                    gc.freeze()  # what is here now stays: no collection looks at it again
+                    self._settle()
                     self._child.report_ready(values)
                 case Fatal(reason):
                     raise StartError(reason)
@@ -242,8 +262,13 @@ class SchedulerProcess:
                     assert_never(effect)
         return is_gone
 
+    def _settle(self) -> None:
+        """What is here now stays: no collection looks at it again."""
+        gc.collect()
+        gc.freeze()
+
     def _send_to_workers(self, message: ToWorker) -> None:
-        self._deadline.sent(message, time.monotonic())
+        self._deadline.sent(message, self._now())
         for peer, rank in self._rank_of_peer.items():
             try:
                 self._workers.send(peer, message)
@@ -255,7 +280,7 @@ class SchedulerProcess:
         peer = self._peer_of_frontend.get(number)
         if peer is None:
             return True  # an effect from before it was found gone
-        now = time.monotonic()
+        now = self._now()
         try:
             self._frontends.send(peer, message)
         except PeerGone:
@@ -281,7 +306,7 @@ class SchedulerProcess:
             return False
         if not self._scheduler.is_ready or self._scheduler.is_drained:
             return True
-        now = time.monotonic()
+        now = self._now()
         if now < self._stop_at:
             return False
         self._scheduler.abort_all()
@@ -290,7 +315,7 @@ class SchedulerProcess:
 
     def _timeout_ms(self) -> int | None:
         """Sleep until a message comes, unless time alone will bring something to do."""
-        now = time.monotonic()
+        now = self._now()
         publish_s = self._status.due_s if self._is_unpublished else None
         due = (self._stop_at, self._scheduler.next_tick_s, self._deadline.due_s, publish_s)
         times = [at for at in due if at is not None]
@@ -305,11 +330,12 @@ def main(child: Child) -> None:
     if not is_compiled(scheduler_state):
         logger.info("The scheduler is not compiled, so it takes more than twice the time: `make compile` compiles it.")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    process = SchedulerProcess(child, context)
+    links = Links(context, child.start, child.fileno())
+    status = EngineStatus(child.start.run_dir, child.start.args.decode_log_interval)
     try:
-        process.run()
+        SchedulerProcess(child, links, status).run()
     finally:
-        process.close()
+        links.close()
         context.term()
 
 

@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from srt.managers.child import Child
-from srt.managers.scheduler import SchedulerProcess
+from srt.managers.engine_status import EngineStatus
+from srt.managers.scheduler import Links, SchedulerProcess
 from srt.protocol.codec import protocol_hash
 from srt.protocol.links import DealerLink, frontend_path, worker_path
 from srt.protocol.messages import (
@@ -69,7 +70,9 @@ class Server:
         ours, theirs = socket.socketpair()
         self.supervisor = MessageStream(ours, GENERATION)
         start = ChildStart("scheduler", 0, GENERATION, str(folder), "", 1, ServerArgs(model_path="m", **options))
-        self.process = SchedulerProcess(Child(MessageStream(theirs, GENERATION), start, None), self.context)
+        child = Child(MessageStream(theirs, GENERATION), start, None)
+        self._links = Links(self.context, start, child.fileno())
+        self.process = SchedulerProcess(child, self._links, EngineStatus(folder, None))
         self.frontend = Peer(self.context, frontend_path(str(folder), GENERATION), b"frontend")
         self.worker = Peer(self.context, worker_path(str(folder), GENERATION), b"worker")
         self.failure: StartError | None = None
@@ -128,7 +131,7 @@ class Server:
         if self._thread.is_alive():
             self.supervisor.send(Stop(0.0))
             self.join()
-        self.process.close()
+        self._links.close()
         self.frontend.link.close()
         self.worker.link.close()
         self.supervisor.close()
