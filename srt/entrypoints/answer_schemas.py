@@ -54,6 +54,13 @@ DONE = fields(message=(TEXT, "What was done, in a sentence."), status=({"const":
 
 # ---- /v1
 
+_CACHED_DETAILS = fields(
+    device=(COUNT, "Those that were in the device's memory."), host=(COUNT, "Those that were in the host's.")
+)
+_SGLEXT = (
+    fields(cached_tokens_details=(_CACHED_DETAILS, "Where the cached tokens of the prompts were.")),
+    "If return_cached_tokens_details asks for it; in a stream, in a chunk behind the choices.",
+)
 USAGE = fields(
     prompt_tokens=(COUNT, "Of all prompts; each counts once, however many choices it has."),
     completion_tokens=(COUNT, "Of all choices."),
@@ -90,6 +97,7 @@ _COMPLETION_LOGPROBS = fields(
     ),
 )
 COMPLETION = fields(
+    "sglext",
     **_HEAD,
     choices=(
         array(
@@ -103,6 +111,7 @@ COMPLETION = fields(
         "One for each prompt and choice; in a stream, the one that has news.",
     ),
     usage=(USAGE, "The tokens of the whole call."),
+    sglext=_SGLEXT,
 )
 _TOKEN: dict[str, tuple[Schema, str]] = {
     "token": (TEXT, "The token as text."),
@@ -117,6 +126,7 @@ _CHAT_LOGPROBS = fields(
     refusal=(NULL, "Always null."),
 )
 CHAT_COMPLETION = fields(
+    "sglext",
     **_HEAD,
     choices=(
         array(
@@ -137,6 +147,7 @@ CHAT_COMPLETION = fields(
         "One for each choice.",
     ),
     usage=(USAGE, "The tokens of the whole call."),
+    sglext=_SGLEXT,
 )
 _CHUNK_USAGE = (optional(USAGE), "Only where stream_options ask for it; null but in the chunks that they ask for.")
 COMPLETION_CHUNK = {
@@ -145,7 +156,7 @@ COMPLETION_CHUNK = {
     "required": [*_HEAD, "choices"],
 }
 CHAT_CHUNK = fields(
-    "usage",
+    "usage sglext",
     **_HEAD,
     choices=(
         array(
@@ -163,9 +174,10 @@ CHAT_CHUNK = fields(
                 **_ENDS,
             )
         ),
-        "The choice that has news; none in the chunk with the usage.",
+        "The choice that has news; none in the chunks with sglext and the usage.",
     ),
     usage=_CHUNK_USAGE,
+    sglext=_SGLEXT,
 )
 _MODEL = fields(
     id=(TEXT, "A name that requests may be sent to."),
@@ -218,7 +230,7 @@ META_INFO = fields(
     prompt_tokens=(COUNT, "Tokens of the prompt."),
     completion_tokens=(COUNT, "Tokens of the output so far."),
     cached_tokens=(COUNT, "Of the prompt's tokens, those that the prefix cache had."),
-    cached_tokens_details=(NULL, "Always null."),
+    cached_tokens_details=(optional(_CACHED_DETAILS), "Where they were; null where there are none."),
     reasoning_tokens=(COUNT, "Always 0."),
     weight_version=(TEXT, "Of the weights that answered."),
     num_retractions=(COUNT, "How often the request lost its place to others, and was resumed."),

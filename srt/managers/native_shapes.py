@@ -81,6 +81,7 @@ class GenerateBody(RequestBody):
     )
     cache_salt: str | list[str] = described("The same as extra_key; both may be given.", "", string=LABEL)
     priority: int | list[int] = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
+    return_cached_tokens_details: bool = described("Without effect: meta_info has cached_tokens_details anyway.", False)
     truncate_prompt_tokens: int | None = described(
         "Keep only so many of each prompt's last tokens, those that the tokenizer puts around it included; -1: as many as"
         " leave room for the output.",
@@ -317,7 +318,7 @@ class NativeAnswer:
             "prompt_tokens": latest.prompt_tokens,
             "completion_tokens": latest.completion_tokens,
             "cached_tokens": latest.cached_tokens,
-            "cached_tokens_details": None,
+            "cached_tokens_details": cached_tokens_details(latest.cached_tokens) if latest.cached_tokens else None,
             "reasoning_tokens": 0,
             "weight_version": WEIGHT_VERSION,
             "num_retractions": latest.num_preempted,
@@ -368,6 +369,11 @@ class NativeAnswer:
 
     def _rows(self, pairs: Sequence[tuple[float, int]]) -> list[list[Any]] | None:
         return [self._row(logprob, token_id) for logprob, token_id in pairs] or None
+
+
+def cached_tokens_details(num_cached: int) -> dict[str, int]:
+    """Where the cached tokens of a prompt were."""
+    return {"device": num_cached, "host": 0}
 
 
 def finish_reason(finish: Finish | None) -> dict[str, Any] | None:

@@ -92,3 +92,18 @@ def test_the_prompts_end_is_what_the_model_reads(client: httpx.Client) -> None:
 
 def test_request_id_names_the_request(client: httpx.Client) -> None:
     assert complete(client, request_id="mine")["id"] == chat(client, request_id="mine", rid="mine")["id"] == "mine"
+
+
+def test_where_cached_tokens_were_is_told_everywhere(client: httpx.Client) -> None:
+    prompt = list(range(7, 7 + 100))
+    asked = {"prompt": prompt, "cache_salt": "details", "return_cached_tokens_details": True}
+    cold, warm = (complete(client, **asked)["sglext"]["cached_tokens_details"] for _ in range(2))
+    assert (cold, warm) == ({"device": 0, "host": 0}, {"device": 96, "host": 0})
+    more = {"return_cached_tokens_details": True, "cache_salt": "native details"}
+    bodies = [{"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}, **more}] * 2
+    cold, warm = (client.post("/generate", json=body).json()["meta_info"]["cached_tokens_details"] for body in bodies)
+    assert (cold, warm) == (None, {"device": 96, "host": 0})
+    chatted = [chat(client, cache_salt="chat details", return_cached_tokens_details=True) for _ in range(2)][1]
+    cached = chatted["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0
+    assert chatted["sglext"] == {"cached_tokens_details": {"device": cached, "host": 0}}

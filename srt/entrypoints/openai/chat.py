@@ -7,7 +7,7 @@ from typing import Any
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai.messages import plain_messages
 from srt.entrypoints.openai.models import check_model
-from srt.entrypoints.openai.parts import ChatLogprobs, Identity, Usage, finish_fields
+from srt.entrypoints.openai.parts import ChatLogprobs, Identity, Usage, finish_fields, last_chunks
 from srt.entrypoints.openai.refusals import refuse_agent_fields
 from srt.entrypoints.openai.schema import ChatBody
 from srt.entrypoints.service import Service
@@ -27,7 +27,7 @@ async def chat(exchange: Exchange, service: Service) -> None:
     model = check_model(body.model, service)
     engine = service.engine()
     identity = Identity.new("chatcmpl", body, model)
-    usage = Usage(body.check_stream_options())
+    usage = Usage(body)
     request = parse_input(body, identity, engine)
     answer = ChatAnswer(body, identity, usage, engine)
     try:
@@ -98,7 +98,12 @@ class ChatAnswer:
         }
 
     def result(self) -> dict[str, Any]:
-        return {**self._identity.head(_KIND), "choices": self._whole, "usage": self._usage.write()}
+        return {
+            **self._identity.head(_KIND),
+            "choices": self._whole,
+            "usage": self._usage.write(),
+            **self._usage.sglext(),
+        }
 
     # ---- Streamed
 
@@ -123,9 +128,7 @@ class ChatAnswer:
         return events
 
     def last_events(self) -> bytes:
-        if not self._usage.in_stream:
-            return b""
-        return event({**self._identity.head(_CHUNK), "choices": [], "usage": self._usage.write()})
+        return last_chunks(self._identity.head(_CHUNK), self._usage)
 
     def _chunk(self, update: ChoiceUpdate, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
         return event(self._object(update, delta, logprobs))

@@ -8,7 +8,7 @@ from typing import Any
 
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai.models import check_model
-from srt.entrypoints.openai.parts import CompletionLogprobs, Identity, Usage, finish_fields
+from srt.entrypoints.openai.parts import CompletionLogprobs, Identity, Usage, finish_fields, last_chunks
 from srt.entrypoints.openai.refusals import refuse_agent_fields
 from srt.entrypoints.openai.schema import COMPLETION_MAX_TOKENS, CompletionBody
 from srt.entrypoints.service import Service
@@ -29,7 +29,7 @@ async def complete(exchange: Exchange, service: Service) -> None:
     engine = service.engine()
     identity = Identity.new("cmpl", body, model)
     inputs = parse_inputs(body, identity, engine)
-    usage = Usage(body.check_stream_options())
+    usage = Usage(body)
     try:
         if body.echo and body.truncate_prompt_tokens is not None:
             inputs = await _tokenized(inputs, engine)
@@ -139,7 +139,12 @@ class CompletionAnswer:
         self._whole[index] = self._choice(index, self._echoes[prompt] + update.text, update)
 
     def result(self) -> dict[str, Any]:
-        return {**self._identity.head(_KIND), "choices": self._whole, "usage": self._usage.write()}
+        return {
+            **self._identity.head(_KIND),
+            "choices": self._whole,
+            "usage": self._usage.write(),
+            **self._usage.sglext(),
+        }
 
     # ---- Streamed
 
@@ -160,9 +165,7 @@ class CompletionAnswer:
         return event(self._chunk(self._choice(index, text, update)))
 
     def last_events(self) -> bytes:
-        if not self._usage.in_stream:
-            return b""
-        return event({**self._identity.head(_KIND), "choices": [], "usage": self._usage.write()})
+        return last_chunks(self._identity.head(_KIND), self._usage)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._identity.head(_KIND), "choices": [choice], **self._usage.in_chunk()}

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from srt.entrypoints.openai.schema import OpenAIBody, StreamOptions
+from srt.entrypoints.openai.schema import OpenAIBody
+from srt.entrypoints.streaming import event
 from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, TokenLogprob
+from srt.managers.native_shapes import cached_tokens_details
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.protocol.labels import numbered
 from srt.utils.text_stream import TextStream
@@ -39,8 +41,10 @@ class Identity:
 class Usage:
     """Counts the tokens of a call: each prompt once, however many choices it has."""
 
-    def __init__(self, options: StreamOptions) -> None:
+    def __init__(self, body: OpenAIBody) -> None:
+        options = body.check_stream_options()
         self.in_stream = bool(options.include_usage)
+        self._has_details = body.return_cached_tokens_details
         self.in_every_chunk = bool(options.continuous_usage_stats)
         self._latest: dict[tuple[int, int], ChoiceUpdate] = {}
 
@@ -48,25 +52,40 @@ class Usage:
         self._latest[prompt, update.index] = update
 
     def write(self) -> dict[str, Any]:
-        prompts: dict[int, int] = {}
-        cached: dict[int, int] = {}
-        for (prompt, _), update in self._latest.items():
-            prompts[prompt] = update.prompt_tokens
-            # Later choices find the prompt in the cache because the first has computed it: the least is what was saved.
-            cached[prompt] = min(cached.get(prompt, update.cached_tokens), update.cached_tokens)
+        prompts = {prompt: update.prompt_tokens for (prompt, _), update in self._latest.items()}
         num_prompt, num_output = sum(prompts.values()), sum(u.completion_tokens for u in self._latest.values())
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+            "prompt_tokens_details": {"cached_tokens": self._num_cached()},
         }
+
+    def _num_cached(self) -> int:
+        cached: dict[int, int] = {}
+        for (prompt, _), update in self._latest.items():
+            # Later choices find the prompt in the cache because the first has computed it: the least is what was saved.
+            cached[prompt] = min(cached.get(prompt, update.cached_tokens), update.cached_tokens)
+        return sum(cached.values())
+
+    def sglext(self) -> dict[str, Any]:
+        """The field of that name, if it was asked for."""
+        if not self._has_details:
+            return {}
+        return {"sglext": {"cached_tokens_details": cached_tokens_details(self._num_cached())}}
 
     def in_chunk(self) -> dict[str, Any]:
         """The usage field of a chunk that carries text: the count so far if asked for, null if only the last chunk has it."""
         if self.in_every_chunk:
             return {"usage": self.write()}
         return {"usage": None} if self.in_stream else {}
+
+
+def last_chunks(head: dict[str, Any], usage: Usage) -> bytes:
+    """What follows the choices of a stream."""
+    sglext = usage.sglext()
+    events = event({**head, "choices": [], **sglext, **usage.in_chunk()}) if sglext else b""
+    return events + event({**head, "choices": [], "usage": usage.write()}) if usage.in_stream else events
 
 
 def finish_fields(finish: Finish | None) -> dict[str, Any]:

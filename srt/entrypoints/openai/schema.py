@@ -112,6 +112,9 @@ class OpenAIBody(RequestBody):
     cache_salt: str = described("Prefixes are shared only between requests with the same salt.", "", string=LABEL)
     extra_key: str = described("The same as cache_salt; both may be given.", "", string=LABEL)
     priority: int = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
+    return_cached_tokens_details: bool = described(
+        "Return where the cached tokens of the prompts were, in sglext.", False
+    )
     no_logs: bool = described("Do not log this request, whatever the server logs.", False)
     log_metrics: bool = described("Count this request in /metrics.", True)
 

@@ -41,7 +41,7 @@ def test_a_text_is_answered_with_text_ids_and_meta() -> None:
         "prompt_tokens": 2,
         "completion_tokens": 6,
         "cached_tokens": 2,
-        "cached_tokens_details": None,
+        "cached_tokens_details": {"device": 2, "host": 0},
         "reasoning_tokens": 0,
         "weight_version": "default",
         "num_retractions": 0,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from srt.managers.io_struct import GenerateInput
-from tests.unit.entrypoints.fake_engine import World
+from tests.unit.entrypoints.fake_engine import CACHED_TOKENS, World
+from tests.unit.entrypoints.sse import events
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -85,3 +86,28 @@ def test_best_of_must_be_n(given: dict[str, int], status: int) -> None:
     response = ask(World(), COMPLETIONS, **given)
     assert response.status_code == status
     assert status == 200 or response.json()["error"]["param"] == "best_of"
+
+
+# ---- What is told only where it was asked for
+
+
+def test_without_being_asked_for_nothing_of_it_is_in_an_answer() -> None:
+    for path in BODIES:
+        assert "sglext" not in ask(World(), path).json()
+
+
+# ---- Where cached tokens were
+
+
+@both
+def test_where_cached_tokens_were_is_told_in_sglext(path: str) -> None:
+    more: dict[str, Any] = {"return_cached_tokens_details": True, "n": 2}
+    details = {"cached_tokens_details": {"device": CACHED_TOKENS, "host": 0}}
+    assert ask(World(), path, **more).json()["sglext"] == details
+    *chunks, last = events(ask(World(), path, stream=True, **more))
+    assert (last["choices"], last["sglext"]) == ([], details)
+    assert not any("sglext" in chunk or "usage" in chunk for chunk in chunks)
+    more |= {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last, usage = events(ask(World(), path, **more))
+    assert (last["choices"], last["sglext"], last["usage"]) == ([], details, None)
+    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": CACHED_TOKENS}
