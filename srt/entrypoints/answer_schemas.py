@@ -61,6 +61,8 @@ _SGLEXT = (
     fields(cached_tokens_details=(_CACHED_DETAILS, "Where the cached tokens of the prompts were.")),
     "If return_cached_tokens_details asks for it; in a stream, in a chunk behind the choices.",
 )
+_TOKEN_IDS = (IDS, "If return_token_ids asks for them: the ids of the output; in a stream, of what is new.")
+_PROMPT_TOKEN_IDS = (IDS, "If return_token_ids asks for them; in a stream, in the first chunk of a choice.")
 USAGE = fields(
     prompt_tokens=(COUNT, "Of all prompts; each counts once, however many choices it has."),
     completion_tokens=(COUNT, "Of all choices."),
@@ -102,10 +104,13 @@ COMPLETION = fields(
     choices=(
         array(
             fields(
+                "token_ids prompt_token_ids",
                 index=(COUNT, "Choice c of prompt p of n choices each has p * n + c."),
                 text=(TEXT, "The output; in a stream, what is new."),
                 logprobs=(optional(_COMPLETION_LOGPROBS), "If asked for."),
                 **_ENDS,
+                token_ids=_TOKEN_IDS,
+                prompt_token_ids=_PROMPT_TOKEN_IDS,
             )
         ),
         "One for each prompt and choice; in a stream, the one that has news.",
@@ -126,11 +131,12 @@ _CHAT_LOGPROBS = fields(
     refusal=(NULL, "Always null."),
 )
 CHAT_COMPLETION = fields(
-    "sglext",
+    "prompt_token_ids sglext",
     **_HEAD,
     choices=(
         array(
             fields(
+                "token_ids",
                 index=(COUNT, "Which of the n choices it is."),
                 message=(
                     fields(
@@ -142,11 +148,13 @@ CHAT_COMPLETION = fields(
                 ),
                 logprobs=(optional(_CHAT_LOGPROBS), "If asked for."),
                 **_ENDS,
+                token_ids=_TOKEN_IDS,
             )
         ),
         "One for each choice.",
     ),
     usage=(USAGE, "The tokens of the whole call."),
+    prompt_token_ids=_PROMPT_TOKEN_IDS,
     sglext=_SGLEXT,
 )
 _CHUNK_USAGE = (optional(USAGE), "Only where stream_options ask for it; null but in the chunks that they ask for.")
@@ -156,11 +164,12 @@ COMPLETION_CHUNK = {
     "required": [*_HEAD, "choices"],
 }
 CHAT_CHUNK = fields(
-    "usage sglext",
+    "usage prompt_token_ids sglext",
     **_HEAD,
     choices=(
         array(
             fields(
+                "token_ids",
                 index=(COUNT, "Which of the n choices it is."),
                 delta=(
                     fields(
@@ -172,11 +181,13 @@ CHAT_CHUNK = fields(
                 ),
                 logprobs=(optional(_CHAT_LOGPROBS), "If asked for."),
                 **_ENDS,
+                token_ids=_TOKEN_IDS,
             )
         ),
         "The choice that has news; none in the chunks with sglext and the usage.",
     ),
     usage=_CHUNK_USAGE,
+    prompt_token_ids=_PROMPT_TOKEN_IDS,
     sglext=_SGLEXT,
 )
 _MODEL = fields(

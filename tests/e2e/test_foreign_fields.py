@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.unit.entrypoints.sse import events
+
 pytestmark = pytest.mark.e2e
 
 PROMPT = "The capital of France is"
@@ -92,6 +94,16 @@ def test_the_prompts_end_is_what_the_model_reads(client: httpx.Client) -> None:
 
 def test_request_id_names_the_request(client: httpx.Client) -> None:
     assert complete(client, request_id="mine")["id"] == chat(client, request_id="mine", rid="mine")["id"] == "mine"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_those_of_the_native_api(client: httpx.Client, stream: bool) -> None:
+    ids, prompt = native(client, {})["output_ids"], tokenize(client, PROMPT)
+    body = {"prompt": PROMPT, **GREEDY, "return_token_ids": True, "stream": stream}
+    response = client.post("/v1/completions", json=body)
+    choices = [one["choices"][0] for one in (events(response) if stream else [response.json()])]
+    assert [i for choice in choices for i in choice["token_ids"]] == ids
+    assert [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice] == [prompt]
 
 
 def test_where_cached_tokens_were_is_told_everywhere(client: httpx.Client) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai.messages import plain_messages
 from srt.entrypoints.openai.models import check_model
 from srt.entrypoints.openai.parts import ChatLogprobs, Identity, Usage, finish_fields, last_chunks
+from srt.entrypoints.openai.prompt_facts import PromptFacts
 from srt.entrypoints.openai.refusals import refuse_agent_fields
 from srt.entrypoints.openai.schema import ChatBody
 from srt.entrypoints.service import Service
@@ -67,6 +70,7 @@ def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) ->
         stream=body.stream,
         is_logged=not body.no_logs,
         is_counted=body.log_metrics,
+        wants_prompt_ids=body.return_token_ids,
         add_special_tokens=body.add_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
@@ -78,7 +82,9 @@ class ChatAnswer:
     def __init__(self, body: ChatBody, identity: Identity, usage: Usage, engine: TokenizerManager) -> None:
         self._identity = identity
         self._usage = usage
-        self._logprobs = ChatLogprobs(engine) if body.logprobs else None
+        self._logprobs = ChatLogprobs(engine, body) if body.logprobs else None
+        self._facts = PromptFacts(body)
+        self._of_prompt: dict[str, Any] = {}
         self._whole: list[dict[str, Any]] = [{} for _ in range(body.n)]
         self._began = [False] * body.n
         # Of choices that have said something, what is between the texts; None where more than the text changes.
@@ -95,15 +101,13 @@ class ChatAnswer:
             "logprobs": self._write_logprobs(update),
             **finish_fields(update.finish),
             "seed": update.seed,
+            **self._facts.of_output(update),
         }
+        self._of_prompt = self._facts.of_prompt(update)
 
     def result(self) -> dict[str, Any]:
-        return {
-            **self._identity.head(_KIND),
-            "choices": self._whole,
-            "usage": self._usage.write(),
-            **self._usage.sglext(),
-        }
+        head = {**self._identity.head(_KIND), "choices": self._whole, "usage": self._usage.write()}
+        return {**head, **self._of_prompt, **self._usage.sglext()}
 
     # ---- Streamed
 
@@ -115,12 +119,12 @@ class ChatAnswer:
         events = b""
         if not self._began[update.index]:
             self._began[update.index] = True
-            events = self._chunk(update, _ROLE)
+            events = event({**self._object(update, _ROLE), **self._facts.of_prompt(update)})
         if self._logprobs is not None and update.output_logprobs:
             events += self._chunk(update, {"content": update.text}, self._write_logprobs(update))
-        elif update.text:
+        elif update.text or (self._facts.has_ids and update.ids):
             events += self._chunk(update, {"content": update.text})
-            if self._logprobs is None and not self._usage.in_every_chunk:
+            if self._logprobs is None and not self._facts.has_ids and not self._usage.in_every_chunk:
                 self._text_events[update.index] = TextEvent(lambda text: self._object(update, {"content": text}))
         if update.finish is not None:
             finish = finish_fields(update.finish)
@@ -131,7 +135,8 @@ class ChatAnswer:
         return last_chunks(self._identity.head(_CHUNK), self._usage)
 
     def _chunk(self, update: ChoiceUpdate, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
-        return event(self._object(update, delta, logprobs))
+        """All that is new of the choice."""
+        return event(self._object(update, delta, logprobs, more=self._facts.of_output(update)))
 
     def _object(
         self,
@@ -139,6 +144,7 @@ class ChatAnswer:
         delta: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
         finish: dict[str, Any] | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
         choice = {
             "index": update.index,
@@ -146,6 +152,7 @@ class ChatAnswer:
             "logprobs": logprobs,
             **(finish or finish_fields(None)),
             "seed": update.seed,
+            **more,
         }
         return {**self._identity.head(_CHUNK), "choices": [choice], **self._usage.in_chunk()}
 

@@ -9,6 +9,7 @@ from typing import Any
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai.models import check_model
 from srt.entrypoints.openai.parts import CompletionLogprobs, Identity, Usage, finish_fields, last_chunks
+from srt.entrypoints.openai.prompt_facts import PromptFacts
 from srt.entrypoints.openai.refusals import refuse_agent_fields
 from srt.entrypoints.openai.schema import COMPLETION_MAX_TOKENS, CompletionBody
 from srt.entrypoints.service import Service
@@ -62,7 +63,7 @@ def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerMana
             stream=body.stream,
             is_logged=not body.no_logs,
             is_counted=body.log_metrics,
-            wants_prompt_ids=logprobs.output,
+            wants_prompt_ids=logprobs.output or body.return_token_ids,
             add_special_tokens=body.add_special_tokens,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
@@ -124,7 +125,10 @@ class CompletionAnswer:
         self._logprobs: list[CompletionLogprobs] | None = None
         if body.logprobs is not None:
             prompts = zip(inputs, echoes, strict=True)
-            self._logprobs = [CompletionLogprobs(engine, one, echo) for one, echo in prompts for _ in range(body.n)]
+            self._logprobs = [
+                CompletionLogprobs(engine, body, one, echo) for one, echo in prompts for _ in range(body.n)
+            ]
+        self._facts = PromptFacts(body)
         self._whole: list[dict[str, Any]] = [{} for _ in range(count)]
         self._began = [False] * count
         # Of choices whose first event was sent, what is between the texts; None where more than the text changes.
@@ -136,7 +140,8 @@ class CompletionAnswer:
         """`update` is the whole choice."""
         self._usage.take(prompt, update)
         index = prompt * self._n + update.index
-        self._whole[index] = self._choice(index, self._echoes[prompt] + update.text, update)
+        whole = self._choice(index, self._echoes[prompt] + update.text, update)
+        self._whole[index] = {**whole, **self._facts.of_prompt(update)}
 
     def result(self) -> dict[str, Any]:
         return {
@@ -154,15 +159,18 @@ class CompletionAnswer:
         if fast is not None and update.finish is None:
             return fast.write(text) if text else b""
         self._usage.take(prompt, update)
+        of_prompt: dict[str, Any] = {}
         if not self._began[index]:
             self._began[index] = True
-            text = self._echoes[prompt] + text
+            text, of_prompt = self._echoes[prompt] + text, self._facts.of_prompt(update)
         has_logprobs = self._logprobs is not None and (update.output_logprobs or update.prompt_logprobs)
-        if not text and not has_logprobs and update.finish is None:
+        has_more = has_logprobs or of_prompt or (self._facts.has_ids and update.ids)
+        if not text and not has_more and update.finish is None:
             return b""
-        if self._logprobs is None and not self._usage.in_every_chunk and update.finish is None:
+        is_plain = self._logprobs is None and not self._facts.has_ids and not self._usage.in_every_chunk
+        if is_plain and update.finish is None:
             self._text_events[index] = TextEvent(lambda text: self._chunk(self._choice(index, text, update)))
-        return event(self._chunk(self._choice(index, text, update)))
+        return event(self._chunk({**self._choice(index, text, update), **of_prompt}))
 
     def last_events(self) -> bytes:
         return last_chunks(self._identity.head(_KIND), self._usage)
@@ -180,4 +188,5 @@ class CompletionAnswer:
             "logprobs": logprobs,
             **finish_fields(update.finish),
             "seed": update.seed,
+            **self._facts.of_output(update),
         }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from srt.entrypoints.openai.schema import OpenAIBody
+from srt.entrypoints.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from srt.entrypoints.streaming import event
 from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, TokenLogprob
 from srt.managers.native_shapes import cached_tokens_details
@@ -97,19 +97,23 @@ def finish_fields(finish: Finish | None) -> dict[str, Any]:
 class ChatLogprobs:
     """logprobs.content: one entry a token, with its best alternatives."""
 
-    def __init__(self, engine: TokenizerManager) -> None:
+    def __init__(self, engine: TokenizerManager, body: ChatBody) -> None:
         self._engine = engine
+        self._as_ids = body.return_tokens_as_token_ids
 
     def write(self, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
         content = [
-            {**self._token(one.logprob, one.token_id), "top_logprobs": [self._token(*pair) for pair in one.top]}
+            {
+                **self._token(one.logprob, one.token_id),
+                "top_logprobs": [self._token(*pair) for pair in one.top],
+            }
             for one in tokens
         ]
         return {"content": content, "refusal": None}
 
     def _token(self, logprob: float | None, token_id: int) -> dict[str, Any]:
         return {
-            "token": self._engine.text.token_text(token_id),
+            "token": id_name(token_id) if self._as_ids else self._engine.text.token_text(token_id),
             "logprob": logprob,
             "bytes": list(self._engine.text.token_bytes(token_id)),
         }
@@ -118,9 +122,10 @@ class ChatLogprobs:
 class CompletionLogprobs:
     """The older shape: parallel lists, for one choice. Offsets count characters of its text, with the prompt's if that is echoed."""
 
-    def __init__(self, engine: TokenizerManager, request: GenerateInput, echo: str) -> None:
+    def __init__(self, engine: TokenizerManager, body: CompletionBody, request: GenerateInput, echo: str) -> None:
         """The updates must bring the prompt's ids: what text a token is may depend on what is before."""
         self._engine = engine
+        self._as_ids = body.return_tokens_as_token_ids
         self._request = request
         self._echo = echo
         self._starts: _TokenStarts | None = None  # of the output, from the first update on
@@ -130,15 +135,15 @@ class CompletionLogprobs:
         if self._starts is None:
             stream = self._engine.text.output_stream(self._request.params, update.prompt_ids)
             self._starts = _TokenStarts(stream, len(self._echo))
-        tokens = (*update.prompt_logprobs, *update.output_logprobs)
+        prompt = update.prompt_logprobs
+        tokens = (*prompt, *update.output_logprobs)
         texts = [self._text(one.token_id) for one in tokens]
-        num_prompt = len(update.prompt_logprobs)
-        offsets = self._prompt_offsets(update.prompt_logprobs, texts[:num_prompt]) if num_prompt else []
-        offsets += self._starts.of(update.output_logprobs, texts[num_prompt:])
+        offsets = self._prompt_offsets(prompt, texts[: len(prompt)]) if prompt else []
+        offsets += self._starts.of(update.output_logprobs, texts[len(prompt) :])
         return {
-            "tokens": texts,
+            "tokens": [self._name(one.token_id) for one in tokens],
             "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": [self._top(text, one) for text, one in zip(texts, tokens, strict=True)],
+            "top_logprobs": [self._best(one) for one in tokens],
             "text_offset": offsets,
         }
 
@@ -149,15 +154,18 @@ class CompletionLogprobs:
         starts = _TokenStarts(codec.prompt_stream(self._request.params.skip_special_tokens and not is_text), 0)
         return [0] * num_added + starts.of(tokens[num_added:], texts[num_added:])
 
-    def _top(self, text: str, one: TokenLogprob) -> dict[str, float] | None:
+    def _best(self, one: TokenLogprob) -> dict[str, float] | None:
         """The best tokens, and the chosen one if it is not among them."""
         if one.logprob is None:
             return None
         best: dict[str, float] = {}
         for logprob, token_id in one.top:
-            best.setdefault(self._text(token_id), logprob)
-        best[text] = one.logprob  # also where another token has the same text
+            best.setdefault(self._name(token_id), logprob)
+        best[self._name(one.token_id)] = one.logprob  # also where another token has the same text
         return best
+
+    def _name(self, token_id: int) -> str:
+        return id_name(token_id) if self._as_ids else self._text(token_id)
 
     def _text(self, token_id: int) -> str:
         """Of tokens that are not whole characters the bytes, as OpenAI writes them: U+FFFD would be one key for all of them."""
@@ -166,6 +174,11 @@ class CompletionLogprobs:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + repr(data)[2:-1]
+
+
+def id_name(token_id: int) -> str:
+    """A token as return_tokens_as_token_ids writes it."""
+    return f"token_id:{token_id}"
 
 
 class _TokenStarts:

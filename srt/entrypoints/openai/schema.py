@@ -112,6 +112,8 @@ class OpenAIBody(RequestBody):
     cache_salt: str = described("Prefixes are shared only between requests with the same salt.", "", string=LABEL)
     extra_key: str = described("The same as cache_salt; both may be given.", "", string=LABEL)
     priority: int = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
+    return_token_ids: bool = described("Return the token ids of the prompt and of the output.", False)
+    return_tokens_as_token_ids: bool = described("Write tokens as `token_id:ID` in logprobs.", False)
     return_cached_tokens_details: bool = described(
         "Return where the cached tokens of the prompts were, in sglext.", False
     )

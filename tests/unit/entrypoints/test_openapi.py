@@ -140,8 +140,8 @@ BODIES = [
     ("/v1/completions", {"prompt": [5], "max_tokens": 0, "echo": True}),
     ("/v1/chat/completions", {"messages": [USER], "logprobs": True, "top_logprobs": 2, "n": 2}),
     ("/v1/chat/completions", {"messages": [USER], "max_tokens": 2}),
-    ("/v1/completions", {"prompt": ["hi", "you"], "return_cached_tokens_details": True}),
-    ("/v1/chat/completions", {"messages": [USER], "return_cached_tokens_details": True}),
+    ("/v1/completions", {"prompt": ["hi", "you"], "return_token_ids": True, "return_cached_tokens_details": True}),
+    ("/v1/chat/completions", {"messages": [USER], "return_token_ids": True, "return_cached_tokens_details": True}),
     ("/generate", {"text": "hi", "return_prompt_token_ids": True}),
     (
         "/generate",

@@ -109,7 +109,8 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
 UNBOUNDED = frozenset(
     # Switches, and what is checked as a whole.
     "ignore_eos no_logs log_metrics skip_special_tokens spaces_between_special_tokens no_stop_trim"
-    " include_stop_str_in_output add_special_tokens return_cached_tokens_details may_shorten stream return_logprob"
+    " include_stop_str_in_output add_special_tokens return_token_ids"
+    " return_tokens_as_token_ids return_cached_tokens_details may_shorten stream return_logprob"
     " return_text_in_logprobs return_prompt_token_ids echo add_generation_prompt chat_template_kwargs sampling_params"
     " abort_all model".split()
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from srt.managers.io_struct import GenerateInput
-from tests.unit.entrypoints.fake_engine import CACHED_TOKENS, World
+from tests.unit.entrypoints.fake_engine import CACHED_TOKENS, World, choice_update
 from tests.unit.entrypoints.sse import events
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -93,7 +94,66 @@ def test_best_of_must_be_n(given: dict[str, int], status: int) -> None:
 
 def test_without_being_asked_for_nothing_of_it_is_in_an_answer() -> None:
     for path in BODIES:
-        assert "sglext" not in ask(World(), path).json()
+        answer = ask(World(), path).json()
+        assert not {"prompt_token_ids", "sglext"} & answer.keys()
+        assert not {"prompt_token_ids", "token_ids"} & answer["choices"][0].keys()
+
+
+# ---- Token ids
+
+
+def test_a_completion_has_the_ids_of_prompt_and_output() -> None:
+    for prompt in ("abcd", list(b"abcd")):
+        choice = ask(World(answer="né"), COMPLETIONS, prompt=prompt, return_token_ids=True).json()["choices"][0]
+        assert (choice["token_ids"], choice["prompt_token_ids"]) == ([110, 233], list(b"abcd"))
+
+
+def test_a_chat_has_the_ids_of_the_prompt_beside_its_choices() -> None:
+    answer = ask(World(answer="né"), CHAT, return_token_ids=True).json()
+    assert answer["choices"][0]["token_ids"] == [110, 233]
+    assert answer["prompt_token_ids"] == list(b"<user>hi<assistant>")
+
+
+@both
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}])
+def test_a_streams_ids_are_those_of_the_whole(path: str, more: dict[str, int]) -> None:
+    more = {name: bool(value) if path == CHAT else value for name, value in more.items()}
+    chunks = events(ask(World(answer="né!"), path, n=2, stream=True, return_token_ids=True, **more))
+    ids: list[list[int]] = [[], []]
+    prompts: list[list[int]] = []
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        ids[choice["index"]] += choice.get("token_ids", [])
+        prompts += [part["prompt_token_ids"] for part in (chunk, choice) if "prompt_token_ids" in part]
+    assert ids == [[110, 233, 33]] * 2
+    assert prompts == [list(b"abcd" if path == COMPLETIONS else b"<user>hi<assistant>")] * 2
+
+
+@both
+def test_ids_without_text_are_streamed_too(path: str) -> None:
+    world = World()
+    world.engine.script = lambda request: [
+        [replace(choice_update(request, "abc", 0), text="")],
+        [choice_update(request, "abc", 1)],
+        [replace(choice_update(request, "abc", 2), text="")],
+    ]
+    chunks = events(ask(world, path, stream=True, return_token_ids=True))
+    assert [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])] == list(b"abc")
+
+
+def test_tokens_are_written_as_ids_in_logprobs() -> None:
+    more = {"return_tokens_as_token_ids": True, "echo": True, "logprobs": 1}
+    logprobs = ask(World(answer="é"), COMPLETIONS, prompt="ab", **more).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:97", "token_id:98", "token_id:233"]
+    assert logprobs["top_logprobs"][1:] == [
+        {"token_id:65": -0.25, "token_id:98": -0.5},
+        {"token_id:65": -0.25, "token_id:233": -0.5},
+    ]
+    assert logprobs["text_offset"] == [0, 1, 2]
+    more = {"return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 1}
+    (token,) = ask(World(answer="é"), CHAT, **more).json()["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["bytes"]) == ("token_id:233", [0xC3, 0xA9])
+    assert token["top_logprobs"][0]["token"] == "token_id:65"
 
 
 # ---- Where cached tokens were
