@@ -61,6 +61,21 @@ _SGLEXT = (
     fields(cached_tokens_details=(_CACHED_DETAILS, "Where the cached tokens of the prompts were.")),
     "If return_cached_tokens_details asks for it; in a stream, in a chunk behind the choices.",
 )
+_PROMPT_LOGPROBS = (
+    array(
+        optional(
+            {
+                "type": "object",
+                "additionalProperties": fields(
+                    logprob=(NUMBER, "Its logprob."),
+                    rank=(optional(COUNT), "Its place among the likeliest; null behind those that were asked for."),
+                    decoded_token=(TEXT, "The token as text."),
+                ),
+            }
+        )
+    ),
+    "If asked for: for each token of the prompt, by token id, the token itself and the likeliest ones; null for the first.",
+)
 _TOKEN_IDS = (IDS, "If return_token_ids asks for them: the ids of the output; in a stream, of what is new.")
 _PROMPT_TOKEN_IDS = (IDS, "If return_token_ids asks for them; in a stream, in the first chunk of a choice.")
 USAGE = fields(
@@ -104,13 +119,14 @@ COMPLETION = fields(
     choices=(
         array(
             fields(
-                "token_ids prompt_token_ids",
+                "token_ids prompt_token_ids prompt_logprobs",
                 index=(COUNT, "Choice c of prompt p of n choices each has p * n + c."),
                 text=(TEXT, "The output; in a stream, what is new."),
                 logprobs=(optional(_COMPLETION_LOGPROBS), "If asked for."),
                 **_ENDS,
                 token_ids=_TOKEN_IDS,
                 prompt_token_ids=_PROMPT_TOKEN_IDS,
+                prompt_logprobs=_PROMPT_LOGPROBS,
             )
         ),
         "One for each prompt and choice; in a stream, the one that has news.",
@@ -131,7 +147,7 @@ _CHAT_LOGPROBS = fields(
     refusal=(NULL, "Always null."),
 )
 CHAT_COMPLETION = fields(
-    "prompt_token_ids sglext",
+    "prompt_token_ids prompt_logprobs sglext",
     **_HEAD,
     choices=(
         array(
@@ -155,6 +171,7 @@ CHAT_COMPLETION = fields(
     ),
     usage=(USAGE, "The tokens of the whole call."),
     prompt_token_ids=_PROMPT_TOKEN_IDS,
+    prompt_logprobs=_PROMPT_LOGPROBS,
     sglext=_SGLEXT,
 )
 _CHUNK_USAGE = (optional(USAGE), "Only where stream_options ask for it; null but in the chunks that they ask for.")

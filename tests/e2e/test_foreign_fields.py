@@ -96,6 +96,25 @@ def test_request_id_names_the_request(client: httpx.Client) -> None:
     assert complete(client, request_id="mine")["id"] == chat(client, request_id="mine", rid="mine")["id"] == "mine"
 
 
+def test_a_prompts_logprobs_are_those_of_the_native_api(client: httpx.Client) -> None:
+    more = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+    meta = native(client, {}, **more)["meta_info"]
+    rows = list(zip(meta["input_token_logprobs"], meta["input_top_logprobs"], strict=True))
+    completion = complete(client, prompt_logprobs=2, n=2)
+    chatted = chat(client, prompt_logprobs=2, n=2, logprobs=True)
+    assert len(chatted["prompt_logprobs"]) == chatted["usage"]["prompt_tokens"]
+    for choice in completion["choices"]:
+        assert len(choice["prompt_logprobs"]) == completion["usage"]["prompt_tokens"] == len(rows)
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        for position, (row, best) in zip(others, rows[1:], strict=True):
+            wanted = {str(token): (pytest.approx(logprob, abs=1e-4), text) for logprob, token, text in (row, *best)}
+            assert wanted == {token: (one["logprob"], one["decoded_token"]) for token, one in position.items()}
+            ranks = {token: one["rank"] for token, one in position.items()}
+            assert [ranks[str(token)] for _, token, _ in best] == [1, 2]
+            assert ranks[str(row[1])] in (1, 2, None)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_are_those_of_the_native_api(client: httpx.Client, stream: bool) -> None:
     ids, prompt = native(client, {})["output_ids"], tokenize(client, PROMPT)

@@ -83,7 +83,7 @@ class ChatAnswer:
         self._identity = identity
         self._usage = usage
         self._logprobs = ChatLogprobs(engine, body) if body.logprobs else None
-        self._facts = PromptFacts(body)
+        self._facts = PromptFacts(body, engine.text.token_text)
         self._of_prompt: dict[str, Any] = {}
         self._whole: list[dict[str, Any]] = [{} for _ in range(body.n)]
         self._began = [False] * body.n

@@ -128,7 +128,7 @@ class CompletionAnswer:
             self._logprobs = [
                 CompletionLogprobs(engine, body, one, echo) for one, echo in prompts for _ in range(body.n)
             ]
-        self._facts = PromptFacts(body)
+        self._facts = PromptFacts(body, engine.text.token_text)
         self._whole: list[dict[str, Any]] = [{} for _ in range(count)]
         self._began = [False] * count
         # Of choices whose first event was sent, what is between the texts; None where more than the text changes.

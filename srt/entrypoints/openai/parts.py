@@ -99,13 +99,14 @@ class ChatLogprobs:
 
     def __init__(self, engine: TokenizerManager, body: ChatBody) -> None:
         self._engine = engine
+        self._top = body.top_logprobs or 0
         self._as_ids = body.return_tokens_as_token_ids
 
     def write(self, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
         content = [
             {
                 **self._token(one.logprob, one.token_id),
-                "top_logprobs": [self._token(*pair) for pair in one.top],
+                "top_logprobs": [self._token(*pair) for pair in one.top[: self._top]],
             }
             for one in tokens
         ]
@@ -125,7 +126,9 @@ class CompletionLogprobs:
     def __init__(self, engine: TokenizerManager, body: CompletionBody, request: GenerateInput, echo: str) -> None:
         """The updates must bring the prompt's ids: what text a token is may depend on what is before."""
         self._engine = engine
+        self._top = body.logprobs or 0
         self._as_ids = body.return_tokens_as_token_ids
+        self._has_prompt = body.echo
         self._request = request
         self._echo = echo
         self._starts: _TokenStarts | None = None  # of the output, from the first update on
@@ -135,7 +138,7 @@ class CompletionLogprobs:
         if self._starts is None:
             stream = self._engine.text.output_stream(self._request.params, update.prompt_ids)
             self._starts = _TokenStarts(stream, len(self._echo))
-        prompt = update.prompt_logprobs
+        prompt = update.prompt_logprobs if self._has_prompt else ()
         tokens = (*prompt, *update.output_logprobs)
         texts = [self._text(one.token_id) for one in tokens]
         offsets = self._prompt_offsets(prompt, texts[: len(prompt)]) if prompt else []
@@ -159,7 +162,7 @@ class CompletionLogprobs:
         if one.logprob is None:
             return None
         best: dict[str, float] = {}
-        for logprob, token_id in one.top:
+        for logprob, token_id in one.top[: self._top]:
             best.setdefault(self._name(token_id), logprob)
         best[self._name(one.token_id)] = one.logprob  # also where another token has the same text
         return best

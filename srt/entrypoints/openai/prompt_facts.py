@@ -1,23 +1,44 @@
-"""What an answer tells of its prompts and tokens beside the text: token ids as vLLM writes them."""
+"""What an answer tells of its prompts and tokens beside the text: token ids, and logprobs of the prompt as vLLM writes them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from srt.entrypoints.openai.schema import OpenAIBody
-from srt.managers.io_struct import ChoiceUpdate
+from srt.managers.io_struct import ChoiceUpdate, TokenLogprob
 
 
 class PromptFacts:
     """Writes the fields that were asked for, and none besides."""
 
-    def __init__(self, body: OpenAIBody) -> None:
+    def __init__(self, body: OpenAIBody, token_text: Callable[[int], str]) -> None:
         self.has_ids = body.return_token_ids
+        self._top = body.prompt_logprobs
+        self._token_text = token_text
 
     def of_output(self, update: ChoiceUpdate) -> dict[str, Any]:
         """The ids of the output; in a stream, of what is new of it."""
         return {"token_ids": list(update.ids)} if self.has_ids else {}
 
     def of_prompt(self, update: ChoiceUpdate) -> dict[str, Any]:
-        """The prompt's ids, of the first update of a choice."""
-        return {"prompt_token_ids": list(update.prompt_ids)} if self.has_ids else {}
+        """The prompt's ids and logprobs, of the first update of a choice."""
+        fields: dict[str, Any] = {"prompt_token_ids": list(update.prompt_ids)} if self.has_ids else {}
+        if self._top is not None:
+            fields["prompt_logprobs"] = [self._position(one, self._top) for one in update.prompt_logprobs]
+        return fields
+
+    def _position(self, one: TokenLogprob, top: int) -> dict[str, Any] | None:
+        """The token of the prompt, then the likeliest ones; None for the first token, which has no logprob."""
+        if one.logprob is None:
+            return None
+        ranks = {token_id: rank for rank, (_, token_id) in enumerate(one.top, 1)}
+        pairs: Sequence[tuple[float, int]] = ((one.logprob, one.token_id), *one.top[:top])
+        return {
+            str(token_id): {
+                "logprob": logprob,
+                "rank": ranks.get(token_id),
+                "decoded_token": self._token_text(token_id),
+            }
+            for logprob, token_id in pairs
+        }

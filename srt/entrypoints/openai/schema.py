@@ -112,6 +112,11 @@ class OpenAIBody(RequestBody):
     cache_salt: str = described("Prefixes are shared only between requests with the same salt.", "", string=LABEL)
     extra_key: str = described("The same as cache_salt; both may be given.", "", string=LABEL)
     priority: int = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
+    prompt_logprobs: int | None = described(
+        "Return the log-probability of every token of the prompt, and of so many likeliest tokens at each position. Not with"
+        " stream.",
+        integer=_TOP,
+    )
     return_token_ids: bool = described("Return the token ids of the prompt and of the output.", False)
     return_tokens_as_token_ids: bool = described("Write tokens as `token_id:ID` in logprobs.", False)
     return_cached_tokens_details: bool = described(
@@ -156,6 +161,14 @@ class OpenAIBody(RequestBody):
     def salt(self) -> str:
         return cache_namespace(self.cache_salt, self.extra_key)
 
+    def check_prompt_logprobs(self) -> int:
+        """Return how many likeliest tokens are asked for at each position of the prompt; refuse what cannot be answered."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_parameter("prompt_logprobs", "needs an answer that comes as a whole: stream must be false")
+        top = self.prompt_logprobs or 0
+        _check_top("prompt_logprobs", top)
+        return top
+
     def check_stream_options(self) -> StreamOptions:
         if self.stream_options is None:
             return StreamOptions()
@@ -182,10 +195,11 @@ class CompletionBody(OpenAIBody):
     best_of: int | None = described("Must equal n, if it is given.", integer={"minimum": 1, "maximum": MAX_CHOICES})
 
     def logprob_request(self) -> LogprobRequest:
-        if self.logprobs is None:
-            return LogprobRequest()
-        _check_top("logprobs", self.logprobs)
-        return LogprobRequest(output=True, prompt_start=0 if self.echo else -1, top=self.logprobs)
+        top = self.logprobs or 0
+        _check_top("logprobs", top)
+        output = self.logprobs is not None
+        of_prompt = (output and self.echo) or self.prompt_logprobs is not None
+        return LogprobRequest(output, prompt_start=0 if of_prompt else -1, top=max(top, self.check_prompt_logprobs()))
 
 
 class ChatBody(OpenAIBody):
@@ -219,7 +233,8 @@ class ChatBody(OpenAIBody):
         _check_top("top_logprobs", top)
         if top and not self.logprobs:
             raise bad_parameter("top_logprobs", "needs logprobs: true")
-        return LogprobRequest(output=self.logprobs, top=top)
+        prompt_start = -1 if self.prompt_logprobs is None else 0
+        return LogprobRequest(self.logprobs, prompt_start, top=max(top, self.check_prompt_logprobs()))
 
     def check_limits(self) -> None:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

@@ -175,6 +175,17 @@ def test_answers_are_as_described(path: str, body: dict[str, Any]) -> None:
         chunk.validate(one)
 
 
+@pytest.mark.parametrize("endpoint", ENDPOINTS[1:3], ids=lambda endpoint: endpoint.path)
+def test_a_prompts_logprobs_are_as_described(endpoint: Endpoint) -> None:
+    world = World()
+    described = jsonschema_rs.validator_for(answer_schema(description(world), endpoint.path))
+    answer = world.post(endpoint.path, {**endpoint.valid, "prompt_logprobs": 1}).json()
+    described.validate(answer)
+    told = answer if "chat" in endpoint.path else answer["choices"][0]
+    told["prompt_logprobs"][1] = {"7": {"logprob": "much"}}
+    assert not described.is_valid(answer)
+
+
 def test_models_and_errors_are_as_described() -> None:
     world = World()
     document = description(world)

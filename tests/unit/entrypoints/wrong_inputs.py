@@ -81,6 +81,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "rid": ["", "x" * 1000],
     "request_id": ["", "x" * 1000],
     "truncate_prompt_tokens": [0, -2],
+    "prompt_logprobs": [-1, 1000],
     "priority": [1 << 63, -HUGE],
     "cache_salt": ["x" * 1000],
     "extra_key": ["x" * 1000],

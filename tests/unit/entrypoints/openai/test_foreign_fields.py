@@ -89,14 +89,69 @@ def test_best_of_must_be_n(given: dict[str, int], status: int) -> None:
     assert status == 200 or response.json()["error"]["param"] == "best_of"
 
 
-# ---- What is told only where it was asked for
+# ---- Logprobs of the prompt
+
+CHOSEN = {"logprob": -0.5, "rank": None}
+BEST = {"65": {"logprob": -0.25, "rank": 1, "decoded_token": "A"}}
+
+
+def test_each_choice_of_a_completion_has_the_prompts_logprobs_as_vllm_writes_them() -> None:
+    answer = ask(World(), COMPLETIONS, prompt=["abA", "x"], n=2, prompt_logprobs=1).json()
+    first, second, other, _ = answer["choices"]
+    assert first["prompt_logprobs"] == [None, {"98": {**CHOSEN, "decoded_token": "b"}, **BEST}, BEST]
+    assert second["prompt_logprobs"] == first["prompt_logprobs"]
+    assert other["prompt_logprobs"] == [None]
+    assert first["logprobs"] is None
+
+
+def test_a_chat_has_the_prompts_logprobs_beside_its_choices() -> None:
+    world = World()
+    answer = ask(world, CHAT, prompt_logprobs=0).json()
+    prompt = request_of(world).text or ""
+    assert answer["prompt_logprobs"] == [
+        None,
+        *({str(ord(one)): {**CHOSEN, "decoded_token": one}} for one in prompt[1:]),
+    ]
+    assert "prompt_logprobs" not in answer["choices"][0]
+    assert answer["choices"][0]["logprobs"] is None
+
+
+def test_logprobs_of_prompt_and_output_have_each_as_many_likeliest_tokens_as_were_asked_for() -> None:
+    for in_prompt, in_output in ((3, 1), (1, 3)):
+        more = {"prompt_logprobs": in_prompt, "logprobs": in_output}
+        choice = ask(World(), COMPLETIONS, **more).json()["choices"][0]
+        assert choice["logprobs"]["tokens"] == list("Hello!")
+        assert {len(best) for best in choice["logprobs"]["top_logprobs"]} == {in_output + 1}
+        assert {len(best) for best in choice["prompt_logprobs"][1:]} == {in_prompt + 1}
+        more = {"prompt_logprobs": in_prompt, "logprobs": True, "top_logprobs": in_output}
+        answer = ask(World(), CHAT, **more).json()
+        assert {len(one["top_logprobs"]) for one in answer["choices"][0]["logprobs"]["content"]} == {in_output}
+        assert {len(best) for best in answer["prompt_logprobs"][1:]} == {in_prompt + 1}
+
+
+def test_an_echo_has_logprobs_of_its_own() -> None:
+    more = {"prompt": "abA", "echo": True, "logprobs": 0}
+    alone, both = (
+        ask(World(), COMPLETIONS, **more, **one).json()["choices"][0] for one in ({}, {"prompt_logprobs": 2})
+    )
+    assert both["logprobs"] == alone["logprobs"]
+    assert both["logprobs"]["tokens"] == list("abAHello!")
+    assert [best and len(best) for best in both["prompt_logprobs"]] == [None, 3, 2]
 
 
 def test_without_being_asked_for_nothing_of_it_is_in_an_answer() -> None:
     for path in BODIES:
         answer = ask(World(), path).json()
-        assert not {"prompt_token_ids", "sglext"} & answer.keys()
-        assert not {"prompt_token_ids", "token_ids"} & answer["choices"][0].keys()
+        assert not {"prompt_logprobs", "prompt_token_ids", "sglext"} & answer.keys()
+        assert not {"prompt_logprobs", "prompt_token_ids", "token_ids"} & answer["choices"][0].keys()
+
+
+@both
+@pytest.mark.parametrize(("value", "stream"), [(-1, False), (129, False), (1, True), (0, True)])
+def test_prompt_logprobs_that_cannot_be_given_are_refused_by_name(path: str, value: int, stream: bool) -> None:
+    response = ask(World(), path, prompt_logprobs=value, stream=stream)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("prompt_logprobs ")
 
 
 # ---- Token ids
