@@ -42,7 +42,7 @@ NAME: Mapping[str, Any] = MappingProxyType({"minLength": 1, "maxLength": MAX_LAB
 PRIORITY: Mapping[str, Any] = MappingProxyType(
     {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY, "format": "priority"}
 )
-TRUNCATION: Mapping[str, Any] = MappingProxyType({"minimum": -1})
+TRUNCATION: Mapping[str, Any] = MappingProxyType({"minimum": -1, "not": {"const": 0}})
 NOT_EMPTY: Mapping[str, Any] = MappingProxyType({"minItems": 1})
 
 
