@@ -16,6 +16,7 @@ from srt.entrypoints.body_schemas import Schema, body_schema, with_values
 from srt.entrypoints.errors import is_openai
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai import chat, completions, models
+from srt.entrypoints.openai.models import DEFAULT_MODEL
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody
 from srt.entrypoints.service import Service
 from srt.managers.native_shapes import GenerateBody
@@ -175,7 +176,7 @@ def describe(routes: Routes, service: Service) -> dict[str, Any]:
 
 
 def _values(service: Service) -> dict[str, dict[str, Any]]:
-    names = list(service.args.model_names())
+    names = list(dict.fromkeys((*service.args.model_names(), DEFAULT_MODEL)))
     known: dict[str, dict[str, Any]] = {"model-name": {"enum": names}}
     if service.is_ready:
         engine = service.engine()

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.foreign_objects import whole_objects
 from tests.unit.entrypoints.sse import events
 
 pytestmark = pytest.mark.e2e
@@ -138,3 +139,22 @@ def test_where_cached_tokens_were_is_told_everywhere(client: httpx.Client) -> No
     cached = chatted["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0
     assert chatted["sglext"] == {"cached_tokens_details": {"device": cached, "host": 0}}
+
+
+def test_an_object_that_is_sent_whole_gets_the_same_answer(client: httpx.Client) -> None:
+    """Every field that another server defines is there, at its default."""
+    text = complete(client)["choices"][0]["text"]
+    for whole in whole_objects("completions"):
+        assert complete(client, **{**whole, **GREEDY, "prompt": PROMPT})["choices"][0]["text"] == text
+    said = chat(client)["choices"][0]["message"]
+    for whole in whole_objects("chat"):
+        assert chat(client, **{**whole, **GREEDY, "messages": [USER]})["choices"][0]["message"] == said
+        for foreign in whole_objects("message"):
+            messages = [{**foreign, **USER}]
+            assert chat(client, **{**whole, **GREEDY, "messages": messages})["choices"][0]["message"] == said
+    answer = native(client, {})["text"]
+    for whole in whole_objects("native"):
+        for params in whole_objects("sampling_params"):
+            limits = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+            body = {**whole, "text": PROMPT, "sampling_params": {**params, **limits}}
+            assert client.post("/generate", json=body).json()["text"] == answer

@@ -11,12 +11,13 @@ from srt.entrypoints.service import Service
 
 _PREFIX = "/v1/models/"
 OWNER = "srt"
+DEFAULT_MODEL = "default"  # what SGLang's request classes call the model where a client names none
 
 
 def check_model(name: str | None, service: Service) -> str:
     """The name to answer under: the one asked for, or the first of ours if none was. 404 if it is not served."""
     names = service.args.model_names()
-    if name is None:
+    if name is None or (name == DEFAULT_MODEL and name not in names):
         return names[0]
     if name not in names:
         raise ApiError(404, f"The model {name[:200]!r} does not exist.", "model", code="model_not_found")

@@ -76,7 +76,7 @@ class OpenAIBody(RequestBody):
     SAMPLING: ClassVar[Mapping[str, str]] = SAMPLING_NAMES
 
     model: str | None = described(
-        "A name that the server answers to (/v1/models); its first one if absent.", string=MODEL_NAME
+        "A name that the server answers to (/v1/models); its first one if absent or `default`.", string=MODEL_NAME
     )
     stream: bool = described("Send the output as server-sent events, as it is generated.", False)
     stream_options: StreamOptions | None = described("What a stream tells beside the text.")

@@ -22,6 +22,7 @@ from srt.sampling.foreign_fields import is_one_of, schema_of
 from srt.sampling.foreign_table import FIELDS
 from srt.sampling.parameter_checks import ParameterError
 from srt.sampling.sampling_params import PARAMETERS, UNSUPPORTED, SamplingParams
+from tests.support.foreign_objects import whole_objects
 from tests.unit.entrypoints.fake_engine import World
 
 # Each body with what it needs to be valid.
@@ -39,8 +40,6 @@ BODIES: list[tuple[type[RequestBody], dict[str, Any]]] = [
     (DetokenizeBody, {"tokens": [1]}),
 ]
 ASKING: list[Any] = [True, "word", 7, {"a": "b"}, [7], [True]]
-# The name of a server's model, and a limit on the output that has another name here: they ask for something by default too.
-MEANT = frozenset((("sampling_params", "max_tokens"), *((body.FAMILY, "model") for body, _ in BODIES)))
 
 
 def _fields() -> Iterator[Any]:
@@ -93,17 +92,6 @@ def test_every_family_of_the_table_is_served() -> None:
     assert set(FIELDS["stream_options"]) <= set(StreamOptions.model_fields)
 
 
-def whole_objects(family: str) -> list[dict[str, Any]]:
-    """What each version of each package sends for this family where nothing is set: all fields at their defaults at once."""
-    wholes = []
-    for package in ("sglang", "vllm", "openai"):
-        meant = {name for of_family, name in MEANT if of_family == family}
-        of_package = {name: by[package] for name, by in FIELDS[family].items() if by.get(package) and name not in meant}
-        for version in (0, -1):
-            wholes.append({name: defaults[version] for name, defaults in of_package.items()})
-    return wholes
-
-
 @pytest.mark.parametrize(("body", "valid"), BODIES, ids=lambda one: getattr(one, "FAMILY", ""))
 def test_an_object_that_is_sent_whole_passes(body: type[RequestBody], valid: dict[str, Any]) -> None:
     for whole in whole_objects(body.FAMILY):
@@ -128,6 +116,7 @@ def test_an_object_that_is_sent_whole_passes(body: type[RequestBody], valid: dic
 )
 def test_an_object_that_is_sent_whole_is_answered(path: str, body: str, valid: dict[str, Any]) -> None:
     world = World()
+    assert whole_objects(body)
     for whole in whole_objects(body):
         response = world.post(path, {**whole, **valid})
         assert response.status_code == 200, response.text

@@ -123,7 +123,7 @@ def test_most_of_what_is_refused_is_forbidden_by_the_description() -> None:
 
 def test_it_knows_the_model_that_is_served() -> None:
     completion = body_schema(description(), "/v1/completions")["properties"]
-    assert completion["model"]["anyOf"][0]["enum"] == ["tiny", "org/big"]
+    assert completion["model"]["anyOf"][0]["enum"] == ["tiny", "org/big", "default"]
     assert completion["max_tokens"]["anyOf"][0]["maximum"] == CONTEXT
     ids = next(one for one in completion["prompt"]["anyOf"] if one.get("items", {}).get("type") == "integer")
     assert ids["items"]["maximum"] == VOCAB_SIZE - 1

@@ -18,6 +18,7 @@ from srt.managers.io_struct import RequestError
 from srt.managers.tracer import Tracer
 from srt.managers.vitals import Vital
 from srt.server_args import ServerArgs
+from tests.support.foreign_objects import whole_objects
 from tests.unit.entrypoints.fake_engine import World
 
 ARGS = ServerArgs(model_path="m")
@@ -193,24 +194,8 @@ class Recording(World):
         self.service.profiler = Profiler(run_dir, control, list)
 
 
-# SGLang 0.5.23's whole request as it is written down, and what its own clients send.
-WHOLE = {
-    "req_type": 1,
-    "rid": None,
-    "http_worker_ipc": None,
-    "output_dir": None,
-    "start_step": None,
-    "num_steps": None,
-    "activities": None,
-    "profile_by_stage": False,
-    "with_stack": None,
-    "record_shapes": None,
-    "profile_id": None,
-    "merge_profiles": False,
-    "profile_prefix": None,
-    "profile_stages": None,
-    "detailed_annotations": False,
-}
+# SGLang's whole request as it is written down, and what its own clients send.
+(WHOLE,) = whole_objects("profile")
 
 
 @pytest.mark.parametrize(

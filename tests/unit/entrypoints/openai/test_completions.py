@@ -148,6 +148,9 @@ def test_only_names_of_parameters_are_written_as_the_client_knows_them() -> None
 def test_the_model_must_be_served() -> None:
     world = World()
     assert world.post(PATH, {"prompt": "hi", "model": "org/big"}).json()["model"] == "org/big"
+    for absent in (None, "default"):
+        assert world.post(PATH, {"prompt": "hi", "model": absent}).json()["model"] == "tiny"
+    assert world.get("/v1/models/default").json()["id"] == "tiny"
     response = world.post(PATH, {"prompt": "hi", "model": "gpt-4"})
     assert response.status_code == 404
     assert response.json()["error"] == {
