@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from srt.entrypoints.app import ROUTES
 from srt.entrypoints.openai.messages import MESSAGE_FIELDS, PART_FIELDS
-from srt.entrypoints.openai.schema import ChatBody
+from srt.entrypoints.openai.schema import ChatBody, StreamOptions
 from srt.entrypoints.openapi import EVENTS, JSON, OPERATIONS, describe
 from srt.entrypoints.service import Service
 from srt.managers.native_shapes import GenerateBody
 from srt.managers.request_schema import RequestBody
-from srt.sampling.foreign_fields import EMPTY, Values, ignored, is_one_of, unsupported
+from srt.sampling.foreign_fields import EMPTY, ignored, is_one_of, unsupported
 from srt.sampling.foreign_table import FIELDS, VERSIONS
 from srt.sampling.sampling_params import PARAMETERS
 from srt.server_args import ServerArgs
@@ -38,7 +38,11 @@ the limits of its model. Requests are described by the classes that parse them; 
 # Objects within bodies that have fields of other servers too: what they are called, their family and their own fields.
 WITHIN: dict[type[RequestBody], tuple[tuple[str, str, Collection[str]], ...]] = {
     GenerateBody: (("`sampling_params`", "sampling_params", PARAMETERS),),
-    ChatBody: (("`messages`", "message", MESSAGE_FIELDS), ("Text parts", "text_part", PART_FIELDS)),
+    ChatBody: (
+        ("`messages`", "message", MESSAGE_FIELDS),
+        ("Text parts", "text_part", PART_FIELDS),
+        ("`stream_options`", "stream_options", StreamOptions.model_fields),
+    ),
 }
 IF_EMPTY, ONLY_NULL = "passes if empty, `false`", "passes with `null` only"
 FOREIGN = """
@@ -48,7 +52,7 @@ Every field that the request classes of {packages} define is known,
 so that a client may send a whole object with all its defaults. A field that is not supported passes where its value asks for
 nothing: `null`; an empty value (`""`, `[]`, `{{}}`, also with nulls in it); and the values that the first column names, as a rule
 some package's default. Any other value is refused with a 400 that names the field, as is every value of a field that nobody
-defines. What is ignored never changes an answer.
+defines. What is described above is supported as far as it says there; what is ignored never changes an answer.
 """
 
 
@@ -68,42 +72,46 @@ def render() -> str:
 
 
 def _foreign_fields() -> str:
-    """What becomes of every field that another package defines: a table for each endpoint with a body, and one for sampling_params."""
     packages = ", ".join(f"{package} {' and '.join(found)}" for package, found in VERSIONS.items())
     parts = [FOREIGN.format(packages=packages)]
+    for title, _, rows in foreign_tables():
+        parts.append(f"\n{title}:\n\n| what becomes of it | fields |\n|---|---|\n")
+        parts += [f"| {what} | {', '.join(f'`{name}`' for name in names)} |\n" for what, names in rows.items() if names]
+    return "".join(parts)
+
+
+def foreign_tables() -> Iterator[tuple[str, str, dict[str, list[str]]]]:
+    """Title, family and rows of a table for each endpoint with a body, and for each kind of object within one: what becomes of every
+    field that another package defines there."""
     bodies: dict[type[RequestBody], str] = {}
     for path, methods in ROUTES.items():
         for handler in methods.values():
             if handler in OPERATIONS and (body := OPERATIONS[handler].body) is not None:
                 bodies.setdefault(body, path)
     for body, path in bodies.items():
-        parts.append(_foreign(f"`{path}`", body.FAMILY, body.model_fields, body.UNSUPPORTED, body.MEANINGLESS))
+        yield f"`{path}`", body.FAMILY, _rows(body.FAMILY, body.model_fields)
         for title, family, own in WITHIN.get(body, ()):
-            parts.append(_foreign(f"{title} of `{path}`", family, own, unsupported(family, own), ignored(family, own)))
-    return "".join(parts)
+            yield f"{title} of `{path}`", family, _rows(family, own)
 
 
-def _foreign(
-    title: str, family: str, own: Collection[str], off_values: Mapping[str, Values], meaningless: Collection[str]
-) -> str:
+def _rows(family: str, own: Collection[str]) -> dict[str, list[str]]:
     rows: dict[str, list[str]] = {"described above": sorted(set(own) & set(FIELDS[family])), IF_EMPTY: []}
-    for name, values in sorted(off_values.items()):
+    for name, values in sorted(unsupported(family, own).items()):
         passes = [f"`{json.dumps(value)}`" for value in values if not is_one_of(value, EMPTY)]
         what = ONLY_NULL if values == (None,) else ", ".join(["passes if empty", *passes])
         rows.setdefault(what, []).append(name)
     rows[ONLY_NULL] = rows.pop(ONLY_NULL, [])
-    rows["ignored"] = sorted(meaningless)
-    lines = [f"| {what} | {', '.join(f'`{name}`' for name in names)} |\n" for what, names in rows.items() if names]
-    return f"\n{title}:\n\n| what becomes of it | fields |\n|---|---|\n" + "".join(lines)
+    rows["ignored"] = sorted(ignored(family, own))
+    return rows
 
 
 def _section(title: str, operation: dict[str, Any]) -> str:
     lines = [f"\n## {title}\n\n{' '.join(operation['description'].split())}\n"]
     fields = [(one["name"], one["schema"], one["description"]) for one in operation.get("parameters", [])]
     body = operation.get("requestBody", {}).get("content", {}).get(JSON, {}).get("schema", {})
-    fields += _fields(body)
-    if fields:
-        lines.append("\n| field | type | meaning |\n|---|---|---|\n" + "".join(_row(*one) for one in _shown(fields)))
+    shown = _shown([*fields, *_fields(body)])
+    if shown:
+        lines.append("\n| field | type | meaning |\n|---|---|---|\n" + "".join(_row(*one) for one in shown))
     answer = operation["responses"]["200"]["content"]
     answered = list(_fields(answer.get(JSON, {}).get("schema", {})))
     if answered and len(answered) < 100 and "server_info" not in title:

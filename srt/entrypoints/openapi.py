@@ -140,7 +140,7 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
         ),
         metrics.metrics: Operation("Operation", content=metrics.CONTENT_TYPE.decode(), errors=()),
         operations.configure_logging: Operation("Operation", _OBJECT, body=operations.LoggingBody, errors=_BODY),
-        operations.freeze_gc: Operation("Operation", content=PLAIN, errors=_BODY),
+        operations.freeze_gc: Operation("Operation", content=PLAIN, body=operations.NoBody, errors=_BODY),
         profiling.start_profile: Operation("Operation", _OBJECT, body=profiling.StartBody, errors=_BODY),
         profiling.stop_profile: Operation("Operation", _OBJECT, errors=(400, 500, 503)),
         health.health: Operation("Health", _OBJECT),

@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from scripts import document_api
 from srt.entrypoints.native import AbortBody, ContinueBody, PauseBody
 from srt.entrypoints.openai.messages import plain_messages
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody, StreamOptions
@@ -245,6 +246,18 @@ def test_the_description_allows_what_passes_and_nothing_else() -> None:
         allows = jsonschema_rs.validator_for(schema_of(off_values))
         for value in values:
             assert allows.is_valid(value) == is_one_of(value, off_values), (off_values, value)
+
+
+def test_the_page_says_of_every_foreign_field_what_becomes_of_it() -> None:
+    tables = {family: rows for _, family, rows in document_api.foreign_tables()}
+    assert tables.keys() == FIELDS.keys()
+    for family, rows in tables.items():
+        named = [name for names in rows.values() for name in names]
+        assert set(named) >= set(FIELDS[family])
+        assert len(named) == len(set(named))
+    assert "use_beam_search" in tables["chat"]["passes if empty, `false`"]
+    assert "include_reasoning" in tables["chat"]["passes if empty, `true`"]
+    assert "user" in tables["chat"]["ignored"]
 
 
 def test_a_refusal_says_what_the_parameter_is_called_here() -> None:
