@@ -74,7 +74,7 @@ class Planner:
         self._num_admitted = 0
         self._something_ended = False  # since the last plan
         self._no_room_for: Request | None = None  # the first that waits, found not to fit; nothing was released since
-        self._urgent: Request | None = None  # the last that came
+        self._num_urgent = 0  # of those that wait
         self._suspects: list[Request] = []  # still to be tried
         self._on_trial: Request | None = None
         self._now = 0.0  # when the present plan is made
@@ -88,8 +88,7 @@ class Planner:
     def add(self, request: Request) -> None:
         self.num_waiting += 1
         request.order = self._ranking.order(request)
-        if request.urgent:
-            self._urgent = request
+        self._num_urgent += request.urgent
         self._line_up(request)
 
     def _line_up(self, request: Request) -> None:
@@ -105,6 +104,7 @@ class Planner:
         self._no_room_for = None
         if was_waiting:
             self.num_waiting -= 1
+            self._num_urgent -= request.urgent
             if request in self._suspects:
                 self._suspects.remove(request)
             elif not self.preempted.remove(request):
@@ -163,7 +163,7 @@ class Planner:
         is_short = self._preempt_for_room(step)
         rows = self._decode_rows(step)
         must_measure = self._step_times.must_measure(len(rows))
-        if not is_short and not must_measure and (self._ranking.has_priorities or self._does_urgent_wait()):
+        if not is_short and not must_measure and (self._ranking.has_priorities or self._num_urgent):
             if self._displace():
                 rows = self._decode_rows(step)
         times, num_streams = self._step_times, int(np.count_nonzero(self._slots.stream[rows]))
@@ -246,11 +246,6 @@ class Planner:
             self._forget_ended()
         return self._counters.num_preempted > before
 
-    def _does_urgent_wait(self) -> bool:
-        if self._urgent is not None and self._urgent.status is not Status.WAITING:
-            self._urgent = None
-        return self._urgent is not None
-
     def _displace(self) -> bool:
         """Preempt those whose place the first that waits may take, the last in rank first, if that makes it fit. Was anybody?"""
         request = self._queue.first()
@@ -296,6 +291,7 @@ class Planner:
         request.lose_slot(request.outputs, request.sent, computed)
         self._counters.num_preempted += 1
         self.num_waiting += 1
+        self._num_urgent += request.urgent
         self._no_room_for = None
         if request is self._on_trial:  # in a pause that takes all slots: it is tried anew
             request.suspect, self._on_trial = True, None
@@ -498,6 +494,7 @@ class Planner:
 
     def _start(self, request: Request, node: RadixNode, cached: bytes, expected_tokens: int) -> None:
         self.num_waiting -= 1
+        self._num_urgent -= request.urgent
         self._num_admitted += 1
         request.status = Status.RUNNING
         request.incarnation = self._num_admitted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from srt.managers.forecast import NUM_NEEDED
-from srt.protocol.messages import Refused
+from srt.protocol.messages import Abort, Refused
 from tests.unit.managers.scheduler_host import VOCAB, Host, expected_ids, request, worker_hello
 
 
@@ -26,6 +26,19 @@ def test_an_urgent_request_takes_a_place_at_once_and_whoever_had_it_loses_nothin
     assert host.value("num_preempted") == 1
     assert (host.ids(1), host.ids(2)) == (expected_ids(long), expected_ids(waiting))
     assert len(host.ids(4)) == 1
+
+
+def test_an_urgent_request_takes_a_place_also_when_a_later_one_has_gone() -> None:
+    """World 88: the last urgent one that came had been admitted, while an earlier one waited for its prefix."""
+    host = Host(hello=worker_hello(num_slots=1))
+    host.say(request(1, [1] * 6, max_new=12))
+    host.tick()
+    host.say(request(2, [2], max_new=1, urgent=True))
+    host.say(request(3, [3], max_new=1, urgent=True))
+    host.say(Abort(3, -1))
+    host.answer()
+    host.tick()
+    assert [admission.seed for plan in host.all_plans for admission in plan.admissions] == [1, 2]
 
 
 def test_an_urgent_request_finds_memory_even_if_others_hold_all_of_it() -> None:
