@@ -142,7 +142,7 @@ class Fairness:
                 f"request {victim.key} of priority {victim.priority} was displaced, at most by one of priority {highest}"
             )
 
-    def _may_follow(self, replica: Replica, request: Request) -> bool:
+    def may_follow(self, replica: Replica, request: Request) -> bool:
         """May it be that another request computes what this one needs first? Whoever has had a token has computed its prompt."""
         if not self._settings.caches:
             return False
@@ -208,7 +208,7 @@ class Fairness:
             f"a prefix worth {max(gone)} was evicted (hits, last use), one worth {min(untouched)} was kept"
         )
 
-    def _first_waiting(self, scheduler: Scheduler, replica: Replica) -> Request | None:
+    def first_waiting(self, scheduler: Scheduler, replica: Replica) -> Request | None:
         waiting = [
             request
             for client in scheduler._clients.values()
@@ -218,8 +218,8 @@ class Fairness:
         return min(waiting, key=self.rank, default=None)
 
     def _check_admitted(self, scheduler: Scheduler, replica: Replica, admitted: list[Request]) -> None:
-        first = self._first_waiting(scheduler, replica)
-        if first is None or self._may_follow(replica, first):
+        first = self.first_waiting(scheduler, replica)
+        if first is None or self.may_follow(replica, first):
             return
         for request in admitted:
             self._statistics["rule: admitted in order"] += 1
@@ -232,12 +232,12 @@ class Fairness:
         # Such a one may come back before the earliest, when its rows in flight are answered.
         preempted = replica.counters.num_preempted, len(replica.planner.preempted._away)
         if self._earliest is None or self._earliest.status is not Status.WAITING or preempted != self._preempted_then:
-            first = self._first_waiting(scheduler, replica)
+            first = self.first_waiting(scheduler, replica)
             is_new, self._earliest, self._preempted_then = first is not self._earliest, first, preempted
             if is_new:  # these may have been admitted before the earliest was that
                 self._num_passed = 0
                 return
-        if self._earliest is None or self._may_follow(replica, self._earliest):
+        if self._earliest is None or self.may_follow(replica, self._earliest):
             return
         if any(request.serial < self._earliest.serial for request in admitted):
             self._num_passed = 0  # one that had lost its slot was the earliest for a moment

@@ -23,10 +23,9 @@ from srt.protocol.messages import (
     StepResult,
     WorkDone,
     WorkPlan,
-    int32_array,
 )
 from srt.protocol.views import AdmissionView
-from tests.scheduler.reference import UInt64Array, is_any, logprobs
+from tests.scheduler.reference import UInt64Array, best_tokens, is_any, logprobs, logprobs_of
 from tests.scheduler.settings import Settings
 from tests.scheduler.traffic import Choice
 from tests.support.wire import request_at_scheduler
@@ -63,6 +62,7 @@ class FakeWorker:
         for slot in range(s.num_slots):
             self._bits[slot, slot // 64] = np.uint64(1 << slot % 64)
         self._logging: set[int] = set()  # slots that are asked for logprobs of their outputs
+        self._beside: dict[int, tuple[int, Int32Array]] = {}  # so many best tokens, and these, are told of, too
         self._prompt_start: dict[int, int] = {}  # and of their prompts, from this position on
         self._end: Int64Array = np.zeros(s.num_slots, np.int64)  # so many ids the request has at most
         self._stream: NDArray[np.bool_] = np.zeros(s.num_slots, np.bool_)  # somebody watches its tokens come
@@ -217,6 +217,7 @@ class FakeWorker:
         self._stream[slot] = choice.request.stream
         self._end[slot], self._planned_at[slot] = len(everything), -self._settings.num_stages
         self.num_prefix_hits += admission.cached > 0
+        self._beside[slot] = admission.logprobs.top, np.frombuffer(admission.logprobs.ids, np.int32)
         if admission.logprobs.output:
             self._logging.add(slot)
         if admission.logprobs.prompt_start >= 0:
@@ -423,12 +424,15 @@ class FakeWorker:
         self._length[rows] = length + 1
 
     def _row_logprobs(self, slot: int, first: int, end: int, is_prompt: bool) -> RowLogprobs:
-        nothing = np.zeros(0, np.float32)
-        values = logprobs(self._hashes[slot, first:end])
+        hashes, (top, ids) = self._hashes[slot, first:end], self._beside[slot]
+        top_ids, best = best_tokens(hashes, top, self._settings.vocab_size)
+        of_ids = logprobs_of(hashes, ids)
+        values = logprobs(hashes)
         if is_prompt and first == 0:
             values[0] = float("nan")
         start = first if is_prompt else first - self._prompt_len(slot)
-        return RowLogprobs(slot, is_prompt, start, np.array(values, np.float32), int32_array(), nothing, nothing)
+        beside = top_ids.reshape(-1), best.reshape(-1), of_ids.reshape(-1)
+        return RowLogprobs(slot, is_prompt, start, np.array(values, np.float32), *beside)
 
     def _prompt_len(self, slot: int) -> int:
         choice = self._choices[slot]

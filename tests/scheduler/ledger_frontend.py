@@ -34,7 +34,7 @@ from srt.protocol.messages import (
     TokenBatch,
 )
 from tests.scheduler.clients import Clients
-from tests.scheduler.reference import logprobs
+from tests.scheduler.obligations import wanted_rows
 from tests.scheduler.traffic import Choice
 
 if TYPE_CHECKING:
@@ -222,14 +222,14 @@ class LedgerFrontend:
         spec = choice.request.logprobs
         if spec.output:
             self._statistics["rule: tokens come with their logprobs"] += 1
-            wanted = logprobs(choice.hashes[choice.prompt_len + first : choice.prompt_len + last])
-            assert [row.logprob for row in news.logprobs] == wanted, f"{choice.name}: wrong logprobs"
+            wanted = wanted_rows(choice, choice.prompt_len + first, choice.prompt_len + last, self._settings.vocab_size)
+            assert list(news.logprobs) == wanted, f"{choice.name}: wrong logprobs"
         else:
             assert not news.logprobs
         if first == 0 and spec.prompt_start >= 0:
             self._statistics["rule: prompts come with their logprobs"] += 1
-            values = [None, *logprobs(choice.hashes[1 : choice.prompt_len])][spec.prompt_start :]
-            assert [row.logprob for row in news.prompt_logprobs] == values, f"{choice.name}: wrong prompt logprobs"
+            wanted = wanted_rows(choice, spec.prompt_start, choice.prompt_len, self._settings.vocab_size)
+            assert list(news.prompt_logprobs) == wanted, f"{choice.name}: wrong prompt logprobs"
 
     def _take_end(self, rid: int, index: int, done: RequestDone) -> None:
         choices = self.live.get(rid, {})

@@ -423,6 +423,91 @@ MORE_MUTATIONS = (
         "            return -inf, request.serial\n",
         "            return 0.0, request.serial\n",
     ),
+    # ---- What plans owe
+    Mutation(
+        "a prompt logprob is lost by who loses its slot",
+        "managers/request.py",
+        "told = computed + 1 ",
+        "told = computed + 2 ",
+    ),
+    Mutation(
+        "prompt logprobs are told twice to who loses its slot",
+        "managers/request.py",
+        "told = computed + 1 ",
+        "told = computed ",
+    ),
+    Mutation(
+        "top logprobs are forgotten with the slot",
+        "managers/request.py",
+        "replace(self.logprobs, prompt_start=self.prompt_start)",
+        "replace(self.logprobs, prompt_start=self.prompt_start, top=0)",
+    ),
+    Mutation(
+        "logprobs of tokens in flight are lost with the slot",
+        "managers/results.py",
+        "            away = self._planner.preempted.find(incarnation)\n",
+        "            away = None\n",
+    ),
+    Mutation(
+        "the time in the queue counts to the end",
+        "managers/scheduler_state.py",
+        "else started_s - request.arrived_s,",
+        "else self._now - request.arrived_s,",
+    ),
+    Mutation(
+        "lost slots are not counted",
+        "managers/request.py",
+        "self.num_preempted += 1",
+        "self.num_preempted = 1",
+    ),
+    Mutation(
+        "nobody wakes up for a running timeout",
+        "managers/deadlines.py",
+        "if self._running_s is not None:\n            times +=",
+        "if self._running_s is None:\n            times +=",
+    ),
+    Mutation(
+        "nobody wakes up for a waiting timeout",
+        "managers/deadlines.py",
+        "times.append(first.arrived_s + self._waiting_s)",
+        "pass",
+    ),
+    Mutation(
+        "the time of the preempted stands still",
+        "managers/planner.py",
+        "return [*self.running(), *self.preempted.requests()]",
+        "return [*self.running()]",
+    ),
+    Mutation(
+        "the preempted come back before there is room for them",
+        "managers/planner.py",
+        "        if request.num_preempted:\n            return request.max_tokens\n",
+        "",
+    ),
+    Mutation(
+        "the urgent displace nobody",
+        "managers/policy.py",
+        "return not running.urgent",
+        "return False",
+    ),
+    Mutation(
+        "an urgent one that waits is not counted",
+        "managers/planner.py",
+        "        self._num_urgent += request.urgent\n        self._line_up(request)\n",
+        "        self._line_up(request)\n",
+    ),
+    Mutation(
+        "the important displace nobody",
+        "managers/policy.py",
+        "return self.has_priorities and is_worth_it",
+        "return False and is_worth_it",
+    ),
+    Mutation(
+        "a forecast that never forgets",
+        "managers/forecast.py",
+        "            counts[used[oldest]] -= 1\n",
+        "",
+    ),
 )
 
 # These are found by stories of replaced processes, not by worlds.

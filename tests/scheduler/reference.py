@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from srt.protocol.messages import Int32Array, SamplingSpec
+from srt.protocol.messages import Float32Array, Int32Array, SamplingSpec
 
 UInt64Array = NDArray[np.uint64]
 _LONGEST = 4096
@@ -38,6 +38,20 @@ def logprobs(hashes: UInt64Array) -> list[float]:
     """Of the tokens that end prefixes with these hashes."""
     values: list[float] = (-(hashes % np.uint64(100_000)).astype(np.float32) / np.float32(1000)).tolist()
     return values
+
+
+def best_tokens(hashes: UInt64Array, count: int, vocab_size: int) -> tuple[Int32Array, Float32Array]:
+    """The best tokens in the place of those that end these prefixes, `count` for each, and their logprobs."""
+    ranks = np.arange(count, dtype=np.uint64)
+    ids = (hashes[:, None] // np.uint64(11) + ranks * np.uint64(3)) % np.uint64(vocab_size)
+    values = -(ranks + (hashes[:, None] % np.uint64(1000)).astype(np.float32) / np.float32(1000))
+    return ids.astype(np.int32), values.astype(np.float32)
+
+
+def logprobs_of(hashes: UInt64Array, ids: Int32Array) -> Float32Array:
+    """Of each of these tokens in the place of each of those that end these prefixes."""
+    mixed = hashes[:, None] ^ ((ids + 1).astype(np.uint64) * np.uint64(_FACTOR))
+    return -(mixed % np.uint64(100_000)).astype(np.float32) / np.float32(1000)
 
 
 def _draws(prompt_hash: np.uint64, choice: int, count: int) -> UInt64Array:

@@ -108,4 +108,22 @@ RULES: tuple[str, ...] = (
     "nobody is killed before its grace is over",
     "a stop that was asked for ends well",
     "the server ends in time",
+    # ---- obligations.py: what a server owes each choice
+    "each logprob is sent once",  # in order, since the request came to this server
+    "logprobs come with their tokens",  # in the same batch, or before
+    "a prompt's logprobs come before its answer",
+    "the time in the queue is told",  # from arrival to the first slot
+    "lost slots are told",  # as many as were lost
+    "no time is up too early",
+    "what is overdue ends by itself",  # whether or not anything else happens
+    # ---- room.py: what follows from slots and pages
+    "admitted where there is room",  # for what it is expected to need
+    "the preempted come back where there is room",  # for all that they may need
+    "as much is promised as is expected",  # and the forecast is what the last answers say
+    "nobody waits where there is room",  # and a slot
+    "who may displace does",  # with the next step
+    "nobody loses its slot without need",
+    "prompts go on",  # one in each step
+    "the oldest long prompt goes on",  # likewise
+    "who is there is worked on",  # a step is under way
 )

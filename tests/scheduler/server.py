@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, Worker
 from srt.managers.effects import ToFrontend as SendToFrontend
 from srt.managers.effects import ToWorkers as SendToWorkers
-from srt.managers.request import Status
+from srt.managers.replica import Replica
+from srt.managers.request import Request, Status
 from srt.managers.scheduler_state import CAPTURE_REST_S, Scheduler
 from srt.protocol.messages import (
     TRIAL_TOKENS,
@@ -41,6 +42,8 @@ from srt.protocol.messages import (
 from tests.scheduler.fairness import CHECK_EVERY, Fairness
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.ledger_frontend import LedgerFrontend
+from tests.scheduler.obligations import Obligations
+from tests.scheduler.room import Room
 from tests.scheduler.traffic import Choice
 from tests.support.wire import at_scheduler
 
@@ -104,6 +107,9 @@ class Server:
         self._paused_by: set[int] = set()
         self._is_draining = False
         self._fairness = Fairness(s, world.statistics)
+        self._obligations = Obligations(s, world.statistics)
+        self._room = Room(s, world.statistics, self._worker, self._fairness)
+        self._num_preempted = 0  # when it was last asked who was
         self._calls: list[tuple[LedgerFrontend, int]] = []  # that must be answered
         self._pauses: set[int] = set()  # calls
         self._num_capturing = 0  # ranks whose word that they have captured has not come
@@ -199,6 +205,8 @@ class Server:
         elif isinstance(message, GenerateRequest):
             known = self._world.by_rid[message.rid]
             self._known[message.label] = [known[index] for index in message.choices.tolist()]
+            is_early = not self._scheduler.is_ready
+            self._obligations.arrive(message, self._known[message.label], self._world.now, is_early=is_early)
             if message.suspect:
                 for choice, ids in zip(self._known[message.label], message.output_ids, strict=True):
                     self._to_be_tried[choice.seed] = len(ids) + TRIAL_TOKENS
@@ -247,6 +255,8 @@ class Server:
             )
 
     def wake(self) -> None:
+        if self.is_alive:
+            self._obligations.look_at_time(self._requests(), self._world.now)
         when = self._scheduler.next_tick_s if self.is_alive else None
         if when is not None and when <= self._world.now:
             self._tick_by(self._world.now)
@@ -294,9 +304,24 @@ class Server:
         now = self._world.now
         received = at_scheduler(message) if isinstance(message, GenerateRequest) else message
         self._takes_early = not self._scheduler.is_ready
-        self._apply(self._scheduler.handle(source, received, now))
+        effects = self._scheduler.handle(source, received, now)
+        if self._takes_early and self._scheduler.is_ready:
+            self._obligations.become_ready(now)
+        self._apply(effects)
+        self._look_for_preempted()
         # A host process may find more messages before it ticks.
         self._tick_by(now + (tick_within or self._world.rng.choice((0.0, 0.0, 0.002))))
+
+    def _look_for_preempted(self) -> None:
+        replica = self._scheduler._replica
+        if replica is not None and replica.counters.num_preempted != self._num_preempted:
+            self._num_preempted = replica.counters.num_preempted
+            self._obligations.see_preemptions(self._requests())
+            self._room.sync(replica)
+
+    def _requests(self) -> list[Request]:
+        """All that the scheduler has, with those that ended and are not forgotten yet."""
+        return [request for client in self._scheduler._clients.values() for request in client.all_requests()]
 
     def _tick_by(self, when: float) -> None:
         if when < self._tick_at:
@@ -315,15 +340,39 @@ class Server:
         before = self._fairness.before(replica, with_tree=is_checked)
         world.statistics["rule: no plans in a pause"] += bool(self._paused_by and before.num_live)
         may_be_sent = [n for n in self._connected if self._next_batch[n] - self._last_ack[n] <= MAX_UNACKNOWLEDGED]
-        self._apply(self._scheduler.tick(world.now))
+        glance = self._room.look(replica, self._requests)
+        effects = self._scheduler.tick(world.now)
+        plans = [e.message for e in effects if isinstance(e, SendToWorkers) and isinstance(e.message, StepPlan)]
+        is_calm = self._room.judge(replica, glance, plans, self._requests)
+        self._apply(effects)
+        self._look_for_preempted()
+        self._check_waiting(replica, plans, is_calm=is_calm)
         self._fairness.after(self._scheduler, replica, before, world.now)
         for number in may_be_sent if replica.counters.num_steps % CHECK_EVERY == 1 else ():
             self._fairness.check_sent(replica, number)
         if is_checked:
             self._scheduler.check()
+            self._room.check_figures(replica)
             self._fairness.check_load(replica, self._told_load, world.now)
             self._worker.check_written([bytes(node.pages) for node in replica.memory.tree.nodes()])
             self._fairness.check_all(self._scheduler, replica, may_be_sent, world.now)
+
+    def _check_waiting(self, replica: Replica, plans: list[StepPlan], *, is_calm: bool) -> None:
+        """Who waits behind a tick has to; and if no step is under way, nobody is there."""
+        planner = replica.planner
+        if not self._paused_by and not self._num_in_flight and (replica.stream.is_empty or not planner.has_trials):
+            self._world.statistics["rule: who is there is worked on"] += 1
+            assert not planner.num_waiting and not replica.slots.num_used, (
+                "nothing is under way, and requests are there"
+            )
+        if is_calm and planner.num_waiting and replica.slots.num_free and replica.counters.num_steps % CHECK_EVERY == 0:
+            waiting = [request for request in self._requests() if request.status is Status.WAITING]
+            first = self._fairness.first_waiting(self._scheduler, replica)
+            if first is None:
+                return
+            examined = [first] if self._settings.policy != "lpm" else waiting  # before it, and they may stand aside
+            if not any(self._fairness.may_follow(replica, request) for request in examined):
+                self._room.check_waiting(replica, plans[-1], first, waiting)
 
     # ---- Effects out
 
@@ -356,6 +405,7 @@ class Server:
             world.statistics["rule: frontends are not flooded"] += message.number - self._last_ack[number] == most
             assert message.number - self._last_ack[number] <= most, f"frontend {number} is flooded"
             self._next_batch[number] = message.number + 1
+            self._obligations.see_batch(message, world.now)
             self._check_ranges(message)
             for done in message.done:
                 choice = world.by_rid[done.rid][done.choice]
@@ -407,6 +457,7 @@ class Server:
             )
             assert self._num_in_flight <= s.most_in_flight, f"{self._num_in_flight} plans are in flight"
             step_us = self._step_us(work)
+            self._obligations.see_plan(work, self._world.now)
             answer = self._worker.execute(work, step_us, self._answered, self._is_trial(work))
             rows = self._worker.rows_of(work, answer)
             self._unanswered[work.step] = [choice for choice, _ in rows], s.tp_size

@@ -84,8 +84,11 @@ class Traffic:
         self._num_requests = 0
         self._urgent_rng = random.Random(f"urgent of {seed}")
         self._urgent_share = self._urgent_rng.choice((0.0, 0.0, 0.05))
+        if settings.urgent_share is not None:
+            self._urgent_share = settings.urgent_share
         self._poison_rng = random.Random(f"poison of {seed}")
         self._num_poisons = settings.num_poisons
+        self._beside_rng = random.Random(f"tokens beside those of {seed}")
 
     def next_request(self, rid: int) -> list[Choice]:
         """Its choices; the message is in each of them."""
@@ -165,7 +168,10 @@ class Traffic:
         rng = self._rng
         if rng.random() >= self._settings.logprob_share:
             return LogprobSpec()
-        return LogprobSpec(output=rng.random() < 0.7, prompt_start=rng.choice((-1, 0, rng.randint(0, prompt_len))))
+        output, prompt_start = rng.random() < 0.7, rng.choice((-1, 0, rng.randint(0, prompt_len)))
+        top, num_ids = self._beside_rng.choice((0, 1, 3)), self._beside_rng.choice((0, 0, 2))
+        ids = int32_array(self._beside_rng.sample(range(self._settings.vocab_size), num_ids))
+        return LogprobSpec(output=output, prompt_start=prompt_start, top=top, ids=ids)
 
     def _ids(self, count: int) -> Int32Array:
         return self._ids_rng.integers(0, self._settings.vocab_size, count, np.int32)

@@ -25,6 +25,7 @@ from srt.protocol.messages import (
     PauseGeneration,
     ToFrontend,
 )
+from tests.scheduler.alike import alike
 from tests.scheduler.clients import Texts
 from tests.scheduler.ledger_frontend import LedgerFrontend
 from tests.scheduler.server import PROTOCOL, Link, Server
@@ -45,7 +46,7 @@ class World:
 
     def __init__(self, seed: int, settings: Settings | None = None, *, check_every: int = 16) -> None:
         self.rng = random.Random(seed)
-        self.settings = s = settings or Settings.draw(self.rng, random.Random(f"graphs in {seed}"))
+        self.settings = s = settings or alike(Settings.draw(self.rng, random.Random(f"graphs in {seed}")), seed)
         self.statistics: Counter[str] = Counter()
         self.rows_per_step: list[int] = []
         self.now = 0.0

@@ -1,0 +1,121 @@
+"""Worlds whose requests are all alike in one thing, so that what follows from it happens in nearly every step.
+
+Each is drawn as any other world is, and then made small and given its theme, from a stream of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from tests.scheduler.settings import Settings
+
+SHARE = 0.3  # of all worlds
+
+
+def alike(settings: Settings, seed: int) -> Settings:
+    """The same settings, or a world with a theme."""
+    rng = random.Random(f"plans of {seed}")
+    if rng.random() >= SHARE:
+        return settings
+    return rng.choice(THEMES)(settings, rng)
+
+
+def _small(settings: Settings, rng: random.Random, prompt: int, answer: int, memory: float) -> Settings:
+    """Few slots, and memory for a part of what would fill them."""
+    page_size, num_slots = rng.choice((1, 4, 16)), rng.choice((6, 12, 20))
+    least = -(-(prompt + answer) // page_size) + 2 + settings.most_in_flight
+    pages = int(num_slots * (prompt + answer) * memory / page_size)
+    return replace(
+        settings,
+        page_size=page_size,
+        num_slots=num_slots,
+        num_pages=max(least, pages),
+        longest_prompt=prompt,
+        longest_answer=answer,
+        max_request_tokens=prompt + answer,
+        num_requests=5 * num_slots,
+        max_queued=4096,
+        rarely_new=False,
+        waiting_timeout=None,
+        running_timeout=None,
+        arrival_gap=0.2 * settings.step_time * answer / num_slots,
+    )
+
+
+def _with_logprobs(settings: Settings, rng: random.Random) -> Settings:
+    """All with logprobs, in small chunks, and slots that are lost before a prompt is through."""
+    small = _small(settings, rng, *rng.choice(((60, 60), (100, 40))), memory=rng.choice((0.25, 0.4)))
+    return replace(
+        small,
+        logprob_share=1.0,
+        chunk=rng.choice((7, 7, 20)),
+        conservativeness=0.01,
+        urgent_share=rng.choice((0.0, 0.15)),
+        num_questions=20,
+    )
+
+
+def _with_priorities(settings: Settings, rng: random.Random) -> Settings:
+    """All with priorities, and the important come while others run."""
+    small = _small(settings, rng, 30, 80, memory=rng.choice((0.3, 0.6, 1.0)))
+    return replace(
+        small,
+        policy="priority",
+        threshold=rng.choice((1, 2, 4)),
+        aging=rng.choice((1.0, 5.0, math.inf)),
+        arrival_gap=0.6 * small.step_time * 80 / small.num_slots,
+        stream_share=rng.choice((0.0, 0.5)),
+    )
+
+
+def _with_urgent(settings: Settings, rng: random.Random) -> Settings:
+    """Many urgent ones among others, or nothing else."""
+    small = _small(settings, rng, 20, 80, memory=rng.choice((0.3, 0.6, 1.0)))
+    gap = 0.5 * small.step_time * 80 / small.num_slots
+    return replace(small, urgent_share=rng.choice((0.1, 0.3, 1.0)), arrival_gap=gap, stream_share=0.5)
+
+
+def _with_timeouts(settings: Settings, rng: random.Random) -> Settings:
+    """Little time to wait and to run, while steps are slow and pauses many."""
+    small = _small(settings, rng, 20, 60, memory=rng.choice((0.4, 1.0)))
+    return replace(
+        small,
+        waiting_timeout=rng.choice((None, 0.05, 0.3, 1.0)),
+        running_timeout=rng.choice((0.1, 0.4, 0.7)),
+        num_questions=40,
+        num_slow_steps=4,
+        num_deaths=1,
+    )
+
+
+def _with_little_memory(settings: Settings, rng: random.Random) -> Settings:
+    """Long answers, of which too many begin."""
+    small = _small(settings, rng, *rng.choice(((12, 200), (40, 120))), memory=rng.choice((0.15, 0.25, 0.4)))
+    return replace(small, conservativeness=0.01, stream_share=rng.choice((0.0, 1.0)))
+
+
+def _with_shared_prompts(settings: Settings, rng: random.Random) -> Settings:
+    """Prompts that begin alike, and memory for some of what they leave in the cache."""
+    small = _small(settings, rng, 120, 20, memory=rng.choice((0.3, 0.6, 1.0)))
+    policy = rng.choice(("fcfs", "lpm"))
+    return replace(small, rarely_new=True, caches=True, policy=policy, num_requests=8 * small.num_slots)
+
+
+def _with_long_prompts(settings: Settings, rng: random.Random) -> Settings:
+    """Many chunks to each prompt, some of which are short."""
+    small = _small(settings, rng, 300, 12, memory=rng.choice((0.4, 1.0)))
+    return replace(small, chunk=rng.choice((16, 32, 64)), stream_share=rng.choice((0.0, 0.0, 0.5)))
+
+
+THEMES: tuple[Callable[[Settings, random.Random], Settings], ...] = (
+    _with_logprobs,
+    _with_priorities,
+    _with_urgent,
+    _with_timeouts,
+    _with_little_memory,
+    _with_shared_prompts,
+    _with_long_prompts,
+)
