@@ -3,6 +3,7 @@
 #   make serve      start a server on the model that ships with it    (ARGS="--port 8000 --tp 2", MODEL=path)
 #   make test       everything but the GPU tests and the full product (ARGS="tests/unit -k radix")
 #   make test-all   everything but the GPU tests
+#   make clients    clients from elsewhere against the real server    (PARTS="current pinned npm")
 #   make lint       ruff, mypy, import-linter, and whether docs/options.md and docs/api.md are current
 #   make compile    compile the scheduler anew, after a change of its sources (an installation does it too)
 #   make docs       write docs/options.md and docs/api.md
@@ -13,11 +14,14 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: serve test test-all lint format compile docs bench venv clean
+.PHONY: serve test test-all clients lint format compile docs bench venv clean
 
 PYTHON ?= python3
 VENV ?= .venv
 CACHE ?= .cache
+CLIENTS ?= .venv-clients
+# The folders of tests/clients: Python packages around the newest openai, those that hold it back, and npm packages.
+PARTS ?= current pinned npm
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -39,6 +43,9 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(if $(BROWSER),,@echo "The page's tests are left out: they need Chromium (apt-get install -y chromium, or CHROMIUM=path)." >&2)
 	$(RUN) pytest -m "not gpu" $(NO_BROWSER) $(ARGS)
+
+clients: $(VENV)/.installed-test $(PARTS:%=$(CLIENTS)/%/.installed)
+	$(RUN) tests.clients $(CLIENTS) $(PARTS)
 
 lint: $(VENV)/.installed-dev
 	@failed=(); \
@@ -70,7 +77,7 @@ bench: $(VENV)/.installed-test
 venv: $(BIN)/python
 
 clean:
-	rm -rf $(VENV) $(CACHE) build *.egg-info
+	rm -rf $(VENV) $(CACHE) $(CLIENTS) build *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) scripts/create_venv.py $(VENV)
@@ -87,3 +94,18 @@ $(VENV)/.installed-test: setup.py | $(BIN)/python
 $(VENV)/.installed-dev: setup.py | $(BIN)/python
 	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed-test $(VENV)/.installed
+
+# requirements.txt lists every package, so pip resolves nothing; and compiles nothing, as most modules are never imported.
+# lm-eval's model `hf` runs on the project's PyTorch: `pinned` sees the packages of .venv, after its own.
+$(CLIENTS)/%/.installed: tests/clients/%/requirements.txt | $(VENV)/.installed-test
+	$(RUN) venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $<
+	$(if $(filter pinned,$*),$(BIN)/python -c "import sys; print(*[path for path in sys.path if path.endswith('-packages')], sep='\n')" \
+		> "$$(echo $(@D)/lib/python3*/site-packages)/project.pth")
+	@touch $@
+
+$(CLIENTS)/npm/.installed: tests/clients/npm/package.json $(CLIENTS)/current/.installed
+	@mkdir -p $(@D)
+	cp $< $(@D)
+	PATH="$(abspath $(CLIENTS)/current/bin):$$PATH" npm install --prefix $(@D) --no-audit --no-fund --no-package-lock --loglevel error
+	@touch $@

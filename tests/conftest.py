@@ -22,6 +22,9 @@ from tests.support.checkpoints import CheckpointFactory
 # Where a shell's background job runs the tests it ignores Ctrl-C, and so would every program that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# They run in environments of their own, by `make clients`.
+collect_ignore = ["clients"]
+
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFactory:
