@@ -92,7 +92,7 @@ class Planner:
         self._line_up(request)
 
     def _line_up(self, request: Request) -> None:
-        if request.suspect:
+        if request.suspect and request.num_output < request.trial_end:  # else its last row in flight has shown enough
             self._suspects.append(request)
         else:
             self._queue.push(request)

@@ -154,11 +154,15 @@ def _what_is_broken(message: RequestView, requests: list[Request]) -> str | None
     if num_choices > 1 and len({request.choice for request in requests}) != num_choices:
         return "A choice is asked for twice."
     for request in requests:
+        if request.choice < 0:
+            return f"There is no choice {request.choice}."
         if len(request.id_bytes) % ITEM or len(request.outputs) % ITEM:
             return "A list of ids ends within one."
     request = requests[0]
     if not _can_workers_decode(request):
         return "An array in its parameters is none."
+    if request.seed < 0:
+        return f"The seed must not be negative, as {request.seed} is."
     if not request.prompt_len:
         return "The prompt is empty."
     if request.max_new < 1:

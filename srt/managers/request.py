@@ -98,7 +98,8 @@ class Request:
         self.urgent: bool = urgent
         self.stream: bool = stream
         self.suspect: bool = suspect  # still to be tried
-        self.seed: int = choice_seed(seed, self.choice) if self.choice else seed
+        # Neither may be negative, which is found when it is looked at as a whole.
+        self.seed: int = choice_seed(seed, self.choice) if self.choice > 0 and seed >= 0 else seed
         self.salt: str = salt
         self.sampling: SamplingView = sampling
         self.max_new: int = self.sampling.max_new_tokens

@@ -309,8 +309,7 @@ class SchedulerProcess:
         now = self._now()
         if now < self._stop_at:
             return False
-        self._scheduler.abort_all()
-        self._apply(self._scheduler.tick(now))
+        self._apply(self._scheduler.break_off())
         return True
 
     def _timeout_ms(self) -> int | None:

@@ -197,6 +197,11 @@ class Scheduler:
         """Abort everything that has not ended. Returns how many choices that were."""
         return self._abort_live([request for client in self._clients.values() for request in client.all_requests()])
 
+    def break_off(self) -> list[Effect]:
+        """Abort everything at once, and tell all frontends all ends, however many batches they have not acknowledged."""
+        self.abort_all()
+        return [] if self._replica is None else self._send_batches(self._replica, is_last=True)
+
     def check(self) -> None:
         """AssertionError if anything that this object holds contradicts itself."""
         replica = self._replica
@@ -472,6 +477,8 @@ class Scheduler:
         if self._asked_to_pause and (replica.stream.num_in_flight == 0 or not self._paused_by):
             effects += self._answer_pauses()
         for client, call in self._asked_deep:
+            if not self._is_here(client):
+                continue
             effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "inspect")))
             replica.stream.submit_inspection(Inspection(client, call, replica.slots.tables_hash()))
         self._asked_deep.clear()

@@ -318,6 +318,9 @@ def test_a_label_is_unique_while_its_request_lives() -> None:
         {"choices": [0, 0]},
         {"choices": []},
         {"outputs": [[], []]},
+        {"choices": [-1]},
+        {"choices": [0, -2]},
+        {"choices": [0, 1], "seed": -1},
     ],
 )
 def test_a_request_that_no_frontend_should_send_is_refused(changes: dict[str, Any]) -> None:

@@ -150,6 +150,22 @@ def test_a_pause_in_a_trial_loses_nothing(mode: str) -> None:
     assert host.value("num_tried") == {"retract": 3, "in_place": 2, "abort": 1}[mode]  # who lost its slot is tried anew
 
 
+def test_who_is_retracted_with_its_last_row_of_a_trial_in_flight_is_not_tried_anew() -> None:
+    """Found by world 256."""
+    host = Host()
+    host.say(suspect(1, [1] * 5))
+    host.tick()
+    for _ in range(TRIAL_TOKENS - 1):
+        host.answer()
+        host.tick()
+    host.say(PauseGeneration(7, "retract"))
+    host.run()
+    host.continue_generation(8)
+    host.run()
+    assert host.value("num_tried") == 1
+    assert host.value("num_preempted") == 1
+
+
 def test_last_words_name_who_is_in_flight_and_whether_anybody_else_is() -> None:
     host = Host()
     host.say(FrontendHello(1, PROTOCOL), 1)
