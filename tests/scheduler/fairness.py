@@ -14,6 +14,7 @@ from srt.protocol.messages import Load
 from tests.scheduler.settings import Settings
 
 MAX_PASSED = 64  # by `lpm`
+MOST_STALE = 3  # looks at a load that nobody was told
 CHECK_EVERY = 4  # steps: what costs more than it finds
 Running = list[tuple[Request, int]]  # with the number of the admission
 Slots = list[Request | None]
@@ -64,6 +65,10 @@ class Fairness:
         self._num_passed = 0
         self._preempted_then = 0, 0
         self._started: dict[int, float] = {}  # by serial: first admission
+        self._stale: dict[
+            int, float
+        ] = {}  # frontends that were told another load than was there at the last look, and when
+        self._num_stale = 0  # looks since that
 
     def rank(self, request: Request) -> tuple[float, int]:
         s = self._settings
@@ -283,3 +288,12 @@ class Fairness:
             assert last == load or now - told_at < LOAD_INTERVAL_S, (
                 f"frontend {number} was last told {last}, not {load}"
             )
+
+    def look_for_stale_load(self, replica: Replica, told: dict[int, tuple[float, Load]]) -> None:
+        """Now and then, also when no message comes: who was told another load than is now is told that before long."""
+        load = replica.load()
+        stale = {number: when for number, (when, last) in told.items() if last != load}
+        self._num_stale = self._num_stale + 1 if stale and stale == self._stale else 0
+        self._stale = stale
+        self._statistics["rule: the load is told"] += bool(stale)
+        assert self._num_stale < MOST_STALE, f"frontends {[*stale]} are not told that the load is {load}"

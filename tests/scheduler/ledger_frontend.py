@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
@@ -15,10 +16,10 @@ from srt.managers.request_ledger import (
     NewTokens,
     RequestRefused,
     Send,
-    digest_of,
 )
 from srt.protocol.messages import (
     TRIAL_TOKENS,
+    Abort,
     AbortLabel,
     AskRange,
     ControlReply,
@@ -34,6 +35,7 @@ from srt.protocol.messages import (
     TokenBatch,
 )
 from tests.scheduler.clients import Clients
+from tests.scheduler.names import is_meant
 from tests.scheduler.obligations import wanted_rows
 from tests.scheduler.traffic import Choice
 
@@ -41,12 +43,20 @@ if TYPE_CHECKING:
     from tests.scheduler.world import World
 
 
+Asked = tuple[bytes, int, float]
+
+
 class LedgerFrontend:
     """What the ledger releases must be each token once, in order, then the end, once, whatever became of schedulers meanwhile."""
 
     def __init__(self, number: int, world: World) -> None:
         self.number = number
-        self.replies: dict[int, ControlReply] = {}
+        self.open_calls: dict[int, FromFrontend] = {}  # that have no answer yet
+        self.last_reply: ControlReply | None = None
+        self._num_calls = 0  # each process counts its own
+        self._named_by_call: dict[int, list[int]] = {}  # requests that a call for their end meant
+        self._is_lost = False  # the scheduler
+        self._unsent: set[int] = set()  # requests that no scheduler was sent
         self.live: dict[int, dict[int, Choice]] = {}  # rid -> choice -> what is to come
         self._world = world
         self.clients = Clients(world, self._note, self._forget)
@@ -58,27 +68,63 @@ class LedgerFrontend:
         self._next_batch = 0
         self._is_greeted = False
         self._was_alone = False
-        self._convicted: dict[bytes, int] = {}  # and the tokens that were delivered
+        self._ended_here: list[tuple[Abort, bool]] = []  # since that was last told; did the scheduler say so before?
+        self._convicted: dict[Asked, int] = {}  # and the tokens that were delivered
 
     def add(self, choices: list[Choice]) -> list[FromFrontend]:
         request = choices[0].request
         self.live[request.rid] = {choice.choice: choice for choice in choices}
-        if digest_of(request) in self._convicted:  # somebody tries again: one lone death there is enough
+        is_convicted = _asked(request) in self._convicted
+        if is_convicted:  # somebody tries again: one lone death there is enough
             for choice in choices:
                 choice.num_deaths, choice.num_lone_deaths = 2, 1
-                choice.died_at = self._convicted[digest_of(request)]
-        return self.clients.begin(choices)
+                choice.died_at = self._convicted[_asked(request)]
+        if self._is_lost:
+            self._unsent.add(request.rid)
+        sent = self.clients.begin(choices)
+        self._statistics["rule: only what was convicted is suspected at once"] += bool(self._convicted)
+        assert sent == [replace(request, suspect=is_convicted)], f"{request} is sent as {sent}"
+        return sent
+
+    def has_label(self, label: str) -> bool:
+        return any(choice.request.label == label for choice in self.live_choices())
+
+    def call(self, make: Callable[[int], FromFrontend]) -> FromFrontend:
+        """What to send for it."""
+        number = self._num_calls
+        self._num_calls += 1
+        message = self.open_calls[number] = make(number)
+        if isinstance(message, AbortLabel):
+            self._named_by_call[number] = self._rids_named(message.label)
+        return message
+
+    def note_lost(self) -> None:
+        """The scheduler has died."""
+        self._is_lost = True
+        self._ledger.note_lost()
 
     def abort(self, rid: int, choice: int) -> list[FromFrontend]:
         """The ledger forgets at once what it aborts: nothing more may be released for it."""
-        return self.clients.abort(rid, choice)
+        return self._check_aborts(self.clients.abort(rid, choice))
 
     def _forget(self, rid: int, choice: int) -> None:
         choices = self.live.get(rid, {})
+        ending = list(choices.values()) if choice == ALL_CHOICES else [choices[choice]] if choice in choices else []
+        if ending:
+            self._ended_here.append((Abort(rid, choice), all(one.is_done for one in ending)))
         for index in list(choices) if choice == ALL_CHOICES else [choice]:
             choices.pop(index, None)
         if not choices:
             self.live.pop(rid, None)
+
+    def _check_aborts(self, sent: list[FromFrontend], *, may_have_ended: bool = False) -> list[FromFrontend]:
+        """What ends on this side, and nothing else, the scheduler is told to end; but not what has ended there as well."""
+        aborts = [message for message in sent if isinstance(message, Abort)]
+        self._statistics["rule: what ends here is told"] += len(aborts)
+        due = [one for one, is_done in self._ended_here if one in aborts or not (is_done or may_have_ended)]
+        assert aborts == due, f"as {due} end, this is sent: {aborts}"
+        self._ended_here.clear()
+        return sent
 
     def acknowledge(self) -> list[FromFrontend]:
         """All that has come, at once."""
@@ -99,41 +145,72 @@ class LedgerFrontend:
         for choices in self.live.values():
             for choice in choices.values():
                 choice.begin_anew()
-        messages = self.clients.resume()
+        messages = self._check_aborts(self.clients.resume(), may_have_ended=True)
         for message in messages:
             if isinstance(message, GenerateRequest):
                 is_suspect = any(choice.num_deaths >= 2 for choice in self.live[message.rid].values())
                 self._statistics["rule: what a server died of is a suspect"] += is_suspect
                 self._statistics["rule: what lives is resubmitted"] += 1
                 assert message.suspect == is_suspect, f"request {message.rid} should be a suspect: {is_suspect}"
+                self._check_resubmission(message)
                 aborted = [choice.name for choice in self.live[message.rid].values() if choice.is_aborted]
                 assert not aborted, f"{aborted} goes on, which somebody was told is aborted"
+        self._unsent.clear()
+        self._is_lost = False
         return messages
+
+    def _check_resubmission(self, message: GenerateRequest) -> None:
+        """It is what it was, for those who live, and says whether a scheduler has seen it."""
+        live, is_new = self.live[message.rid], message.rid in self._unsent
+        request = next(iter(live.values())).request
+        self._statistics["rule: what no scheduler has seen is not resumed"] += is_new
+        assert message.resumed != is_new, f"request {message.rid} comes as resumed: {message.resumed}"
+        assert sorted(message.choices.tolist()) == sorted(live), f"{message} is sent again for {sorted(live)}"
+        same = ("label", "sampling", "seed", "priority", "cache_salt", "urgent", "stream")
+        changed = [name for name in same if getattr(message, name) != getattr(request, name)]
+        assert not changed, f"request {message.rid} is sent again with other {changed}"
 
     def live_choices(self) -> list[Choice]:
         return [choice for choices in self.live.values() for choice in choices.values()]
 
+    def _check_greeting(self, hello: SchedulerHello) -> None:
+        """First of all, and once: the limits."""
+        s = self._settings
+        num_tokens = s.num_pages * s.page_size
+        self._statistics["rule: frontends are greeted with the limits"] += 1
+        assert not self._is_greeted, "greeted twice"
+        assert hello == SchedulerHello(num_tokens, min(s.max_request_tokens, num_tokens), s.page_size), f"{hello}"
+        self._is_greeted = True
+
     def receive(self, message: ToFrontend) -> list[FromFrontend]:
+        assert self._is_greeted or isinstance(message, SchedulerHello | Rejected), (
+            f"{message} comes before the greeting"
+        )
         match message:
             case TokenBatch():
                 self._statistics["rule: batches come in order"] += 1
                 assert message.number == self._next_batch, f"batch {message.number} came, not {self._next_batch}"
                 self._next_batch += 1
                 batch = self._lose_ranges(message) if self._settings.lost_share else message
-                replies = self.clients.take(batch)
+                replies = self._check_aborts(self.clients.take(batch))
                 while self._leaving:
                     choice = self._leaving.pop()
                     replies += self.abort(choice.request.rid, choice.choice)
                 return replies if self._world.waits_to_acknowledge(self) else [*replies, *self.acknowledge()]
             case Refused():
-                return self.clients.take(message)
+                return self._check_aborts(self.clients.take(message))
             case SchedulerHello():
-                assert not self._is_greeted, "greeted twice"
-                self._is_greeted = True
+                self._check_greeting(message)
             case ControlReply(call):
                 self._statistics["rule: calls are answered once"] += 1
-                assert call not in self.replies, f"call {call} was answered twice"
-                self.replies[call] = message
+                asked = self.open_calls.pop(call, None)
+                assert asked is not None, f"call {call} was answered, which has no answer to come: {message}"
+                self.last_reply = message
+                named = self._named_by_call.pop(call, [])
+                self.clients.deliveries.note_aborted(named)
+                for rid in named:
+                    self._note_aborted(rid)
+                self._world.note_reply(self, asked, message)
             case Rejected(reason):
                 raise AssertionError(f"frontend {self.number} was rejected: {reason}")
             case LastWord(rids, indices, is_alone):
@@ -152,17 +229,28 @@ class LedgerFrontend:
 
     def _abort_named(self, label: str) -> list[FromFrontend]:
         """Another frontend was told that these are aborted: no later server may go on with them."""
-        rids = self._ledger.named(label)
+        rids = self._rids_named(label)
         for rid in rids:
-            self._statistics["rule: who is aborted by name does not go on"] += 1
-            for choice in self.live[rid].values():
-                choice.may_abort = choice.is_aborted = True
-        return self.clients.abort_named(label)
+            self._note_aborted(rid)
+        sent = self.clients.abort_named(label)
+        assert sent == [Abort(rid, ALL_CHOICES) for rid in rids], f"{label!r} means {rids}, and this is sent: {sent}"
+        return sent
+
+    def _rids_named(self, name: str) -> list[int]:
+        return [rid for rid, live in self.live.items() if is_meant(next(iter(live.values())).request.label, name)]
+
+    def _note_aborted(self, rid: int) -> None:
+        self._statistics["rule: who is aborted by name does not go on"] += rid in self.live
+        for choice in self.live.get(rid, {}).values():
+            choice.may_abort = choice.is_aborted = True
 
     def check_complete(self) -> None:
         """At the end of the world: every request has its answer."""
         for choice in self.live_choices():
             raise AssertionError(f"{choice.name} of frontend {self.number} never ended")
+        assert self._is_greeted, f"frontend {self.number} was never greeted"
+        self._statistics["rule: calls are answered"] += self._num_calls
+        assert not self.open_calls, f"calls of frontend {self.number} were not answered: {self.open_calls}"
         assert self._ledger.num_requests == self._ledger.num_unacknowledged == 0, "the ledger still holds something"
         self.clients.check_complete()
 
@@ -248,8 +336,9 @@ class LedgerFrontend:
             return
         if done.message == CONVICTION:
             assert (done.reason, done.status) == ("error", 500)
-            self._convicted[digest_of(choice.request)] = choice.num_delivered
+            self._convicted[_asked(choice.request)] = choice.num_delivered
             self._statistics["rule: convicted of two lone deaths"] += 1
+            self._world.note_conviction(self, choice.request)
             assert choice.num_lone_deaths == 2, f"{choice.name} did not deserve that"
             self._statistics["convicted of poison" if choice.poison_at >= 0 else "convicted by chance"] += 1
             return
@@ -279,6 +368,14 @@ class LedgerFrontend:
         is_too_long = status == 400 and not self._settings.can_fit(num_tokens)
         is_leaving = status == 503 and self._world.is_draining
         assert (refusal.retry_after_s > 0) == (status == 429), f"{first.name}: {refusal}"
-        assert is_crowded or is_too_long or is_leaving, f"{first.name} was refused with {status}: {refusal.message}"
+        is_taken = status == 400 and any(choice.has_namesake for choice in choices.values())
+        assert is_crowded or is_too_long or is_leaving or is_taken, (
+            f"{first.name} was refused with {status}: {refusal.message}"
+        )
         self._statistics["refused"] += 1
         self._statistics[f"rule: refused for a reason ({status})"] += 1
+
+
+def _asked(request: GenerateRequest) -> Asked:
+    """The same for whoever asks the same."""
+    return request.prompt_ids.tobytes(), request.sampling.max_new_tokens, request.sampling.temperature

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from srt.managers.io_struct import TokenLogprob
 from srt.managers.request import Request, Status
 from srt.protocol.messages import GenerateRequest, RequestDone, StepPlan, TokenBatch
+from tests.scheduler.hostile import HOSTILE_RIDS
 from tests.scheduler.reference import best_tokens, logprobs, logprobs_of
 from tests.scheduler.settings import Settings
 from tests.scheduler.traffic import Choice
@@ -103,6 +104,8 @@ class Obligations:
                     f"{stay.choice.name}: its answer begins, and its prompt is told up to {stay.next_prompt_logprob}"
                 )
         for done in batch.done:
+            if done.rid >= HOSTILE_RIDS:
+                continue
             self._see_end(self._stays[done.rid, done.choice], done, now)
 
     def _see_logprobs(self, batch: TokenBatch) -> None:

@@ -52,10 +52,9 @@ RULES: tuple[str, ...] = (
     "no more plans than may be in flight",
     "prompts do not hold up streams",  # longer than the decode guarantee says
     "captures wait for their time",  # one at a time, and none while others wait for nothing that it brings
+    "graphs are captured when that pays",  # as soon as a step misses one, or nobody is there for long
     "trials run alone",
     "no plans in a pause",
-    "a pause is answered when all is still",
-    "calls are answered",  # all, in the end
     "last words name what is in flight",
     "a worker's fault ends it",
     "nothing is left at the end",  # no page, slot, pin, or request
@@ -91,6 +90,33 @@ RULES: tuple[str, ...] = (
     "errors reach their reader last",  # with status, words and Retry-After; behind all tokens
     "times are told",
     "a frontend forgets what has ended",
+    "frontends are greeted with the limits",  # once, before all else
+    "what ends here is told",  # to the scheduler, of that choice alone
+    "calls are answered",  # all, in the end
+    "only what was convicted is suspected at once",  # the same prompt, asked for as much
+    "what no scheduler has seen is not resumed",  # and what one has seen is
+    # ---- control_rules.py: what a scheduler answers
+    "states are right",  # against the books that the world keeps of what was said
+    "all are told the same load",  # that of the moment
+    "ranks with other tables are named",  # and only they
+    "a successor gets no reply of its predecessor",
+    "flushes are done when nobody runs",
+    "flushes are done in a pause",  # that has taken all slots, or aborted all
+    "flushes are refused while some run",
+    "a pause in place takes no slots",
+    "pauses are answered in time",  # when no step is in flight, or generation goes on, with the right word
+    "generation goes on after a pause",  # whoever has ended it
+    "aborts by name are counted",
+    "aborts by name reach all frontends",
+    "one live request of a name",
+    "taken or refused, as it must be",
+    "what is malformed is refused once",
+    "unknown ids are refused once",  # also where a part was aborted
+    "strangers are rejected",  # who have not said hello
+    "drained only when all ends are said",
+    "the end of a grace is said to all",
+    # ---- hostile.py: workers that contradict themselves, or each other
+    "ranks that differ are no replica",
     # ---- verdicts.py: what becomes of processes
     "ready when all are",
     "who is well is not told to end",

@@ -6,41 +6,38 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
-from srt.managers.effects import Effect, Fatal, Frontend, HandshakeDone, Source, Worker
+from srt.managers.effects import Effect, Frontend, HandshakeDone, Source, Worker
 from srt.managers.effects import ToFrontend as SendToFrontend
 from srt.managers.effects import ToWorkers as SendToWorkers
 from srt.managers.replica import Replica
 from srt.managers.request import Request, Status
-from srt.managers.scheduler_state import CAPTURE_REST_S, Scheduler
+from srt.managers.scheduler_state import Scheduler
 from srt.protocol.messages import (
     TRIAL_TOKENS,
     Abort,
-    AbortLabel,
     AckBatch,
-    ContinueGeneration,
-    ControlReply,
-    FlushCache,
     FromFrontend,
     FrontendHello,
     GenerateRequest,
-    GetState,
     LastWord,
     Load,
     Message,
-    PauseGeneration,
     Refused,
+    Rejected,
     StepAck,
     StepPlan,
     StepResult,
     ToFrontend,
     TokenBatch,
     WorkDone,
-    WorkerFault,
     WorkerHello,
     WorkPlan,
 )
+from tests.scheduler.captures import Captures
+from tests.scheduler.control_rules import ControlRules, Said, check_facts
 from tests.scheduler.fairness import CHECK_EVERY, Fairness
 from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.hostile import HOSTILE_RIDS, Hostile, Progress, break_off, check_handshake
 from tests.scheduler.ledger_frontend import LedgerFrontend
 from tests.scheduler.obligations import Obligations
 from tests.scheduler.room import Room
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
 
 PROTOCOL = "simulated"
 MAX_UNACKNOWLEDGED = 8
-CALLS = (AbortLabel, FlushCache, GetState, PauseGeneration, ContinueGeneration)
 COUNTED = (
     "num_mixed_steps num_rows num_failed num_aborted_waiting num_aborted_prefill num_aborted_decode num_cached_tokens"
     " num_dropped_rows num_evicted_pages num_held_back num_preempted num_preemptions"
@@ -90,7 +86,6 @@ class Server:
         self._scheduler = Scheduler(s.server_args(), PROTOCOL)
         self._worker = FakeWorker(s, world.by_seed)
         self._connected: dict[int, LedgerFrontend] = {}
-        self._known: dict[str, list[Choice]] = {}  # by label, what has arrived
         self._last_ack: dict[int, int] = {}
         self._next_batch: dict[int, int] = {}
         self._to_frontends = [Link(world.now) for _ in range(s.num_frontends)]
@@ -101,25 +96,27 @@ class Server:
         self._first_stage_free_at = world.now
         self._busy_since = math.inf  # the workers, with the step that was not answered for longest
         self._is_mute = False  # a worker
-        self._is_to_abort_all = False  # when the workers are ready
         self._takes_early = False  # all that came before they were, at once: what was in between is not seen
         self._extra_s = 0.0  # that the next step takes longer than it says
-        self._paused_by: set[int] = set()
-        self._is_draining = False
+        self.control = ControlRules(
+            s,
+            world.calls_rng,
+            world.statistics,
+            lambda request: [world.by_rid[request.rid][index] for index in request.choices.tolist()],
+            self._worker.end,
+        )
         self._fairness = Fairness(s, world.statistics)
         self._obligations = Obligations(s, world.statistics)
         self._room = Room(s, world.statistics, self._worker, self._fairness)
         self._num_preempted = 0  # when it was last asked who was
-        self._calls: list[tuple[LedgerFrontend, int]] = []  # that must be answered
-        self._pauses: set[int] = set()  # calls
-        self._num_capturing = 0  # ranks whose word that they have captured has not come
-        self._rests_until = 0.0  # before that no worker is asked again to capture
-        self._wants_capture = False  # as the last result says of steps behind the last capture
+        self._next_answer = [1] * s.tp_size
+        self._last_sent = 0
+        self._captures = Captures(world.statistics, s.tp_size, lambda: self._worker.num_graphs_left)
         self._told_load: dict[int, tuple[float, Load]] = {}  # by frontend
+        self._busy_at = world.now  # something was heard
         self._says_last_words = False
-        self._unanswered: dict[
-            int, tuple[list[Choice], int]
-        ] = {}  # by step: whose rows it has, and how many ranks are to answer
+        # By step: the rows with their ids, how many ranks are to answer, and what is answered.
+        self._unanswered: dict[int, tuple[list[tuple[Choice, int]], int, StepResult]] = {}
         self._to_be_tried: dict[int, int] = {}  # suspects by seed, and the outputs with which they are through
 
     def start(self) -> None:
@@ -128,21 +125,35 @@ class Server:
         sizes = (s.page_size, s.num_pages, s.num_slots, s.max_request_tokens, s.vocab_size)
         for rank in range(s.tp_size):
             counts = (s.row_tokens, s.num_stages, s.num_graphs)
-            self._from_rank(rank, s.delay, WorkerHello(rank, PROTOCOL, "config", "float32", *sizes, *counts))
+            hello = WorkerHello(rank, PROTOCOL, "config", "float32", *sizes, *counts)
+            self._from_rank(rank, s.delay, hello)
+        self._world.statistics["rule: ranks that differ are no replica"] += 1
+        check_handshake(s, self._world.calls_rng, hello)
 
     def die(self) -> None:
         """By a fault of a worker, or all at once."""
         if self._scheduler.is_ready and self._world.rng.random() < 0.5:
-            fault = WorkerFault(0, 1, "it broke")
-            effects = self._scheduler.handle(Worker(0), fault, self._world.now)
-            self._world.statistics["rule: a worker's fault ends it"] += 1
-            assert any(isinstance(effect, Fatal) for effect in effects), "a worker's fault is not taken seriously"
+            if self._world.calls_rng.random() < 0.3:
+                self.control.ended_grace(_said(self._scheduler.break_off()))
+            progress = self._progress()
+            num_words = break_off(self._scheduler, progress, self._settings, self._world.calls_rng, self._world.now)
+            self._world.statistics["rule: a worker's fault ends it"] += num_words
         self.is_alive = False
         self.count()
 
+    def _progress(self) -> Progress:
+        first, last = self._next_answer[0], self._next_answer[-1]
+        owed, other = self._unanswered.get(first), self._unanswered.get(last)
+        return Progress(
+            self._next_answer,
+            self._last_sent,
+            owed[2] if owed is not None else None,
+            other[2].ids_hash if other is not None and first > last else None,
+        )
+
     def say_last_words(self) -> None:
         """The host process ends before its time, in order."""
-        in_flight = {choice.seed: choice for choices, _ in self._unanswered.values() for choice in choices}
+        in_flight = {choice.seed: choice for rows, _, _ in self._unanswered.values() for choice, _ in rows}
         self._says_last_words = True
         effects = self._scheduler.last_words()
         words = [effect.message for effect in effects if isinstance(effect, SendToFrontend)]
@@ -192,38 +203,47 @@ class Server:
 
     # ---- Messages in
 
-    def hear(self, frontend: LedgerFrontend, message: FromFrontend) -> None:
-        if not self.is_alive:
-            return
+    def hear(self, frontend: LedgerFrontend, message: FromFrontend | Hostile) -> None:
         number = frontend.number
+        is_gone = self._connected.get(number) is not frontend and not isinstance(message, FrontendHello)
+        if not self.is_alive or is_gone:
+            return
+        self._busy_at = self._world.now
         if isinstance(message, FrontendHello):
             self._meet(frontend)
         elif isinstance(message, Abort):
-            self._note_abort(message)
+            for choice in self._world.by_rid.get(message.rid, ()):
+                self._world.statistics["crossing aborts"] += choice.is_done and message.choice in (-1, choice.choice)
         elif isinstance(message, AckBatch):
             self._last_ack[number] = message.number
         elif isinstance(message, GenerateRequest):
             known = self._world.by_rid[message.rid]
-            self._known[message.label] = [known[index] for index in message.choices.tolist()]
+            choices = [known[index] for index in message.choices.tolist()]
             is_early = not self._scheduler.is_ready
-            self._obligations.arrive(message, self._known[message.label], self._world.now, is_early=is_early)
+            self._obligations.arrive(message, choices, self._world.now, is_early=is_early)
             if message.suspect:
-                for choice, ids in zip(self._known[message.label], message.output_ids, strict=True):
+                for choice, ids in zip(choices, message.output_ids, strict=True):
                     self._to_be_tried[choice.seed] = len(ids) + TRIAL_TOKENS
-        elif isinstance(message, AbortLabel):
-            self._note_abort_by(message.label)
-        elif isinstance(message, PauseGeneration):
-            if not self._is_draining:
-                self._paused_by.add(number)
-            if self._scheduler.is_ready:  # of what came before, a part may be lost with its frontend
-                self._pauses.add(message.call)
-            if message.mode == "abort":
-                self._note_abort_by("")
-        elif isinstance(message, ContinueGeneration):
-            self._paused_by.clear()
-        if isinstance(message, CALLS) and self._connected.get(number) is frontend:
-            self._calls.append((frontend, message.call))
-        self._handle(Frontend(number), message, self._settings.tick_delay if isinstance(message, AckBatch) else 0.0)
+        effects = self._handle(Frontend(number), message)
+        if not isinstance(message, FrontendHello):
+            self.control.heard(frontend, message, _said(effects))
+            self._forget_flushed()
+        self._apply(effects)
+        self._look_for_preempted()
+        self.control.check_drained(self._scheduler.is_drained, self._num_in_flight)
+        self._tick_soon(self._settings.tick_delay if isinstance(message, AckBatch) else 0.0)
+
+    def hear_stranger(self, message: FromFrontend) -> None:
+        """From a frontend that has not said hello."""
+        if self.is_alive:
+            number = self._settings.num_frontends + 7
+            said = _said(self._handle(Frontend(number), message))
+            self._world.statistics["rule: strangers are rejected"] += 1
+            assert len(said) == 1 and said[0][0] == number and isinstance(said[0][1], Rejected), f"{message}: {said}"
+
+    def _forget_flushed(self) -> None:
+        if self.control.has_flushed:
+            self._worker.forget_cached()
 
     def lose(self, frontend: LedgerFrontend) -> None:
         """The scheduler's process finds that this frontend is gone."""
@@ -234,8 +254,7 @@ class Server:
 
     def drain(self) -> None:
         self._scheduler.drain()
-        self._is_draining = True
-        self._paused_by.clear()
+        self.control.drain()
 
     @property
     def is_ready(self) -> bool:
@@ -245,18 +264,19 @@ class Server:
     def is_drained(self) -> bool:
         return self._scheduler.is_drained
 
-    def check_answered(self) -> None:
-        """At the end of the world, for all who are still there."""
-        for frontend, call in self._calls:
-            is_there = self._connected.get(frontend.number) is frontend
-            self._world.statistics["rule: calls are answered"] += is_there
-            assert not is_there or call in frontend.replies, (
-                f"call {call} of frontend {frontend.number} was not answered"
-            )
+    def _check_idle(self) -> None:
+        """What time alone brings, without a message."""
+        replica = self._scheduler._replica
+        if replica is None or self._is_mute:
+            return
+        self._fairness.look_for_stale_load(replica, self._told_load)
+        if not self.control.books.num_live and not self._num_in_flight:
+            self._captures.check_idle(self._world.now, self._busy_at)
 
     def wake(self) -> None:
         if self.is_alive:
             self._obligations.look_at_time(self._requests(), self._world.now)
+            self._check_idle()
         when = self._scheduler.next_tick_s if self.is_alive else None
         if when is not None and when <= self._world.now:
             self._tick_by(self._world.now)
@@ -270,6 +290,7 @@ class Server:
         if before is not None:
             self._forget(before)
         self._connected[frontend.number] = frontend
+        self.control.meet(frontend)
         self._last_ack[frontend.number], self._next_batch[frontend.number] = -1, 0
         link = self._to_frontends[frontend.number]
         self._to_frontends[frontend.number] = Link(max(link.next_arrival(self._world.now, 0.0), self._world.now))
@@ -277,40 +298,22 @@ class Server:
     def _forget(self, frontend: LedgerFrontend) -> None:
         del self._connected[frontend.number]
         self._told_load.pop(frontend.number, None)
-        self._paused_by.discard(frontend.number)
+        self.control.lose(frontend.number)
         for choice in frontend.live_choices():
             self._worker.end(choice)
 
-    def _note_abort(self, abort: Abort) -> None:
-        for choice in self._world.by_rid[abort.rid]:
-            if abort.choice in (-1, choice.choice):
-                self._world.statistics["crossing aborts"] += choice.is_done
-                self._worker.end(choice)
-
-    def _note_abort_by(self, label: str) -> None:
-        """Those that have arrived are over; those that arrive meanwhile may be, too, if all are aborted.
-
-        Before the workers are ready that is put off, and forgotten if the frontend that asks for it dies meanwhile.
-        """
-        if not label:
-            self._world.note_abort_of_all()
-        if not self._scheduler.is_ready:
-            self._is_to_abort_all |= not label
-            return
-        for choice in [c for known in ([self._known.get(label, [])] if label else self._known.values()) for c in known]:
-            self._worker.end(choice)
-
-    def _handle(self, source: Source, message: Message, tick_within: float) -> None:
-        now = self._world.now
-        received = at_scheduler(message) if isinstance(message, GenerateRequest) else message
+    def _handle(self, source: Source, message: Message | Hostile) -> list[Effect]:
+        received = message.message if isinstance(message, Hostile) else message
+        received = at_scheduler(received) if isinstance(received, GenerateRequest) else received
         self._takes_early = not self._scheduler.is_ready
-        effects = self._scheduler.handle(source, received, now)
+        effects = self._scheduler.handle(source, received, self._world.now)
         if self._takes_early and self._scheduler.is_ready:
-            self._obligations.become_ready(now)
-        self._apply(effects)
-        self._look_for_preempted()
-        # A host process may find more messages before it ticks.
-        self._tick_by(now + (tick_within or self._world.rng.choice((0.0, 0.0, 0.002))))
+            self._obligations.become_ready(self._world.now)
+        return effects
+
+    def _tick_soon(self, within: float) -> None:
+        """A host process may find more messages before it ticks."""
+        self._tick_by(self._world.now + (within or self._world.rng.choice((0.0, 0.0, 0.002))))
 
     def _look_for_preempted(self) -> None:
         replica = self._scheduler._replica
@@ -338,8 +341,9 @@ class Server:
             return
         is_checked = world.rng.random() * world.check_every < 1.0
         before = self._fairness.before(replica, with_tree=is_checked)
-        world.statistics["rule: no plans in a pause"] += bool(self._paused_by and before.num_live)
+        world.statistics["rule: no plans in a pause"] += bool(self.control.paused_by and before.num_live)
         may_be_sent = [n for n in self._connected if self._next_batch[n] - self._last_ack[n] <= MAX_UNACKNOWLEDGED]
+        must_capture = self._captures.is_missed and self._captures.may_begin(world.now)
         glance = self._room.look(replica, self._requests)
         effects = self._scheduler.tick(world.now)
         plans = [e.message for e in effects if isinstance(e, SendToWorkers) and isinstance(e.message, StepPlan)]
@@ -347,6 +351,9 @@ class Server:
         self._apply(effects)
         self._look_for_preempted()
         self._check_waiting(replica, plans, is_calm=is_calm)
+        self._captures.check_begun(must_begin=must_capture)
+        self.control.ticked(_said(effects), self._num_in_flight, min(self._next_answer) > self._last_sent)
+        self.control.check_drained(self._scheduler.is_drained, self._num_in_flight)
         self._fairness.after(self._scheduler, replica, before, world.now)
         for number in may_be_sent if replica.counters.num_steps % CHECK_EVERY == 1 else ():
             self._fairness.check_sent(replica, number)
@@ -360,7 +367,11 @@ class Server:
     def _check_waiting(self, replica: Replica, plans: list[StepPlan], *, is_calm: bool) -> None:
         """Who waits behind a tick has to; and if no step is under way, nobody is there."""
         planner = replica.planner
-        if not self._paused_by and not self._num_in_flight and (replica.stream.is_empty or not planner.has_trials):
+        if (
+            not self.control.paused_by
+            and not self._num_in_flight
+            and (replica.stream.is_empty or not planner.has_trials)
+        ):
             self._world.statistics["rule: who is there is worked on"] += 1
             assert not planner.num_waiting and not replica.slots.num_used, (
                 "nothing is under way, and requests are there"
@@ -383,8 +394,8 @@ class Server:
                     self._to_workers(work)
                 case SendToFrontend(number, message):
                     self._to_frontend(number, message)
-                case HandshakeDone():
-                    pass
+                case HandshakeDone(facts):
+                    check_facts(self._settings, facts)
                 case _:
                     raise AssertionError(f"the scheduler gave up: {effect}")
 
@@ -393,21 +404,24 @@ class Server:
         if receiver is None:
             return
         match message:
+            case Rejected():  # which is right, and its sender's affair
+                return
             case Load():
                 self._told_load[number] = world.now, message
             case Refused(status=429) if not self._takes_early:
                 self._fairness.check_crowded(self._scheduler)
-            case ControlReply(call, True) if call in self._pauses:
-                world.statistics["rule: a pause is answered when all is still"] += 1
-                assert self._paused_by and not self._num_in_flight, "a pause is answered, but generation goes on"
         if isinstance(message, TokenBatch):
             most = MAX_UNACKNOWLEDGED + self._says_last_words  # all that is known goes with them
             world.statistics["rule: frontends are not flooded"] += message.number - self._last_ack[number] == most
             assert message.number - self._last_ack[number] <= most, f"frontend {number} is flooded"
             self._next_batch[number] = message.number + 1
             self._obligations.see_batch(message, world.now)
+            self.control.sent_batch(number)
             self._check_ranges(message)
             for done in message.done:
+                self.control.sent_end(number, done, message.number)
+                if done.rid >= HOSTILE_RIDS:
+                    continue
                 choice = world.by_rid[done.rid][done.choice]
                 world.statistics["rule: cached tokens are told"] += choice.cached_prompt_tokens > 0
                 assert done.cached_tokens == choice.cached_prompt_tokens, (
@@ -447,8 +461,9 @@ class Server:
         s, rng = self._settings, self._world.rng
         answer: StepResult | WorkDone
         step_us = 0
+        self._last_sent = work.step
         if isinstance(work, StepPlan):
-            assert not self._paused_by, "a plan was made in a pause"
+            assert not self.control.paused_by, "a plan was made in a pause"
             if not self._num_in_flight:
                 self._busy_since = self._world.now
             self._num_in_flight += 1
@@ -460,19 +475,23 @@ class Server:
             self._obligations.see_plan(work, self._world.now)
             answer = self._worker.execute(work, step_us, self._answered, self._is_trial(work))
             rows = self._worker.rows_of(work, answer)
-            self._unanswered[work.step] = [choice for choice, _ in rows], s.tp_size
+            self._unanswered[work.step] = rows, s.tp_size, answer
+            self.control.planned([choice for choice, _ in rows])
+            self.control.counts.note_plan(work)
             self._check_trial(rows)
         else:
             answer = self._worker.do(work)
             if work.kind == "capture":
                 self._check_capture()
                 step_us = int(1e6 * s.step_time)
+            else:
+                self.control.asked_tables(work.step)
         begin = max(self._world.now, self._first_stage_free_at)
         self._first_stage_free_at = begin + step_us / 1e6 / s.num_stages
         duration = begin - self._world.now + step_us / 1e6 + self._extra_s
         self._extra_s = 0.0
         for rank in range(s.tp_size):
-            self._from_rank(rank, duration + s.delay * rng.random(), _of_rank(answer, rank))
+            self._from_rank(rank, duration + s.delay * rng.random(), self._of_rank(answer, rank))
 
     def _is_trial(self, plan: StepPlan) -> bool:
         """Of the one suspect that is in it."""
@@ -485,25 +504,19 @@ class Server:
         for choice, num_sampled in rows:
             num_outputs = self._worker.num_known(choice) - choice.prompt_len
             if num_outputs - num_sampled < self._to_be_tried.get(choice.seed, 0):
-                others = [c.name for others, _ in self._unanswered.values() for c in others if c is not choice]
+                others = [c.name for rows, _, _ in self._unanswered.values() for c, _ in rows if c is not choice]
+                world.note_trial(self)
                 world.statistics["rule: trials run alone"] += 1
                 assert not others, f"{choice.name} is tried beside {others[0]}"
             if 0 <= choice.poison_at < num_outputs:
                 world.at(world.now, partial(world.die_of_request, self))
 
     def _check_capture(self) -> None:
-        """One at a time, where a step missed it, or nobody waits for anything else."""
-        assert not self._num_capturing, "two graphs are captured at once"
-        assert self._world.now >= self._rests_until, "workers that are compiling have no rest"
-        assert self._worker.num_graphs_left >= 0, "more graphs are captured than there are"
         replica = self._scheduler._replica
         assert replica is not None
         state = replica.state()
-        is_busy = self._num_in_flight or (not self._paused_by and (state["num_running"] or state["num_waiting"]))
-        assert self._wants_capture or not is_busy, "requests wait for a graph that no step has missed"
-        self._world.statistics["captures while busy" if is_busy else "captures while idle"] += 1
-        self._world.statistics["rule: captures wait for their time"] += 1
-        self._num_capturing = self._settings.tp_size
+        is_there = not self.control.paused_by and (state["num_running"] or state["num_waiting"])
+        self._captures.begin(self._world.now, is_busy=bool(self._num_in_flight or is_there))
 
     def _step_us(self, plan: StepPlan) -> int:
         s, (section,) = self._settings, plan.sections
@@ -525,41 +538,61 @@ class Server:
         world.at(link.next_arrival(world.now, delay), partial(self._hear_rank, rank, message))
 
     def _hear_rank(self, rank: int, message: Message) -> None:
-        if self.is_alive and not self._is_mute:
-            if isinstance(message, StepResult | StepAck):
-                choices, num_ranks = self._unanswered.pop(message.step)
-                if num_ranks > 1:
-                    self._unanswered[message.step] = choices, num_ranks - 1
-            if isinstance(message, StepResult):
-                self._num_in_flight -= 1
-                self._busy_since = self._world.now if self._num_in_flight else math.inf
-                self._answered = message.step
-                self._wants_capture = message.wants_capture
-                if message.counts.min(initial=0) < 0:
-                    self._hear_failure(rank, message)
-                    return
-            elif isinstance(message, WorkDone) and "num_left" in message.values:
-                self._num_capturing -= 1
+        if not self.is_alive or self._is_mute:
+            return
+        self._busy_at = self._world.now
+        if isinstance(message, StepResult | StepAck):
+            self._note_answer(rank, message)
+        elif isinstance(message, WorkDone):
+            self._next_answer[rank] = message.step + 1
+            if "num_left" in message.values:
                 replica = self._scheduler._replica
-                if replica is not None and message.values["num_left"] == replica.stream.num_graphs_left:
-                    self._rests_until = self._world.now + CAPTURE_REST_S
-                self._wants_capture &= rank != 0
-            elif isinstance(message, WorkerHello) and self._is_to_abort_all:
-                self._world.note_abort_of_all()
-            self._handle(Worker(rank), message, 0.0)
+                is_compiling = replica is not None and message.values["num_left"] == replica.stream.num_graphs_left
+                self._captures.end(rank, self._world.now, is_compiling=is_compiling)
+        if isinstance(message, StepResult) and message.counts.min(initial=0) < 0:
+            self._hear_failure(rank, message)
+            return
+        is_early = not self._scheduler.is_ready
+        effects = self._handle(Worker(rank), message)
+        if isinstance(message, WorkDone):
+            self.control.heard_done(message, _said(effects), self._settings.tp_size)
+        elif is_early and self._scheduler.is_ready:
+            self.control.began(_said(effects))
+            self._forget_flushed()
+        else:
+            assert not effects, f"{effects} follow from {message}, before all that has come is heard"
+        self._apply(effects)
+        self._tick_soon(0.0)
+
+    def _note_answer(self, rank: int, message: StepResult | StepAck) -> None:
+        self._next_answer[rank] = message.step + 1
+        rows, num_ranks, answer = self._unanswered.pop(message.step)
+        if num_ranks > 1:
+            self._unanswered[message.step] = rows, num_ranks - 1, answer
+        if isinstance(message, StepResult):
+            self._num_in_flight -= 1
+            self._busy_since = self._world.now if self._num_in_flight else math.inf
+            self._answered = message.step
+            self._captures.is_missed = message.wants_capture
+            self.control.books.take_result(rows)
+            self.control.counts.note_result(message.step, message.step_us)
 
     def _hear_failure(self, rank: int, result: StepResult) -> None:
         """The model gave no finite logits for some rows."""
         replica = self._scheduler._replica
         assert replica is not None
         started = replica.planner.started()
-        self._handle(Worker(rank), result, 0.0)
+        self._apply(self._handle(Worker(rank), result))
+        self._tick_soon(0.0)
         for request in started:
             if request.done is not None and request.done.status == 500:
                 self._fairness.check_distrusted(replica, request)
 
+    def _of_rank(self, answer: StepResult | WorkDone, rank: int) -> StepResult | StepAck | WorkDone:
+        if isinstance(answer, WorkDone):
+            return self.control.answer_of_rank(rank, answer)
+        return answer if rank == 0 else StepAck(answer.step, rank, answer.ids_hash, answer.step_us)
 
-def _of_rank(answer: StepResult | WorkDone, rank: int) -> StepResult | StepAck | WorkDone:
-    if isinstance(answer, WorkDone):
-        return WorkDone(answer.step, rank, answer.values)
-    return answer if rank == 0 else StepAck(answer.step, rank, answer.ids_hash, answer.step_us)
+
+def _said(effects: list[Effect]) -> Said:
+    return [(effect.frontend, effect.message) for effect in effects if isinstance(effect, SendToFrontend)]

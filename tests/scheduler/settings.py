@@ -61,6 +61,7 @@ class Settings:
     num_slow_steps: int = 0  # that take nearly as long as they may
     watchdog_timeout: float = 2.0
     num_questions: int = 4  # and flushes, and aborts of what others sent
+    callers: str = "quiet"  # what clients ask for beside answers: see callers.py
     drains: bool = False  # at some time nothing new is taken any more
     num_graphs: int = 0
     missing_share: float = 0.0  # of the steps, which miss a graph

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from srt.utils.compiled import SWITCH
+from tests.scheduler.control_mutations import CONTROL_MUTATIONS
 from tests.scheduler.mutations import MORE_MUTATIONS, MUTATIONS, PACKAGE, REPLACEMENT_MUTATIONS, Mutation
 
 MOST_SEEDS = 120  # luck with the first ones must not decide
+FEW_SEEDS = 60
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
@@ -27,6 +29,12 @@ def test_another_planted_bug_is_found_within_120_worlds(mutation: Mutation, tmp_
     find(mutation, tmp_path)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("mutation", CONTROL_MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_a_bug_in_control_calls_is_found_within_60_worlds(mutation: Mutation, tmp_path: Path) -> None:
+    find(mutation, tmp_path, FEW_SEEDS)
+
+
 @pytest.mark.parametrize("mutation", REPLACEMENT_MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
 def test_a_bug_in_what_is_replaced_is_found_by_stories(mutation: Mutation, tmp_path: Path) -> None:
     mutation.plant(tmp_path)
@@ -36,16 +44,16 @@ def test_a_bug_in_what_is_replaced_is_found_by_stories(mutation: Mutation, tmp_p
     print(f"\n{mutation.name}: {found.group(0)}")
 
 
-def find(mutation: Mutation, tmp_path: Path) -> None:
+def find(mutation: Mutation, tmp_path: Path, most: int = MOST_SEEDS) -> None:
     mutation.plant(tmp_path)
-    output = _simulate(tmp_path)
+    output = _simulate(tmp_path, most)
     found = re.search(r"World (\d+) broke.*", output)
-    assert found, f"nothing was found in {MOST_SEEDS} worlds:\n{output[-2000:]}"
+    assert found, f"nothing was found in {most} worlds:\n{output[-2000:]}"
     print(f"\n{mutation.name}: {found.group(0)}")
 
 
 def test_every_bug_can_still_be_planted() -> None:
-    for mutation in (*MUTATIONS, *MORE_MUTATIONS, *REPLACEMENT_MUTATIONS):
+    for mutation in (*MUTATIONS, *MORE_MUTATIONS, *CONTROL_MUTATIONS, *REPLACEMENT_MUTATIONS):
         compile(mutation.text(), mutation.file, "exec")
 
 
@@ -54,9 +62,9 @@ def test_a_bug_is_planted_without_what_was_built_before_it(tmp_path: Path) -> No
     assert not [*(tmp_path / "srt").rglob("*.so"), *(tmp_path / "srt/compiled").glob("*")]
 
 
-def _simulate(folder: Path) -> str:
+def _simulate(folder: Path, most: int) -> str:
     """At the default settings."""
-    run = f"sys.argv[1:] = ['--seeds', '{MOST_SEEDS}']; sys.exit(main())"
+    run = f"sys.argv[1:] = ['--seeds', '{most}']; sys.exit(main())"
     return _run(folder, "from tests.scheduler.simulate import main", run)
 
 

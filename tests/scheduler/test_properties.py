@@ -7,6 +7,7 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.scheduler.callers import THEMES
 from tests.scheduler.settings import Settings
 from tests.scheduler.world import World
 
@@ -52,6 +53,7 @@ def small_worlds(draw: st.DrawFn) -> Settings:
         num_deaths=draw(st.integers(0, 2)),
         num_returns=draw(st.integers(0, 1)),
         num_questions=draw(st.integers(0, 3)),
+        callers=draw(st.sampled_from((*["quiet"] * len(THEMES), *THEMES))),
         drains=draw(st.booleans()) and draw(st.booleans()),
         num_graphs=draw(st.sampled_from((0, 4))),
         missing_share=draw(st.sampled_from((0.0, 0.3, 1.0))),

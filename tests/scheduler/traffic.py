@@ -32,6 +32,7 @@ class Choice:
     cached_told: int = (
         -1
     )  # its prompt tokens that came from the cache, as was said with the first tokens; -1: nothing yet
+    has_namesake: bool = False  # another request had the same name when one of them was sent
     poison_at: int = -1  # workers die of the step that samples behind so many of its tokens; -1: of none
     was_in_flight: bool = False  # by the last word of a scheduler
     num_deaths: int = 0  # of servers that may have died of it, and at most four tokens further again
@@ -87,7 +88,7 @@ class Traffic:
         if settings.urgent_share is not None:
             self._urgent_share = settings.urgent_share
         self._poison_rng = random.Random(f"poison of {seed}")
-        self._num_poisons = settings.num_poisons
+        self.num_poisons = settings.num_poisons
         self._beside_rng = random.Random(f"tokens beside those of {seed}")
 
     def next_request(self, rid: int) -> list[Choice]:
@@ -102,7 +103,7 @@ class Traffic:
         request = replace(
             template.request,
             rid=rid,
-            label=f"label {self._num_requests}",
+            label=self._label(),
             logprobs=self._logprobs(len(template.request.prompt_ids)),
             seed=rng.getrandbits(64),
             priority=rng.choice((0, 0, 1, 2, 5, 7)) if s.policy == "priority" else 0,
@@ -113,11 +114,16 @@ class Traffic:
             Choice(request, index, choice_seed(request.seed, index), known, hashes)
             for index, (known, hashes) in enumerate(template.answers)
         ]
-        if self._num_poisons and self._poison_rng.random() < 0.1:
-            self._num_poisons -= 1
+        if self.num_poisons and self._poison_rng.random() < 0.1:
+            self.num_poisons -= 1
             poisoned = self._poison_rng.choice(choices)
             poisoned.poison_at = self._poison_rng.randrange(max(1, len(poisoned.answer.ids)))
         return choices
+
+    def _label(self) -> str:
+        """Some are numbered as parts of a batch, whose name is also that of another request."""
+        batch, part = divmod(self._num_requests, 5)
+        return f"label {batch}_{part}" if part < 3 else f"label {self._num_requests}"
 
     def _new_template(self) -> _Template:
         s, rng = self._settings, self._rng

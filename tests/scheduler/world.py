@@ -21,12 +21,15 @@ from srt.protocol.messages import (
     FlushCache,
     FromFrontend,
     FrontendHello,
+    GenerateRequest,
     GetState,
     PauseGeneration,
     ToFrontend,
 )
 from tests.scheduler.alike import alike
+from tests.scheduler.callers import Callers, draw_callers
 from tests.scheduler.clients import Texts
+from tests.scheduler.hostile import Hostile
 from tests.scheduler.ledger_frontend import LedgerFrontend
 from tests.scheduler.server import PROTOCOL, Link, Server
 from tests.scheduler.settings import Settings
@@ -46,7 +49,10 @@ class World:
 
     def __init__(self, seed: int, settings: Settings | None = None, *, check_every: int = 16) -> None:
         self.rng = random.Random(seed)
-        self.settings = s = settings or alike(Settings.draw(self.rng, random.Random(f"graphs in {seed}")), seed)
+        self.settings = s = settings or draw_callers(
+            alike(Settings.draw(self.rng, random.Random(f"graphs in {seed}")), seed),
+            random.Random(f"callers in {seed}"),
+        )
         self.statistics: Counter[str] = Counter()
         self.rows_per_step: list[int] = []
         self.now = 0.0
@@ -57,23 +63,26 @@ class World:
         self._num_events = 0
         self.by_seed: dict[int, Choice] = {}
         self.by_rid: dict[int, list[Choice]] = {}
+        self._by_label: dict[str, list[Choice]] = {}
         self.texts = Texts(seed)
-        self._frontends = [LedgerFrontend(n, self) for n in range(s.num_frontends)]
-        self._server = Server(self, generation=1)
-        self._server_of: list[Server] = [self._server] * s.num_frontends  # that each frontend is connected to
-        self._links: list[Link] = [Link() for _ in self._frontends]  # from frontends
+        self._callers = Callers(self, seed)
+        self._traffic.num_poisons += self._callers.num_poisons
+        self.calls_rng = random.Random(f"answers to calls of {seed}")
+        self.frontends = [LedgerFrontend(n, self) for n in range(s.num_frontends)]
+        self.server = Server(self, generation=1)
+        self._server_of: list[Server] = [self.server] * s.num_frontends  # that each frontend is connected to
+        self._links: list[Link] = [Link() for _ in self.frontends]  # from frontends
         self._trouble = random.Random(f"trouble of {seed}")
         self._supervision = self._supervise()
         self._is_hanging = False  # the server is replaced when the Replacer has found out
         self._is_of_request = False  # what it dies of
         self._is_new = False  # it was replaced, and starts when all of the old one have ended
         self._next_rid = 1
-        self._next_call = 1
 
     def run(self) -> None:
         self._begin()
         self._run_events()
-        for frontend in self._frontends:
+        for frontend in self.frontends:
             frontend.check_complete()
         self._end()
         self._supervision.run_until(self.now)
@@ -100,21 +109,21 @@ class World:
         if self.now > PATIENCE_S:
             raise AssertionError(f"after {self.now:.0f} virtual seconds there are still {self._live()}")
         self._look_after_processes()
-        self._server.wake()
+        self.server.wake()
         if (
             self._events
             or self._supervision.cause
-            or (self._server.has_more_to_do and any(frontend.live for frontend in self._frontends))
+            or (self.server.has_more_to_do and any(frontend.live for frontend in self.frontends))
         ):
             self.at(self.now + WAKE_S, self._wake)
 
     def _live(self) -> list[str]:
-        return [choice.name for frontend in self._frontends for choice in frontend.live_choices()]
+        return [choice.name for frontend in self.frontends for choice in frontend.live_choices()]
 
     def _begin(self) -> None:
         s, when = self.settings, 0.0
-        self._server.start()
-        for frontend in self._frontends:
+        self.server.start()
+        for frontend in self.frontends:
             self._say(frontend, [FrontendHello(frontend.number, PROTOCOL)])
         times = []
         for index in range(s.num_requests):
@@ -130,7 +139,8 @@ class World:
             (self._slow_down, s.num_slow_steps),
         )
         if s.drains:
-            self.at(end * self.rng.random(), self._drain)
+            self.at(end * self.rng.random(), self.drain)
+        self._callers.begin(end)
         for action, count in disturbances:
             for _ in range(count):
                 self.at(self.rng.random() * end, action)
@@ -138,24 +148,26 @@ class World:
 
     def _end(self) -> None:
         """Everything is over: all memory must be free, and every book must say so."""
-        assert self._server.is_drained, "something is left to do, or to be said"
-        state = self._ask(GetState(self._call(), deep=True))
+        assert self.server.is_drained, "something is left to do, or to be said"
+        self.server.control.lies = False
+        state = self._ask(lambda call: GetState(call, deep=True))
         assert state.ok, state.message
-        assert self._ask(FlushCache(self._call())).ok
-        after = self._ask(GetState(self._call(), deep=False)).values
+        assert self._ask(FlushCache).ok
+        after = self._ask(lambda call: GetState(call, deep=False)).values
         wanted = {"num_free_pages": self.settings.num_pages, "num_free_slots": self.settings.num_slots}
         wanted |= {"num_waiting": 0, "num_pinned": 0, "num_in_flight": 0}
-        wanted |= {f"live_requests_of_frontend_{frontend.number}": 0 for frontend in self._frontends}
+        wanted |= {f"live_requests_of_frontend_{frontend.number}": 0 for frontend in self.frontends}
         self.statistics["rule: nothing is left at the end"] += 1
         for name, value in wanted.items():
             assert after[name] == value, f"at the end {name} is {after[name]} instead of {value}"
-        self._server.check_answered()
-        self._server.count()
+        self.server.count()
 
-    def _ask(self, message: GetState | FlushCache) -> ControlReply:
-        self._say(self._frontends[0], [message])
+    def _ask(self, make: Callable[[int], FromFrontend]) -> ControlReply:
+        self._say(self.frontends[0], [self.frontends[0].call(make)])
         self._run_events()
-        return self._frontends[0].replies[message.call]
+        reply = self.frontends[0].last_reply
+        assert reply is not None
+        return reply
 
     # ---- Frontends
 
@@ -167,9 +179,15 @@ class World:
             when = link.next_arrival(self.now, self.rng.random() * 2 * mean)
             self.at(when, partial(server.hear, frontend, message), link)
 
+    def send(self, frontend: LedgerFrontend, messages: Sequence[FromFrontend | Hostile], delay: float) -> None:
+        """Likewise, for whoever draws for itself how long that takes."""
+        link, server = self._links[frontend.number], self._server_of[frontend.number]
+        for message in messages:
+            self.at(link.next_arrival(self.now, delay), partial(server.hear, frontend, message), link)
+
     def deliver(self, frontend: LedgerFrontend, message: ToFrontend) -> None:
         """A frontend that has died hears nothing."""
-        if self._frontends[frontend.number] is frontend:
+        if self.frontends[frontend.number] is frontend:
             self._say(frontend, frontend.receive(message))
 
     def waits_to_acknowledge(self, frontend: LedgerFrontend) -> bool:
@@ -180,18 +198,39 @@ class World:
         return True
 
     def _acknowledge(self, frontend: LedgerFrontend) -> None:
-        if self._frontends[frontend.number] is frontend:
+        if self.frontends[frontend.number] is frontend:
             self._say(frontend, frontend.acknowledge())
 
     def _arrive(self) -> None:
-        frontend = self.rng.choice(self._frontends)
-        choices = self._traffic.next_request(self._next_rid)
-        self.by_rid[self._next_rid] = choices
-        self._next_rid += 1
-        self.by_seed.update((choice.seed, choice) for choice in choices)
+        frontend = self.rng.choice(self.frontends)
+        rid = self.new_rid()
+        choices = self._traffic.next_request(rid)
+        self.enter(rid, choices)
         self._say(frontend, frontend.add(choices))
         if self.rng.random() < self.settings.abort_share:
             self._plan_abort(frontend, choices)
+
+    def new_rid(self) -> int:
+        self._next_rid += 1
+        return self._next_rid - 1
+
+    def enter(self, rid: int, choices: list[Choice]) -> None:
+        """Of a request that a frontend is about to send."""
+        self.by_rid[rid] = choices
+        namesakes = self._by_label.setdefault(choices[0].request.label, [])
+        namesakes += choices
+        for choice in namesakes if len(namesakes) > len(choices) else ():
+            choice.has_namesake = True
+        self.by_seed.update((choice.seed, choice) for choice in choices)
+
+    def note_reply(self, frontend: LedgerFrontend, asked: FromFrontend, reply: ControlReply) -> None:
+        self._callers.note_reply(frontend, asked, reply)
+
+    def note_conviction(self, frontend: LedgerFrontend, convicted: GenerateRequest) -> None:
+        self._callers.note_conviction(frontend, convicted)
+
+    def note_trial(self, server: Server) -> None:
+        self._callers.note_trial(server)
 
     def _plan_abort(self, frontend: LedgerFrontend, choices: list[Choice]) -> None:
         chosen = self.rng.choice(choices)
@@ -203,86 +242,79 @@ class World:
         self.at(self.now + 2 * mean * self.rng.random(), action)
 
     def abort(self, frontend: LedgerFrontend, rid: int, choice: int) -> None:
-        if self._frontends[frontend.number] is frontend:
+        if self.frontends[frontend.number] is frontend:
             self._say(frontend, frontend.abort(rid, choice))
 
     def _ask_something(self) -> None:
-        frontend = self.rng.choice(self._frontends)
+        frontend = self.rng.choice(self.frontends)
         kind = self.rng.choice(("deep", "deep", "state", "flush", "label", "label", "all", "pause"))
         if kind in ("deep", "state"):
-            self._say(frontend, [GetState(self._call(), deep=kind == "deep")])
+            self._say(frontend, [frontend.call(lambda call: GetState(call, deep=kind == "deep"))])
         elif kind == "flush":
             self._flush(frontend.number)
         elif kind == "pause":
             self._pause(frontend)
         else:
-            owner = self.rng.choice(self._frontends)
+            owner = self.rng.choice(self.frontends)
             live = (
-                [choice for f in self._frontends for choice in f.live_choices()]
+                [choice for f in self.frontends for choice in f.live_choices()]
                 if kind == "all"
                 else owner.live_choices()
             )
             if live and (kind == "label" or self.rng.random() < 0.1):
                 label = "" if kind == "all" else self.rng.choice(live).request.label
-                for choice in live:
-                    choice.may_abort |= label in ("", choice.request.label)
-                self._say(frontend, [AbortLabel(self._call(), label)])
+                self._say(frontend, [frontend.call(lambda call: AbortLabel(call, label))])
 
     def _pause(self, frontend: LedgerFrontend) -> None:
         self.statistics["pauses"] += 1
         mode = self.rng.choice(("retract", "retract", "in_place", "in_place", "abort"))
-        self._say(frontend, [PauseGeneration(self._call(), mode)])
+        self._say(frontend, [frontend.call(lambda call: PauseGeneration(call, mode))])
         if mode == "retract":
             self.at(self.now + 0.1, partial(self._flush, frontend.number))
         self.at(self.now + self.rng.random(), partial(self._continue, frontend.number))
 
     def _flush(self, number: int) -> None:
-        self._say(self._frontends[number], [FlushCache(self._call())])
+        self._say(self.frontends[number], [self.frontends[number].call(FlushCache)])
 
     def _continue(self, number: int) -> None:
-        self._say(self._frontends[number], [ContinueGeneration(self._call())])
+        self._say(self.frontends[number], [self.frontends[number].call(ContinueGeneration)])
 
-    def note_abort_of_all(self) -> None:
-        for frontend in self._frontends:
-            for choice in frontend.live_choices():
-                choice.may_abort = True
-
-    def _call(self) -> int:
-        self._next_call += 1
-        return self._next_call - 1
-
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """SIGTERM: whoever comes from now on is refused."""
         self.is_draining = True
-        self._server.drain()
+        self.server.drain()
 
     # ---- Deaths
 
     def _return(self) -> None:
         """A frontend dies and comes again: nothing of the old one may reach the new one."""
         self.statistics["frontend deaths"] += 1
-        number = self.rng.randrange(len(self._frontends))
+        number = self.rng.randrange(len(self.frontends))
+        self._callers.note_leaving(self.frontends[number])
+        self.at(self.now + 0.02 * self.calls_rng.random(), partial(self._replace_frontend, number))
+
+    def _replace_frontend(self, number: int) -> None:
         self._supervision.run_until(self.now)
         if self._supervision.cause is None:
             self._supervision.break_frontend(number)
-        old = self._frontends[number]
+        old = self.frontends[number]
         if self.rng.random() < 0.8:
-            self._say(old, [PauseGeneration(self._call(), "in_place")])  # and it will not end it
+            self._say(old, [old.call(lambda call: PauseGeneration(call, "in_place"))])  # and it will not end it
         old.clients.loop.is_over = True
-        new = self._frontends[number] = LedgerFrontend(number, self)
+        new = self.frontends[number] = LedgerFrontend(number, self)
         if self.rng.random() < 0.5:  # the scheduler's process finds that it is gone before it comes again
             self._links[number].cut_at = self.now
             self._server_of[number].lose(old)
         else:  # and its last messages arrive
             self._links[number].cut_at = self.now + self.settings.delay
         self._links[number] = self._links[number].next()
-        self._server_of[number] = self._server
+        self._server_of[number] = self.server
         self._say(new, [FrontendHello(number, PROTOCOL)])
         self.at(self.now + self.rng.random(), self._arrive)  # those who lost their answer ask again
 
     def die_of_request(self, server: Server) -> None:
         """Its workers do, if it is not dying already."""
-        if server is self._server and server.is_alive and not self._is_hanging:
+        if server is self.server and server.is_alive and not self._is_hanging:
             self.statistics["deaths of poison"] += 1
             self._is_of_request = True
             if self._supervision.cause is None:
@@ -301,7 +333,7 @@ class World:
         self.statistics[f"{cause.kind} {cause.culprit.role}s"] += 1
         self._is_hanging = cause.culprit.role == "worker" and cause.kind in ("silent", "stuck", "unlinked")
         if self._is_hanging:
-            self._server.mute()
+            self.server.mute()
         else:
             self._replace_server()
 
@@ -313,39 +345,42 @@ class World:
         if self._is_hanging:
             self._replace_server()
         if self._is_new:
-            self._server.start()
+            self.server.start()
         self._is_hanging = self._is_new = False
         self._supervision = self._supervise()
 
     def _supervise(self) -> Supervision:
-        return Supervision(self.settings, self._trouble, self.now, lambda now: self._server.progress_age_s(now))
+        return Supervision(self.settings, self._trouble, self.now, lambda now: self.server.progress_age_s(now))
 
     def _slow_down(self) -> None:
         """A step takes long, though not too long."""
-        self._server.slow_down(0.8 * self._supervision.stuck_s * self.rng.random())
+        self.server.slow_down(0.8 * self._supervision.stuck_s * self.rng.random())
 
     def _replace_server(self) -> None:
-        old = self._server
+        old = self.server
         # As the supervisor thinks: what a request does can look like the host's doing, as when memory runs out.
         by_request = self._trouble.random() < (0.7 if self._is_of_request else 0.5)
         self._is_of_request = False
         if old.is_ready and self._trouble.random() < 0.8:
             old.say_last_words()
         old.die()
-        new = self._server = Server(self, generation=old.generation + 1)
+        new = self.server = Server(self, generation=old.generation + 1)
         self._is_new = True
         if self.is_draining:
             new.drain()
-        for frontend in self._frontends:
+        for frontend in self.frontends:
             heard_until = self.now + self.rng.choice((0.0, self.settings.delay, 1.0)) * self.rng.random()
             old.cut(frontend.number, heard_until)
-            self.at(heard_until + self.rng.random() * 0.05, partial(self._reconnect, frontend, new, by_request))
+            self.at(heard_until, frontend.note_lost)
+            waits_s = 0.05 * self.rng.random() + self.calls_rng.choice((0.0, 0.0, 0.5)) * self.calls_rng.random()
+            self.at(heard_until + waits_s, partial(self._reconnect, frontend, new, by_request))
 
     def _reconnect(self, frontend: LedgerFrontend, server: Server, by_request: bool) -> None:
-        if server is not self._server or self._frontends[frontend.number] is not frontend:
+        if server is not self.server or self.frontends[frontend.number] is not frontend:
             return  # another one has died meanwhile
         self._server_of[frontend.number].cut(frontend.number, self.now)
         self._links[frontend.number].cut_at = self.now
         self._links[frontend.number] = Link(self.now)
         self._server_of[frontend.number] = server
         self._say(frontend, [FrontendHello(frontend.number, PROTOCOL), *frontend.resume(by_request=by_request)])
+        self._callers.call_again(frontend)
