@@ -50,6 +50,8 @@ class FakeWorker:
         self._barred: NDArray[np.uint8] = np.full(s.num_slots, EMPTY, np.uint8)
         self._length: Int64Array = np.zeros(s.num_slots, np.int64)  # positions computed
         self._known: Int64Array = np.zeros(s.num_slots, np.int64)  # ids in the token table
+        self._num_admitted: Int64Array = np.zeros(s.num_slots, np.int64)  # of these, so many came with the admission
+        self._extended: Int64Array = np.zeros(s.num_slots, np.int64)  # positions cached or computed by chunks
         self._most_known: Int64Array = np.zeros(s.num_slots, np.int64)
         self._error_at: Int64Array = np.zeros(s.num_slots, np.int64)
         self._ids: Int32Array = np.zeros((s.num_slots, width), np.int32)  # of the reference
@@ -221,7 +223,7 @@ class FakeWorker:
         self._ids[slot, : len(everything)] = everything
         self._hashes[slot, : len(everything)] = choice.hashes
         self._length[slot], self._known[slot], self._num_pages[slot] = admission.cached, len(ids), 0
-        self._barred[slot] = 0
+        self._barred[slot], self._num_admitted[slot], self._extended[slot] = 0, len(ids), admission.cached
         self._stream[slot] = choice.request.stream
         self._end[slot], self._planned_at[slot] = len(everything), -self._settings.num_stages
         self.num_prefix_hits += admission.cached > 0
@@ -393,7 +395,7 @@ class FakeWorker:
             assert end <= self._num_pages[slot] * size, f"{self._name(slot)} has too few pages for {end} positions"
             first, last = start // size, end // size
             self._page_hash[self._pages[slot, first:last]] = self._hashes[slot, (first + 1) * size - 1 : end : size]
-            self._length[slot] = end
+            self._length[slot] = self._extended[slot] = end
             if slot in self._prompt_start:
                 chosen += self._prompt_positions(slot, start, end)
         return slots[section.extend_samples != 0], chosen

@@ -508,6 +508,90 @@ MORE_MUTATIONS = (
         "            counts[used[oldest]] -= 1\n",
         "",
     ),
+    Mutation(
+        "the first in rank is displaced",
+        "managers/planner.py",
+        "lower.sort(key=_order, reverse=True)",
+        "lower.sort(key=_order)",
+    ),
+    Mutation(
+        "all are displaced whose place may be taken",
+        "managers/planner.py",
+        "while lower and (missing > 0 or (needs_slot and not victims)):",
+        "while lower:",
+    ),
+    Mutation(
+        "who found no room is not tried again when one ends",
+        "managers/planner.py",
+        "        request.status = Status.ENDED\n        self._no_room_for = None\n",
+        "        request.status = Status.ENDED\n",
+    ),
+    Mutation(
+        "the forecast learns from the urgent",
+        "managers/planner.py",
+        "            if not request.urgent:\n                self._forecast",
+        "            if True:\n                self._forecast",
+    ),
+    Mutation(
+        "short prompts wait for long ones",
+        "managers/planner.py",
+        "kept, kept_us = (draft.budget + 1) // 2,",
+        "kept, kept_us = draft.budget,",
+    ),
+    Mutation(
+        "two compute the same prefix side by side",
+        "managers/planner.py",
+        "if behind in draft.coming and num_cached <",
+        "if False and num_cached <",
+    ),
+    Mutation(
+        "all is evicted when a page is lacking",
+        "managers/kv_memory.py",
+        "some = min(max(missing, self._evicted_at_once), self.tree.num_evictable)",
+        "some = self.tree.num_evictable",
+    ),
+    Mutation(
+        "hits are not counted",
+        "managers/kv_memory.py",
+        "        if cached:\n            self.tree.note_hit(node)\n",
+        "",
+    ),
+    Mutation(
+        "answers are not cached",
+        "managers/planner.py",
+        "self._memory.insert_computed(request, request.bytes_with_outputs(), self._num_written(request))",
+        "self._memory.insert_computed(request, request.id_bytes, self._num_written(request))",
+    ),
+    Mutation(
+        "who loses its slot leaves nothing in the cache",
+        "managers/planner.py",
+        "        self._vacate(request, keep_prefix=True)\n        request.lose",
+        "        self._vacate(request, keep_prefix=False)\n        request.lose",
+    ),
+    Mutation(
+        "who asks for a prompt's logprobs finds nothing in the cache",
+        "managers/request.py",
+        "tokens = min(tokens, max(self.prompt_start - 1, 0))",
+        "tokens = 0",
+    ),
+    Mutation(
+        "only the end of a prefix counts as used",
+        "mem_cache/radix_cache.py",
+        "            step.last_used = self._clock\n            if step.pins == 0",
+        "            if step is node: step.last_used = self._clock\n            if step.pins == 0",
+    ),
+    Mutation(
+        "the clock of the prefix cache stands still",
+        "mem_cache/radix_cache.py",
+        "        self._clock += 1\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "what the cache has counts as computed again",
+        "managers/planner.py",
+        "self._counters.num_recomputed_tokens += request.num_known - num_cached",
+        "self._counters.num_recomputed_tokens += request.num_known",
+    ),
 )
 
 # These are found by stories of replaced processes, not by worlds.

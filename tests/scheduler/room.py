@@ -25,9 +25,11 @@ from srt.mem_cache.radix_cache import ITEM
 from srt.protocol.messages import Int32Array, StepPlan, int32_array
 from tests.scheduler.fairness import Fairness
 from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.prefixes import Prefixes
 from tests.scheduler.settings import Settings
 
-LOOK_EVERY = 3  # ticks: what costs more than it finds
+LOOK_EVERY = 3  # ticks, where there are many slots: what costs more than it finds
+FEW_SLOTS = 24
 LOOKED_AT = 128  # ends of a kind
 NEEDED = 16
 MEASURED = 8  # steps in a row may leave out prompts, beside those in flight: it is then that times are measured
@@ -116,11 +118,13 @@ class Room:
         self._worker = worker
         self._rank = fairness.rank
         self._may_follow = fairness.may_follow
+        self._prefixes = Prefixes(settings, statistics, worker)
         self._seats: dict[int, Seat] = {}
         self._incarnations = b""
         self._expectation = Expectation(settings.conservativeness)
         self._have_lost: set[int] = set()  # a slot, by seed
         self._turn = 0
+        self._look_every = 1 if settings.num_slots <= FEW_SLOTS else LOOK_EVERY
         self._num_left_out: Counter[str] = Counter()  # steps in a row, where there was a reason not to be
 
     # ---- A tick
@@ -129,11 +133,15 @@ class Room:
         """Before it."""
         self._turn += 1
         self.sync(replica)
+        self._prefixes.begin(replica)
         seats, displacer = list(self._seats.values()), None
         for seat in seats:
             seat.twice = len(seat.request.own_copies) // ITEM
-        if replica.planner.num_waiting and seats and self._turn % LOOK_EVERY == 0:
-            first = self._first_waiting(replica, live())
+        if replica.planner.num_waiting and seats and self._turn % self._look_every == 0:
+            everybody = live()
+            if self._settings.policy != "priority":
+                everybody = [request for request in everybody if request.urgent]
+            first = self._first_waiting(replica, everybody)
             if first is not None and self._must_displace(first, seats) and not self._may_follow(replica, first):
                 displacer = first
         return Glance(seats, displacer, replica.planner.has_trials)
@@ -144,6 +152,8 @@ class Room:
             self._note_short_stays(replica, plans)
         gone = self.sync(replica)
         victims = [seat for seat in gone if seat.request.status is not Status.ENDED]
+        stayed = [seat.slot for seat in before.seats if seat not in gone]
+        self._prefixes.judge(replica, stayed, plans, have_all_stayed=not gone)
         if not plans or before.is_of_trial or replica.planner.has_trials:
             return False
         kept = [seat for seat in before.seats if seat not in gone]
@@ -160,25 +170,33 @@ class Room:
             is_left_out = displacer is not None and displacer.status is Status.WAITING
             self._statistics["rule: who may displace does"] += 1
             self._note("takes nobody's place, though it may", is_left_out, plans, displacer)
-        if len(plans) == 1 and self._settings.num_stages == 1 and self._turn % LOOK_EVERY == 1:
+        if len(plans) == 1 and self._settings.num_stages == 1 and (self._turn + 1) % self._look_every == 0:
             self._check_prompts(kept, plans[0])
         return True
 
     def check_waiting(self, replica: Replica, plan: StepPlan, first: Request, waiting: list[Request]) -> None:
         """The worker has heard of the plan, the last, and nobody has lost its slot. `first` is first of those that still wait."""
-        s, (section,) = self._settings, plan.sections
-        seats = list(self._seats.values())
-        budget = s.chunk if s.chunk > 0 else math.inf
-        has_budget = 2 * int(section.extend_counts.sum()) < budget - 1
-        if len(seats) == s.num_slots or not has_budget or self._worker.num_streams(section.decode_slots):
+        s, seats = self._settings, list(self._seats.values())
+        if len(seats) == s.num_slots or not self._has_budget(plan):
             return
         needed = max(self._needed_pages(r) for r in (waiting if s.policy == "lpm" else [first]))
         fits = self._room(seats) >= needed and self._is_sure()
         self._statistics["rule: nobody waits where there is room"] += fits
         self._note("waits, though there is room", fits, [plan], first)
 
+    def _has_budget(self, plan: StepPlan) -> bool:
+        """There was time for more of prompts, beside the half that is kept for long ones."""
+        chunk, (section,) = self._settings.chunk, plan.sections
+        if self._worker.num_streams(section.decode_slots):
+            return False
+        left = self._worker._num_admitted[section.extend_slots] - section.extend_starts
+        new = [admission.slot for admission in section.admissions]
+        is_long = (left > chunk) & ~np.isin(section.extend_slots, new)
+        return chunk < 0 or int(section.extend_counts[~is_long].sum()) < chunk // 2
+
     def check_figures(self, replica: Replica) -> None:
-        """What the scheduler says of what it expects."""
+        """What the scheduler says of what it expects, and what the prefix cache has counted."""
+        self._prefixes.check_books(replica)
         values = replica.state()
         promised = self._promised(list(self._seats.values()))
         self._statistics["rule: as much is promised as is expected"] += promised > 0
@@ -200,6 +218,7 @@ class Room:
         gone = [seat for seat in self._seats.values() if numbers[seat.slot] != seat.incarnation]
         for seat in gone:
             del self._seats[seat.slot]
+            self._prefixes.leave(seat.slot, seat.request)
             if seat.request.status is not Status.ENDED:
                 self._have_lost.add(seat.request.seed)
         ended = [seat.request for seat in gone if seat.request.status is Status.ENDED and not seat.request.urgent]
@@ -378,6 +397,20 @@ class Room:
             assert oldest.slot in section.extend_slots.tolist(), (
                 f"request {oldest.request.key} has a long prompt, and does not go on in step {plan.step}"
             )
+        if s.chunk > 0:
+            self._check_short_prompts(prompts, long, plan)
+
+    def _check_short_prompts(self, prompts: list[Seat], long: list[Seat], plan: StepPlan) -> None:
+        """Half of what a step may compute of prompts is for those that fit into one; without long ones all of it."""
+        chunk, (section,) = self._settings.chunk, plan.sections
+        counts = dict(zip(section.extend_slots.tolist(), section.extend_counts.tolist(), strict=True))
+        for seat in long:
+            counts.pop(seat.slot, None)
+        short = [seat for seat in prompts if seat not in long]
+        self._statistics["rule: short prompts pass long ones"] += bool(short and long)
+        if sum(counts.values()) < (chunk // 2 if long else chunk):
+            for seat in short:
+                assert seat.slot in counts, f"request {seat.request.key} has a short prompt, and waits for longer ones"
 
     def _note(self, what: str, is_so: bool, plans: list[StepPlan], request: Request | None) -> None:
         """Only a step that measures how long decodes take may leave something undone, and there are few in a row."""

@@ -151,5 +151,13 @@ RULES: tuple[str, ...] = (
     "nobody loses its slot without need",
     "prompts go on",  # one in each step
     "the oldest long prompt goes on",  # likewise
+    "short prompts pass long ones",  # for which half of each step is kept
     "who is there is worked on",  # a step is under way
+    # ---- prefixes.py: what the prefix cache must have
+    "what is there is not computed again",  # of who runs, or has left since anything was evicted
+    "what is being computed is waited for",  # until the next plan
+    "no more is evicted than is needed",  # and a little
+    "who was left later was used later",
+    "each hit counts once",
+    "tokens of prompts are counted right",  # all, those from the cache, those that are computed again
 )
