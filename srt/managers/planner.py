@@ -105,9 +105,10 @@ class Planner:
         if was_waiting:
             self.num_waiting -= 1
             self._num_urgent -= request.urgent
+            was_away = self.preempted.remove(request)
             if request in self._suspects:
                 self._suspects.remove(request)
-            elif not self.preempted.remove(request):
+            elif not was_away:
                 self._queue.note_end()
         else:
             self._vacate(request, keep_prefix=keep_prefix)

@@ -166,6 +166,19 @@ def test_who_is_retracted_with_its_last_row_of_a_trial_in_flight_is_not_tried_an
     assert host.value("num_preempted") == 1
 
 
+def test_who_was_retracted_in_its_trial_and_left_is_not_ended_again_when_its_time_is_up() -> None:
+    """Found by world 0, where poison, pauses and a running timeout came together."""
+    host = Host(request_running_timeout=3.0)
+    host.say(suspect(1, [1] * 5))
+    host.tick()
+    host.say(PauseGeneration(7, "retract"))
+    host.run()
+    host.say(Abort(1, -1))
+    host.now += 4.0
+    host.tick()
+    assert host.value("num_running") == host.value("num_waiting") == 0
+
+
 def test_last_words_name_who_is_in_flight_and_whether_anybody_else_is() -> None:
     host = Host()
     host.say(FrontendHello(1, PROTOCOL), 1)
