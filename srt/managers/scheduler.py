@@ -220,6 +220,10 @@ class SchedulerProcess:
     def _hear_frontend(self, received: Received) -> None:
         peer, message = received.peer, received.message
         if isinstance(message, FrontendHello):
+            reason = self._scheduler.why_not(message)
+            if reason:  # and it takes nobody's place
+                self._send_to_peer(peer, Rejected(reason))
+                return
             self._meet(peer, message.frontend)
         number = self._frontend_of_peer.get(peer)
         if number is None:

@@ -261,12 +261,18 @@ class Scheduler:
             case _:
                 assert_never(message)
 
+    def why_not(self, hello: FrontendHello) -> str:
+        """Why whoever says this is no frontend of ours; empty if it is one."""
+        if hello.protocol_hash == self._protocol_hash:
+            return ""
+        return (
+            f"The frontend speaks protocol {hello.protocol_hash}, the scheduler {self._protocol_hash}:"
+            " both must come from the same installation."
+        )
+
     def _welcome(self, number: int, hello: FrontendHello) -> list[Effect]:
-        if hello.protocol_hash != self._protocol_hash:
-            reason = (
-                f"The frontend speaks protocol {hello.protocol_hash}, the scheduler {self._protocol_hash}:"
-                " both must come from the same installation."
-            )
+        reason = self.why_not(hello)
+        if reason:
             return [ToFrontend(number, Rejected(reason))]
         self.frontend_gone(number)
         self._clients[number] = Client(number)

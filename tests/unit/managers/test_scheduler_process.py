@@ -231,6 +231,16 @@ def test_a_frontend_that_is_gone_loses_its_requests(server: Server) -> None:
     assert (done.rid, ids) == (7, expected_ids(made))
 
 
+def test_a_frontend_of_another_version_takes_nobodys_place(server: Server) -> None:
+    """Found by world 0 when the process came under the simulation's hostile frontends."""
+    server.greet()
+    other = Peer(server.context, frontend_path(server.process._child.start.run_dir, GENERATION), b"other")
+    other.link.send(FrontendHello(0, "another"))
+    assert "must come from the same installation" in other.wait_for(Rejected).reason
+    other.link.close()
+    server.ask_until(server.frontend, "num_running", 0)
+
+
 def test_a_step_that_takes_too_long_ends_the_process_with_the_reason(tmp_path: Path) -> None:
     server = Server(tmp_path, watchdog_timeout=0.2)
     server.greet()
