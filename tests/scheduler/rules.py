@@ -58,6 +58,13 @@ RULES: tuple[str, ...] = (
     "last words name what is in flight",
     "a worker's fault ends it",
     "nothing is left at the end",  # no page, slot, pin, or request
+    # ---- host_process.py: what the scheduler's process does with messages
+    "all ranks are sent the same",
+    "only the latest process of a frontend is sent anything",
+    "who is gone is found when something is sent",  # once, and the scheduler is told
+    "the process wakes when time brings something",  # and not before
+    "a process that stops tells all ends before",
+    "workers are complained of when they are late",  # with the right step and ranks, and never else
     # ---- ledger_frontend.py: what a frontend gets
     "batches come in order",
     "tokens are released once, in order",  # and are those of the reference
@@ -90,6 +97,9 @@ RULES: tuple[str, ...] = (
     "errors reach their reader last",  # with status, words and Retry-After; behind all tokens
     "times are told",
     "a frontend forgets what has ended",
+    "who has read all says nothing more",  # to the scheduler, as it leaves
+    "all fail with their engine",  # when it has died for good, or a message could not be taken
+    "frontends go to the next scheduler",  # when the last one's link has ended, and are silent until it greets
     "frontends are greeted with the limits",  # once, before all else
     "what ends here is told",  # to the scheduler, of that choice alone
     "calls are answered",  # all, in the end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from srt.managers.effects import Effect, Frontend, HandshakeDone, Source, Worker
 from srt.managers.effects import ToFrontend as SendToFrontend
@@ -12,6 +12,7 @@ from srt.managers.effects import ToWorkers as SendToWorkers
 from srt.managers.replica import Replica
 from srt.managers.request import Request, Status
 from srt.managers.scheduler_state import Scheduler
+from srt.protocol.codec import protocol_hash
 from srt.protocol.messages import (
     TRIAL_TOKENS,
     Abort,
@@ -37,6 +38,7 @@ from tests.scheduler.captures import Captures
 from tests.scheduler.control_rules import ControlRules, Said, check_facts
 from tests.scheduler.fairness import CHECK_EVERY, Fairness
 from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.host_process import HostedScheduler
 from tests.scheduler.hostile import HOSTILE_RIDS, Hostile, Progress, break_off, check_handshake
 from tests.scheduler.ledger_frontend import LedgerFrontend
 from tests.scheduler.obligations import Obligations
@@ -47,7 +49,7 @@ from tests.support.wire import at_scheduler
 if TYPE_CHECKING:
     from tests.scheduler.world import World
 
-PROTOCOL = "simulated"
+PROTOCOL = protocol_hash()
 MAX_UNACKNOWLEDGED = 8
 COUNTED = (
     "num_mixed_steps num_rows num_failed num_aborted_waiting num_aborted_prefill num_aborted_decode num_cached_tokens"
@@ -83,7 +85,8 @@ class Server:
         self.is_alive = True
         self._world = world
         self._settings = s
-        self._scheduler = Scheduler(s.server_args(), PROTOCOL)
+        hosted = HostedScheduler(s, lambda: world.now, world.statistics)
+        self._scheduler = cast("Scheduler", hosted)  # behind the hands of its process
         self._worker = FakeWorker(s, world.by_seed)
         self._connected: dict[int, LedgerFrontend] = {}
         self._last_ack: dict[int, int] = {}
@@ -376,7 +379,7 @@ class Server:
             assert not planner.num_waiting and not replica.slots.num_used, (
                 "nothing is under way, and requests are there"
             )
-        if is_calm and planner.num_waiting and replica.slots.num_free and replica.counters.num_steps % CHECK_EVERY == 0:
+        if is_calm and planner.num_waiting and replica.slots.num_free:
             waiting = [request for request in self._requests() if request.status is Status.WAITING]
             first = self._fairness.first_waiting(self._scheduler, replica)
             if first is None:
