@@ -13,6 +13,7 @@ from dataclasses import replace
 from tests.scheduler.settings import Settings
 
 SHARE = 0.3  # of all worlds
+READERS_SHARE = 0.2
 
 
 def alike(settings: Settings, seed: int) -> Settings:
@@ -21,6 +22,44 @@ def alike(settings: Settings, seed: int) -> Settings:
     if rng.random() >= SHARE:
         return settings
     return rng.choice(THEMES)(settings, rng)
+
+
+def alike_for_readers(settings: Settings, seed: int) -> Settings:
+    """Likewise, for what happens above the scheduler, and for what others draw seldom."""
+    rng = random.Random(f"readers of {seed}")
+    return rng.choice(READERS)(settings, rng) if rng.random() < READERS_SHARE else settings
+
+
+def _all_read(settings: Settings, rng: random.Random) -> Settings:
+    """Nearly all are read, many with logprobs, and several tokens come at once."""
+    few, share = min(settings.num_requests, 120), rng.choice((0.0, 0.6))
+    returns = rng.choice((0, 6))  # of frontends
+    return replace(settings, read_share=0.8, logprob_share=share, num_requests=few, ack_delay=0.1, num_returns=returns)
+
+
+def _poisonous(settings: Settings, rng: random.Random) -> Settings:
+    """Engines die of requests, and are paused."""
+    small = _small(settings, rng, 20, 60, memory=1.0)
+    return replace(small, num_poisons=6, num_questions=40, lost_share=0.0)
+
+
+def _too_long(settings: Settings, rng: random.Random) -> Settings:
+    """What is asked for is often more than can be served."""
+    least = settings.longest_answer + 1
+    return replace(settings, max_request_tokens=max(least, settings.max_request_tokens * 3 // 4), num_requests=200)
+
+
+def _stopped(settings: Settings, rng: random.Random) -> Settings:
+    """A stop is asked for while much is under way."""
+    return replace(settings, drains=True, num_requests=min(settings.num_requests, 200))
+
+
+def _many_pass(settings: Settings, rng: random.Random) -> Settings:
+    """Whoever shares a prefix comes first, and passes others."""
+    small = _small(settings, rng, 60, 12, memory=1.0)
+    return replace(
+        small, policy="lpm", caches=True, rarely_new=True, num_requests=12 * small.num_slots, arrival_gap=0.0
+    )
 
 
 def _small(settings: Settings, rng: random.Random, prompt: int, answer: int, memory: float) -> Settings:
@@ -119,3 +158,4 @@ THEMES: tuple[Callable[[Settings, random.Random], Settings], ...] = (
     _with_shared_prompts,
     _with_long_prompts,
 )
+READERS = (_all_read, _all_read, _poisonous, _poisonous, _too_long, _stopped, _many_pass)

@@ -6,17 +6,30 @@ order, as soon as it is certain; nothing of a stop nor behind it; figures, logpr
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, cast
 
-from srt.managers.deliveries import Deliveries
 from srt.managers.detokenizer import OutputText
 from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, RequestError, TokenLogprob
 from srt.managers.live_request import ABORTED, LiveRequest, RequestHandle
 from srt.managers.request_ledger import ChoiceEnded, Effect, NewTokens, RequestLedger, RequestRefused, Send
 from srt.managers.request_watch import RequestWatch, Watched
-from srt.protocol.messages import AskRange, FromFrontend, GenerateRequest, LastWord, Refused, RequestDone, TokenBatch
+from srt.protocol.messages import (
+    Abort,
+    AbortLabel,
+    AskRange,
+    FromFrontend,
+    GenerateRequest,
+    LastWord,
+    Refused,
+    RequestDone,
+    TokenBatch,
+)
+from tests.scheduler.settings import Settings
+from tests.scheduler.toy_manager import ToyManager
 from tests.scheduler.toy_text import ToyAnswer, Wish, draw_wish, toy_tokenizer
 from tests.scheduler.traffic import Choice
 from tests.scheduler.virtual_loop import VirtualLoop
@@ -30,11 +43,13 @@ TEXT_FAILED = "The text of this answer could not be made."
 class Texts:
     """Draws what clients ask of texts, and how they read."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, settings: Settings) -> None:
         self.rng = random.Random(f"texts of {seed}")
         self.tokenizer = toy_tokenizer()
-        self.read_share = 0.2  # of the requests
-        self.stop_share = self.rng.choice((0.0, 0.2, 0.5))
+        self.read_share = self.rng.choice((0.1, 0.1, 0.2, 0.5))  # of the requests
+        self.stop_share = self.rng.choice((0.0, 0.3, 0.7))
+        if settings.read_share is not None:
+            self.read_share, self.stop_share = settings.read_share, 0.7
         self.lag_s = self.rng.choice((0.01, 0.1, 1.0))  # of slow readers
 
 
@@ -61,7 +76,7 @@ class WatchedLedger(RequestLedger):
     def _noted(self, effects: Iterator[Effect]) -> Iterator[Effect]:
         self._ended.clear()
         for effect in effects:
-            if not self._is_late(effect):
+            if not self._ended or not self._is_late(effect):
                 self._note_effect(effect)
             yield effect
 
@@ -78,6 +93,7 @@ class _Unread:
     """In the place of a LiveRequest, which costs more than all else that a simulated frontend does: nobody reads it."""
 
     __slots__ = ("_num_left", "has_failed", "has_one_choice", "rid", "watched")
+    has_begun = True
 
     def __init__(self, request: GenerateRequest) -> None:
         self.rid = request.rid
@@ -202,12 +218,28 @@ class Client:
             if self.kind == "collect":
                 self._judge_all(await self.handle.collect())
             else:
-                async for updates in self.handle:
-                    assert updates, f"{self.name}: news that are none"
-                    self._judge_all(updates)
+                await self._iterate()
         except RequestError as error:
             self.got_error = error
             self._judge_error(error)
+        if not self.is_closed:
+            self._owner.leave(self.handle, is_over=self.has_ended)
+
+    async def _iterate(self) -> None:
+        while True:
+            try:
+                updates = await anext(self.handle, None)
+            except asyncio.CancelledError:  # it does not wait for that any more, and asks again
+                continue
+            if updates is None:
+                return
+            assert updates, f"{self.name}: news that are none"
+            self._judge_all(updates)
+
+    def give_up_waiting(self) -> None:
+        """For a moment."""
+        if self.kind != "collect" and self.task.is_asleep and self.task.waits_for is not None:
+            self.task.waits_for.cancel()
 
     # ---- What is due
 
@@ -346,6 +378,17 @@ class Client:
                 f"{c.choice.name}: tokens were lost before an error"
             )
 
+    def note_failure(self, status: int, message: str) -> None:
+        """All that has not ended fails."""
+        if not (self.has_ended or self.is_closed):
+            self.error = status, message, 0
+
+    @property
+    def has_begun(self) -> bool:
+        """It has something to show."""
+        shown = (c.num_released and self._wish.wants_tokens for c in self.came.values())
+        return any(shown) or any(c.done is not None or c.ended_here for c in self.came.values())
+
     def check_complete(self) -> None:
         assert self.task.is_done, f"{self.name}: its reader still waits"
         assert self.is_closed or self.got_error is not None or self.has_all, f"{self.name} has no end"
@@ -363,12 +406,13 @@ class Clients:
         self.loop = VirtualLoop(lambda seconds, action: world.at(world.now + seconds, action))
         self.broken: AssertionError | None = None  # what a reader found that is told at once
         self._watch = RequestWatch(now=lambda: world.now)
-        self._outgoing: list[FromFrontend] = []
-        self.deliveries = Deliveries(self._outgoing.append, self._watch)
+        self._manager = ToyManager(self._watch, self.rng, self.statistics)
+        self.deliveries = self._manager.deliveries
         self._note_frontend, self._note_frontend_end = note_effect, note_end
         self.ledger = self.deliveries._ledger = WatchedLedger(self._note_effect, self._note_end)
         self._clients: dict[int, Client] = {}  # that have not read their end
         self._touched: dict[int, Client] = {}
+        self._figures = Counter({"num_output_tokens": 0, "num_refused": 0, "num_gaps": 0})  # as must be told
 
     @property
     def now(self) -> float:
@@ -427,46 +471,104 @@ class Clients:
         return self._after()
 
     def take(self, message: TokenBatch | Refused) -> list[FromFrontend]:
-        self.deliveries.take(message)
+        self._manager.hear(message)
         return self._after()
 
     def acknowledge(self) -> list[FromFrontend]:
-        self.deliveries.acknowledge()
+        self._manager.fall_idle()
         return self._sent()
 
     def note_last_word(self, word: LastWord) -> None:
-        self.deliveries.note_last_word(word)
+        self._manager.hear(word)
 
     def note_death(self, *, by_request: bool) -> None:
-        self.deliveries.note_death(by_request=by_request)
+        """Another scheduler is on its way."""
+        self._manager.replace(by_request=by_request)
 
     def resume(self) -> list[FromFrontend]:
-        self.deliveries.resume()
+        """It is there. Meanwhile somebody may have left."""
+        clients = [client for client in self._clients.values() if not (client.has_ended or client.is_closed)]
+        if clients and self.rng.random() < 0.3:
+            self.abort(self.rng.choice(clients).request.rid, -1)
+        self._manager.greet()
         return self._after()
 
     def abort_named(self, label: str) -> list[FromFrontend]:
-        self.deliveries.abort_named(label)
+        self._manager.hear(AbortLabel(0, label))
         return self._sent()
+
+    def last_abort(self, live: list[Choice]) -> str | None:
+        """Whose end a scheduler told before it died: it did not come to that, but somebody may have its word."""
+        read = [choice.request.label for choice in live if choice.request.rid in self._clients]
+        return self.rng.choice(read) if read and self.rng.random() < 0.3 else None
+
+    def leave(self, handle: RequestHandle, *, is_over: bool) -> None:
+        """Whoever has read all, or an error, is done with it. Nothing more is to be said, if nothing of it runs."""
+        before = len(self._manager.outgoing)
+        handle.abort()
+        self.statistics["rule: who has read all says nothing more"] += is_over
+        said = self._manager.outgoing[before:]
+        assert not is_over or not said, f"behind the end {said} is said"
+
+    def end_process(self) -> None:
+        """It dies, or ends its requests; before that a message of its may be one that the scheduler cannot take."""
+        if self.rng.random() < 0.5:
+            self.loop.is_over = True
+            return
+        self._note_frontend, self._note_frontend_end = lambda _: None, lambda *_: None  # nobody hears of it
+        if self.rng.random() < 0.5:
+            unbegun = [client for client in self._clients.values() if not client.has_begun]
+            self._fail(unbegun, 500, "The engine could not take a request: no.")
+            self._manager.reject("no")
+        words = ("The engine has ended: it was shut down.", "The engine has ended: it broke.")
+        is_closed = self.rng.random() < 0.5
+        self._fail(list(self._clients.values()), 503, words[not is_closed])
+        self._manager.fall_idle()
+        self._sent()
+        owed = [Abort(rid, -1) for rid in self.ledger.live_rids()]
+        if is_closed:
+            self._manager.close()
+        else:
+            self._manager.die("it broke.")
+        said = self._sent()
+        assert said == (owed if is_closed else []), f"as its process ends, the scheduler is told {said}, not {owed}"
+        self._check_empty()
+
+    def _fail(self, clients: list[Client], status: int, message: str) -> None:
+        for client in clients:
+            client.note_failure(status, message)
+            self.statistics["rule: all fail with their engine"] += client.error is not None
+
+    def check_read(self) -> None:
+        for client in self._clients.values() if not self.loop.is_over else ():
+            client.check_complete()
 
     def check_complete(self) -> None:
         """At the end of the world."""
-        for client in self._clients.values():
-            client.check_complete()
-        left = {name: value for name, value in self.deliveries.stats().items() if name.startswith("live_") and value}
+        self.check_read()
+        self._check_empty()
+
+    def _check_empty(self) -> None:
+        stats = self._manager.stats()
+        left = {name: value for name, value in stats.items() if name.startswith("live_") and value}
         assert not left, f"of ended requests something is left: {left}"
+        told = {name: stats[name] for name in self._figures}
+        assert told == self._figures, f"{told} are told, and {dict(self._figures)} there were"
         self.statistics["rule: a frontend forgets what has ended"] += 1
 
     def _after(self) -> list[FromFrontend]:
         touched, self._touched = self._touched, {}
         for client in touched.values():
             client.check_told()
+            if self.rng.random() < 0.05:
+                client.give_up_waiting()
         if self.broken is not None:
             raise self.broken
         return self._sent()
 
     def _sent(self) -> list[FromFrontend]:
-        messages = self._outgoing.copy()
-        self._outgoing.clear()
+        messages = self._manager.outgoing.copy()
+        self._manager.outgoing.clear()
         return messages
 
     # ---- What the ledger says
@@ -481,8 +583,14 @@ class Clients:
 
     def _note_effect(self, effect: Effect) -> None:
         self._note_frontend(effect)
-        if isinstance(effect, Send):
-            return
+        match effect:
+            case NewTokens():
+                self._figures["num_output_tokens"] += len(effect.ids)
+            case RequestRefused():
+                self._figures["num_refused"] += 1
+            case Send():
+                self._figures["num_gaps"] += isinstance(effect.message, AskRange)
+                return
         client = self._clients.get(effect.rid)
         if client is None:
             return

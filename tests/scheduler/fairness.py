@@ -116,7 +116,7 @@ class Fairness:
             self._check_evicted(replica, before.leaves)
         if admitted and self._settings.policy == "lpm":
             self._count_passing(scheduler, replica, admitted)
-        elif admitted and replica.counters.num_steps % CHECK_EVERY == 0:
+        elif admitted and (replica.counters.num_steps % CHECK_EVERY == 0 or any(r.urgent for r in admitted)):
             self._check_admitted(scheduler, replica, admitted)
 
     def _check_victims(self, before: Running, tried: Request | None) -> list[Request]:

@@ -132,6 +132,8 @@ class LedgerFrontend:
 
     def resume(self, *, by_request: bool) -> list[FromFrontend]:
         """A new scheduler is there: what the ledger wants to tell it, behind the hello. The old one may have died of a request."""
+        if (label := self.clients.last_abort(self.live_choices())) is not None:
+            self._abort_named(label)
         self.clients.note_death(by_request=by_request)
         for choice in self.live_choices():
             if choice.num_delivered - choice.died_at > TRIAL_TOKENS:
@@ -191,7 +193,7 @@ class LedgerFrontend:
                 self._statistics["rule: batches come in order"] += 1
                 assert message.number == self._next_batch, f"batch {message.number} came, not {self._next_batch}"
                 self._next_batch += 1
-                batch = self._lose_ranges(message) if self._settings.lost_share else message
+                batch = self._repeat_ranges(self._lose_ranges(message)) if self._settings.lost_share else message
                 replies = self._check_aborts(self.clients.take(batch))
                 while self._leaving:
                     choice = self._leaving.pop()
@@ -269,6 +271,21 @@ class LedgerFrontend:
             cached=batch.cached[kept],
             ids=batch.ids[np.repeat(kept, batch.counts)],
         )
+
+    def _repeat_ranges(self, batch: TokenBatch) -> TokenBatch:
+        """As if a range had been asked for again needlessly: of what is known a part comes once more, before what is new."""
+        rng = self._world.texts.rng
+        pieces = np.split(batch.ids, np.cumsum(batch.counts)[:-1])
+        first, counts = batch.first.copy(), batch.counts.copy()
+        for row, (rid, index) in enumerate(zip(batch.rids.tolist(), batch.choices.tolist(), strict=True)):
+            choice = self.live.get(rid, {}).get(index)
+            if choice is not None and first[row] and rng.random() < 0.05:
+                num_known = int(min(first[row], 3))
+                known = choice.answer.ids[first[row] - num_known : first[row]]
+                pieces[row] = np.concatenate((np.array(known, np.int32), pieces[row]))
+                first[row] -= num_known
+                counts[row] += num_known
+        return replace(batch, first=first, counts=counts, ids=np.concatenate(pieces)) if pieces else batch
 
     def _loses(self, rid: int, index: int) -> bool:
         """Once, and no logprobs: the scheduler keeps tokens as long as their request, but logprobs only until acknowledged."""

@@ -162,6 +162,7 @@ class Room:
         if len(victims) < len(gone):
             return False
         if victims:
+            self._statistics["rule: who may displace does"] += before.displacer is not None
             if len(plans) == 1:
                 self._check_need(replica, before, victims, live())
             return False

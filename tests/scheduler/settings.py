@@ -43,6 +43,7 @@ class Settings:
     logprob_share: float = 0.1
     stream_share: float = 1.0  # of the requests, whose tokens are watched as they come
     urgent_share: float | None = None  # of the requests; None: the traffic draws it
+    read_share: float | None = None  # of the requests; None: the clients draw it
     arrival_gap: float = 0.01  # mean; many come together
     step_time: float = 0.01
     row_us: float = 0.0  # what a decode, and a prompt token, adds to a step

@@ -26,9 +26,9 @@ from srt.protocol.messages import (
     PauseGeneration,
     ToFrontend,
 )
-from tests.scheduler.alike import alike
+from tests.scheduler.alike import alike, alike_for_readers
 from tests.scheduler.callers import Callers, draw_callers
-from tests.scheduler.clients import Texts
+from tests.scheduler.clients import Clients, Texts
 from tests.scheduler.hostile import Hostile
 from tests.scheduler.ledger_frontend import LedgerFrontend
 from tests.scheduler.server import PROTOCOL, Link, Server
@@ -50,7 +50,7 @@ class World:
     def __init__(self, seed: int, settings: Settings | None = None, *, check_every: int = 16) -> None:
         self.rng = random.Random(seed)
         self.settings = s = settings or draw_callers(
-            alike(Settings.draw(self.rng, random.Random(f"graphs in {seed}")), seed),
+            alike_for_readers(alike(Settings.draw(self.rng, random.Random(f"graphs in {seed}")), seed), seed),
             random.Random(f"callers in {seed}"),
         )
         self.statistics: Counter[str] = Counter()
@@ -64,7 +64,8 @@ class World:
         self.by_seed: dict[int, Choice] = {}
         self.by_rid: dict[int, list[Choice]] = {}
         self._by_label: dict[str, list[Choice]] = {}
-        self.texts = Texts(seed)
+        self.texts = Texts(seed, s)
+        self._ended: list[Clients] = []  # with their process
         self._callers = Callers(self, seed)
         self._traffic.num_poisons += self._callers.num_poisons
         self.calls_rng = random.Random(f"answers to calls of {seed}")
@@ -85,6 +86,8 @@ class World:
         for frontend in self.frontends:
             frontend.check_complete()
         self._end()
+        for clients in self._ended:
+            clients.check_read()
         self._supervision.run_until(self.now)
         self._supervision.end_in_order()
         self.statistics.update(self._supervision.verdicts.rules)
@@ -300,7 +303,6 @@ class World:
         old = self.frontends[number]
         if self.rng.random() < 0.8:
             self._say(old, [old.call(lambda call: PauseGeneration(call, "in_place"))])  # and it will not end it
-        old.clients.loop.is_over = True
         new = self.frontends[number] = LedgerFrontend(number, self)
         if self.rng.random() < 0.5:  # the scheduler's process finds that it is gone before it comes again
             self._links[number].cut_at = self.now
@@ -310,6 +312,8 @@ class World:
         self._links[number] = self._links[number].next()
         self._server_of[number] = self.server
         self._say(new, [FrontendHello(number, PROTOCOL)])
+        old.clients.end_process()
+        self._ended.append(old.clients)
         self.at(self.now + self.rng.random(), self._arrive)  # those who lost their answer ask again
 
     def die_of_request(self, server: Server) -> None:
