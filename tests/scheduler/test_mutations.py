@@ -12,6 +12,7 @@ import pytest
 
 from srt.utils.compiled import SWITCH
 from tests.scheduler.control_mutations import CONTROL_MUTATIONS
+from tests.scheduler.frontend_mutations import FRONTEND_MUTATIONS
 from tests.scheduler.mutations import MORE_MUTATIONS, MUTATIONS, PACKAGE, REPLACEMENT_MUTATIONS, Mutation
 
 MOST_SEEDS = 120  # luck with the first ones must not decide
@@ -35,6 +36,12 @@ def test_a_bug_in_control_calls_is_found_within_60_worlds(mutation: Mutation, tm
     find(mutation, tmp_path, FEW_SEEDS)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("mutation", FRONTEND_MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_a_bug_in_a_host_process_is_found_within_60_worlds(mutation: Mutation, tmp_path: Path) -> None:
+    find(mutation, tmp_path, FEW_SEEDS)
+
+
 @pytest.mark.parametrize("mutation", REPLACEMENT_MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
 def test_a_bug_in_what_is_replaced_is_found_by_stories(mutation: Mutation, tmp_path: Path) -> None:
     mutation.plant(tmp_path)
@@ -53,7 +60,7 @@ def find(mutation: Mutation, tmp_path: Path, most: int = MOST_SEEDS) -> None:
 
 
 def test_every_bug_can_still_be_planted() -> None:
-    for mutation in (*MUTATIONS, *MORE_MUTATIONS, *CONTROL_MUTATIONS, *REPLACEMENT_MUTATIONS):
+    for mutation in (*MUTATIONS, *MORE_MUTATIONS, *CONTROL_MUTATIONS, *FRONTEND_MUTATIONS, *REPLACEMENT_MUTATIONS):
         compile(mutation.text(), mutation.file, "exec")
 
 
