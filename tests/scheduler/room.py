@@ -383,7 +383,11 @@ class Room:
             seat
             for seat in kept
             if lacking[seat] > 0
-            and (left > 0 or int(worker._num_pages[seat.slot]) * s.page_size > int(worker._length[seat.slot]))
+            and (
+                left > 0
+                or int(worker._num_pages[seat.slot]) * s.page_size > int(worker._length[seat.slot])
+                or seat.slot in section.extend_slots  # it got the last page
+            )
         ]
         if not prompts:
             return
