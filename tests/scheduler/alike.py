@@ -25,7 +25,9 @@ def alike(settings: Settings, seed: int) -> Settings:
 
 
 def alike_for_readers(settings: Settings, seed: int) -> Settings:
-    """Likewise, for what happens above the scheduler, and for what others draw seldom."""
+    """Likewise, for what happens above the scheduler, and for what others draw seldom. A world has one theme."""
+    if random.Random(f"plans of {seed}").random() < SHARE:
+        return settings
     rng = random.Random(f"readers of {seed}")
     return rng.choice(READERS)(settings, rng) if rng.random() < READERS_SHARE else settings
 
