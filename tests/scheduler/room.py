@@ -23,7 +23,7 @@ from srt.managers.replica import Replica
 from srt.managers.request import Request, Status
 from srt.mem_cache.radix_cache import ITEM
 from srt.protocol.messages import Int32Array, StepPlan, int32_array
-from tests.scheduler.fairness import Fairness
+from tests.scheduler.fairness import CHECK_EVERY, Fairness
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.prefixes import Prefixes
 from tests.scheduler.settings import Settings
@@ -157,22 +157,25 @@ class Room:
         if not plans or before.is_of_trial or replica.planner.has_trials:
             return False
         kept = [seat for seat in before.seats if seat not in gone]
-        if any(plan.sections[0].admissions for plan in plans):
+        is_admitting = any(plan.sections[0].admissions for plan in plans)
+        if is_admitting:
             self._check_admissions(kept, plans)
+        self._statistics["rule: who may displace does"] += before.displacer is not None
         if len(victims) < len(gone):
             return False
         if victims:
-            self._statistics["rule: who may displace does"] += before.displacer is not None
             if len(plans) == 1:
                 self._check_need(replica, before, victims, live())
             return False
-        displacer = before.displacer
         if before.displacer is not None:
-            is_left_out = displacer is not None and displacer.status is Status.WAITING
-            self._statistics["rule: who may displace does"] += 1
+            is_left_out = before.displacer.status is Status.WAITING
             # There may be room for it before the decodes of that step take theirs, and then it takes a place with the next one.
             is_full = len(before.seats) == self._settings.num_slots
-            self._note("takes nobody's place, though it may", is_left_out, plans, displacer, is_excused=not is_full)
+            what = "takes nobody's place, though it may"
+            self._note(what, is_left_out, plans, before.displacer, is_excused=not is_full)
+        self._statistics["rule: nobody waits where there is room"] += (
+            is_admitting and replica.counters.num_steps % CHECK_EVERY == 0
+        )
         if len(plans) == 1 and self._settings.num_stages == 1 and (self._turn + 1) % self._look_every == 0:
             self._check_prompts(kept, plans[0])
         return True
@@ -184,7 +187,6 @@ class Room:
             return
         needed = max(self._needed_pages(r) for r in (waiting if s.policy == "lpm" else [first]))
         fits = self._room(seats) >= needed and self._is_sure()
-        self._statistics["rule: nobody waits where there is room"] += fits
         self._note("waits, though there is room", fits, [plan], first)
 
     def _has_budget(self, plan: StepPlan) -> bool:
@@ -420,13 +422,12 @@ class Room:
                 assert seat.slot in counts, f"request {seat.request.key} has a short prompt, and waits for longer ones"
 
     def _note(
-        self, what: str, is_so: bool, plans: list[StepPlan], request: Request | None, *, is_excused: bool = False
+        self, what: str, is_so: bool, plans: list[StepPlan], request: Request, *, is_excused: bool = False
     ) -> None:
         """Only a step that measures how long decodes take may leave something undone, and there are few in a row."""
         if not is_so:
             self._num_left_out[what] = 0
             return
-        assert request is not None
         sections = [plan.sections[0] for plan in plans]
         measures = all(len(section.decode_slots) and not len(section.extend_slots) for section in sections)
         self._num_left_out[what] += 1
