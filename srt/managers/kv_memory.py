@@ -79,6 +79,13 @@ class KvMemory:
         """Is there room for so many tokens, apart from the `num_cached` pages that are pinned, beside what is promised?"""
         return self.num_available - self.num_promised >= self.pages_for(expected_tokens) - num_cached
 
+    def has_room_for(self, request: Request, expected_tokens: int) -> bool:
+        """Would it be admitted? What the cache has of it is no room for it."""
+        node, cached = self.pin_prefix(request)
+        has_room = self.has_room(expected_tokens, len(cached) // ITEM)
+        self.tree.unpin(node)
+        return has_room
+
     def held_by(self, slot: int) -> int:
         """Pages that its end would set free, shared ones and promises included."""
         return self._slots.num_pages_of(slot) + self._promised_to(slot)

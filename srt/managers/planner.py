@@ -268,6 +268,8 @@ class Planner:
             return False
         for victim in victims:
             self._preempt(victim)
+        while lower and not self._memory.has_room_for(request, expected):  # what was counted twice is lacking
+            self._preempt(lower.pop(0))
         self._forget_ended()
         return True
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tests.scheduler.settings import Settings
 
-SHARE = 0.3  # of all worlds
+SHARE = 0.4  # of all worlds
 READERS_SHARE = 0.2
 
 
@@ -88,14 +88,18 @@ def _small(settings: Settings, rng: random.Random, prompt: int, answer: int, mem
 
 def _with_logprobs(settings: Settings, rng: random.Random) -> Settings:
     """All with logprobs, in small chunks, and slots that are lost before a prompt is through."""
-    small = _small(settings, rng, *rng.choice(((60, 60), (100, 40))), memory=rng.choice((0.25, 0.4)))
+    small = _small(settings, rng, *rng.choice(((60, 60), (100, 60))), memory=rng.choice((0.2, 0.3)))
     return replace(
         small,
         logprob_share=1.0,
         chunk=rng.choice((7, 7, 20)),
         conservativeness=0.01,
-        urgent_share=rng.choice((0.0, 0.15)),
-        num_questions=20,
+        urgent_share=0.1,
+        num_questions=0,
+        num_retracts=rng.choice((10, 30)),
+        num_requests=8 * small.num_slots,
+        abort_share=0.1,
+        num_deaths=rng.choice((0, 1)),
     )
 
 
@@ -135,7 +139,13 @@ def _with_timeouts(settings: Settings, rng: random.Random) -> Settings:
 def _with_little_memory(settings: Settings, rng: random.Random) -> Settings:
     """Long answers, of which too many begin."""
     small = _small(settings, rng, *rng.choice(((12, 200), (40, 120))), memory=rng.choice((0.15, 0.25, 0.4)))
-    return replace(small, conservativeness=0.01, stream_share=rng.choice((0.0, 1.0)))
+    return replace(
+        small,
+        conservativeness=0.01,
+        stream_share=rng.choice((0.0, 1.0)),
+        num_requests=8 * small.num_slots,
+        num_deaths=rng.choice((0, 0, 2)),
+    )
 
 
 def _with_shared_prompts(settings: Settings, rng: random.Random) -> Settings:
@@ -153,7 +163,10 @@ def _with_long_prompts(settings: Settings, rng: random.Random) -> Settings:
 
 THEMES: tuple[Callable[[Settings, random.Random], Settings], ...] = (
     _with_logprobs,
+    _with_logprobs,
     _with_priorities,
+    _with_priorities,
+    _with_urgent,
     _with_urgent,
     _with_timeouts,
     _with_little_memory,

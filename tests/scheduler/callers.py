@@ -74,6 +74,8 @@ class Callers:
     def begin(self, end: float) -> None:
         for _ in range(self._num_calls):
             self._world.at(self.rng.random() * end, partial(self._do, self.rng.choice(self._kinds)))
+        for _ in range(self._world.settings.num_retracts):
+            self._world.at(self.rng.random() * end, self._retract)
         if self.extra_drain:
             self._world.at((0.5 + 0.5 * self.rng.random()) * end, self._drain)
 
@@ -126,6 +128,12 @@ class Callers:
             at(now + rng.random() * 0.02, partial(self.go_on, rng.choice(self._world.frontends).number))
         if rng.random() < 0.5:
             at(now + rng.random() * 0.1, partial(self._flush, frontend.number))
+
+    def _retract(self) -> None:
+        """All lose their slots, wherever they are."""
+        frontend = self.rng.choice(self._world.frontends)
+        self._call(frontend, lambda call: PauseGeneration(call, "retract"), 0.0)
+        self._world.at(self._world.now + 0.02 * self.rng.random(), partial(self.go_on, frontend.number))
 
     def _flush(self, number: int) -> None:
         self._call(self._world.frontends[number], FlushCache)

@@ -491,10 +491,10 @@ MORE_MUTATIONS = (
         "return False",
     ),
     Mutation(
-        "an urgent one that waits is not counted",
+        "all urgent ones are forgotten when one gets a slot",
         "managers/planner.py",
-        "        self._num_urgent += request.urgent\n        self._line_up(request)\n",
-        "        self._line_up(request)\n",
+        "        self._num_urgent -= request.urgent\n        self._num_admitted",
+        "        self._num_urgent = 0\n        self._num_admitted",
     ),
     Mutation(
         "the important displace nobody",

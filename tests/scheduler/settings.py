@@ -61,6 +61,7 @@ class Settings:
     num_returns: int = 0  # of frontends
     num_slow_steps: int = 0  # that take nearly as long as they may
     watchdog_timeout: float = 2.0
+    num_retracts: int = 0  # pauses that take all slots, and soon end
     num_questions: int = 4  # and flushes, and aborts of what others sent
     callers: str = "quiet"  # what clients ask for beside answers: see callers.py
     drains: bool = False  # at some time nothing new is taken any more

@@ -41,6 +41,21 @@ def test_an_urgent_request_takes_a_place_also_when_a_later_one_has_gone() -> Non
     assert [admission.seed for plan in host.all_plans for admission in plan.admissions] == [1, 2]
 
 
+def test_an_urgent_request_takes_a_place_also_when_the_cache_has_much_of_it() -> None:
+    """World 53: what the cache had of it counted twice, as pages that it did not need and as pages that it could take."""
+    host = Host(hello=worker_hello(page_size=1, num_pages=20))
+    host.say(request(1, [1] * 8, max_new=1))
+    host.run()
+    host.say(request(2, [2] * 2, max_new=9))
+    host.tick()
+    host.say(request(3, [1] * 8 + [3], max_new=1, urgent=True))
+    host.answer()
+    host.tick()
+    assert [admission.seed for plan in host.all_plans for admission in plan.admissions] == [1, 2, 3]
+    host.run()
+    assert host.value("num_preempted") == 1
+
+
 def test_an_urgent_request_finds_memory_even_if_others_hold_all_of_it() -> None:
     host = Host(hello=worker_hello(num_pages=4))
     long = request(1, [1] * 12, max_new=4)
