@@ -104,7 +104,7 @@ setup(
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     cmdclass={"build_py": BuildPy},
-    entry_points={"console_scripts": ["srt = srt.cli:main"]},
+    entry_points={"console_scripts": ["srt = srt.cli.main:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Operating System :: POSIX :: Linux",

@@ -22,7 +22,7 @@ from benchmarks import limits, models
 from benchmarks.gpu_readings import watched
 from srt.distributed.parallel_state import TensorParallel
 from srt.model_executor.model_runner import ModelRunner, resolve_device
-from srt.model_executor.step_output import StepOutput
+from srt.model_executor.step.step_output import StepOutput
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from srt.server_args import parse_args
 from srt.utils.model_config import ModelConfig

@@ -25,7 +25,7 @@ from srt.entrypoints.app import App
 from srt.entrypoints.http_protocol import http_config
 from srt.entrypoints.http_server import HttpServer, settle_garbage
 from srt.entrypoints.service import Service
-from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.protocol.links import Received, RouterLink, frontend_path
 from srt.protocol.messages import (
     Abort,

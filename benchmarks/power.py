@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import limits, models
 from benchmarks.gpu_readings import watched
-from srt.kernels.hopper import launch, runs_on, source_of, with_alignment
+from srt.kernels.build.hopper import launch, runs_on, source_of, with_alignment
 
 FOLDER = Path(__file__).parent
 MEMORY = 1 << 33  # bytes

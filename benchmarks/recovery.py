@@ -35,7 +35,7 @@ import psutil
 from benchmarks import limits, models
 from benchmarks.serving import state_of
 from benchmarks.startup import ask
-from srt.managers.child_process import MODULES
+from srt.managers.process.child_process import MODULES
 
 NOBODY = "nobody"
 VICTIMS = (*MODULES, NOBODY)

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.scheduler_cache import measure_cache
 from benchmarks.scheduler_load import PHASES, Load, LoadedScheduler
 from benchmarks.scheduler_reuse import measure_reuse
-from srt.managers import scheduler_state
+from srt.managers.scheduler import scheduler as scheduler_state
 from srt.server_args import ServerArgs
 from srt.utils.compiled import SWITCH, is_compiled
 

@@ -12,8 +12,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from srt.managers.effects import Effect, Frontend, ToFrontend, ToWorkers, Worker
-from srt.managers.scheduler_state import Scheduler
+from srt.managers.scheduler.effects import Effect, Frontend, ToFrontend, ToWorkers, Worker
+from srt.managers.scheduler.scheduler import Scheduler
 from srt.protocol.codec import decode, decode_view, encode
 from srt.protocol.messages import (
     AckBatch,

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.scheduler_load import PAGE_SIZE, VOCAB, answer, as_received, generate, messages_of
-from srt.managers.effects import Frontend, Worker
-from srt.managers.scheduler_state import Scheduler
+from srt.managers.scheduler.effects import Frontend, Worker
+from srt.managers.scheduler.scheduler import Scheduler
 from srt.protocol.codec import decode
 from srt.protocol.messages import AckBatch, FrontendHello, SamplingSpec, StepPlan, TokenBatch, WorkerHello
 from srt.server_args import ServerArgs

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from srt.entrypoints.app import ROUTES
+from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai.messages import MESSAGE_FIELDS, PART_FIELDS
 from srt.entrypoints.openai.schema import ChatBody, StreamOptions
 from srt.entrypoints.openapi import EVENTS, JSON, OPERATIONS, describe
+from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.service import Service
-from srt.managers.native_shapes import GenerateBody
-from srt.managers.request_schema import RequestBody
 from srt.sampling.foreign_fields import EMPTY, ignored, is_one_of, unsupported
 from srt.sampling.foreign_table import FIELDS, VERSIONS
 from srt.sampling.sampling_params import PARAMETERS

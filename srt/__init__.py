@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from srt.utils.compiled import install_finder
 
 if TYPE_CHECKING:
-    from srt.managers.io_struct import EngineDied, RequestError
+    from srt.managers.tokenizer_manager.api_types import EngineDied, RequestError
     from srt.runtime import Engine, Runtime
     from srt.server_args import ArgumentError
     from srt.utils.errors import StartError
@@ -26,8 +26,8 @@ _HOME: Mapping[str, str] = MappingProxyType(
     {
         "ArgumentError": "srt.server_args",
         "Engine": "srt.runtime",
-        "EngineDied": "srt.managers.io_struct",
-        "RequestError": "srt.managers.io_struct",
+        "EngineDied": "srt.managers.tokenizer_manager.api_types",
+        "RequestError": "srt.managers.tokenizer_manager.api_types",
         "Runtime": "srt.runtime",
         "StartError": "srt.utils.errors",
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from srt.cli import main
+from srt.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

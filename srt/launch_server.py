@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from srt.managers.child_process import (
+from srt.managers.process.child_process import (
     LIFELINE_FD,
     MODULES,
     ChildKey,
@@ -23,10 +23,10 @@ from srt.managers.child_process import (
     environment_of,
     spawn,
 )
-from srt.managers.preflight import ServerPlan, check_and_listen, is_loopback
-from srt.managers.run_dir import RunDir
-from srt.managers.service_manager import ServiceManager
-from srt.managers.signal_pipe import SignalPipe
+from srt.managers.supervisor.preflight import ServerPlan, check_and_listen, is_loopback
+from srt.managers.supervisor.run_dir import RunDir
+from srt.managers.supervisor.signal_pipe import SignalPipe
+from srt.managers.supervisor.systemd import ServiceManager
 from srt.server_args import ArgumentError, parse_args
 from srt.utils.bytecode import bytecode_environment
 from srt.utils.cache_folders import cache_environment
@@ -82,7 +82,7 @@ def open_standard_streams() -> None:
 
 def serve_runtime(lifeline_fd: int, started_s: float) -> int:
     """The same for a Runtime, which gives the options and gets the reason of a failure over its lifeline."""
-    from srt.managers.lifeline import open_lifeline, say_failed
+    from srt.managers.supervisor.lifeline import open_lifeline, say_failed
 
     lifeline, order = open_lifeline(lifeline_fd)
     try:
@@ -102,8 +102,8 @@ def serve(
         service_manager = ServiceManager()
         spawn = spawner(plan, modules)
         children = [spawn(key) for key in children_of(plan.num_http_frontends, plan.args.tp_size)]
-        from srt.managers.progress_display import ProgressDisplay  # here: see above
-        from srt.managers.supervisor import Supervisor
+        from srt.managers.supervisor.progress_display import ProgressDisplay  # here: see above
+        from srt.managers.supervisor.supervisor import Supervisor
         from srt.utils.log_files import log_file_handler
 
         args = plan.args

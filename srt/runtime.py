@@ -14,7 +14,7 @@ import weakref
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from srt.managers.engine_process import EngineProcess
+from srt.entrypoints.engine_process import EngineProcess
 from srt.server_args import ArgumentError, ServerArgs, from_keywords
 from srt.utils.checkpoint import DEFAULT_MODEL
 

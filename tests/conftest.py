@@ -30,7 +30,7 @@ collect_ignore = ["clients"]
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFactory:
     """`checkpoint("llama", tied=False) -> Path`: a random checkpoint, written once per session and never changed.
 
-    The keywords are the fields of `srt.model_loader.random_checkpoint.CheckpointSpec`.
+    The keywords are the fields of `tests.support.random_checkpoint.CheckpointSpec`.
     A test that alters a checkpoint copies it first.
     """
     return CheckpointFactory(tmp_path_factory.mktemp("checkpoints"))

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from srt.kernels.cuda_source import checked, cuda
+from srt.kernels.build.cuda_source import checked, cuda
 
 HANDLE_BYTES: Final = 64
 LOCATION_BYTES: Final = 16

@@ -179,8 +179,8 @@ def _map_peers(tp: TensorParallel, timeout_s: float) -> PeerMemory | None:
     # Triton is not there on every host; with PyTorch for CUDA it is.
     from srt.distributed.mapped_memory import CudaMemory
     from srt.distributed.peer_memory import open_peer_memory
-    from srt.kernels.hopper import runs_on
-    from srt.kernels.peer_sum import MOST_RANKS, PROGRAMS, PeerKernel
+    from srt.kernels.build.hopper import runs_on
+    from srt.kernels.collectives.peer_sum import MOST_RANKS, PROGRAMS, PeerKernel
 
     if tp.size > MOST_RANKS:
         return None

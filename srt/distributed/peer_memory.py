@@ -1,6 +1,6 @@
 """Few bytes between the ranks of one host, by way of memory that they write for each other: there before NCCL's would be.
 
-srt/kernels/peer_sum.cu says how that goes and why it is right. Here is who owns the memory, and how ranks agree on it. Importing this
+srt/kernels/collectives/peer_sum.cu says how that goes and why it is right. Here is who owns the memory, and how ranks agree on it. Importing this
 module imports Triton.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import HANDLE_BYTES, LOCATION_BYTES, MappedMemory
-from srt.kernels.peer_sum import (
+from srt.kernels.collectives.peer_sum import (
     BOXES,
     MOST_RANKS,
     Mail,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from srt.managers.native_shapes import GenerateBody
-from srt.managers.request_schema import LEAF, RequestBody
+from srt.entrypoints.native_shapes import GenerateBody
+from srt.entrypoints.request_schema import LEAF, RequestBody
 from srt.sampling.foreign_fields import Values, schema_of
 from srt.sampling.sampling_params import PARAMETERS, UNSUPPORTED
 

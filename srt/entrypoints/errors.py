@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from srt.managers.io_struct import RequestError
+from srt.managers.tokenizer_manager.api_types import RequestError
 
 _OPENAI_TYPES = {
     401: "authentication_error",

@@ -15,7 +15,7 @@ import orjson
 
 from srt.entrypoints.direct_write import EXTENSION, DirectWriter
 from srt.entrypoints.errors import error_body, error_event
-from srt.managers.io_struct import RequestError
+from srt.managers.tokenizer_manager.api_types import RequestError
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

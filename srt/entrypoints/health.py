@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.service import Service
-from srt.managers.vitals import as_json
+from srt.managers.process.heartbeats import as_json
 
 
 async def health(exchange: Exchange, service: Service) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 
-from srt.managers.io_struct import GenerateInput, RequestError
-from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tokenizer_manager.api_types import GenerateInput, RequestError
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 
 RID_PREFIX = "HEALTH_CHECK"
 DEADLINE_S = 20.0

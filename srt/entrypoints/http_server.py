@@ -21,9 +21,9 @@ import uvloop
 from srt.entrypoints.app import App
 from srt.entrypoints.http_protocol import http_config
 from srt.entrypoints.service import Service
-from srt.managers.child import Child, SupervisorGone, run_child
-from srt.managers.io_struct import EngineDied
-from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.process.child import Child, SupervisorGone, run_child
+from srt.managers.tokenizer_manager.api_types import EngineDied
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import EngineReplaced, ServerReady, Stop
 from srt.utils.errors import StartError
 

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from srt.managers.io_struct import RequestError
-from srt.managers.vitals import Vital
+from srt.managers.process.heartbeats import Vital
+from srt.managers.tokenizer_manager.api_types import RequestError
 
 if TYPE_CHECKING:
     from srt.entrypoints.service import Service
-    from srt.managers.tokenizer_manager import TokenizerManager
+    from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 
 PERIOD_S = 1.0
 HISTORY = 300  # points

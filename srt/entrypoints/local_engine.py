@@ -12,15 +12,15 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from srt.entrypoints.engine_process import EngineProcess
 from srt.entrypoints.native import model_facts, server_facts
+from srt.entrypoints.native_shapes import NativeAnswer, parse_generate
+from srt.entrypoints.request_schema import renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import Pacer, run_all
-from srt.managers import request_watch
-from srt.managers.engine_process import EngineProcess
-from srt.managers.io_struct import ChoiceUpdate, EngineDied, RequestError
-from srt.managers.native_shapes import NativeAnswer, parse_generate
-from srt.managers.request_schema import renamed
-from srt.managers.tokenizer_manager import RequestHandle, TokenizerManager
+from srt.managers.tokenizer_manager import request_watch
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, EngineDied, RequestError
+from srt.managers.tokenizer_manager.tokenizer_manager import RequestHandle, TokenizerManager
 from srt.protocol.messages import EngineReplaced, EngineStarted, Failed, ServerReady
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError

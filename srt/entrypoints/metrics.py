@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import srt
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.service import Service
-from srt.managers.frontend_metrics import COUNTERS, HISTOGRAMS, STATUS_CLASSES, histogram_names
+from srt.managers.tokenizer_manager.frontend_metrics import COUNTERS, HISTOGRAMS, STATUS_CLASSES, histogram_names
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 

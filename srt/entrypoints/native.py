@@ -11,12 +11,12 @@ import msgspec
 
 import srt
 from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.native_shapes import WEIGHT_VERSION, NativeAnswer, parse_generate
+from srt.entrypoints.request_schema import LABEL, RequestBody, bad_parameter, described
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import answer_call, event
-from srt.managers.io_struct import ChoiceUpdate, RequestError
-from srt.managers.native_shapes import WEIGHT_VERSION, NativeAnswer, parse_generate
-from srt.managers.request_checks import check_label
-from srt.managers.request_schema import LABEL, RequestBody, bad_parameter, described
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, RequestError
+from srt.managers.tokenizer_manager.request_checks import check_label
 
 FLUSH_RETRY_S = 0.05
 MAX_FLUSH_WAIT_S = 600.0

@@ -15,12 +15,12 @@ from srt.entrypoints import health, metrics, native, operations, profiling, toke
 from srt.entrypoints.body_schemas import Schema, body_schema, with_values
 from srt.entrypoints.errors import is_openai
 from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai import chat, completions, models
 from srt.entrypoints.openai.models import DEFAULT_MODEL
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody
+from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.service import Service
-from srt.managers.native_shapes import GenerateBody
-from srt.managers.request_schema import RequestBody
 from srt.server_args import ServerArgs
 
 Handler = Callable[[Exchange, Service], Awaitable[None]]

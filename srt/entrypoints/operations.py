@@ -8,9 +8,9 @@ from pydantic import Field
 
 from srt.entrypoints import web_page
 from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.service import Service
-from srt.managers.control_words import NO_REQUEST_LOG
-from srt.managers.request_schema import RequestBody
+from srt.managers.process.runtime_switches import NO_REQUEST_LOG
 
 OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate", *web_page.FILES))
 # Who looks after the server. They need the admin key, where there is one.

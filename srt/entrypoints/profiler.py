@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from srt.managers.control_words import ControlWords
-from srt.managers.io_struct import RequestError
-from srt.managers.request_schema import bad_parameter
-from srt.managers.trace_file import (
+from srt.entrypoints.request_schema import bad_parameter
+from srt.managers.process.heartbeats import SILENT_S, Vital
+from srt.managers.process.runtime_switches import ControlWords
+from srt.managers.process.trace_file import (
     claim,
     default_folder,
     merge,
@@ -23,7 +23,7 @@ from srt.managers.trace_file import (
     take_over,
     write_summary,
 )
-from srt.managers.vitals import SILENT_S, Vital
+from srt.managers.tokenizer_manager.api_types import RequestError
 
 PARTS_S = 5.0  # for all processes to write down what they recorded
 WRITTEN_S = 60.0  # and for one file to be made of it

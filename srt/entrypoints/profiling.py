@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.request_schema import RequestBody, bad_parameter
 from srt.entrypoints.service import Service
-from srt.managers.request_schema import RequestBody, bad_parameter
 
 RECORDED = ("CPU", "GPU")
 MAX_STEPS = 1 << 31

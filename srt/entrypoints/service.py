@@ -12,15 +12,15 @@ import orjson
 from srt.entrypoints.health_probe import HealthProbe
 from srt.entrypoints.live_feed import LiveFeed
 from srt.entrypoints.profiler import Profiler
-from srt.managers.control_words import ControlWords
-from srt.managers.engine_status import STATE_FILE
-from srt.managers.frontend_metrics import FRONTEND_PREFIX, NAMES, FrontendMetrics
-from srt.managers.io_struct import RequestError
-from srt.managers.startup_report import STARTUP_FILE
-from srt.managers.step_deadline import longest_step_s
-from srt.managers.tokenizer_manager import TokenizerManager
-from srt.managers.tracer import Tracer
-from srt.managers.vitals import STUCK_S, Vital, VitalsReader
+from srt.managers.process.engine_status import STATE_FILE
+from srt.managers.process.heartbeats import STUCK_S, Vital, VitalsReader
+from srt.managers.process.runtime_switches import ControlWords
+from srt.managers.process.startup_report import STARTUP_FILE
+from srt.managers.process.step_deadline import longest_step_s
+from srt.managers.process.tracer import Tracer
+from srt.managers.tokenizer_manager.api_types import RequestError
+from srt.managers.tokenizer_manager.frontend_metrics import FRONTEND_PREFIX, NAMES, FrontendMetrics
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.server_args import ServerArgs
 from srt.utils.shared_numbers import NumberFiles
 

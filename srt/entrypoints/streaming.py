@@ -11,8 +11,8 @@ import orjson
 from msgspec.structs import replace
 
 from srt.entrypoints.exchange import Exchange
-from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError
-from srt.managers.tokenizer_manager import RequestHandle, TokenizerManager
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, GenerateInput, RequestError
+from srt.managers.tokenizer_manager.tokenizer_manager import RequestHandle, TokenizerManager
 
 DONE = b"data: [DONE]\n\n"
 

@@ -6,11 +6,11 @@ import asyncio
 from typing import ClassVar
 
 from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.native_shapes import MAX_BATCH
 from srt.entrypoints.openai.models import check_model
+from srt.entrypoints.request_schema import MODEL_NAME, TOKEN_ID, RequestBody, bad_parameter, described, renamed
 from srt.entrypoints.service import Service
-from srt.managers.io_struct import RequestError
-from srt.managers.native_shapes import MAX_BATCH
-from srt.managers.request_schema import MODEL_NAME, TOKEN_ID, RequestBody, bad_parameter, described, renamed
+from srt.managers.tokenizer_manager.api_types import RequestError
 
 
 class TokenizeBody(RequestBody):

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from srt.kernels.gated_gemm import PROMPTS, GatedGemm
-from srt.kernels.gemv import GemvTiles, gemv, max_rows
-from srt.kernels.hopper import runs_on
-from srt.kernels.pdl import has_pdl, pdl_for
-from srt.kernels.rms_norm import add_rms_norm, rms_norm
-from srt.kernels.rotary import angles, prepare_qkv
-from srt.kernels.silu_and_mul import silu_and_mul
-from srt.kernels.stream_gemm import PLAIN, SMALLEST, Ending, Heads, StreamGemm, Weighted
+from srt.kernels.build.hopper import runs_on
+from srt.kernels.build.pdl import has_pdl, pdl_for
+from srt.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
+from srt.kernels.elementwise.rotary import angles, prepare_qkv
+from srt.kernels.elementwise.silu_and_mul import silu_and_mul
+from srt.kernels.gemm.gated_gemm import PROMPTS, GatedGemm
+from srt.kernels.gemm.gemv import GemvTiles, gemv, max_rows
+from srt.kernels.gemm.stream_gemm import PLAIN, SMALLEST, Ending, Heads, StreamGemm, Weighted
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Stream
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from srt.layers.attention.radix_attention import RadixAttention
 
 if TYPE_CHECKING:
-    from srt.kernels.stream_gemm import Weighted
+    from srt.kernels.gemm.stream_gemm import Weighted
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.kernels.draw_rows import DrawRows
-from srt.layers.logit_wishes import apply_wishes
+from srt.kernels.sampling.draw_rows import DrawRows
+from srt.layers.logit_adjustments import apply_wishes
 from srt.layers.logits_processor import gather_vocabulary
 from srt.layers.philox import gumbel_noise
 from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool, WishTables
@@ -47,9 +47,9 @@ class Sampler:
         self._wish_kernels: Callable[..., None] | None = None  # made at first use, which knows the columns
         if tables.seq_lens.is_cuda:
             # Triton is not there on every host; with PyTorch for CUDA it is.
-            from srt.kernels.filter import filter_thresholds as kernel_thresholds
-            from srt.kernels.pdl import has_pdl
-            from srt.kernels.sample import draw
+            from srt.kernels.build.pdl import has_pdl
+            from srt.kernels.sampling.filter import filter_thresholds as kernel_thresholds
+            from srt.kernels.sampling.sample import draw
 
             pdl = has_pdl(tables.seq_lens.device)
             self._draw_from_shard = partial(draw, pdl=pdl)
@@ -97,7 +97,7 @@ class Sampler:
         if not logits.is_cuda:
             return apply_wishes
         if self._wish_kernels is None:
-            from srt.kernels.apply_wishes import WishKernels
+            from srt.kernels.sampling.adjust_logits import WishKernels
 
             self._wish_kernels = WishKernels.take(self._tables.num_slots, logits.shape[1], logits.device)
         return self._wish_kernels

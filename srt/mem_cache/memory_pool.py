@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
+from srt.sampling.logit_adjustments import MAX_BIASES, MAX_STOPS, NO_PENALTIES, WishArrays
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
-from srt.sampling.wishes import MAX_BIASES, MAX_STOPS, NO_PENALTIES, WishArrays
 
 FP8_MAX: Final = 448.0  # of float8_e4m3fn
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from srt.layers.attention.base import AttentionBackend
     from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-    from srt.model_executor.plan_arrays import PlanArrays
+    from srt.model_executor.step.plan_arrays import PlanArrays
 
 IntArray = NDArray[np.int64]
 

@@ -16,7 +16,7 @@ import torch
 
 from srt.distributed.errors import CollectiveError
 from srt.distributed.parallel_state import TensorParallel
-from srt.kernels.graph_fills import compile_fill
+from srt.kernels.build.graph_fills import compile_fill
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.backend_choice import choose_backends, make_backend
 from srt.layers.attention.base import Reading
@@ -24,14 +24,18 @@ from srt.layers.logits_processor import LogitsProcessor, LogprobArrays, Logprobs
 from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import DrawTables, MHATokenToKVPool, ReqToTokenPool
 from srt.mem_cache.tables_hash import tables_hash
-from srt.model_executor.compiled_forward import CompiledForward
-from srt.model_executor.cuda_graph_runner import Capture, GraphCapture, graph_sizes
-from srt.model_executor.decode_runner import DecodeParts, DecodeRunner
-from srt.model_executor.device_memory import DeviceMemory
-from srt.model_executor.draw_store import DrawStore
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
-from srt.model_executor.logprob_plan import LogprobPlan, LogprobSegment
-from srt.model_executor.memory_profile import (
+from srt.model_executor.graphs.compiled_forward import CompiledForward
+from srt.model_executor.graphs.cuda_graph_runner import Capture, GraphCapture, graph_sizes
+from srt.model_executor.graphs.decode_runner import DecodeParts, DecodeRunner
+from srt.model_executor.graphs.piecewise_cuda_graph_runner import (
+    PiecewiseCudaGraphRunner,
+    most_whole_tokens,
+    piece_sizes,
+    worthwhile_tokens,
+)
+from srt.model_executor.memory.device_memory import DeviceMemory
+from srt.model_executor.memory.memory_profile import (
     FIRST_USE_BYTES,
     admission_bytes,
     check_pages,
@@ -44,17 +48,13 @@ from srt.model_executor.memory_profile import (
     profile_max_num_token,
     table_bytes,
 )
-from srt.model_executor.piecewise_cuda_graph_runner import (
-    PiecewiseCudaGraphRunner,
-    most_whole_tokens,
-    piece_sizes,
-    worthwhile_tokens,
-)
-from srt.model_executor.plan_arrays import PlanArrays, Staging
-from srt.model_executor.step_output import StepOutput
-from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
-from srt.model_executor.warm_up import batches, num_distinct_layers, warm_up_requests
-from srt.model_executor.worst_step import worst_section
+from srt.model_executor.startup.peak_step import worst_section
+from srt.model_executor.startup.warm_up import batches, num_distinct_layers, warm_up_requests
+from srt.model_executor.step.draw_store import DrawStore
+from srt.model_executor.step.logprob_plan import LogprobPlan, LogprobSegment
+from srt.model_executor.step.plan_arrays import PlanArrays, Staging
+from srt.model_executor.step.step_output import StepOutput
+from srt.model_executor.step.step_planner import DecodeStep, HostStep, StepPlanner
 from srt.model_loader.kv_scales import read_kv_scales
 from srt.model_loader.loader import LoadConfig, get_model_loader
 from srt.models.decoder import CausalLM
@@ -66,9 +66,9 @@ from srt.utils.host import usable_cores
 from srt.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from srt.kernels.rehearsal import Compilers
-    from srt.kernels.resident_layers import ResidentLayers
-    from srt.model_executor.kernel_record import KernelRecord
+    from srt.kernels.build.precompile import Compilers
+    from srt.kernels.decoder.resident_layers import ResidentLayers
+    from srt.model_executor.startup.kernel_record import KernelRecord
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -239,8 +239,8 @@ class ModelRunner:
         earnest.
         """
         # Triton is not there on every host; with PyTorch for CUDA it is.
-        from srt.kernels.rehearsal import Compilers, rehearsal
-        from srt.model_executor.kernel_record import KernelRecord
+        from srt.kernels.build.precompile import Compilers, rehearsal
+        from srt.model_executor.startup.kernel_record import KernelRecord
 
         model = self._model.model
         layers = model.layers
@@ -271,7 +271,7 @@ class ModelRunner:
             are_first_done.set()
 
     def _rehearse_later_steps(self, compilers: Compilers, record: KernelRecord) -> None:
-        from srt.kernels.rehearsal import rehearsal
+        from srt.kernels.build.precompile import rehearsal
 
         try:
             with rehearsal(compilers):
@@ -384,7 +384,7 @@ class ModelRunner:
         if self.device.type != "cuda" or self.attention.decode != "triton" or self._tp.size > 1 or self._compiled:
             return {}
         # Triton is not there on every host; with PyTorch for CUDA it is.
-        from srt.kernels.resident_layers import ROWS, ResidentLayers
+        from srt.kernels.decoder.resident_layers import ROWS, ResidentLayers
 
         state = self._model, self._token_to_kv_pool, self._req_to_token_pool, self.device
         made = {rows: ResidentLayers.of(*state, rows) for rows in ROWS if rows <= self.num_slots}

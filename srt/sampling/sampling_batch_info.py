@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from srt.protocol.messages import Admission
+from srt.sampling.logit_adjustments import MAX_BIASES, MAX_STOPS, NO_PENALTIES, WishArrays
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
-from srt.sampling.wishes import MAX_BIASES, MAX_STOPS, NO_PENALTIES, WishArrays
 
 A = TypeVar("A")
 HostArray = NDArray[Any]

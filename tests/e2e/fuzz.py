@@ -33,7 +33,7 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode, Response
 from schemathesis.core.result import Ok
 
-from srt.model_loader.random_checkpoint import CheckpointSpec, write_random_checkpoint
+from tests.support.random_checkpoint import CheckpointSpec, write_random_checkpoint
 from tests.support.server_process import ServerProcess
 
 PATIENCE_S = 300.0  # for an answer: the largest case draws 72,500 tokens, which took 26 s on a busy machine alone and more beside others

@@ -81,7 +81,7 @@ def test_the_image_has_all_that_it_needs_and_nothing_of_the_tests(image: Path) -
     assert {"srt/entrypoints/page/index.html", "srt/assets/models/tiny/model.safetensors", "srt/py.typed"} <= files
     assert not any(name.startswith(("tests", "benchmarks", "recipes")) for name in files)
     entry_points = next(image.glob("*.dist-info/entry_points.txt")).read_text("utf-8")
-    assert "srt = srt.cli:main" in entry_points
+    assert "srt = srt.cli.main:main" in entry_points
 
 
 def test_the_container_serves_is_healthy_and_stops_in_order(image: Path, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from srt import chat, cli, generate
+from srt.cli import chat, generate
+from srt.cli import main as cli
 from srt.server_args import make_parser
 from tests.e2e.conftest import Server
 from tests.support.server_process import ROOT, ServerProcess

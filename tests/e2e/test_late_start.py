@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from srt.entrypoints.engine_process import EngineProcess
 from srt.entrypoints.local_engine import LocalEngine
-from srt.managers.engine_process import EngineProcess
-from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.server_args import from_keywords
 from srt.utils.errors import StartError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, GenerateInput, RequestError
 from tests.e2e.conftest import Server
 from tests.support.browser import Browser, Page
 from tests.support.page_server import PageServer, page_server

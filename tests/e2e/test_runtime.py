@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 import srt
-from srt.managers.engine_process import EngineProcess
-from srt.managers.io_struct import EngineDied, RequestError
+from srt.entrypoints.engine_process import EngineProcess
+from srt.managers.tokenizer_manager.api_types import EngineDied, RequestError
 from srt.server_args import ArgumentError, from_keywords
 from srt.utils.errors import StartError
 from tests.support.checkpoints import CheckpointFactory
@@ -251,7 +251,7 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 def test_a_fork_can_neither_use_nor_end_it(qwen3_checkpoint: Path) -> None:
     script = f"""
 import os, sys, srt
-from srt.managers.io_struct import EngineDied
+from srt.managers.tokenizer_manager.api_types import EngineDied
 runtime = srt.Runtime(model_path={str(qwen3_checkpoint)!r}, device="cpu", max_total_tokens=1024)
 stream = runtime.generate("x", {{"max_new_tokens": 3, "ignore_eos": True}}, stream=True)
 next(stream)

@@ -16,8 +16,8 @@ from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import CudaMemory
 from srt.distributed.parallel_state import TensorParallel, init_tensor_parallel
 from srt.distributed.peer_memory import PeerMemory, open_peer_memory
-from srt.kernels.peer_sum import MOST_BYTES, PROGRAMS
-from srt.kernels.rms_norm import add_rms_norm
+from srt.kernels.collectives.peer_sum import MOST_BYTES, PROGRAMS
+from srt.kernels.elementwise.rms_norm import add_rms_norm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BYTES = (

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from srt.layers.sampler import Draws
-from srt.model_executor.cuda_graph_runner import GraphCapture, Work
-from srt.model_executor.draw_store import RING, DrawStore, StepIds
+from srt.model_executor.graphs.cuda_graph_runner import GraphCapture, Work
+from srt.model_executor.step.draw_store import RING, DrawStore, StepIds
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from srt.kernels.cuda_source import checked, cuda
-from srt.model_executor.cuda_graph_runner import GraphCapture
+from srt.kernels.build.cuda_source import checked, cuda
+from srt.model_executor.graphs.cuda_graph_runner import GraphCapture
 
 pytestmark = pytest.mark.gpu
 

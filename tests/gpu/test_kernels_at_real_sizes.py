@@ -7,18 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from srt.kernels.apply_wishes import WishKernels
-from srt.kernels.decode_attention import DecodeScratch, DecodeTiles, decode_attention
-from srt.kernels.draw_rows import DrawRows
-from srt.kernels.even_attention import EvenShares, even_attention, find_shares, shares_at_once
-from srt.kernels.extend_attention import ExtendTiles, extend_any_rows, extend_attention
-from srt.kernels.filter import filter_thresholds
-from srt.kernels.gated_gemm import GatedGemm
-from srt.kernels.paged_kv import PagedKV
-from srt.kernels.sample import draw
-from srt.kernels.shared_prefix import SharedPrefix, find_shared, shared_attention
-from srt.kernels.stream_attention import can_stream, is_streamed, shares_of, stream_attention
-from srt.kernels.stream_gemm import (
+from srt.kernels.attention.decode_attention import DecodeScratch, DecodeTiles, decode_attention
+from srt.kernels.attention.even_attention import EvenShares, even_attention, find_shares, shares_at_once
+from srt.kernels.attention.extend_attention import ExtendTiles, extend_any_rows, extend_attention
+from srt.kernels.attention.paged_kv import PagedKV
+from srt.kernels.attention.shared_prefix import SharedPrefix, find_shared, shared_attention
+from srt.kernels.attention.stream_attention import can_stream, is_streamed, shares_of, stream_attention
+from srt.kernels.gemm.gated_gemm import GatedGemm
+from srt.kernels.gemm.stream_gemm import (
     MOST_GATED_ROWS,
     MOST_PLAIN_ROWS,
     MOST_ROWS,
@@ -28,9 +24,13 @@ from srt.kernels.stream_gemm import (
     StreamGemm,
     Weighted,
 )
+from srt.kernels.sampling.adjust_logits import WishKernels
+from srt.kernels.sampling.draw_rows import DrawRows
+from srt.kernels.sampling.filter import filter_thresholds
+from srt.kernels.sampling.sample import draw
 from srt.layers import sampler
 from srt.layers.kernel_ops import KernelOps
-from srt.layers.logit_wishes import apply_wishes
+from srt.layers.logit_adjustments import apply_wishes
 from srt.layers.ops import Affine, Norm, Rotation, Stream, rotate
 from srt.mem_cache.memory_pool import ReqToTokenPool
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P

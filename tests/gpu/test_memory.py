@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from srt.model_executor.device_memory import Tag
-from srt.model_executor.memory_profile import CUDA_SLACK, FIRST_USE_BYTES, graph_bytes
-from srt.model_executor.worst_step import worst_section
+from srt.model_executor.memory.device_memory import Tag
+from srt.model_executor.memory.memory_profile import CUDA_SLACK, FIRST_USE_BYTES, graph_bytes
+from srt.model_executor.startup.peak_step import worst_section
 from srt.protocol.messages import LogprobSpec, SamplingSpec
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError

@@ -14,7 +14,7 @@ import pytest
 import torch
 from triton import knobs
 
-from srt.kernels import cuda_source
+from srt.kernels.build import cuda_source
 from tests.support.plan_driver import Job, PlanDriver, greedy
 from tests.support.runners import make_runner
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from srt.managers.scheduler_state import CAPTURE_REST_S
+from srt.managers.scheduler.scheduler import CAPTURE_REST_S
 
 MOST_IDLE_S = 1.0  # without a capture, if there is one to make
 

@@ -12,11 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, cast
 
-from srt.managers.detokenizer import OutputText
-from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, RequestError, TokenLogprob
-from srt.managers.live_request import ABORTED, LiveRequest, RequestHandle
-from srt.managers.request_ledger import ChoiceEnded, Effect, NewTokens, RequestLedger, RequestRefused, Send
-from srt.managers.request_watch import RequestWatch, Watched
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, Finish, GenerateInput, RequestError, TokenLogprob
+from srt.managers.tokenizer_manager.detokenizer import OutputText
+from srt.managers.tokenizer_manager.live_request import ABORTED, LiveRequest, RequestHandle
+from srt.managers.tokenizer_manager.request_ledger import (
+    ChoiceEnded,
+    Effect,
+    NewTokens,
+    RequestLedger,
+    RequestRefused,
+    Send,
+)
+from srt.managers.tokenizer_manager.request_watch import RequestWatch, Watched
 from srt.protocol.messages import (
     Abort,
     AbortLabel,

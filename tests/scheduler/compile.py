@@ -17,7 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CHECKS = "fairness fake_worker ledger_frontend server settings supervision traffic verdicts world"
-SOURCES = [*(f"tests/scheduler/{name}.py" for name in CHECKS.split()), "srt/managers/request_ledger.py"]
+SOURCES = [
+    *(f"tests/scheduler/{name}.py" for name in CHECKS.split()),
+    "srt/managers/tokenizer_manager/request_ledger.py",
+]
 EXERCISE = "tests.scheduler.simulate --steps 15000 --jobs 1"
 CONFIG = """\
 [mypy]

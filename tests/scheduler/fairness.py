@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
-from srt.managers.replica import Replica
-from srt.managers.request import Request, Status
-from srt.managers.scheduler_state import LOAD_INTERVAL_S, Scheduler
+from srt.managers.scheduler.core import Replica
+from srt.managers.scheduler.request import Request, Status
+from srt.managers.scheduler.scheduler import LOAD_INTERVAL_S, Scheduler
 from srt.mem_cache.radix_cache import ITEM
 from srt.protocol.messages import Load
 from tests.scheduler.settings import Settings

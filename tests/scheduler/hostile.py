@@ -11,8 +11,8 @@ import numpy as np
 from msgspec.msgpack import Ext
 from msgspec.structs import replace as changed
 
-from srt.managers.effects import Effect, Fatal, Worker
-from srt.managers.scheduler_state import Scheduler
+from srt.managers.scheduler.effects import Effect, Fatal, Worker
+from srt.managers.scheduler.scheduler import Scheduler
 from srt.protocol.messages import (
     Abort,
     AckBatch,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, assert_never
 import numpy as np
 from msgspec.structs import replace
 
-from srt.managers.request_ledger import (
+from srt.managers.tokenizer_manager.request_ledger import (
     ALL_CHOICES,
     CONVICTION,
     ChoiceEnded,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from srt.managers.io_struct import TokenLogprob
-from srt.managers.request import Request, Status
+from srt.managers.scheduler.request import Request, Status
+from srt.managers.tokenizer_manager.api_types import TokenLogprob
 from srt.protocol.messages import GenerateRequest, RequestDone, StepPlan, TokenBatch
 from tests.scheduler.hostile import HOSTILE_RIDS
 from tests.scheduler.reference import best_tokens, logprobs, logprobs_of

@@ -19,8 +19,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from srt.managers.replica import Replica
-from srt.managers.request import Request
+from srt.managers.scheduler.core import Replica
+from srt.managers.scheduler.request import Request
 from srt.mem_cache.radix_cache import ITEM
 from srt.protocol.messages import Int32Array, StepPlan
 from srt.protocol.views import AdmissionView

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from srt.managers.replica import Replica
-from srt.managers.request import Request, Status
+from srt.managers.scheduler.core import Replica
+from srt.managers.scheduler.request import Request, Status
 from srt.mem_cache.radix_cache import ITEM
 from srt.protocol.messages import Int32Array, StepPlan, int32_array
 from tests.scheduler.fairness import CHECK_EVERY, Fairness

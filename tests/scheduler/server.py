@@ -6,12 +6,12 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from srt.managers.effects import Effect, Frontend, HandshakeDone, Source, Worker
-from srt.managers.effects import ToFrontend as SendToFrontend
-from srt.managers.effects import ToWorkers as SendToWorkers
-from srt.managers.replica import Replica
-from srt.managers.request import Request, Status
-from srt.managers.scheduler_state import Scheduler
+from srt.managers.scheduler.core import Replica
+from srt.managers.scheduler.effects import Effect, Frontend, HandshakeDone, Source, Worker
+from srt.managers.scheduler.effects import ToFrontend as SendToFrontend
+from srt.managers.scheduler.effects import ToWorkers as SendToWorkers
+from srt.managers.scheduler.request import Request, Status
+from srt.managers.scheduler.scheduler import Scheduler
 from srt.protocol.codec import protocol_hash
 from srt.protocol.messages import (
     TRIAL_TOKENS,

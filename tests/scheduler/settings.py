@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from srt.managers.step_times import LEAST_CHUNK
+from srt.managers.scheduler.step_times import LEAST_CHUNK
 from srt.server_args import ServerArgs
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from srt.managers.child_process import ChildKey, children_of
-from srt.managers.replacer import (
+from srt.managers.process.child_process import ChildKey, children_of
+from srt.managers.process.step_deadline import longest_step_s
+from srt.managers.supervisor.replacer import (
     ChildExited,
     ChildSpoke,
     Effect,
@@ -27,7 +28,6 @@ from srt.managers.replacer import (
     StopAsked,
     Tell,
 )
-from srt.managers.step_deadline import longest_step_s
 from srt.protocol.messages import Failed, FromChild, Heartbeat, Progress, Ready, Stop
 from tests.scheduler.settings import Settings
 from tests.scheduler.verdicts import BLAME, Cause, Verdicts

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from srt.managers.effects import Frontend, ToFrontend, ToWorkers, Worker
-from srt.managers.scheduler_state import Scheduler
-from srt.managers.step_times import LEAST_CHUNK
+from srt.managers.scheduler.effects import Frontend, ToFrontend, ToWorkers, Worker
+from srt.managers.scheduler.scheduler import Scheduler
+from srt.managers.scheduler.step_times import LEAST_CHUNK
 from srt.protocol.messages import (
     AckBatch,
     FrontendHello,

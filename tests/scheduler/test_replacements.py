@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from srt.managers.child_process import ChildKey, children_of
-from srt.managers.replacer import (
+from srt.managers.process.child_process import ChildKey, children_of
+from srt.managers.supervisor.replacer import (
     CALM_S,
     ENDING_S,
     SETTLE_S,

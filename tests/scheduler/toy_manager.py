@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
-from srt.managers import tokenizer_manager
-from srt.managers.deliveries import Deliveries
-from srt.managers.model_facts import ModelFacts
-from srt.managers.request_watch import RequestWatch
-from srt.managers.scheduler_link import SchedulerLink
-from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tokenizer_manager import tokenizer_manager
+from srt.managers.tokenizer_manager.deliveries import Deliveries
+from srt.managers.tokenizer_manager.model_facts import ModelFacts
+from srt.managers.tokenizer_manager.request_watch import RequestWatch
+from srt.managers.tokenizer_manager.scheduler_link import SchedulerLink
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import EngineReplaced, FromFrontend, Message, Rejected, SchedulerHello
 from srt.utils.tokenizer import Tokenizer
 

@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
-from srt.managers.child_process import ChildKey
-from srt.managers.replacer import (
+from srt.managers.process.child_process import ChildKey
+from srt.managers.supervisor.replacer import (
     ENDING_S,
     LAST_ANSWERS_S,
     SETTLE_S,

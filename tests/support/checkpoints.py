@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from srt.model_loader.random_checkpoint import CheckpointSpec, write_random_checkpoint
+from tests.support.random_checkpoint import CheckpointSpec, write_random_checkpoint
 
 SMALL: dict[str, Any] = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 512}
 """The shape unless a test says otherwise: large enough for grouped queries and two ranks, small enough to be quick."""

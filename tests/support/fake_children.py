@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from srt.managers.child import Child, run_child
+from srt.managers.process.child import Child, run_child
 from srt.protocol.messages import EngineReplaced, ServerReady
 from srt.utils.errors import StartError
 from srt.utils.log_files import log_folder
@@ -81,7 +81,7 @@ def begin(behaviour: str) -> None:
 def launch() -> int:
     """A real supervisor of fake children: `python -m tests.support.fake_children launch PORT NUM_FRONTENDS TP REPLACEMENTS LOG_LEVEL`."""
     from srt.launch_server import serve as supervise
-    from srt.managers.preflight import ServerPlan, listen
+    from srt.managers.supervisor.preflight import ServerPlan, listen
     from srt.server_args import ServerArgs
 
     port, num_frontends, tp_size, max_replacements = map(int, sys.argv[2:6])

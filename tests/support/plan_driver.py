@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from srt.model_executor.model_runner import ModelRunner
-from srt.model_executor.step_output import SampledRows
+from srt.model_executor.step.step_output import SampledRows
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, RowLogprobs, SamplingSpec, int32_array
 
 

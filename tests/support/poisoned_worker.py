@@ -11,9 +11,9 @@ import sys
 import time
 from typing import Any
 
-from srt.managers import tp_worker
-from srt.managers.child import Child, run_child
-from srt.managers.child_process import MODULES
+from srt.managers.process.child import Child, run_child
+from srt.managers.process.child_process import MODULES
+from srt.managers.tp_worker import process as tp_worker
 from srt.protocol.messages import PlanSection
 
 POISON = 666
@@ -50,7 +50,7 @@ def work(child: Child) -> None:
 
 def launch(words: list[str]) -> int:
     from srt.launch_server import serve
-    from srt.managers.preflight import check_and_listen
+    from srt.managers.supervisor.preflight import check_and_listen
     from srt.server_args import parse_args
 
     plan = check_and_listen(parse_args(words), http=True)

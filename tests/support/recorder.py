@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
-from srt.model_executor.cuda_graph_runner import NUM_WARM_UPS, Work
-from srt.model_executor.draw_store import RING, DrawStore, store_draws_reference
 from srt.model_executor.forward_batch_info import ForwardBatch
+from srt.model_executor.graphs.cuda_graph_runner import NUM_WARM_UPS, Work
+from srt.model_executor.step.draw_store import RING, DrawStore, store_draws_reference
 
 
 class Recorder:

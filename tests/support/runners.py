@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.model_executor.cuda_graph_runner import Capture
+from srt.model_executor.graphs.cuda_graph_runner import Capture
 from srt.model_executor.model_runner import ModelRunner
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig

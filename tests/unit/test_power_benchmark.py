@@ -10,8 +10,8 @@ import torch
 from benchmarks import limits, power
 from benchmarks.gpu_readings import Readings
 from benchmarks.power import PRODUCTS, READS, Found, Multiply, Read
-from srt.kernels.cuda_source import compile_source
-from srt.kernels.hopper import ARCHITECTURE
+from srt.kernels.build.cuda_source import compile_source
+from srt.kernels.build.hopper import ARCHITECTURE
 
 SHARED_BYTES = 227 * 1024  # of an H200's processor
 

@@ -13,11 +13,11 @@ from srt.entrypoints.openai.parts import ChatLogprobs, Identity, Usage, finish_f
 from srt.entrypoints.openai.prompt_facts import PromptFacts
 from srt.entrypoints.openai.refusals import refuse_agent_fields
 from srt.entrypoints.openai.schema import ChatBody
+from srt.entrypoints.request_schema import bad_parameter, checked_sampling_params, renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import TextEvent, answer_call, event
-from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError
-from srt.managers.request_schema import bad_parameter, checked_sampling_params, renamed
-from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, GenerateInput, RequestError
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 
 _KIND, _CHUNK = "chat.completion", "chat.completion.chunk"
 _ROLE = {"role": "assistant", "content": ""}

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.native_shapes import MAX_BATCH, check_num_choices
 from srt.entrypoints.openai.models import check_model
 from srt.entrypoints.openai.parts import CompletionLogprobs, Identity, Usage, finish_fields, last_chunks
 from srt.entrypoints.openai.prompt_facts import PromptFacts
 from srt.entrypoints.openai.refusals import refuse_agent_fields
 from srt.entrypoints.openai.schema import COMPLETION_MAX_TOKENS, CompletionBody
+from srt.entrypoints.request_schema import bad_parameter, checked_sampling_params, renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import TextEvent, answer_call, event
-from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError
-from srt.managers.native_shapes import MAX_BATCH, check_num_choices
-from srt.managers.request_schema import bad_parameter, checked_sampling_params, renamed
-from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, GenerateInput, RequestError
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 
 _KIND = "text_completion"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from srt.managers.request_schema import bad_parameter
+from srt.entrypoints.request_schema import bad_parameter
 from srt.sampling.foreign_fields import ignored, is_one_of, refusal, schema_of, unsupported
 
 # What a role is called in chat templates.

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from srt.entrypoints.native_shapes import cached_tokens_details
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from srt.entrypoints.streaming import event
-from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, TokenLogprob
-from srt.managers.native_shapes import cached_tokens_details
-from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, Finish, GenerateInput, TokenLogprob
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.protocol.labels import numbered
 from srt.utils.text_stream import TextStream
 

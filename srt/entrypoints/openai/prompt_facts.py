@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from srt.entrypoints.openai.schema import OpenAIBody
-from srt.managers.io_struct import ChoiceUpdate, TokenLogprob
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, TokenLogprob
 
 
 class PromptFacts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from srt.managers.request_schema import bad_parameter
+from srt.entrypoints.request_schema import bad_parameter
 
 MAX_SHOWN = 200
 

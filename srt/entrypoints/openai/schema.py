@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from srt.entrypoints.openai.messages import MAX_MESSAGES, MESSAGE_SCHEMA
-from srt.managers.io_struct import LogprobRequest
-from srt.managers.request_schema import (
+from srt.entrypoints.request_schema import (
     LABEL,
     MODEL_NAME,
     NAME,
@@ -23,6 +22,7 @@ from srt.managers.request_schema import (
     cache_namespace,
     described,
 )
+from srt.managers.tokenizer_manager.api_types import LogprobRequest
 from srt.sampling.sampling_params import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default

@@ -77,7 +77,7 @@ def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBack
     if name == "torch_native":
         return TorchNativeBackend()
     if name == "triton":
-        from srt.kernels.triton_support import require_triton
+        from srt.kernels.build.triton_support import require_triton
 
         require_triton(device.type)
         from srt.layers.attention.triton_backend import TritonAttentionBackend

@@ -19,7 +19,7 @@ from flashinfer import (
 )
 from numpy.typing import NDArray
 
-from srt.kernels.gather_pages import gather_pages
+from srt.kernels.attention.gather_pages import gather_pages
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import AttentionBackend
 

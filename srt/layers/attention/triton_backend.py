@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from srt.kernels.decode_attention import (
+from srt.kernels.attention.decode_attention import (
     PROGRAMS_PER_PROCESSOR,
     DecodeScratch,
     DecodeTiles,
     decode_attention,
     most_splits,
 )
-from srt.kernels.even_attention import (
+from srt.kernels.attention.even_attention import (
     MOST_ROWS,
     EvenShares,
     can_be_even,
@@ -25,15 +25,15 @@ from srt.kernels.even_attention import (
     is_worth_it,
     shares_at_once,
 )
-from srt.kernels.extend_attention import ExtendTiles, extend_any_rows, extend_attention
-from srt.kernels.fused_decode import can_fuse_decode, fused_decode
-from srt.kernels.paged_kv import PagedKV
-from srt.kernels.pdl import EARLY, has_pdl, pdl_for
-from srt.kernels.shared_memory import shared_bytes
-from srt.kernels.shared_prefix import SharedPrefix, can_share, find_shared, shared_attention
-from srt.kernels.stream_attention import LEAST_ROWS, can_stream, is_streamed, shares_of, stream_attention
-from srt.kernels.triton_support import require_triton
-from srt.kernels.write_kv import write_kv
+from srt.kernels.attention.extend_attention import ExtendTiles, extend_any_rows, extend_attention
+from srt.kernels.attention.fused_decode import can_fuse_decode, fused_decode
+from srt.kernels.attention.paged_kv import PagedKV
+from srt.kernels.attention.shared_prefix import SharedPrefix, can_share, find_shared, shared_attention
+from srt.kernels.attention.stream_attention import LEAST_ROWS, can_stream, is_streamed, shares_of, stream_attention
+from srt.kernels.attention.write_kv import write_kv
+from srt.kernels.build.pdl import EARLY, has_pdl, pdl_for
+from srt.kernels.build.shared_memory import shared_bytes
+from srt.kernels.build.triton_support import require_triton
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import LEAST_SAVED, AnyRows, AttentionBackend, Reading
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from srt.entrypoints.app import App
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import joined
-from srt.managers.io_struct import (
+from srt.managers.tokenizer_manager.api_types import (
     ChoiceTimes,
     ChoiceUpdate,
     EngineDied,
@@ -24,9 +24,15 @@ from srt.managers.io_struct import (
     RequestError,
     TokenLogprob,
 )
-from srt.managers.model_facts import ModelFacts
-from srt.managers.request_checks import build_request, check_form, check_ids, check_text, num_kept_tokens
-from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tokenizer_manager.model_facts import ModelFacts
+from srt.managers.tokenizer_manager.request_checks import (
+    build_request,
+    check_form,
+    check_ids,
+    check_text,
+    num_kept_tokens,
+)
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import EngineReplaced, Load, Scalar, SchedulerHello
 from srt.sampling.sampling_params import SamplingParams
 from srt.server_args import ServerArgs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from tests.unit.entrypoints.fake_engine import FakeEngine
 
 

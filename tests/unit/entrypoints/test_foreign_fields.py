@@ -10,14 +10,14 @@ import pytest
 
 from scripts import document_api
 from srt.entrypoints.native import AbortBody, ContinueBody, PauseBody
+from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai.messages import plain_messages
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody, StreamOptions
 from srt.entrypoints.operations import LoggingBody, NoBody
 from srt.entrypoints.profiling import StartBody
+from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.tokenizing import DetokenizeBody, TokenizeBody
-from srt.managers.io_struct import RequestError
-from srt.managers.native_shapes import GenerateBody
-from srt.managers.request_schema import RequestBody
+from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.sampling import foreign_fields
 from srt.sampling.foreign_fields import is_one_of, schema_of
 from srt.sampling.foreign_table import FIELDS

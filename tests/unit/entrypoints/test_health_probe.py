@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from srt.entrypoints import health_probe
 from srt.entrypoints.health_probe import HealthProbe
-from srt.managers.io_struct import ChoiceUpdate, Finish, GenerateInput, RequestError
-from srt.managers.tokenizer_manager import TokenizerManager
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, Finish, GenerateInput, RequestError
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from tests.unit.entrypoints.fake_engine import FakeEngine, typing_out
 
 

@@ -16,11 +16,11 @@ import pytest
 
 from srt.entrypoints import http_protocol
 from srt.entrypoints.http_server import Frontend
-from srt.managers.child import Child, SupervisorGone
-from srt.managers.io_struct import EngineDied, RequestError
-from srt.managers.tokenizer_manager import TokenizerManager
-from srt.managers.tracer import Tracer
-from srt.managers.vitals import VitalsWriter
+from srt.managers.process.child import Child, SupervisorGone
+from srt.managers.process.heartbeats import VitalsWriter
+from srt.managers.process.tracer import Tracer
+from srt.managers.tokenizer_manager.api_types import EngineDied, RequestError
+from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.protocol.messages import ChildStart, EngineReplaced, ServerReady, Stop
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError

@@ -9,7 +9,7 @@ import pytest
 
 from srt.entrypoints import live_feed
 from srt.entrypoints.live_feed import HISTORY, LiveFeed, difference
-from srt.managers.vitals import Vital
+from srt.managers.process.heartbeats import Vital
 from tests.support.page_server import COUNTERS
 from tests.unit.entrypoints.fake_engine import World
 

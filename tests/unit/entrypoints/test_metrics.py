@@ -10,12 +10,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from srt.entrypoints.metrics import CONTENT_TYPE, Page, render
 from srt.entrypoints.service import Service
-from srt.managers.engine_status import EngineStatus
-from srt.managers.frontend_metrics import FrontendMetrics
-from srt.managers.vitals import VitalsWriter
+from srt.managers.process.engine_status import EngineStatus
+from srt.managers.process.heartbeats import VitalsWriter
+from srt.managers.tokenizer_manager.frontend_metrics import FrontendMetrics
 from srt.server_args import ServerArgs
 from tests.unit.entrypoints.fake_engine import World
-from tests.unit.managers.scheduler_host import Host, request
+from tests.unit.managers.scheduler.scheduler_host import Host, request
 
 # What dashboards made for SGLang ask for.
 KNOWN = {

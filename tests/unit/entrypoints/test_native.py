@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from srt.managers.io_struct import RequestError
+from srt.managers.tokenizer_manager.api_types import RequestError
 from tests.unit.entrypoints.fake_engine import World, choice_update, typing_out
 from tests.unit.entrypoints.sse import events
 

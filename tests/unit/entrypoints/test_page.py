@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from srt.entrypoints.web_page import FILES, FOLDER
-from srt.managers.io_struct import EngineDied
+from srt.managers.tokenizer_manager.api_types import EngineDied
 from srt.protocol.messages import Load
 from tests.support.page_server import COUNTERS
 from tests.unit.entrypoints.fake_engine import World

@@ -13,10 +13,10 @@ import pytest
 
 from srt.entrypoints import profiler as profiler_module
 from srt.entrypoints.profiler import Profiler
-from srt.managers.control_words import ControlWords
-from srt.managers.io_struct import RequestError
-from srt.managers.tracer import Tracer
-from srt.managers.vitals import Vital
+from srt.managers.process.heartbeats import Vital
+from srt.managers.process.runtime_switches import ControlWords
+from srt.managers.process.tracer import Tracer
+from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.server_args import ServerArgs
 from tests.support.foreign_objects import whole_objects
 from tests.unit.entrypoints.fake_engine import World
@@ -46,7 +46,7 @@ def started_by_who_has_gone(run_dir: Path, folder: Path) -> Path:
 import asyncio, os, sys
 from pathlib import Path
 from srt.entrypoints.profiler import Profiler
-from srt.managers.control_words import ControlWords
+from srt.managers.process.runtime_switches import ControlWords
 from srt.server_args import ServerArgs
 
 async def go(run_dir: str, folder: str) -> None:

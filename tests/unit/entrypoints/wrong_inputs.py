@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from srt.entrypoints.native import AbortBody
+from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai.schema import SAMPLING_NAMES, ChatBody, CompletionBody, StreamOptions
-from srt.managers.native_shapes import GenerateBody
-from srt.managers.request_schema import RequestBody
+from srt.entrypoints.request_schema import RequestBody
 from srt.sampling.foreign_fields import is_one_of
 from srt.sampling.sampling_params import SamplingParams
 

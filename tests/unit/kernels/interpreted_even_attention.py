@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from srt.kernels.even_attention import EvenShares, even_attention, find_shares
-from srt.kernels.paged_kv import PagedKV
-from srt.kernels.reference import decode_attention_reference
+from srt.kernels.attention.even_attention import EvenShares, even_attention, find_shares
+from srt.kernels.attention.paged_kv import PagedKV
+from tests.support.attention_reference import decode_attention_reference
 from tests.unit.kernels.paged_world import make_paged_world
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

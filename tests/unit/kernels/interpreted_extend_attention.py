@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from srt.kernels.extend_attention import ExtendTiles, extend_any_rows, extend_attention
-from srt.kernels.paged_kv import PagedKV
-from srt.kernels.reference import extend_attention_reference
+from srt.kernels.attention.extend_attention import ExtendTiles, extend_any_rows, extend_attention
+from srt.kernels.attention.paged_kv import PagedKV
+from tests.support.attention_reference import extend_attention_reference
 from tests.unit.kernels.paged_world import make_paged_world
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from srt.kernels import filter as filter_kernels
+from srt.kernels.sampling import filter as filter_kernels
 from srt.layers import sampler
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
 

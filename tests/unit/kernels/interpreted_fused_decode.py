@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from srt.kernels.decode_attention import DecodeScratch
-from srt.kernels.fused_decode import fused_decode
-from srt.kernels.paged_kv import PagedKV
-from srt.kernels.reference import decode_attention_reference
-from srt.kernels.rotary import prepare_qkv
+from srt.kernels.attention.decode_attention import DecodeScratch
+from srt.kernels.attention.fused_decode import fused_decode
+from srt.kernels.attention.paged_kv import PagedKV
+from srt.kernels.elementwise.rotary import prepare_qkv
 from srt.layers.ops import TORCH_OPS
+from tests.support.attention_reference import decode_attention_reference
 from tests.unit.kernels.paged_world import make_paged_world
 
 EPS = 1e-6

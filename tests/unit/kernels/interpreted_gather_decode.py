@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from srt.kernels.gather_decode import gather_decode, store_draws
+from srt.kernels.elementwise.gather_decode import gather_decode, store_draws
 from srt.mem_cache.memory_pool import DrawTables
-from srt.model_executor.draw_store import store_draws_reference
-from srt.model_executor.input_buffers import gather_decode_reference
-from srt.model_executor.page_board import NUMBER_BITS, PAGE_BITS
+from srt.model_executor.step.draw_store import store_draws_reference
+from srt.model_executor.step.input_buffers import gather_decode_reference
+from srt.model_executor.step.page_mailbox import NUMBER_BITS, PAGE_BITS
 from srt.sampling.no_filter import NO_TOP_K
 
 NUM_SLOTS, MAX_PAGES = 9, 5  # the dummy slot is the last

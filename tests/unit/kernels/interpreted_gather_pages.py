@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from srt.kernels.gather_pages import gather_pages
-from srt.kernels.reference import gather_pages_reference
+from srt.kernels.attention.gather_pages import gather_pages
+from tests.support.attention_reference import gather_pages_reference
 
 
 def test_pages_of_rows_follow_each_other() -> None:

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from srt.kernels.gemv import GemvTiles, gemv
-from srt.kernels.rms_norm import add_rms_norm, rms_norm
-from srt.kernels.rotary import angles, prepare_qkv
-from srt.kernels.silu_and_mul import silu_and_mul
+from srt.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
+from srt.kernels.elementwise.rotary import angles, prepare_qkv
+from srt.kernels.elementwise.silu_and_mul import silu_and_mul
+from srt.kernels.gemm.gemv import GemvTiles, gemv
 from srt.layers.ops import TORCH_OPS, Rotation, rotate
 
 EPS = 1e-6

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from srt.kernels.draw_rows import DrawRows
-from srt.kernels.sample import BLOCK, draw
+from srt.kernels.sampling.draw_rows import DrawRows
+from srt.kernels.sampling.sample import BLOCK, draw
 from srt.layers.philox import gumbel_noise
 
 NUM_ROWS = 6

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from srt.kernels.decode_attention import DecodeScratch, DecodeTiles, decode_attention
-from srt.kernels.paged_kv import PagedKV
-from srt.kernels.reference import decode_attention_reference
-from srt.kernels.shared_prefix import SharedPrefix, block_rows, can_share, find_shared, shared_attention
+from srt.kernels.attention.decode_attention import DecodeScratch, DecodeTiles, decode_attention
+from srt.kernels.attention.paged_kv import PagedKV
+from srt.kernels.attention.shared_prefix import SharedPrefix, block_rows, can_share, find_shared, shared_attention
+from tests.support.attention_reference import decode_attention_reference
 from tests.unit.kernels.paged_world import PagedWorld, make_paged_world
 
 CPU = torch.device("cpu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from srt.kernels.paged_kv import PagedKV
-from srt.kernels.reference import write_kv_reference
-from srt.kernels.write_kv import write_kv
+from srt.kernels.attention.paged_kv import PagedKV
+from srt.kernels.attention.write_kv import write_kv
+from tests.support.attention_reference import write_kv_reference
 
 
 @pytest.fixture(autouse=True)

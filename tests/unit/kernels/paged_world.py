@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from srt.kernels.paged_kv import PagedKV
+from srt.kernels.attention.paged_kv import PagedKV
 
 
 @dataclass(frozen=True, slots=True)

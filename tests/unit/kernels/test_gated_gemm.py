@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from srt.kernels.cuda_source import compile_source
-from srt.kernels.gated_gemm import GatedTiles
-from srt.kernels.hopper import ARCHITECTURE
+from srt.kernels.build.cuda_source import compile_source
+from srt.kernels.build.hopper import ARCHITECTURE
+from srt.kernels.gemm.gated_gemm import GatedTiles
 
 PROCESSORS = 132  # of an H200
 SHARED_BYTES = 227 * 1024

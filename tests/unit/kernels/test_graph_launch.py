@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from srt.kernels import graph_launch
+from srt.kernels.build import graph_launch
 
 
 def launched_with(status: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

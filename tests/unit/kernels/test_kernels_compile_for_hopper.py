@@ -16,12 +16,12 @@ KERNELS = Path(__file__).parents[3] / "srt" / "kernels"
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs `python -m srt.kernels.builds`, with an empty cache and without the interpreter."""
+    """Runs `python -m tests.kernel_builds.builds`, with an empty cache and without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "srt.kernels.builds", *words]
+        command = [sys.executable, "-m", "tests.kernel_builds.builds", *words]
         done = subprocess.run(command, env=environment, text=True, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done

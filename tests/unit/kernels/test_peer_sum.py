@@ -8,10 +8,10 @@ import ctypes
 import pytest
 import torch
 
-from srt.kernels import hopper
-from srt.kernels.cuda_source import compile_source
-from srt.kernels.hopper import ARCHITECTURE
-from srt.kernels.peer_sum import (
+from srt.kernels.build import hopper
+from srt.kernels.build.cuda_source import compile_source
+from srt.kernels.build.hopper import ARCHITECTURE
+from srt.kernels.collectives.peer_sum import (
     LETTERS,
     MOST_BYTES,
     PROGRAMS,

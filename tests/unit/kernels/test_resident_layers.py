@@ -15,11 +15,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from srt.kernels import resident_layers
-from srt.kernels.cuda_source import machine_code
-from srt.kernels.hopper import ARCHITECTURE
-from srt.kernels.resident_layers import Exchange, Layer, ResidentLayers, ResidentVariant, Step, _runs_at_once
-from srt.kernels.shared_memory import SHARED_BYTES
+from srt.kernels.build.cuda_source import machine_code
+from srt.kernels.build.hopper import ARCHITECTURE
+from srt.kernels.build.shared_memory import SHARED_BYTES
+from srt.kernels.decoder import resident_layers
+from srt.kernels.decoder.resident_layers import Exchange, Layer, ResidentLayers, ResidentVariant, Step, _runs_at_once
 from srt.models.decoder import DecoderLayer
 from tests.support.runners import make_runner
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from srt.kernels.cuda_source import machine_code
-from srt.kernels.hopper import ARCHITECTURE
-from srt.kernels.stream_attention import AttentionVariant, is_streamed, shares_of
+from srt.kernels.attention.stream_attention import AttentionVariant, is_streamed, shares_of
+from srt.kernels.build.cuda_source import machine_code
+from srt.kernels.build.hopper import ARCHITECTURE
 
 PROCESSOR_BYTES = 228 * 1024  # of shared memory, of which each program takes one KiB more than it asks for
 VARIANTS = [

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from srt.kernels import cuda_source
-from srt.kernels.cuda_source import compile_source, machine_code
-from srt.kernels.hopper import ARCHITECTURE
-from srt.kernels.stream_gemm import (
+from srt.kernels.build import cuda_source
+from srt.kernels.build.cuda_source import compile_source, machine_code
+from srt.kernels.build.hopper import ARCHITECTURE
+from srt.kernels.gemm.stream_gemm import (
     FEWEST_ROWS,
     MOST_GATED_ROWS,
     MOST_PLAIN_ROWS,
@@ -23,8 +23,8 @@ from srt.kernels.stream_gemm import (
     Ending,
     StreamTiles,
 )
-from srt.model_executor.cuda_graph_runner import graph_sizes
-from srt.model_executor.warm_up import BATCHES
+from srt.model_executor.graphs.cuda_graph_runner import graph_sizes
+from srt.model_executor.startup.warm_up import BATCHES
 
 PROCESSORS = 132  # of an H200, and so many clusters of each size at once
 CLUSTERS = {2: 66, 3: 39, 4: 30, 6: 17, 8: 15}

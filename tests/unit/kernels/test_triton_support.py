@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from srt.kernels.triton_support import require_triton, why_triton_cannot_run
+from srt.kernels.build.triton_support import require_triton, why_triton_cannot_run
 from srt.utils.errors import StartError
 
 
@@ -40,5 +40,5 @@ def test_a_host_without_triton_is_told_to_install_it(monkeypatch: pytest.MonkeyP
 
 
 def test_references_and_support_do_not_import_triton() -> None:
-    code = "import sys, srt.kernels.reference, srt.kernels.triton_support; sys.exit('triton' in sys.modules)"
+    code = "import sys, tests.support.attention_reference, srt.kernels.build.triton_support; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -18,15 +18,15 @@ from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
 from srt.layers.sampler import Draws
-from srt.model_executor.cuda_graph_runner import PADDED_STEPS, CudaGraphRunner, Work, graph_sizes
-from srt.model_executor.decode_runner import DecodeRunner, find_graph
-from srt.model_executor.draw_store import RING, DrawStore
 from srt.model_executor.forward_batch_info import ForwardBatch
-from srt.model_executor.input_buffers import GraphInputBuffers
-from srt.model_executor.memory_profile import graph_bytes
+from srt.model_executor.graphs.cuda_graph_runner import PADDED_STEPS, CudaGraphRunner, Work, graph_sizes
+from srt.model_executor.graphs.decode_runner import DecodeRunner, find_graph
+from srt.model_executor.memory.memory_profile import graph_bytes
 from srt.model_executor.model_runner import DecodeOutput, ModelRunner
-from srt.model_executor.page_board import PAGE_BITS
-from srt.model_executor.slot_mirror import Ints, NewPages
+from srt.model_executor.step.draw_store import RING, DrawStore
+from srt.model_executor.step.input_buffers import GraphInputBuffers
+from srt.model_executor.step.page_mailbox import PAGE_BITS
+from srt.model_executor.step.slot_mirror import Ints, NewPages
 from srt.models.decoder import CausalLM
 from srt.protocol.messages import (
     Admission,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from srt.layers.attention.base import Reading
-from srt.model_executor.step_planner import DecodeStep, HostStep, StepPlanner
+from srt.model_executor.step.step_planner import DecodeStep, HostStep, StepPlanner
 from srt.protocol.messages import LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from tests.support.sections import admission, section
 

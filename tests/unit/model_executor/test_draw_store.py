@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from srt.layers.sampler import Draws
-from srt.model_executor.draw_store import LOOKS, RING, DrawStore, StepIds, store_draws_reference
+from srt.model_executor.step.draw_store import LOOKS, RING, DrawStore, StepIds, store_draws_reference
 
 MAX_ROWS = 6
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from srt.model_executor import memory_profile
-from srt.model_executor.memory_profile import (
+from srt.model_executor.memory import memory_profile
+from srt.model_executor.memory.memory_profile import (
     admission_bytes,
     check_pages,
     check_tables,
@@ -20,7 +20,7 @@ from srt.model_executor.memory_profile import (
     mlp_bytes,
     profile_max_num_token,
 )
-from srt.model_executor.worst_step import worst_section
+from srt.model_executor.startup.peak_step import worst_section
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig

@@ -11,8 +11,8 @@ import torch
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention import backend_choice
 from srt.layers.attention.torch_native import TorchNativeBackend
+from srt.model_executor.graphs.piecewise_cuda_graph_runner import most_whole_tokens, piece_sizes, worthwhile_tokens
 from srt.model_executor.model_runner import ModelRunner
-from srt.model_executor.piecewise_cuda_graph_runner import most_whole_tokens, piece_sizes, worthwhile_tokens
 from srt.protocol.messages import LogprobSpec, SamplingSpec
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy

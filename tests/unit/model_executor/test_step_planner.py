@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from srt.layers.attention.base import Reading
-from srt.model_executor.plan_arrays import Staging, _cut
-from srt.model_executor.slot_mirror import SlotMirror
-from srt.model_executor.step_planner import DecodeStep, StepPlanner
+from srt.model_executor.step.plan_arrays import Staging, _cut
+from srt.model_executor.step.slot_mirror import SlotMirror
+from srt.model_executor.step.step_planner import DecodeStep, StepPlanner
 from srt.protocol.messages import LogprobSpec, PlanSection, SamplingSpec, int32_array
 from tests.support.plan_driver import idle_section
 from tests.support.sections import admission, section

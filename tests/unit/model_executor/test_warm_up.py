@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from srt.model_executor.warm_up import BATCHES, GPU_TOKENS, SHORT_TOKENS, batches, warm_up_requests
+from srt.model_executor.startup.warm_up import BATCHES, GPU_TOKENS, SHORT_TOKENS, batches, warm_up_requests
 
 
 @pytest.mark.parametrize(("room", "chunks"), [(100, [GPU_TOKENS, SHORT_TOKENS]), (70, [64, 5]), (20, [19]), (1, [])])

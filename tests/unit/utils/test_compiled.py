@@ -56,8 +56,8 @@ def test_a_source_that_was_edited_since_runs_as_it_is(compiled: Path, tmp_path: 
     copy = tmp_path / "srt"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "compiled", "assets"))
     shutil.copytree(compiled, copy / "compiled" / built_folder().name)
-    where = ("-c", "import srt.managers.planner as planner; print(planner.__file__)")
+    where = ("-c", "import srt.managers.scheduler.planner as planner; print(planner.__file__)")
     assert run("", *where, cwd=tmp_path).strip().endswith(SUFFIX)
-    with (copy / "managers/slots.py").open("a") as file:
+    with (copy / "managers/scheduler/slots.py").open("a") as file:
         file.write("# edited\n")
-    assert run("", *where, cwd=tmp_path).strip() == str(copy / "managers/planner.py")
+    assert run("", *where, cwd=tmp_path).strip() == str(copy / "managers/scheduler/planner.py")

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from srt.managers.io_struct import ChoiceUpdate, GenerateInput, RequestError, TokenLogprob
-from srt.managers.text_codec import TextCodec
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, GenerateInput, RequestError, TokenLogprob
+from srt.managers.tokenizer_manager.text_codec import TextCodec
 from srt.protocol.messages import int32_array
 from srt.utils.tokenizer import Tokenizer, load_tokenizer
 from tests.support.checkpoints import CheckpointFactory

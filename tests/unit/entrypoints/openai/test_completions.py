@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from srt.managers.io_struct import RequestError
+from srt.managers.tokenizer_manager.api_types import RequestError
 from tests.unit.entrypoints.fake_engine import World
 from tests.unit.entrypoints.sse import events
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from srt.managers.io_struct import GenerateInput
+from srt.managers.tokenizer_manager.api_types import GenerateInput
 from tests.unit.entrypoints.fake_engine import CACHED_TOKENS, World, choice_update
 from tests.unit.entrypoints.sse import events
 

@@ -13,9 +13,10 @@ from srt.layers.attention import triton_backend
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import Reading
 from srt.layers.attention.triton_backend import TritonAttentionBackend
-from srt.model_executor import decode_runner, piecewise_cuda_graph_runner, step_planner
 from srt.model_executor.forward_batch_info import ForwardBatch
+from srt.model_executor.graphs import decode_runner, piecewise_cuda_graph_runner
 from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.step import step_planner
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig
 from tests.support.checkpoints import CheckpointFactory

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from srt.kernels.decode_attention import MAX_SPLITS, DecodeTiles, most_splits
-from srt.kernels.shared_memory import SHARED_BYTES
+from srt.kernels.attention.decode_attention import MAX_SPLITS, DecodeTiles, most_splits
+from srt.kernels.build.shared_memory import SHARED_BYTES
 from srt.layers.attention.triton_backend import TritonAttentionBackend
 from srt.utils.errors import StartError
 from tests.unit.kernels.interpreted import run_interpreted

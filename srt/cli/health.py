@@ -1,0 +1,71 @@
+"""`srt health`: whether the servers that this user runs on this host are well, wherever they listen. For the health check of a container.
+
+It asks each of them its /health. Exit code 0 if all are well and there is one, else 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import ssl
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from srt.managers.supervisor.run_dir import ADDRESS_FILE, PREFIX, is_in_use
+
+TIMEOUT_S = 4.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """A line for each server: its address, and what it says."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words:
+        sys.stdout.write(f"usage: srt health\n\n{__doc__}")
+        return 0 if words[0] in ("--help", "-h") else 2
+    addresses = _addresses(Path(tempfile.gettempdir()))
+    troubles = [_trouble_of(address) for address in addresses]
+    for address, trouble in zip(addresses, troubles, strict=True):
+        sys.stdout.write(f"{address}: {trouble or 'well'}\n")
+    if not addresses:
+        sys.stdout.write("No server of this user listens on this host.\n")
+    return 0 if addresses and not any(troubles) else 1
+
+
+def _addresses(folder: Path) -> list[str]:
+    found = []
+    for run_dir in sorted(folder.glob(f"{PREFIX}*")):
+        with contextlib.suppress(OSError):  # a Runtime that listens nowhere, or a server that ends now
+            if is_in_use(run_dir):
+                found.append((run_dir / ADDRESS_FILE).read_text("ascii"))
+    return found
+
+
+def _trouble_of(address: str) -> str | None:
+    """None if the server says that it is well."""
+    url = urlsplit(address)
+    connection: http.client.HTTPConnection
+    if url.scheme == "https":
+        trust = ssl.create_default_context()
+        trust.check_hostname, trust.verify_mode = (
+            False,
+            ssl.CERT_NONE,
+        )  # its certificate is for another name than this host's
+        connection = http.client.HTTPSConnection(url.hostname or "", url.port, timeout=TIMEOUT_S, context=trust)
+    else:
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=TIMEOUT_S)
+    try:
+        with contextlib.closing(connection):
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            body = response.read()
+            return None if response.status == 200 else f"{json.loads(body)['reason']} ({response.status})"
+    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        return str(error) or type(error).__name__
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

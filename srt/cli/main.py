@@ -1,0 +1,52 @@
+"""The console command `srt`: it serves, talks, generates, tells what a bug report needs, and whether a server is well."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import srt
+
+USAGE = """\
+usage: srt COMMAND [options]
+
+  srt serve --model-path MODEL    start a server; the same as python -m srt.launch_server
+  srt chat                        talk to a model in the terminal
+  srt generate "Once upon a time" continue a prompt, for scripts
+  srt doctor                      what a bug report needs, and whether a server could start here
+  srt health                      whether the servers that run here are well, for scripts
+  srt --version                   print the version
+
+Each command lists its options with --help."""
+
+COMMANDS = {
+    "serve": "srt.launch_server",
+    "chat": "srt.cli.chat",
+    "generate": "srt.cli.generate",
+    "doctor": "srt.cli.doctor",
+    "health": "srt.cli.health",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    match command:
+        case name if name in COMMANDS:
+            # By name: a command loads what it needs, and no other's modules.
+            status: int = importlib.import_module(COMMANDS[name]).main(rest)
+            return status
+        case "--version" | "-V":
+            print(f"srt {srt.__version__}")
+            return 0
+        case "--help" | "-h":
+            print(USAGE)
+            return 0
+        case _:
+            print(f"srt: unknown command {command!r}\n{USAGE}", file=sys.stderr)
+            return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,43 @@
+"""The pages of a step's rows, one row's behind another's: what kernels with a flat list of pages read."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from srt.kernels.build.jit import kernel
+
+_BLOCK: Final = 256
+
+
+@kernel(one_variant_for=("slots_ptr", "indptr_ptr", "page_table_stride"))
+def gather_pages_kernel(
+    page_table_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    indptr_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    page_table_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (row, block) copies a block of that row's pages."""
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.load(indptr_ptr + row)
+    count = tl.load(indptr_ptr + row + 1) - begin
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    pages = tl.load(page_table_ptr + slot * page_table_stride + columns, mask=columns < count, other=0)
+    tl.store(out_ptr + begin + columns, pages, mask=columns < count)
+
+
+def gather_pages(
+    page_table: torch.Tensor, slots: torch.Tensor, indptr: torch.Tensor, most: int, out: torch.Tensor
+) -> None:
+    """``out[indptr[r] : indptr[r + 1]]`` = the first pages of slot `slots[r]`; no row has more than `most`. All int32 but the slots."""
+    if not len(slots):
+        return
+    gather_pages_kernel[(len(slots), triton.cdiv(most, _BLOCK))](
+        page_table, slots, indptr, out, page_table.stride(0), BLOCK=_BLOCK
+    )

@@ -1,0 +1,181 @@
+"""Even attention as a kernel in CUDA's C++, for Hopper, bfloat16 and a memory of it or of fp8: programs fill a processor as products' do.
+
+Programs of Triton's kernel share a processor by four, and so start when the product before them has ended, on an empty device, and are
+merged from as many parts. Here two programs take the place of one of the product before, and send for keys and values of earlier steps
+before that product has ended; the product behind it does the same with its weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from srt.kernels.attention.even_attention import BLOCK_N as SHARE_UNIT
+from srt.kernels.attention.even_attention import MOST_ROWS, MOST_SHARES, EvenShares
+from srt.kernels.attention.paged_kv import PagedKV, check_queries
+from srt.kernels.build.hopper import (
+    BLOCK_K,
+    CAPABILITY,
+    launch,
+    pointer,
+    runs_on,
+    source_of,
+    tensor_map,
+    with_alignment,
+)
+
+LEAST_ROWS: Final = 4
+_LINE: Final = 2 * BLOCK_K  # bytes
+_BLOCK: Final = 16  # positions that a load brings
+_MOST_GROUP: Final = 8
+_WARPS: Final = 4  # that multiply
+_SLOTS: Final = 8
+_PROGRAMS: Final = 2  # on a processor, neither less nor more: others would be placed where there is room, not evenly
+_LEAST_BYTES: Final = 77 * 1024  # of shared memory, so that there is no room for one more
+_HEAD_DIMS: Final = {torch.bfloat16: (64, 128), torch.float8_e4m3fn: (128,)}
+"""By the memory's type: lines of 128 bytes are full."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionVariant:
+    """The kernel for heads of this size, so many of which share keys and values."""
+
+    group: int
+    head_dim: int
+    page_size: int
+    is_fp8: bool = False  # the memory
+
+    @property
+    def name(self) -> str:
+        return "stream_attention"
+
+    @property
+    def source(self) -> str:
+        return source_of(self.name)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * (_WARPS + 2)
+
+    @property
+    def cluster(self) -> int:
+        return 1
+
+    @property
+    def slot_bytes(self) -> int:
+        return 2 * (1 if self.is_fp8 else 2) * _BLOCK * self.head_dim
+
+    @property
+    def slots(self) -> int:
+        """For as many bytes on their way, whatever a number takes."""
+        return _SLOTS * (2 if self.is_fp8 else 1)
+
+    @property
+    def _found_bytes(self) -> int:
+        """What warps found in two parts of rows."""
+        return 2 * 4 * _WARPS * (2 * 8 + self.group * (self.head_dim + 4))
+
+    @property
+    def shared_bytes(self) -> int:
+        return max(with_alignment(self.slots * self.slot_bytes + self._found_bytes), _LEAST_BYTES)
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        return {
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "PAGE_SIZE": self.page_size,
+            "SHARE_UNIT": SHARE_UNIT,
+            "SLOTS": self.slots,
+            "FP8": int(self.is_fp8),
+            "WARPS": _WARPS,
+            "PROGRAMS": _PROGRAMS,
+        }
+
+
+class _Shares(ctypes.Structure):
+    """As the kernel has them."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("begins", "first_rows", "row_begins", "row_shares", "lengths")
+    )
+
+
+def is_streamed(
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    kv_heads: int,
+    page_size: int,
+) -> bool:
+    """Whether there is a variant for heads of this type and such a memory on such a device."""
+    has_heads = head_dim in _HEAD_DIMS.get(kv_dtype, ()) and group <= _MOST_GROUP
+    is_served = dtype is torch.bfloat16 and has_heads and page_size % _BLOCK == 0
+    if not is_served or device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return False
+    return kv_heads <= torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def can_stream(device: torch.device, kv_dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> bool:
+    """Whether the variant runs there. If not, that is told."""
+    return runs_on(device, AttentionVariant(group, head_dim, page_size, kv_dtype is torch.float8_e4m3fn))
+
+
+def shares_of(kv_heads: int, num_processors: int) -> int:
+    """As many of each KV head as run at once."""
+    return min(_PROGRAMS * num_processors // kv_heads, MOST_SHARES)
+
+
+def stream_attention(
+    q: torch.Tensor,
+    kv: PagedKV,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    shares: EvenShares,
+) -> None:
+    """As `even_attention`, where it is streamed. Keys and values of all but the rows' last positions must be there before the kernel
+    before this one has ended."""
+    num_rows, _, head_dim = q.shape
+    is_fp8 = kv.k_buffer.dtype is torch.float8_e4m3fn
+    variant = AttentionVariant(check_queries(q, out, kv), head_dim, kv.page_size, is_fp8)
+    assert num_rows < min(len(shares.row_begins), MOST_ROWS + 1), num_rows
+    assert seq_lens.dtype is torch.int64 and req_pool_indices.dtype is torch.int64
+    assert kv.page_table.dtype is torch.int32, kv.page_table.dtype
+    tables = (shares.begins, shares.first_rows, shares.row_begins, shares.row_shares, seq_lens)
+    arguments = (
+        _Shares(*map(pointer, tables)),
+        q,
+        kv.page_table,
+        req_pool_indices,
+        shares.partial,
+        shares.lse,
+        shares.arrived,
+        out,
+        scale * kv.k_scale * math.log2(math.e),
+        kv.v_scale,
+        q.stride(0),
+        kv.page_table.stride(0),
+        out.stride(0),
+    )
+    maps = _map_of(kv.k_buffer), _map_of(kv.v_buffer)
+    with torch.cuda.device(q.device):
+        launch(variant, (kv.num_kv_heads, len(shares.first_rows), 1), maps, arguments, is_dependent=True)
+
+
+def _map_of(buffer: torch.Tensor) -> object:
+    """Of [locations, heads, head_dim]: a load brings a line of some locations of one head, then the next, if there is one. For the map
+    two numbers of fp8 are one of bfloat16."""
+    locations, heads, head_dim = buffer.shape
+    head_bytes = head_dim * buffer.itemsize
+    lines = head_bytes // _LINE
+    shape, strides = (_LINE // 2, locations, lines, heads), (buffer.stride(0) * buffer.itemsize, _LINE, head_bytes)
+    return tensor_map(buffer.data_ptr(), shape, strides, (_LINE // 2, _BLOCK, lines, 1))

@@ -1,0 +1,210 @@
+"""What kernels in CUDA's C++ for compute capability 9.0 share: their sources' common part, how matrices are found, launches."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from srt.kernels.build.cuda_source import checked, compile_source, cuda, machine_code
+from srt.kernels.build.precompile import is_rehearsed
+from srt.kernels.build.shared_memory import SHARED_BYTES
+
+logger = logging.getLogger(__name__)
+
+CAPABILITY: Final = (9, 0)
+ARCHITECTURE: Final = "sm_90a"
+BLOCK_K: Final = 64
+"""Columns of a block of both operands of a product, stored as lines of 128 bytes."""
+WIDEST_LOAD: Final = 256
+"""Rows that one load brings."""
+_ALIGNMENT: Final = 1024  # of blocks in shared memory
+_BARRIER_BYTES: Final = 16  # of a stage
+_FOLDER: Final = Path(__file__).parent
+
+
+Argument = torch.Tensor | ctypes.Structure | int | float | None
+
+
+class Variant(Protocol):
+    """A kernel with the constants that it is compiled for."""
+
+    def __hash__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def constants(self) -> Mapping[str, int]: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def cluster(self) -> int:
+        """Neighbouring programs that reach each other's shared memory."""
+
+
+def source_of(name: str, columns: int = 0, folder: Path = _FOLDER) -> str:
+    """The kernel's file behind what such kernels share, and the instruction that multiplies 64 rows with so many of the other operand."""
+    return "\n".join(
+        (_read(_FOLDER / "hopper.cuh"), _multiply(columns) if columns else "", _read(folder / f"{name}.cu"))
+    )
+
+
+def room_for_stages(most: int) -> int:
+    """Bytes that a ring of up to so many stages may take."""
+    return SHARED_BYTES[90] - _ALIGNMENT - most * _BARRIER_BYTES
+
+
+def with_alignment(ring_bytes: int) -> int:
+    """What to ask for, to have so many bytes where blocks may lie."""
+    return _ALIGNMENT + ring_bytes
+
+
+def runs_on(device: torch.device, variant: Variant) -> bool:
+    """Whether this kernel can be had there. PyTorch for CUDA brings NVIDIA's bindings and compiler along; if they fail, it is told."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return False
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # PyTorch makes its context when it is first needed
+            function(variant, torch.cuda.current_device())
+    except Exception as error:
+        logger.warning("There is no %s here, and others do its work: %s", variant.name, str(error)[:300])
+        return False
+    return True
+
+
+@cache
+def function(variant: Variant, device: int) -> Any:
+    """On that device, which is the current one. Compiled if it never was."""
+    driver, _ = cuda()
+    parts = variant.source, variant.constants, ARCHITECTURE
+    try:
+        module = checked(driver.cuModuleLoadData(machine_code(*parts)))
+    except RuntimeError:  # what was kept may be broken, or of another compiler than this driver can follow
+        module = checked(driver.cuModuleLoadData(compile_source(*parts)))
+    loaded = checked(driver.cuModuleGetFunction(module, variant.name.encode()))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    checked(driver.cuFuncSetAttribute(loaded, attribute, variant.shared_bytes))
+    return loaded
+
+
+@cache
+def most_clusters(variant: Variant, device: int, size: int) -> int:
+    """So many clusters of that many programs of this kernel run at once."""
+    driver, _ = cuda()
+    with torch.cuda.device(device):
+        config = _config(variant, size, (size, 1, 1), 0, is_dependent=False)
+        return int(checked(driver.cuOccupancyMaxActiveClusters(function(variant, device), config)))
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(address: int, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
+    """How the device finds boxes of bfloat16, innermost dimension first; what lies outside reads as zeros.
+
+    Strides are bytes, from the second dimension on. The cache takes lines of a block from the memory one by one: to take two at a time
+    costs attention 4 %, and products are no faster by it (measured on an H200).
+    """
+    driver, _ = cuda()
+    size, count = driver.cuuint64_t, driver.cuuint32_t
+    return checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            len(shape),
+            address,
+            [size(number) for number in shape],
+            [size(number) for number in strides],
+            [count(number) for number in box],
+            [count(1)] * len(shape),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+
+
+def map_of(matrix: torch.Tensor, box_rows: int) -> Any:
+    """For blocks of that many rows of a contiguous matrix."""
+    rows, columns = matrix.shape
+    return tensor_map(matrix.data_ptr(), (columns, rows), (2 * columns,), (BLOCK_K, box_rows))
+
+
+def launch(
+    variant: Variant,
+    grid: tuple[int, int, int],
+    maps: Sequence[Any],
+    arguments: Sequence[Argument],
+    is_dependent: bool = False,
+) -> None:
+    """Pass maps, then the arguments. A dependent kernel may begin before the one before it has ended."""
+    if is_rehearsed(variant, lambda: machine_code(variant.source, variant.constants, ARCHITECTURE)):
+        return
+    driver, _ = cuda()
+    values = [_value(argument) for argument in arguments]
+    where = [*(int(one.getPtr()) for one in maps), *map(ctypes.addressof, values)]
+    addresses = (ctypes.c_void_p * len(where))(*where)
+    device = torch.cuda.current_device()
+    config = _config(variant, variant.cluster, grid, torch.cuda.current_stream().cuda_stream, is_dependent)
+    checked(driver.cuLaunchKernelEx(config, function(variant, device), ctypes.addressof(addresses), 0))
+
+
+def pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _value(argument: Argument) -> ctypes.Structure | ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
+    match argument:
+        case ctypes.Structure():
+            return argument
+        case int():
+            return ctypes.c_int(argument)
+        case float():
+            return ctypes.c_float(argument)
+        case _:
+            return ctypes.c_void_p(pointer(argument))
+
+
+@lru_cache(maxsize=4096)
+def _config(variant: Variant, size: int, grid: tuple[int, int, int], stream: int, is_dependent: bool) -> Any:
+    driver, _ = cuda()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = variant.num_threads, 1, 1
+    config.sharedMemBytes, config.hStream = variant.shared_bytes, stream
+    cluster, dependent = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = size, 1, 1
+    dependent.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    dependent.value.programmaticStreamSerializationAllowed = 1
+    attributes = [cluster, dependent] if is_dependent else [cluster]
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
+@cache
+def _read(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+def _multiply(columns: int) -> str:
+    """The instruction as a function: its registers have to be named one by one."""
+    count = columns // 2
+    names = ", ".join(f"%{i}" for i in range(count))
+    sums = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    code = (
+        f"{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n"
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+        f"{{{names}}}, %{count}, %{count + 1}, adds, 1, 1, 0, 0;\\n}}"
+    )
+    return (
+        f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 rows, u64 columns, int adds) {{\n"
+        f'  asm volatile("{code}" : {sums} : "l"(rows), "l"(columns), "r"(adds));\n}}'
+    )

@@ -1,0 +1,165 @@
+"""What the ranks of a host add up or gather of few bytes, in one launch: a kernel in CUDA's C++ that writes the others' memory.
+
+A decode step sends a few bytes many times, and what NCCL does before and after them takes longer than they do. Compute capability 9.0
+only, as all such kernels here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from srt.kernels.build.hopper import launch, source_of
+
+LETTERS: Final = 512
+"""Of a box, and threads of the program that fills it."""
+LETTER_BYTES: Final = 8
+"""Of data; as many tell the run."""
+PROGRAMS: Final = 128
+"""So that all run at once: one that waits for another rank's must not keep back one that another rank waits for."""
+_MOST_PARTS: Final = 4
+BOXES: Final = PROGRAMS * _MOST_PARTS
+MOST_BYTES: Final = BOXES * LETTERS * LETTER_BYTES
+"""Of a rank's part."""
+MOST_RANKS: Final = 8
+_MANY_RANKS: Final = 5
+"""From here on each rank sends so many copies of its part that NCCL may be faster with more than a quarter of it."""
+_KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerKernel:
+    """One variant. What is gathered has no type."""
+
+    ranks: int
+    dtype: torch.dtype | None  # of what is added up; None: it is gathered
+    is_normed: bool = False  # the sum is added to the residual stream, rows of which are normed
+    parts: int = 1  # boxes of a program
+
+    name = "peer_sum"
+    shared_bytes = 0
+    num_threads = LETTERS
+    cluster = 1
+
+    @property
+    def source(self) -> str:
+        return source_of(self.name)
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        return {
+            "RANKS": self.ranks,
+            "PARTS": self.parts,
+            "BOXES": BOXES,
+            "LETTERS": LETTERS,
+            "GATHERS": int(self.dtype is None),
+            "NORMS": int(self.is_normed),
+            "KIND": 0 if self.dtype is None else _KINDS[self.dtype],
+            "FLOAT16": _KINDS[torch.float16],
+            "FLOAT32": _KINDS[torch.float32],
+        }
+
+
+class Mail(ctypes.Structure):
+    """Where letters go and come from, as the kernel has it."""
+
+    _fields_ = (
+        ("memories", ctypes.c_ulonglong * MOST_RANKS),
+        ("runs", ctypes.c_void_p),
+        ("missing", ctypes.c_void_p),
+        ("patience_ns", ctypes.c_ulonglong),
+        ("rank", ctypes.c_int),
+    )
+
+
+class _Ending(ctypes.Structure):
+    """As the kernel has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("hidden", "weight", "normed")),
+        ("eps", ctypes.c_float),
+    )
+
+
+def memory_bytes(ranks: int) -> int:
+    """Of a rank's boxes: two sides, and room for a part of every rank."""
+    return 2 * BOXES * ranks * LETTERS * 2 * LETTER_BYTES
+
+
+def own_place(rank: int) -> int:
+    """Where in a rank's memory its own letters would come: nobody ever writes there."""
+    return rank * LETTERS * 2 * LETTER_BYTES
+
+
+def is_summable(dtype: torch.dtype, num_bytes: int, ranks: int) -> bool:
+    return dtype in _KINDS and is_gatherable(num_bytes, ranks)
+
+
+def is_gatherable(num_bytes: int, ranks: int) -> bool:
+    most = MOST_BYTES if ranks < _MANY_RANKS else MOST_BYTES // 4
+    return 0 < num_bytes <= most and num_bytes % LETTER_BYTES == 0
+
+
+def is_normable(dtype: torch.dtype, num_rows: int, row_bytes: int, ranks: int) -> bool:
+    """A program has a whole row. One row alone is normed by the product that reads it."""
+    fits = 1 < num_rows <= PROGRAMS and _parts(row_bytes) <= _MOST_PARTS
+    return fits and row_bytes % LETTER_BYTES == 0 and is_summable(dtype, num_rows * row_bytes, ranks)
+
+
+def add_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:
+    """The sum of the ranks' `x`, added in rank order in float32 and rounded once."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _exchange(PeerKernel(ranks, x.dtype, parts=_parts_of_all(x.nbytes)), x, out, mail)
+    return out
+
+
+def gather_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:
+    """[ranks, *x.shape]"""
+    out = torch.empty((ranks, *x.shape), dtype=x.dtype, device=x.device)
+    _exchange(PeerKernel(ranks, None, parts=_parts_of_all(x.nbytes)), x, out, mail)
+    return out
+
+
+def add_parts_and_norm(
+    x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, eps: float, mail: Mail, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm of hidden + sum, hidden + sum) for [rows, columns]; the sum is that of `add_parts`, and the norm is of what was rounded."""
+    assert hidden.shape == x.shape and hidden.is_contiguous() and weight.shape == x.shape[1:], x.shape
+    assert not hidden.data_ptr() % LETTER_BYTES and not weight.data_ptr() % LETTER_BYTES
+    total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    row_bytes = x.shape[1] * x.itemsize
+    kernel = PeerKernel(ranks, x.dtype, is_normed=True, parts=_parts(row_bytes))
+    ending = _Ending(hidden.data_ptr(), weight.data_ptr(), normed.data_ptr(), eps)
+    _exchange(kernel, x, total, mail, ending, row_bytes // LETTER_BYTES)
+    return normed, total
+
+
+def _parts(row_bytes: int) -> int:
+    """Boxes of a row."""
+    return -(-row_bytes // (LETTERS * LETTER_BYTES))
+
+
+def _parts_of_all(num_bytes: int) -> int:
+    """Boxes that each program has, where they are not rows; few numbers, as each is a variant."""
+    return next(parts for parts in (1, 2, 4) if num_bytes <= parts * PROGRAMS * LETTERS * LETTER_BYTES)
+
+
+def _exchange(
+    kernel: PeerKernel,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    mail: Mail,
+    ending: _Ending = _Ending(),  # noqa: B008  which is never changed
+    row_letters: int = 0,
+) -> None:
+    part = x.contiguous()
+    if part.data_ptr() % LETTER_BYTES:
+        part = part.clone()
+    num_letters, row_letters = part.nbytes // LETTER_BYTES, row_letters or kernel.parts * LETTERS
+    grid = -(-num_letters // row_letters), 1, 1
+    with torch.cuda.device(x.device):
+        launch(kernel, grid, (), (mail, ending, part, out, num_letters, row_letters), is_dependent=True)

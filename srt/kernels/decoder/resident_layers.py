@@ -1,0 +1,365 @@
+"""All layers of a step of one or two decoding rows in one kernel: for Hopper, bfloat16, and the decoders of Qwen3 and Llama.
+
+Such a step has little to compute, and kernels of 4 to 5 µs, most of it to start, to wait for each other and to fetch what the last one
+left. Here programs stay on their processors: weights stream through their shared memory while they tell each other what they computed,
+six times a layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, cast
+
+import torch
+from torch import Tensor
+
+from srt.kernels.build.cuda_source import checked, cuda, machine_code
+from srt.kernels.build.hopper import (
+    ARCHITECTURE,
+    BLOCK_K,
+    CAPABILITY,
+    launch,
+    most_clusters,
+    pointer,
+    runs_on,
+    source_of,
+    tensor_map,
+    with_alignment,
+)
+from srt.kernels.build.precompile import is_rehearsed
+from srt.kernels.build.shared_memory import SHARED_BYTES
+
+if TYPE_CHECKING:
+    from srt.layers.ops import Affine
+    from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from srt.model_executor.forward_batch_info import ForwardBatch
+    from srt.models.decoder import CausalLM, DecoderLayer
+
+logger = logging.getLogger(__name__)
+
+ROWS: Final = (1, 2)
+"""Numbers of rows for which it pays, as measured on an H200: 4 rows of 0.6B take 5 % longer than by kernels of their own, and so do 2 of
+8B; where streams are longer than _SHORT it is one."""
+_UNIT: Final = 8  # rows of a weight
+_WARPS: Final = 15
+_CHUNK: Final = 512  # columns of a weight that a load brings
+_MOST_SPLITS: Final = 16
+_HEAD_DIM: Final = 128
+_FEWEST_STAGES: Final = 16
+_STAGE_BYTES: Final = _UNIT * 2 * _CHUNK
+_MAP_BYTES: Final = 128
+_SHORT: Final = 2048  # columns of a stream whose layers are so short that the ring holds most of one
+_IN_FLIGHT: Final = 2, 6
+"""Chunks that a program waits for, of short streams and of others: with more the others' words wait too."""
+_GROUPS: Final = (2, 4, 5)
+"""Heads that share keys and values, as they were seen on a GPU. With more than 5 registers are short."""
+_MOST_POSITIONS: Final = 12_288, 2560
+"""Of a row of a short stream, or of another: behind more, kernels of their own are faster, whose attention reads faster. As measured on an
+H200: with longer streams (8B and 14B) it is 1 % faster behind 2,019, and 3 to 4 % slower behind 6,019."""
+_FULL_SHARE: Final = 0.95  # of the processors, that have a program at least
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentVariant:
+    """The kernel for one shape of layers."""
+
+    rows: int
+    hidden: int
+    query_width: int
+    kv_width: int
+    inner: int
+    has_head_norm: bool
+    page_size: int
+    programs: int
+    stages: int
+
+    @classmethod
+    def of(
+        cls, rows: int, widths: tuple[int, int, int, int], has_head_norm: bool, page_size: int, num_processors: int
+    ) -> ResidentVariant | None:
+        """`widths`: of the stream, of queries, of keys, and of the MLP's inside. None where it does not fit."""
+        hidden, query_width, kv_width, inner = widths
+        units = math.gcd(hidden, query_width + 2 * kv_width, inner) // _UNIT
+        programs = next((n for n in range(num_processors, 0, -1) if units and units % n == 0), 0)
+        has_chunks = hidden % _CHUNK == query_width % _CHUNK == inner % _CHUNK == 0
+        if programs < _FULL_SHARE * num_processors or not has_chunks or (rows > 1 and hidden > _SHORT):
+            return None
+        if rows * kv_width // _HEAD_DIM > programs or query_width not in [group * kv_width for group in _GROUPS]:
+            return None
+        if query_width * rows % (2 * programs):
+            return None
+        variant = cls(rows, hidden, query_width, kv_width, inner, has_head_norm, page_size, programs, 1)
+        stages = (SHARED_BYTES[90] - variant.shared_bytes) // (_STAGE_BYTES + 16) + 1
+        return replace(variant, stages=stages) if stages >= _FEWEST_STAGES else None
+
+    @property
+    def group(self) -> int:
+        return self.query_width // self.kv_width
+
+    @property
+    def splits(self) -> int:
+        """Programs that share the positions of a row and KV head."""
+        most = min(_MOST_SPLITS, self.programs * _HEAD_DIM // (self.rows * self.kv_width))
+        return 1 << (most.bit_length() - 1)
+
+    @property
+    def is_short(self) -> bool:
+        return self.hidden <= _SHORT
+
+    @property
+    def _layers_ahead(self) -> int:
+        """Whose norms there is room for."""
+        return 2 if self.is_short else 1
+
+    @property
+    def most_positions(self) -> int:
+        """Behind which a row is faster so, its own included."""
+        return _MOST_POSITIONS[not self.is_short]
+
+    @property
+    def name(self) -> str:
+        return "resident_layers"
+
+    @property
+    def source(self) -> str:
+        return source_of(self.name)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * (_WARPS + 1)
+
+    @property
+    def cluster(self) -> int:
+        return 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """As the kernel lays it out: the ring and its barriers, sums of squares, and x with parts of products, or what attention keeps."""
+        widest = max(self.hidden, self.query_width, self.inner)
+        x = 4 * self.rows * widest // _CHUNK * 4 * (_CHUNK // 8 + 4)
+        of_hidden, of_inner = self.hidden // _UNIT // self.programs, self.inner // _UNIT // self.programs
+        packed = (self.query_width + 2 * self.kv_width) // _UNIT // self.programs
+        columns = packed * self.hidden, of_hidden * self.query_width, 2 * of_inner * self.hidden, of_hidden * self.inner
+        parts = 4 * max(columns) // _CHUNK * self.rows * _UNIT
+        attending = _WARPS if self.group <= 2 else _WARPS // 2
+        attention = 4 * (self.group * _HEAD_DIM + _HEAD_DIM + attending * self.group * (2 + _HEAD_DIM))
+        norms = self._layers_ahead * (2 * 2 * self.hidden + 4 * _HEAD_DIM + 16 + 4 * 8)
+        others = norms + 4 * self.rows * _WARPS + max(x + parts, attention) + 64  # to lie where they may
+        return with_alignment(self.stages * (_STAGE_BYTES + 16) + others)
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        return {
+            "ROWS": self.rows,
+            "HIDDEN": self.hidden,
+            "QUERY_WIDTH": self.query_width,
+            "KV_WIDTH": self.kv_width,
+            "INNER": self.inner,
+            "HEAD_DIM": _HEAD_DIM,
+            "HEAD_NORM": int(self.has_head_norm),
+            "PAGE_SIZE": self.page_size,
+            "PROGRAMS": self.programs,
+            "SPLITS": self.splits,
+            "CHUNK": _CHUNK,
+            "STAGES": self.stages,
+            "LAYERS_AHEAD": self._layers_ahead,
+            "IN_FLIGHT": _IN_FLIGHT[not self.is_short],
+        }
+
+
+class Layer(ctypes.Structure):
+    """As the kernel has it."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("norm", "mlp_norm", "q_norm", "k_norm", "k_buffer", "v_buffer")
+    )
+
+
+class Exchange(ctypes.Structure):
+    """As the kernel has it."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in ("packed", "parts", "factors", "attended", "added", "active", "stream", "tag")
+    )
+
+
+class Step(ctypes.Structure):
+    """As the kernel has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("maps", "layers", "embedded", "out", "cosines", "sines")),
+        *((name, ctypes.c_void_p) for name in ("locations", "slots", "seq_lens", "page_table")),
+        *((name, ctypes.c_longlong) for name in ("page_stride", "k_stride", "v_stride")),
+        ("num_layers", ctypes.c_int),
+        *((name, ctypes.c_float) for name in ("eps", "head_eps", "scale_log2")),
+    )
+
+
+class ResidentLayers:
+    """A model's layers on one device and its KV memory. Called like the model, with the same results but for rounding.
+
+    Steps run one after the other: they share the memory through which programs talk.
+    """
+
+    def __init__(
+        self, model: CausalLM, variant: ResidentVariant, kv_pool: MHATokenToKVPool, device: torch.device
+    ) -> None:
+        self._model, self._variant, self._device = model.model, variant, device
+        layers = cast("list[DecoderLayer]", list(self._model.layers))
+        first = layers[0]
+        self._norm_eps = first.input_layernorm.norm.eps
+        self._head_eps = first.self_attn.head_norms[0].eps if first.self_attn.head_norms else 0.0
+        self._scale_log2 = first.self_attn.attn.scale * math.log2(math.e)
+        maps = [_map_of(affine.weight) for layer in layers for affine in _affines_of(layer)]
+        self._maps = _on_device(b"".join(maps), device)
+        self._strides = tuple(buffer.stride(0) for buffer in kv_pool.get_kv(0))
+        tables = [
+            Layer(**{name: pointer(one) for name, one in _tensors_of(layer, kv_pool).items()}) for layer in layers
+        ]
+        self._layers = _on_device(b"".join(map(bytes, tables)), device)
+        self._num_layers = len(layers)
+        rows, heads = variant.rows, variant.query_width // _HEAD_DIM
+        counts = (
+            rows * (variant.query_width + 2 * variant.kv_width) // 2,
+            rows * variant.query_width * variant.splits,
+            rows * heads * variant.splits * 2,
+            rows * variant.query_width // 2,
+            rows * variant.hidden // 2,
+            rows * variant.inner // 2,
+            rows * variant.hidden // 2,
+        )
+        self._words = [torch.zeros(count, dtype=torch.int64, device=device) for count in counts]
+        self._tag = torch.full((1,), 2, dtype=torch.int32, device=device)  # words are 0 at first
+
+    @classmethod
+    def of(
+        cls,
+        model: CausalLM,
+        kv_pool: MHATokenToKVPool,
+        tables: ReqToTokenPool,
+        device: torch.device,
+        rows: int,
+    ) -> ResidentLayers | None:
+        """None where there is no variant for it. If there is, but it does not run, that is told."""
+        layers = cast("list[DecoderLayer]", list(model.model.layers))
+        variant = _variant_of(layers, kv_pool, tables.page_size, device, rows)
+        if variant is None:
+            return None
+        is_compiled_elsewhere = is_rehearsed(
+            variant, lambda: machine_code(variant.source, variant.constants, ARCHITECTURE)
+        )
+        if not is_compiled_elsewhere and not _runs_at_once(variant, device):
+            return None
+        return cls(model, variant, kv_pool, device)
+
+    @property
+    def most_positions(self) -> int:
+        """Behind which a row is faster so, its own included."""
+        return self._variant.most_positions
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
+        model, variant, tables = self._model, self._variant, batch.req_to_token_pool
+        rotation = model.rotary_emb(positions)
+        embedded = model.embed_tokens(input_ids)
+        out = torch.empty_like(embedded)
+        assert embedded.shape == (variant.rows, variant.hidden) and embedded.is_contiguous()
+        integers = batch.out_cache_loc, batch.req_pool_indices, batch.seq_lens
+        assert all(tensor.dtype is torch.int64 for tensor in integers) and tables.page_table.dtype is torch.int32
+        step = Step(
+            *map(
+                pointer,
+                (self._maps, self._layers, embedded, out, rotation.cos, rotation.sin, *integers, tables.page_table),
+            ),
+            tables.page_table.stride(0),
+            *self._strides,
+            self._num_layers,
+            self._norm_eps,
+            self._head_eps,
+            self._scale_log2,
+        )
+        exchange = Exchange(*map(pointer, self._words), pointer(self._tag))
+        with torch.cuda.device(self._device):
+            launch(variant, (variant.programs, 1, 1), (), (exchange, step), is_dependent=True)
+        return model.norm(out)  # type: ignore[no-any-return]
+
+
+def _runs_at_once(variant: ResidentVariant, device: torch.device) -> bool:
+    """All programs: they wait for each other."""
+    if not runs_on(device, variant) or most_clusters(variant, device.index, 1) < variant.programs:
+        return False
+    if _is_shared(device):
+        logger.info("One row goes through kernels of its own: others may use the GPU at the same time (MPS)")
+        return False
+    return True
+
+
+def _is_shared(device: torch.device) -> bool:
+    """Whether kernels of other processes may run beside ours. Drivers that do not know are not asked twice."""
+    driver, _ = cuda()
+    attribute = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED", None)
+    if attribute is None:
+        return False
+    status, is_shared = driver.cuDeviceGetAttribute(attribute, checked(driver.cuDeviceGet(device.index)))
+    return int(status) == 0 and bool(is_shared)
+
+
+def _variant_of(
+    layers: list[DecoderLayer], kv_pool: MHATokenToKVPool, page_size: int, device: torch.device, rows: int
+) -> ResidentVariant | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return None
+    first = layers[0].self_attn
+    affines = [affine for layer in layers for affine in _affines_of(layer)]
+    tensors = [tensor for layer in layers for tensor in _tensors_of(layer, kv_pool).values()]
+    tensors += [affine.weight for affine in affines]
+    has_other_types = any(tensor is not None and tensor.dtype is not torch.bfloat16 for tensor in tensors)
+    if has_other_types or any(affine.bias is not None for affine in affines):
+        return None
+    if first.attn.head_dim != _HEAD_DIM or any(layer.self_attn.attn.window is not None for layer in layers):
+        return None
+    widths = (
+        first.o_proj.affine.weight.shape[0],
+        first.attn.num_heads * _HEAD_DIM,
+        first.attn.num_kv_heads * _HEAD_DIM,
+        layers[0].mlp.down_proj.affine.weight.shape[1],
+    )
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return ResidentVariant.of(rows, widths, first.head_norms is not None, page_size, num_processors)
+
+
+def _affines_of(layer: DecoderLayer) -> list[Affine]:
+    """In the order in which the kernel has their weights."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.qkv_proj.affine, attention.o_proj.affine, mlp.gate_up_proj.affine, mlp.down_proj.affine]
+
+
+def _map_of(weight: Tensor) -> bytes:
+    """A load brings a chunk of a unit's rows, as blocks that are stored one after the other."""
+    rows, columns = weight.shape
+    shape, box = (BLOCK_K, rows, columns // BLOCK_K), (BLOCK_K, _UNIT, _CHUNK // BLOCK_K)
+    made = tensor_map(weight.data_ptr(), shape, (2 * columns, 2 * BLOCK_K), box)
+    return ctypes.string_at(int(made.getPtr()), _MAP_BYTES)
+
+
+def _on_device(data: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _tensors_of(layer: DecoderLayer, kv_pool: MHATokenToKVPool) -> dict[str, Tensor | None]:
+    """By the kernel's names."""
+    attention = layer.self_attn
+    q_norm, k_norm = (None, None) if attention.head_norms is None else attention.head_norms
+    k_buffer, v_buffer = kv_pool.get_kv(attention.attn.layer_id)
+    return {
+        "norm": layer.input_layernorm.norm.weight,
+        "mlp_norm": layer.post_attention_layernorm.norm.weight,
+        "q_norm": None if q_norm is None else q_norm.weight,
+        "k_norm": None if k_norm is None else k_norm.weight,
+        "k_buffer": k_buffer,
+        "v_buffer": v_buffer,
+    }

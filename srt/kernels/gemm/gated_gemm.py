@@ -1,0 +1,162 @@
+"""silu(gates) * ups of x Wᵀ for more rows of x than are streamed, at the speed of the matrix units: a kernel in CUDA's C++.
+
+cuBLAS multiplies as fast, but writes gates and ups, which are then read again. Hopper and bfloat16 only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final
+
+import torch
+
+from srt.kernels.build.hopper import (
+    BLOCK_K,
+    launch,
+    map_of,
+    most_clusters,
+    room_for_stages,
+    source_of,
+    tensor_map,
+    with_alignment,
+)
+from srt.kernels.gemm.stream_gemm import Weighted
+
+_FEWEST_ROWS: Final = 65
+_MOST_FITTED_ROWS: Final = 256
+"""More rows than a step of decodes has are cut in one way, so that prompts of new lengths have nothing to compile."""
+_MOST_STAGES: Final = 8
+_LEAST_SHARE: Final = 0.7  # of the processors that work
+_LEAST_USE: Final = 0.85  # of what is multiplied, with many rows: cuBLAS has tiles of more sizes
+_LOADING: Final = 0.4  # of a tile's edges, in the time of so many columns of 128 rows
+
+
+@dataclass(frozen=True, slots=True)
+class GatedTiles:
+    """How a product is cut, and the one variant of the kernel that does it."""
+
+    warpgroups: int
+    height: int  # of each warpgroup, in 64 rows of x
+    width: int  # columns of the result
+    cluster: int = 1
+    stages: int = 1
+    is_scaled: bool = False  # x is weighted, and its rows' factors are still to be applied
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups * self.height
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * BLOCK_K * (self.rows + 2 * self.width)
+
+    @property
+    def shared_bytes(self) -> int:
+        return with_alignment(self.stages * self.stage_bytes)
+
+    @property
+    def name(self) -> str:
+        return "gated_gemm"
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def source(self) -> str:
+        return source_of(self.name, 2 * self.width)
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        return {
+            "WARPGROUPS": self.warpgroups,
+            "HEIGHT": self.height,
+            "WIDTH": self.width,
+            "CLUSTER": self.cluster,
+            "STAGES": self.stages,
+            "BAND": 8,
+            "SCALED": int(self.is_scaled),
+            "MOST_SCALED": _MOST_FITTED_ROWS,
+        }
+
+    @classmethod
+    def choose(cls, num_rows: int, n: int, k: int, num_processors: int) -> GatedTiles | None:
+        """For n columns of the result; None where cuBLAS is as fast or the shape does not fit."""
+        if num_rows < _FEWEST_ROWS or k % BLOCK_K or n % 8:
+            return None
+        if num_rows > _MOST_FITTED_ROWS:
+            tiles = PROMPTS
+            done = tiles._waves(num_rows, n, num_processors) * num_processors * tiles.rows * tiles.width
+            return tiles if num_rows * n >= _LEAST_USE * done else None
+        enough = [one for one in cls._all() if one._count(num_rows, n) >= _LEAST_SHARE * num_processors]
+        best = min(enough, key=lambda one: one._waves(num_rows, n, num_processors) * one._cost, default=None)
+        if best is None or (best.rows < num_rows and best._waves(num_rows, n, num_processors) > 1):
+            return None  # weights are read twice, and not at the same time
+        return best._with_stages()
+
+    @classmethod
+    def _all(cls) -> Iterator[GatedTiles]:
+        """As many columns as the registers hold sums of."""
+        for warpgroups, height, widest in ((2, 1, 128), (3, 1, 96), (2, 2, 96)):
+            yield from (cls(warpgroups, height, width) for width in range(32, widest + 1, 8))
+
+    @property
+    def _cost(self) -> float:
+        """Of a tile, as measured on an H200."""
+        return self.rows / 128 * 2 * self.width + _LOADING * (self.rows + 2 * self.width)
+
+    def _count(self, num_rows: int, n: int) -> int:
+        return -(-num_rows // self.rows) * -(-n // self.width)
+
+    def _waves(self, num_rows: int, n: int, num_processors: int) -> int:
+        return -(-self._count(num_rows, n) // num_processors)
+
+    def _with_stages(self) -> GatedTiles:
+        room = room_for_stages(_MOST_STAGES) - 4 * _MOST_FITTED_ROWS  # factors of rows
+        return replace(self, stages=min(_MOST_STAGES, room // self.stage_bytes))
+
+
+PROMPTS: Final = GatedTiles(2, 2, 96, 2)._with_stages()
+
+
+class GatedGemm:
+    """The kernel on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def tiles(self, x: torch.Tensor, weight: torch.Tensor) -> GatedTiles | None:
+        """None where others do it better."""
+        if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
+            return None
+        return _choose(len(x), weight.shape[0] // 2, weight.shape[1], self._num_processors)
+
+    def multiply(self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: GatedTiles) -> torch.Tensor:
+        """silu(x @ first half of weight.T) * (x @ second half), rounded once."""
+        squares, parts, eps = None, 0, 0.0
+        if isinstance(x, Weighted):
+            assert len(x.values) <= _MOST_FITTED_ROWS
+            tiles, squares, parts, eps = replace(tiles, is_scaled=True), x.squares, len(x.squares), x.eps
+            x = x.values
+        x = x.contiguous()
+        num_rows, k = x.shape
+        n = weight.shape[0] // 2
+        assert weight.shape[1] == k and weight.is_contiguous()
+        out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
+        by_groups = (k, 8, 2, n // 8), (2 * k, 2 * k * n, 2 * k * 8)
+        w_map = tensor_map(weight.data_ptr(), *by_groups, (BLOCK_K, 8, 2, tiles.width // 8))
+        x_map = map_of(x, tiles.rows // tiles.cluster)
+        num_items = -(-num_rows // tiles.rows) * -(-n // (tiles.width * tiles.cluster))
+        num_clusters = min(num_items, most_clusters(tiles, x.device.index, tiles.cluster))
+        with torch.cuda.device(x.device):
+            arguments = squares, out, num_rows, n, k // BLOCK_K, parts, eps
+            grid = num_clusters * tiles.cluster, 1, 1
+            launch(tiles, grid, (w_map, x_map), arguments, is_dependent=num_rows <= _MOST_FITTED_ROWS)
+        return out
+
+
+@cache
+def _choose(num_rows: int, n: int, k: int, num_processors: int) -> GatedTiles | None:
+    return GatedTiles.choose(num_rows, n, k, num_processors)

@@ -1,0 +1,182 @@
+"""y = x Wᵀ for one to a few rows of x, where reading W is all there is to do; with what comes before and after it.
+
+A program holds whole rows of W. They do not depend on the kernel before, so they are on their way from memory before this
+kernel waits for its inputs: launched dependently, the reading of one layer's weights hides the end of the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from srt.kernels.build.jit import jit, kernel
+from srt.kernels.build.pdl import let_next_start, pdl_options, wait_for_inputs
+
+_SMALL: Final = 1 << 24  # elements of a weight
+_SHORT: Final = 3072  # elements of a row of it
+_LONG: Final = 1 << 16  # outputs of a head
+
+
+def max_rows(weight: torch.Tensor) -> int:
+    """Rows of x up to which this is faster than cuBLAS, on an H200: with more, reading and multiplying them shows."""
+    return 3 if weight.numel() <= _SMALL and weight.shape[1] <= _SHORT else 1
+
+
+@jit
+def _none() -> tl.tuple:
+    return ()
+
+
+@jit
+def _with(items: tl.tuple, item: tl.tensor) -> tl.tuple:
+    return items + (item,)  # noqa: RUF005  the compiler knows no unpacking
+
+
+@jit
+def _stream(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@kernel(one_variant_for=())
+def gemv_kernel(
+    x_ptr: tl.tensor,  # [ROWS, K]
+    delta_ptr: tl.tensor,  # [ROWS, K]: added to x first
+    norm_weight_ptr: tl.tensor,  # [K]
+    w_ptr: tl.tensor,  # [N, K], or [2 N, K] where GATED
+    bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,  # [ROWS, N]: added to the product
+    out_ptr: tl.tensor,  # [ROWS, N]
+    sum_ptr: tl.tensor,  # [ROWS, K]: x + delta
+    eps: float,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program n: BLOCK_N columns of the output, for all rows. Sums are float32; a norm scales the sum, not the summands."""
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    let_next_start(PDL)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_K)
+    in_n = outputs < N
+    w_rows = w_ptr + outputs.to(tl.int64)[:, None] * K
+    weights = _none()
+    gate_weights = _none()
+    norms = _none()
+    for step in tl.static_range(STEPS):
+        k = step * BLOCK_K + columns
+        inside = in_n[:, None] & (k < K)[None, :]
+        if GATED:
+            gate_weights = _with(gate_weights, _stream(w_rows + k[None, :], inside))
+            weights = _with(weights, _stream(w_rows + N * K + k[None, :], inside))
+        else:
+            weights = _with(weights, _stream(w_rows + k[None, :], inside))
+        if HAS_NORM:
+            norms = _with(norms, tl.load(norm_weight_ptr + k, mask=k < K, other=0.0))
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    gate_bias = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + outputs + (N if GATED else 0), mask=in_n, other=0.0).to(tl.float32)
+        if GATED:
+            gate_bias = tl.load(bias_ptr + outputs, mask=in_n, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+
+    for row in tl.static_range(ROWS):
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        gate_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        squares = tl.zeros([BLOCK_K], tl.float32)
+        for step in tl.static_range(STEPS):
+            k = step * BLOCK_K + columns
+            x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+            if HAS_DELTA:
+                x += tl.load(delta_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+                x = x.to(sum_ptr.dtype.element_ty)
+                if tl.program_id(0) == 0:
+                    tl.store(sum_ptr + row * K + k, x, mask=k < K)
+                x = x.to(tl.float32)
+            if HAS_NORM:
+                squares += x * x
+                x *= norms[step].to(tl.float32)
+            acc += weights[step].to(tl.float32) * x[None, :]
+            if GATED:
+                gate_acc += gate_weights[step].to(tl.float32) * x[None, :]
+        product = tl.sum(acc, 1)
+        gate = tl.sum(gate_acc, 1) if GATED else product
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+            product *= scale
+            gate *= scale
+        product += bias
+        if GATED:
+            gate += gate_bias
+            product *= gate * tl.sigmoid(gate)
+        if HAS_RESIDUAL:
+            product += tl.load(residual_ptr + row * N + outputs, mask=in_n, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * N + outputs, product.to(out_ptr.dtype.element_ty), mask=in_n)
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTiles:
+    """How a product is cut."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+    @classmethod
+    def choose(cls, n: int, k: int, is_gated: bool) -> GemvTiles:
+        """For products with n outputs, of gate and up together; measured on an H200. A program's weights stay in its registers:
+        about 8,192 elements, or twice as many where there are many rows, but of a head."""
+        elements = 16_384 if not is_gated and 6144 <= n < _LONG and 4096 <= k <= 8192 else 8192
+        rows = max(1, elements // k // (2 if is_gated else 1))
+        block_n = 1 << (rows.bit_length() - 1)
+        block_k = min(2048 if block_n > 1 and k >= 4096 else 1024, triton.next_power_of_2(k))
+        return cls(block_n, block_k, num_warps=8 if block_n * k > 12_288 and block_n > 1 else 4)
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tiles: GemvTiles,
+    *,
+    bias: torch.Tensor | None = None,
+    delta: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    is_gated: bool = False,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + delta) @ weight.T + bias + residual, x + delta): each of them only if it is given.
+
+    `is_gated`: the two halves of the product make silu(first) * second. The norm is of the rounded sum.
+    """
+    num_rows, k = x.shape
+    n = weight.shape[0] // (2 if is_gated else 1)
+    for tensor in (x, weight, delta, residual, out):
+        assert tensor is None or tensor.is_contiguous(), tensor.stride()
+    assert weight.shape[1] == k, (x.shape, weight.shape)
+    if out is None:
+        out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
+    assert out.shape == (num_rows, n), (out.shape, num_rows, n)
+    total = x if delta is None else torch.empty_like(x)
+    gemv_kernel[(triton.cdiv(n, tiles.block_n),)](
+        x, x if delta is None else delta, x if norm_weight is None else norm_weight, weight,
+        x if bias is None else bias, x if residual is None else residual, out, total, eps,
+        N=n, K=k, ROWS=num_rows, GATED=is_gated, HAS_DELTA=delta is not None, HAS_NORM=norm_weight is not None,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, num_warps=tiles.num_warps, **pdl_options(pdl),
+    )  # fmt: skip
+    return out, total

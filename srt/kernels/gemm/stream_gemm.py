@@ -1,0 +1,454 @@
+"""x Wᵀ for 2 to 256 rows of x, with what a layer does before and after it: a kernel in CUDA's C++.
+
+Few rows wait for W to be read. Triton knows neither loads that may begin before a kernel's inputs are there, nor programs that read each
+other's shared memory. And steps of such sizes are made of kernels that take little longer than to start one: so a product takes
+in what comes behind it, and the norm before it, of which the product before has left all but a factor for each row.
+Hopper only, bfloat16 only: for others there are no tiles. Keys and values may go to a memory of fp8.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Final, TypeGuard
+
+import torch
+
+from srt.kernels.build.hopper import (
+    BLOCK_K,
+    WIDEST_LOAD,
+    launch,
+    map_of,
+    most_clusters,
+    pointer,
+    room_for_stages,
+    source_of,
+    with_alignment,
+)
+
+FEWEST_ROWS: Final = 2
+MOST_ROWS: Final = 176
+"""Of more cuBLAS with a norm behind it is as fast, but for few weights, whose products take little longer than a kernel's start."""
+MOST_ROWS_OF_FEW_WEIGHTS: Final = 256
+MOST_ROWS_OF_LONG: Final = 256
+"""Of products whose inner dimension is the longer one, if they fill the device and read their weights once."""
+MOST_PLAIN_ROWS: Final = 64
+"""Of more, what has nothing to take in is cuBLAS's."""
+MOST_GATED_ROWS: Final = 96
+"""Of more, and of few weights from 65 on, gates and ups have a kernel of their own, which multiplies whole 64 rows."""
+_ROWS: Final[tuple[int, ...]] = (16, 32, *range(64, 257, 16))
+"""Close together where rows are many: what is multiplied for nothing takes power, which such steps have no more of."""
+_WIDTHS: Final = (64, 128, 192)
+"""For more than few rows: of whole warpgroups, for the same reason."""
+_FEW_ROWS: Final = 64
+"""Up to here W is what takes time to read, beyond it is x too."""
+_MOST_STAGES: Final = 12
+_LONG_SPLIT: Final = 2048  # of the inner dimension: shorter parts do not pay for their adding up
+_LEAST_SHARE: Final = 0.72  # of the processors that work
+_SHORT_SHARE: Final = (
+    0.45  # where there is little to do: on the others the next kernel's programs send for their weights meanwhile
+)
+_FEW_WEIGHTS: Final = 1 << 22
+_FULL_SHARE: Final = 0.9
+_MOST_W_ROWS: Final = 320
+_LONG: Final = 1 << 16  # outputs of a head, where cuBLAS is as fast
+_HEAD_DIMS: Final = (64, 128)  # which a warp holds at a time
+_REGISTERS: Final = 1 << 16  # of a processor
+_OTHER_REGISTERS: Final = 26  # of a thread that an instruction takes beside its sums
+_CYCLES_NS: Final = 1.46  # as measured on an H200, with all else that takes time in them
+_WEIGHTS_NS: Final = 3600  # bytes
+_EXCHANGED_NS: Final = 20  # bytes of a cluster's sums
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What becomes of the sums."""
+
+    is_gated: bool = False
+    has_residual: bool = False
+    is_weighted: bool = False  # written once more, times the next norm's weight, with sums of squares
+    is_scaled: bool = False  # x is weighted so: the sums lack its rows' factors
+    head_dim: int = 0  # queries, keys and values of heads of this size, if any
+    has_head_norm: bool = False
+    is_fp8: bool = False  # the memory of keys and values
+
+    def columns(self, w_rows: int) -> int:
+        """Of the result, that so many rows of W make."""
+        return w_rows // 2 if self.is_gated else w_rows
+
+
+PLAIN: Final = Ending()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTiles:
+    """How a product is cut, and the one variant of the kernel that does it."""
+
+    rows: int  # of x, padding included
+    width: int  # columns of the result
+    splits: int  # of the inner dimension
+    stages: int
+    ending: Ending = PLAIN
+
+    @property
+    def w_rows(self) -> int:
+        return self.width * (2 if self.ending.is_gated else 1)
+
+    @property
+    def warpgroups(self) -> int:
+        """Of 64 rows of W each; the last may have fewer."""
+        return -(-self.w_rows // 64)
+
+    @property
+    def part(self) -> int:
+        """Columns of a sum of squares."""
+        return 16 if self.width % 64 else 64
+
+    @property
+    def share(self) -> int:
+        """Rows of W that a warpgroup multiplies as the instruction's columns, x being its rows; 0 where it is the other way round.
+
+        W's rows need not be whole 64s then, but x's are.
+        """
+        if self.rows != 64 or self.w_rows % 64 == 0:
+            return 0
+        return -(-self.w_rows // self.warpgroups // 8) * 8
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * BLOCK_K * (self.w_rows + self.rows)
+
+    @property
+    def _overrun(self) -> int:
+        """Bytes behind the last stage that the last warpgroup multiplies too, for nothing."""
+        return 0 if self.share else 2 * BLOCK_K * (64 * self.warpgroups - self.w_rows)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The ring, whose place the sums take when it has done its work."""
+        sums = 4 * self.rows * (self.w_rows + 8 if self.share else 64 * self.warpgroups + 4)
+        return with_alignment(max(self.stages * self.stage_bytes + self._overrun, sums))
+
+    @property
+    def name(self) -> str:
+        return "stream_gemm"
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def cluster(self) -> int:
+        return self.splits
+
+    @classmethod
+    def choose(
+        cls,
+        num_rows: int,
+        n: int,
+        k: int,
+        ending: Ending,
+        num_processors: int,
+        clusters_at_once: Callable[[int], int],
+    ) -> StreamTiles | None:
+        """For n columns of the result; None where cuBLAS is as fast or the shape does not fit.
+
+        All programs run at once. `clusters_at_once`: so many clusters of that size do.
+        """
+        most = _most_rows(n, k, ending)
+        if not FEWEST_ROWS <= num_rows <= most or k % BLOCK_K or n % (64 if ending.is_weighted else 8) or n >= _LONG:
+            return None
+
+        is_short = k <= _LONG_SPLIT and n * k <= _FEW_WEIGHTS
+        least = (_SHORT_SHARE if is_short else _LEAST_SHARE) * num_processors
+
+        def fits(tiles: StreamTiles) -> bool:
+            num_clusters = tiles.count(num_rows, n)
+            runs_at_once = tiles.splits == 1 or num_clusters <= clusters_at_once(tiles.splits)
+            return (
+                tiles.fits(num_rows, n, k) and runs_at_once and least <= num_clusters * tiles.splits <= num_processors
+            )
+
+        def is_full(tiles: StreamTiles | None) -> TypeGuard[StreamTiles]:
+            return tiles is not None and tiles.count(num_rows, n) * tiles.splits >= _FULL_SHARE * num_processors
+
+        if num_rows > _FEW_ROWS and ending.is_gated:
+            tiles = cls._fitted(num_rows, n, ending, num_processors, fits)
+        elif num_rows > _FEW_ROWS:
+            tiles = cls._for_more_rows(num_rows, n, k, ending, fits)
+            if num_rows > MOST_ROWS and n * k > _FEW_WEIGHTS and not (is_full(tiles) and tiles.rows >= num_rows):
+                return None
+        else:
+            tiles = cls._for_few_rows(num_rows, n, k, ending, fits)
+            if not is_full(tiles) and n * k > _FEW_WEIGHTS and not ending.head_dim:
+                tiles = cls._fitted(num_rows, n, ending, num_processors, fits) or tiles
+        return None if tiles is None else tiles.with_stages(k)
+
+    @classmethod
+    def _for_few_rows(
+        cls, num_rows: int, n: int, k: int, ending: Ending, fits: Callable[[StreamTiles], bool]
+    ) -> StreamTiles | None:
+        """As measured on an H200: the fewest splits that give most processors something to do, or twice as many of tiles twice
+        as wide, if these are long all the same."""
+        rows = _padded(num_rows)
+        shapes = ((warpgroups, splits) for splits in (1, 2, 3, 4, 6, 8) for warpgroups in (1, 2, 3, 5))
+        every = (cls(rows, ending.columns(64 * warpgroups), splits, 1, ending) for warpgroups, splits in shapes)
+        tiles = next(filter(fits, every), None)
+        if tiles is None or not tiles.warpgroups == tiles.splits == 1 or k < 2 * _LONG_SPLIT:
+            return tiles
+        wider = replace(tiles, width=2 * tiles.width, splits=2)
+        return wider if tiles.count(num_rows, n) % 2 == 0 and fits(wider) else tiles
+
+    @classmethod
+    def _fitted(
+        cls, num_rows: int, n: int, ending: Ending, num_processors: int, fits: Callable[[StreamTiles], bool]
+    ) -> StreamTiles | None:
+        """Tiles as wide as gives nearly all processors something to do, though warpgroups may multiply more than there is."""
+        unit = 16 if ending.is_weighted else 8
+        for splits in (1, 2):
+            width = -(-n * splits // num_processors // unit) * unit
+            tiles = cls(_padded(num_rows), width, splits, 1, ending)
+            is_full = tiles.count(num_rows, n) * splits >= _FULL_SHARE * num_processors
+            if is_full and 64 <= tiles.w_rows <= _MOST_W_ROWS and fits(tiles):
+                return tiles
+        return None
+
+    @classmethod
+    def _for_more_rows(
+        cls, num_rows: int, n: int, k: int, ending: Ending, fits: Callable[[StreamTiles], bool]
+    ) -> StreamTiles | None:
+        """Whose programs are done first: they multiply, or wait for weights or for shared memory."""
+        heights = {_padded(max(-(-num_rows // parts), _FEW_ROWS)) for parts in (1, 2, 3, 4)}
+        shapes = product(heights, _WIDTHS, (1, 2, 3, 4, 6, 8))
+        every = (cls(rows, width, splits, 1, ending) for rows, width, splits in shapes)
+        return min(filter(fits, every), key=lambda tiles: tiles.cost(n, k), default=None)
+
+    def cost(self, n: int, k: int) -> float:
+        """Nanoseconds of the product, about, of more than few rows.
+
+        Of 30 products, measured in up to 40 cuts each, it finds the best or one that takes up to 6 % longer.
+        """
+        multiplying = self.warpgroups * self.rows / 2  # cycles, for 16 columns
+        reading, writing = self.warpgroups * (64 + self.rows) / 4, (self.w_rows + self.rows) / 4  # shared memory
+        program = k / self.splits / 16 * max(multiplying, reading + writing) / _CYCLES_NS
+        exchanged = 4 * self.width * self.rows * (self.splits - 1) / self.splits
+        return max(program, 2 * n * k / _WEIGHTS_NS) + exchanged / _EXCHANGED_NS
+
+    def count(self, num_rows: int, n: int) -> int:
+        """Clusters."""
+        return -(-num_rows // self.rows) * -(-n // self.width)
+
+    def fits(self, num_rows: int, n: int, k: int) -> bool:
+        """Whether such a product can be cut so."""
+        head_dim = self.ending.head_dim
+        has_whole_heads = not head_dim or (
+            head_dim in _HEAD_DIMS and n % self.width == 0 and self.width % head_dim == 0
+        )
+        registers = min(_REGISTERS // self.num_threads, 255) // 8 * 8
+        has_registers = self.rows // 2 + _OTHER_REGISTERS <= registers
+        return self.width <= WIDEST_LOAD and k // BLOCK_K >= self.splits and has_whole_heads and has_registers
+
+    def with_stages(self, k: int) -> StreamTiles:
+        """With as long a ring as there is room and use for."""
+        blocks = -(-k // BLOCK_K // self.splits)
+        room = room_for_stages(_MOST_STAGES) - 4 * self.rows - self._overrun  # factors of rows
+        stages = min(room // self.stage_bytes, _MOST_STAGES, max(2, blocks))
+        return replace(self, stages=stages)
+
+    @property
+    def source(self) -> str:
+        return source_of(self.name, self.share or self.rows)
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        ending = self.ending
+        return {
+            "ROWS": self.rows,
+            "WARPGROUPS": self.warpgroups,
+            "WIDTH": self.width,
+            "SHARE": self.share,
+            "SPLITS": self.splits,
+            "STAGES": self.stages,
+            "GATED": int(ending.is_gated),
+            "HAS_RESIDUAL": int(ending.has_residual),
+            "WEIGHTED": int(ending.is_weighted),
+            "SCALED": int(ending.is_scaled),
+            "HEADS": int(ending.head_dim > 0),
+            "HEAD_DIM": ending.head_dim or 64,
+            "HEAD_NORM": int(ending.has_head_norm),
+            "FP8": int(ending.is_fp8),
+        }
+
+
+SMALLEST: Final = StreamTiles(16, 64, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """Rows times the weight of a norm that is still to be applied, and what its factor is made of."""
+
+    values: torch.Tensor  # [rows, columns]
+    squares: torch.Tensor  # [parts, rows] float32, sums of squares of neighbouring columns, before the weight
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Where queries, keys and values go, and how they are turned on the way."""
+
+    query_width: int
+    weights: tuple[torch.Tensor, torch.Tensor] | None  # of the norms of query and key heads
+    eps: float
+    cos: torch.Tensor  # [rows, 1, head_dim / 2] float32
+    sin: torch.Tensor
+    locations: torch.Tensor  # [rows] int64
+    k_buffer: torch.Tensor  # [locations, kv heads, head_dim]
+    v_buffer: torch.Tensor
+    k_scale: float  # 1 but for a memory of fp8
+    v_scale: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.k_buffer.shape[2]
+
+
+class _Ending(ctypes.Structure):
+    """As the kernel has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("residual", "x_squares", "next_weight", "weighted", "squares")),
+        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cosines", "sines", "locations")),
+        *((name, ctypes.c_void_p) for name in ("k_buffer", "v_buffer")),
+        *((name, ctypes.c_longlong) for name in ("k_stride", "v_stride")),
+        *((name, ctypes.c_int) for name in ("x_parts", "query_width", "kv_width")),
+        *((name, ctypes.c_float) for name in ("eps", "head_eps", "k_scale_inverse", "v_scale_inverse")),
+    )
+
+
+class StreamGemm:
+    """The kernel on one device. Products of x, or of rows that are weighted already, where `tiles` has some for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def tiles(self, x: torch.Tensor, weight: torch.Tensor, ending: Ending) -> StreamTiles | None:
+        """None where x @ weight.T is better done by others."""
+        if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
+            return None
+        if not FEWEST_ROWS <= len(x) <= MOST_ROWS_OF_FEW_WEIGHTS:
+            return None
+        n, k = weight.shape[0] // (2 if ending.is_gated else 1), weight.shape[1]
+        return _choose(len(x), n, k, ending, self._num_processors, x.device.index)
+
+    def multiply(
+        self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: StreamTiles, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x @ weight.T + residual, rounded once; if the tiles are gated, silu(first half of the columns) * second half."""
+        assert not tiles.ending.is_weighted and not tiles.ending.head_dim
+        return self._launch(
+            x, weight, tiles, weight.shape[0], _Ending(residual=_checked(residual, tiles.ending.has_residual))
+        )
+
+    def multiply_weighted(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        tiles: StreamTiles,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, Weighted]:
+        """x @ weight.T + residual, and the same for the norm that comes next."""
+        assert tiles.ending.is_weighted
+        num_rows, n = residual.shape
+        squares = torch.empty((n // tiles.part, num_rows), dtype=torch.float32, device=x.device)
+        weighted = Weighted(torch.empty_like(residual), squares, norm_weight, eps)
+        ending = _Ending(
+            residual=_checked(residual, True),
+            next_weight=_checked(norm_weight, True),
+            weighted=pointer(weighted.values),
+            squares=pointer(squares),
+        )
+        return self._launch(x, weight, tiles, n, ending), weighted
+
+    def multiply_heads(
+        self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: StreamTiles, heads: Heads
+    ) -> torch.Tensor:
+        """The queries, normed if heads are, and rotated; so are the keys, which are stored with the values."""
+        assert tiles.ending.head_dim == heads.head_dim and tiles.ending.has_head_norm == (heads.weights is not None)
+        assert tiles.ending.is_fp8 == (heads.k_buffer.dtype is torch.float8_e4m3fn)
+        kv_width = heads.k_buffer.shape[1] * heads.head_dim
+        assert weight.shape[0] == heads.query_width + 2 * kv_width
+        q_weight, k_weight = heads.weights or (None, None)
+        ending = _Ending(
+            q_weight=pointer(q_weight),
+            k_weight=pointer(k_weight),
+            cosines=_checked(heads.cos, True),
+            sines=_checked(heads.sin, True),
+            locations=_checked(heads.locations, True),
+            k_buffer=pointer(heads.k_buffer),
+            v_buffer=pointer(heads.v_buffer),
+            k_stride=heads.k_buffer.stride(0),
+            v_stride=heads.v_buffer.stride(0),
+            query_width=heads.query_width,
+            kv_width=kv_width,
+            head_eps=heads.eps,
+            k_scale_inverse=1 / heads.k_scale,
+            v_scale_inverse=1 / heads.v_scale,
+        )
+        return self._launch(x, weight, tiles, heads.query_width, ending)
+
+    def _launch(
+        self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: StreamTiles, out_width: int, ending: _Ending
+    ) -> torch.Tensor:
+        assert tiles.ending.is_scaled == isinstance(x, Weighted)
+        if isinstance(x, Weighted):
+            ending.x_squares, ending.x_parts, ending.eps = pointer(x.squares), len(x.squares), x.eps
+            x = x.values
+        x = x.contiguous()
+        num_rows, k = x.shape
+        halves = 2 if tiles.ending.is_gated else 1
+        n = weight.shape[0] // halves
+        assert weight.shape[1] == k and weight.is_contiguous()
+        out = torch.empty((num_rows, out_width // halves), dtype=x.dtype, device=x.device)
+        maps = map_of(weight, tiles.width), map_of(x, tiles.rows)
+        grid = tiles.splits, -(-n // tiles.width), -(-num_rows // tiles.rows)
+        with torch.cuda.device(x.device):
+            launch(tiles, grid, maps, (ending, out, num_rows, n, k // BLOCK_K), is_dependent=True)
+        return out
+
+
+def _checked(tensor: torch.Tensor | None, is_wanted: bool) -> int:
+    """Its address."""
+    assert (tensor is not None) == is_wanted and (tensor is None or tensor.is_contiguous())
+    return pointer(tensor)
+
+
+def _most_rows(n: int, k: int, ending: Ending) -> int:
+    """Of which this kernel may be the fastest."""
+    is_small = n * k <= _FEW_WEIGHTS
+    if ending.is_gated:
+        return MOST_PLAIN_ROWS if is_small else MOST_GATED_ROWS
+    if not ending.has_residual and not ending.head_dim:
+        return MOST_PLAIN_ROWS
+    if is_small:
+        return MOST_ROWS_OF_FEW_WEIGHTS
+    return MOST_ROWS_OF_LONG if ending.has_residual and k > n else MOST_ROWS
+
+
+def _padded(num_rows: int) -> int:
+    return next(rows for rows in _ROWS if num_rows <= rows)
+
+
+@cache
+def _choose(num_rows: int, n: int, k: int, ending: Ending, num_processors: int, device: int) -> StreamTiles | None:
+    widest = SMALLEST.with_stages(1 << 20)  # two of them have no room on a processor, as of all variants
+
+    def clusters_at_once(size: int) -> int:
+        return most_clusters(widest, device, size)
+
+    return StreamTiles.choose(num_rows, n, k, ending, num_processors, clusters_at_once)

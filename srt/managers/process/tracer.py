@@ -1,0 +1,144 @@
+"""Events of one process while a trace is recorded: on the clock that all processes of a host share, in bounded memory.
+
+While none is, a caller that asks `is_on` first pays for reading one number.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from srt.managers.process.runtime_switches import ControlWords
+
+MAX_EVENTS = 200_000  # of one process in one trace: later ones are counted, not kept
+PART_PREFIX = "trace-part-"
+MAIN, DEVICE = 1, 2  # rows of a process
+
+# What a number is a number of, where an arrow or a span has one.
+REQUEST, STATE, STEP, BATCH, HTTP = "request", "state", "step", "batch", "http"
+
+Event = dict[str, Any]
+NO_SWITCH = memoryview(bytes(8)).cast("d")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Recording:
+    events: list[Event] = field(default_factory=list)
+    num_dropped: int = 0
+
+
+class Tracer:
+    """`tend` must be called a few times a second by some thread; all else by the threads whose work it tells of."""
+
+    def __init__(
+        self,
+        process: str = "",
+        run_dir: str | Path = "",
+        control: ControlWords | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+        pid: int = 0,
+    ) -> None:
+        """Without `control` it is never on."""
+        self._process = process
+        self._run_dir = Path(run_dir)
+        self._control = control
+        self._switch = NO_SWITCH if control is None else control.trace_switch
+        self._now_s = now_s
+        self._pid = pid or os.getpid()
+        self._recordings: dict[int, _Recording] = {}  # by number: a new one may begin before the last is written
+        self._written = 0 if control is None else _last_ended(control)
+
+    @property
+    def is_on(self) -> bool:
+        return self._switch[0] > 0.0
+
+    def slice(self, name: str, began_s: float, ended_s: float | None = None, row: int = MAIN, **args: object) -> None:
+        """Something that a row was busy with. Slices of a row lie in one another or apart."""
+        ended_s = self._now_s() if ended_s is None else ended_s
+        self._add({"ph": "X", "name": name, "ts": began_s, "end": ended_s, "tid": row, "args": args})
+
+    def begin(self, kind: str, number: int, name: str, at_s: float | None = None, **args: object) -> None:
+        """Something that goes on beside others of its kind, until `end` with the same kind, number and name."""
+        self._async("b", kind, number, name, at_s, args)
+
+    def end(self, kind: str, number: int, name: str, at_s: float | None = None, **args: object) -> None:
+        self._async("e", kind, number, name, at_s, args)
+
+    def mark(self, kind: str, number: int, name: str, at_s: float | None = None, **args: object) -> None:
+        """A moment of it."""
+        self._async("n", kind, number, name, at_s, args)
+
+    def arrow(self, phase: str, kind: str, number: int, at_s: float, row: int = MAIN) -> None:
+        """An arrow starts (`s`), passes (`t`) or ends (`f`) at the slice that contains this moment."""
+        event = {"ph": phase, "cat": kind, "name": kind, "id": number, "ts": at_s, "tid": row}
+        self._add(event | ({"bp": "e"} if phase == "f" else {}))
+
+    def tend(self) -> None:
+        """Write down what was recorded when the recording has ended. Where that is not possible, the trace does without it."""
+        if self._control is None:
+            return
+        last = _last_ended(self._control)
+        while self._written < last:
+            self._written += 1
+            try:
+                self._write(self._written, self._recordings.pop(self._written, _Recording()))
+            except (OSError, orjson.JSONEncodeError) as error:
+                logger.error("Trace %d does without what this process has recorded: %s", self._written, error)
+
+    def _async(
+        self, phase: str, kind: str, number: int, name: str, at_s: float | None, args: Mapping[str, object]
+    ) -> None:
+        at_s = self._now_s() if at_s is None else at_s
+        self._add({"ph": phase, "cat": kind, "name": name, "id": number, "ts": at_s, "tid": MAIN, "args": args})
+
+    def _add(self, event: Event) -> None:
+        assert self._control is not None, "nothing is recorded without control words"
+        number = self._control.trace
+        if number <= self._written:
+            return  # it has ended just now
+        recording = self._recordings.get(number) or self._recordings.setdefault(number, _Recording())
+        if len(recording.events) < MAX_EVENTS:
+            recording.events.append(event)
+        else:
+            recording.num_dropped += 1
+
+    def _write(self, number: int, recording: _Recording) -> None:
+        """All of it, or nothing."""
+        part = {
+            "process": self._process,
+            "pid": self._pid,
+            "num_dropped": recording.num_dropped,
+            "events": recording.events,
+        }
+        path = self._run_dir / f"{PART_PREFIX}{number}-{self._process.replace(' ', '-')}"
+        fresh = path.with_name(f".{path.name}")
+        data = orjson.dumps(part, default=str)
+        try:
+            fresh.write_bytes(data)
+            fresh.rename(path)
+        except OSError:
+            fresh.unlink(missing_ok=True)  # it would leave no room for the word that it is missing
+            raise
+
+
+def _last_ended(control: ControlWords) -> int:
+    number = control.trace
+    return number - 1 if number > 0 else -number
+
+
+def request_number(frontend: int, rid: int) -> int:
+    """One number for a request in all processes."""
+    return ((frontend + 1) << 40) | rid
+
+
+def batch_number(frontend: int, number: int) -> int:
+    return ((frontend + 1) << 40) | number

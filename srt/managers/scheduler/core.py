@@ -1,0 +1,181 @@
+"""What a scheduler holds once its workers have said how much they hold: slots, memory, plans, and the stream to the workers."""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+import numpy as np
+
+from srt.managers.scheduler.counters import Counters
+from srt.managers.scheduler.effects import Effect, ToFrontend
+from srt.managers.scheduler.forecast import OutputForecast
+from srt.managers.scheduler.kv_memory import KvMemory
+from srt.managers.scheduler.planner import Planner
+from srt.managers.scheduler.policy import Ranking
+from srt.managers.scheduler.request import Request
+from srt.managers.scheduler.results import ResultReader
+from srt.managers.scheduler.slots import SlotTable
+from srt.managers.scheduler.step_times import StepTimes
+from srt.managers.scheduler.waiting import LongestPrefixQueue, WaitingQueue
+from srt.managers.scheduler.worker_stream import WorkerStream
+from srt.mem_cache.radix_cache import ITEM
+from srt.protocol.arrays import CODES, FLOAT32
+from srt.protocol.messages import ControlReply, Load, Scalar, SchedulerHello, WorkerHello
+from srt.protocol.views import RequestView
+from srt.server_args import ServerArgs
+
+FLOAT32_CODE: Final = CODES[FLOAT32]
+
+
+class Replica:
+    """The parts, built from what all ranks agree on; and the answers to questions about their limits and their state."""
+
+    def __init__(self, args: ServerArgs, hello: WorkerHello) -> None:
+        self._hello = hello
+        self._max_queued: int = args.max_queued_requests
+        self._has_priorities: bool = args.uses_priorities
+        self.counters = Counters()
+        self.window = args.window + hello.num_stages - 1  # plans that may be in flight
+        self.slots = SlotTable(hello.num_slots)
+        self._step_times = StepTimes(1000.0 * args.max_decode_stall)
+        self._forecast = OutputForecast(args.schedule_conservativeness)
+        self.memory = KvMemory(
+            hello.num_pages,
+            hello.page_size,
+            self.slots,
+            prefix_cache=not args.disable_radix_cache,
+            by_frequency=args.radix_eviction_policy == "lfu",
+        )
+        is_lpm = args.schedule_policy == "lpm"
+        queue = LongestPrefixQueue(self.memory.num_cached) if is_lpm else WaitingQueue()
+        self.planner = Planner(
+            self.slots,
+            self.memory,
+            self.counters,
+            self._forecast,
+            Ranking(args),
+            queue,
+            self._step_times,
+            args.prefill_chunk,
+            max_row_tokens=hello.max_row_tokens,
+            num_stages=hello.num_stages,
+        )
+        self.results = ResultReader(self.slots, self.planner, self.counters, hello.max_row_tokens)
+        self.stream = WorkerStream(args.tp_size, hello.num_graphs)
+        self.max_total_num_tokens = hello.num_pages * hello.page_size
+        self.max_request_tokens = min(hello.max_request_tokens, self.max_total_num_tokens)
+
+    def facts(self) -> dict[str, Scalar]:
+        """For the start-up report and /server_info."""
+        return {
+            "max_total_num_tokens": self.max_total_num_tokens,
+            "max_request_tokens": self.max_request_tokens,
+            "max_running_requests": self._hello.num_slots,
+            "num_pages": self._hello.num_pages,
+            "page_size": self._hello.page_size,
+            "dtype": self._hello.dtype,
+            "vocab_size": self._hello.vocab_size,
+        }
+
+    def greeting(self, frontend: int) -> list[Effect]:
+        hello = SchedulerHello(self.max_total_num_tokens, self.max_request_tokens, self._hello.page_size)
+        return [ToFrontend(frontend, hello), ToFrontend(frontend, self.load())]
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits or runs, and no step is out."""
+        return not (self.stream.num_in_flight or self.slots.num_used or self.planner.num_waiting)
+
+    def load(self) -> Load:
+        return Load(self.slots.num_used, self.planner.num_waiting, self.memory.num_free, self.counters.num_steps)
+
+    def reason_to_refuse(self, message: RequestView, requests: list[Request]) -> tuple[int, str] | None:
+        """Status and sentence if this request cannot be taken, ever or now; None if it can. `requests` are its choices."""
+        broken = _what_is_broken(message, requests)
+        if broken is not None:
+            return 400, broken
+        request = requests[0]
+        if request.priority and not self._has_priorities:
+            return 400, "priority means something only with --enable-priority-scheduling or --schedule-policy priority."
+        if request.max_tokens > self.max_request_tokens:
+            return 400, (
+                f"The prompt has {request.prompt_len} tokens and {request.max_new} more are asked for: {request.max_tokens} in all,"
+                f" but a request may have at most {self.max_request_tokens}."
+            )
+        is_full = self.planner.num_waiting >= self._max_queued + self.slots.num_free
+        if is_full and not (message.resumed or message.urgent):
+            return 429, f"{self.planner.num_waiting} requests are waiting already, and at most {self._max_queued} may."
+        return None
+
+    def reason_to_refuse_ids(self, ids: bytes) -> str | None:
+        """A sentence about a request that has these, or several, joined; None if the workers' model knows all of them."""
+        unsigned = np.frombuffer(ids, np.uint32)  # so one look finds negative ones too
+        if int(unsigned[unsigned.argmax()]) < self._hello.vocab_size:
+            return None
+        return f"A token id lies outside the vocabulary of {self._hello.vocab_size}."
+
+    def flush(self, call: int, *, is_paused: bool) -> ControlReply:
+        """Forget the prefix cache, unless a request is there that uses it, or will at once. Workers need not know."""
+        num_running, num_waiting = self.slots.num_used, self.planner.num_waiting
+        if num_running or (num_waiting and not is_paused):
+            reason = f"The cache cannot be flushed while {num_running} requests run and {num_waiting} wait."
+            return ControlReply(call, False, reason, {})
+        self.memory.flush()
+        return ControlReply(call, True, "", {})
+
+    def state(self) -> dict[str, Scalar]:
+        memory, tree = self.memory, self.memory.tree
+        values: dict[str, Scalar] = {
+            "num_running": self.slots.num_used,
+            "num_waiting": self.planner.num_waiting,
+            "num_slots": self.slots.num_slots,
+            "num_free_slots": self.slots.num_free,
+            "num_total_pages": memory.num_pages,
+            "num_free_pages": memory.num_free,
+            "num_cached_pages": tree.num_pages,
+            "num_pinned": tree.num_pinned,
+            "num_evicted_pages": tree.num_evicted,
+            "page_size": memory.page_size,
+            "num_promised_pages": memory.num_promised,
+            "num_in_flight": self.stream.num_in_flight,
+            "num_graphs_left": self.stream.num_graphs_left,
+            "expected_share_of_max_new_tokens": self._forecast.latest_share,
+            "decode_step_us": round(self._step_times.decode_us),
+            "prompt_token_ns": round(1000 * self._step_times.per_token),
+        }
+        return values | self.counters.values()
+
+
+def _what_is_broken(message: RequestView, requests: list[Request]) -> str | None:
+    """A sentence about a request that no frontend should have sent."""
+    num_choices = len(message.choices) // ITEM
+    if num_choices == 0 or num_choices != len(requests):
+        return f"{num_choices} choices came with {len(requests)} lists of output ids."
+    if num_choices > 1 and len({request.choice for request in requests}) != num_choices:
+        return "A choice is asked for twice."
+    for request in requests:
+        if request.choice < 0:
+            return f"There is no choice {request.choice}."
+        if len(request.id_bytes) % ITEM or len(request.outputs) % ITEM:
+            return "A list of ids ends within one."
+    request = requests[0]
+    if not _can_workers_decode(request):
+        return "An array in its parameters is none."
+    if request.seed < 0:
+        return f"The seed must not be negative, as {request.seed} is."
+    if not request.prompt_len:
+        return "The prompt is empty."
+    if request.max_new < 1:
+        return f"max_new_tokens must be at least 1, not {request.max_new}."
+    return None
+
+
+def _can_workers_decode(request: Request) -> bool:
+    """A part of an id in what they are sent unseen would be the end of the replica."""
+    sampling = request.sampling
+    values = sampling.bias_values
+    biases: bytes = sampling.bias_ids
+    asked_for: bytes = request.logprobs.ids
+    code: int = values.code
+    lengths = len(request.stop_ids) | len(biases) | len(asked_for) | len(cast("bytes", values.data))
+    return lengths % ITEM == 0 and code == FLOAT32_CODE

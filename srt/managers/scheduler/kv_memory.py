@@ -1,0 +1,189 @@
+"""The replica's KV memory as the scheduler sees it: who owns which page, what the prefix cache keeps, what is promised to whom."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from srt.managers.scheduler.request import Request
+from srt.managers.scheduler.slots import SlotTable
+from srt.mem_cache.allocator import TokenToKVPoolAllocator
+from srt.mem_cache.radix_cache import ITEM, NO_PAGES, NoPrefixCache, RadixCache, RadixNode
+
+# Beyond what is missing, so many are evicted at a time that most takes then find free pages: this part of all pages in a large
+# memory, in a small one a larger part of it.
+LEAST_SHARE: Final = 256
+MOST_SHARE: Final = 32
+ENOUGH: Final = 64
+
+
+def _evicted_at_once(num_pages: int) -> int:
+    return max(num_pages // LEAST_SHARE, min(num_pages // MOST_SHARE, ENOUGH))
+
+
+class KvMemory:
+    """Gives pages to requests. Each is admitted for as many as it is expected to need, which may be fewer than it may ask for:
+    so a running request can lack one, and the planner then preempts another.
+
+    `num_promised` counts what running requests are expected to ask for still: up to the forecast made at admission; whoever has
+    outgrown that is expected to use half of what it may still ask for.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, slots: SlotTable, *, prefix_cache: bool, by_frequency: bool = False
+    ) -> None:
+        self.page_size = page_size
+        self.caches = prefix_cache
+        self._slots = slots
+        self._allocator = TokenToKVPoolAllocator(num_pages)
+        self.tree = RadixCache(page_size, by_frequency=by_frequency) if prefix_cache else NoPrefixCache(page_size)
+        self._expected = [0] * slots.num_slots  # pages of the slot's request, by the forecast
+        self._most = [0] * slots.num_slots  # and at the very most
+        self.num_promised = 0
+        self._evicted_at_once = _evicted_at_once(num_pages)
+
+    @property
+    def num_pages(self) -> int:
+        return self._allocator.num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self._allocator.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Free, or cached for nobody who runs."""
+        return self._allocator.num_free + self.tree.num_evictable
+
+    def capacity(self, slot: int) -> int:
+        """Positions that the slot could have if it got all that is available."""
+        return (self._slots.num_pages_of(slot) + self.num_available) * self.page_size
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def pin_prefix(self, request: Request) -> tuple[RadixNode, bytes]:
+        """What the cache has of this request, pinned: to be admitted with, or given back with `unpin`."""
+        return self.tree.pin_prefix(request.id_bytes, request.salt, request.cacheable_pages(self.page_size))
+
+    def num_cached(self, request: Request) -> int:
+        """Tokens of it that the cache has."""
+        found = self.tree.match(request.id_bytes, request.salt, request.cacheable_pages(self.page_size))
+        return found * self.page_size
+
+    def unpin(self, node: RadixNode) -> None:
+        self.tree.unpin(node)
+
+    def has_room(self, expected_tokens: int, num_cached: int) -> bool:
+        """Is there room for so many tokens, apart from the `num_cached` pages that are pinned, beside what is promised?"""
+        return self.num_available - self.num_promised >= self.pages_for(expected_tokens) - num_cached
+
+    def has_room_for(self, request: Request, expected_tokens: int) -> bool:
+        """Would it be admitted? What the cache has of it is no room for it."""
+        node, cached = self.pin_prefix(request)
+        has_room = self.has_room(expected_tokens, len(cached) // ITEM)
+        self.tree.unpin(node)
+        return has_room
+
+    def held_by(self, slot: int) -> int:
+        """Pages that its end would set free, shared ones and promises included."""
+        return self._slots.num_pages_of(slot) + self._promised_to(slot)
+
+    def admit(self, request: Request, node: RadixNode, cached: bytes, expected_tokens: int) -> None:
+        """Promise the request its pages. It has a slot, and its pinned prefix is its first pages."""
+        slot = request.slot
+        request.node = node
+        request.num_in_tree = len(cached) // ITEM
+        self._expected[slot] = self.pages_for(expected_tokens)
+        self._most[slot] = self.pages_for(request.max_tokens)
+        self.num_promised += self._promised_to(slot)
+        if cached:
+            self.tree.note_hit(node)
+
+    def grow(self, slot: int, tokens: int) -> bytes:
+        """Give the slot the pages that it lacks for `tokens` positions, and say which."""
+        missing = self.pages_for(tokens) - self._slots.num_pages_of(slot)
+        if missing <= 0:
+            return NO_PAGES
+        pages = self._take(missing)
+        self._append(slot, pages)
+        return pages
+
+    def grow_by_one_each(self, slots: list[int]) -> bytes:
+        """Give each of these slots one more page, and say which."""
+        pages = self._take(len(slots))
+        start = 0
+        for slot in slots:
+            self._append(slot, pages[start : start + ITEM])
+            start += ITEM
+        return pages
+
+    def insert_computed(self, request: Request, ids: bytes, computed: int) -> None:
+        """Let the cache have the full pages of the first `computed` positions, which hold the KV of `ids` from now on."""
+        first, end = request.num_in_tree, min(computed, len(ids) // ITEM) // self.page_size
+        if not self.caches or end <= first:
+            return
+        assert request.node is not None
+        pages = self._slots.pages_of(request.slot, first, end)
+        ids = ids[first * self.page_size * ITEM : end * self.page_size * ITEM]
+        extension = self.tree.extend(request.node, request.salt, ids, pages)
+        request.node = extension.end
+        request.num_in_tree = end
+        self._allocator.free(extension.given_up)
+        if extension.not_taken:
+            request.own_copies += extension.not_taken
+
+    def release(self, request: Request) -> None:
+        """Everything that the request holds. What the cache has taken over stays there, without its pin."""
+        assert request.node is not None
+        slots, slot = self._slots, request.slot
+        self.num_promised -= self._promised_to(slot)
+        self._allocator.free(request.own_copies + slots.pages_of(slot, request.num_in_tree, slots.num_pages_of(slot)))
+        self.tree.unpin(request.node)
+        request.node = None
+        request.own_copies = NO_PAGES
+
+    def distrust(self, request: Request) -> None:
+        """It has ended, and what it computed may be wrong: the cache forgets it as far back as no other request made use of it."""
+        ids = request.bytes_with_outputs()
+        node, _ = self.tree.pin_prefix(ids, request.salt, len(ids) // ITEM // self.page_size)
+        self.tree.unpin(node)
+        self._allocator.free(self.tree.drop(node))
+
+    def flush(self) -> None:
+        """Forget the prefix cache. No request may be running."""
+        self._allocator.free(self.tree.clear())
+
+    def check(self, running: list[Request]) -> None:
+        """AssertionError unless every page is free, cached or one request's, exactly once, and promised to those that run."""
+        slots = self._slots
+        self._allocator.check()
+        owned = [self.tree.check([r.node for r in running if r.node is not None])]
+        for request in running:
+            slot = request.slot
+            owned += [slots.pages_of(slot, request.num_in_tree, slots.num_pages_of(slot)), request.own_copies]
+        promised = sum(self._promised_to(request.slot) for request in running)
+        in_use = np.frombuffer(b"".join(owned), np.int32)
+        is_known = np.zeros(self.num_pages, np.bool_)
+        is_known[self._allocator.free_pages()] = True
+        is_known[in_use] = True
+        is_once = self._allocator.num_free + len(in_use) == self.num_pages
+        assert is_once and 0 not in is_known.tobytes(), "a page is lost, or has two owners"
+        assert promised == self.num_promised, f"{self.num_promised} pages are promised, to the requests {promised} are"
+
+    def _promised_to(self, slot: int) -> int:
+        has, expected = self._slots.num_pages_of(slot), self._expected[slot]
+        return expected - has if has < expected else (self._most[slot] - has + 1) // 2
+
+    def _append(self, slot: int, pages: bytes) -> None:
+        self.num_promised -= self._promised_to(slot)
+        self._slots.append_pages(slot, pages)
+        self.num_promised += self._promised_to(slot)
+
+    def _take(self, count: int) -> bytes:
+        missing = count - self._allocator.num_free
+        if missing > 0:
+            some = min(max(missing, self._evicted_at_once), self.tree.num_evictable)
+            self._allocator.free(self.tree.evict(some))
+        return self._allocator.allocate(count)

@@ -1,0 +1,159 @@
+"""What a frontend is still to be sent. Tokens travel as ranges read from the requests themselves, so nothing piles up here."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import numpy as np
+
+from srt.managers.scheduler.request import Request, Status
+from srt.managers.scheduler.slots import SlotTable
+from srt.mem_cache.radix_cache import ITEM
+from srt.protocol.arrays import INT32, int32_bytes
+from srt.protocol.messages import Int32Array, Int64Array, RequestDone, TokenBatch, TokenLogprobs
+
+MAX_UNACKNOWLEDGED: Final = 8
+
+
+class _Sent:
+    """What is forgotten when this batch is acknowledged."""
+
+    def __init__(self, number: int, ended: list[Request], logged: list[tuple[Request, int]]) -> None:
+        self.number = number
+        self.ended = ended
+        self.logged = logged  # with the number of logprob chunks that were sent by then
+
+
+class Outbox:
+    """One frontend's numbered batches. While 8 are unacknowledged it sends none; the next one then catches up."""
+
+    def __init__(self) -> None:
+        self._next_number = 0
+        self._unacknowledged: deque[_Sent] = deque()
+        # All by serial:
+        self._ended: dict[int, Request] = {}  # their RequestDone is to be sent
+        self._logged: dict[int, Request] = {}  # have logprobs to be sent
+        self._waiting: dict[int, Request] = {}  # lost their slots, with tokens that are to be sent
+
+    @property
+    def is_open(self) -> bool:
+        return len(self._unacknowledged) < MAX_UNACKNOWLEDGED
+
+    @property
+    def is_sent(self) -> bool:
+        """All ends were sent, if not acknowledged."""
+        return not self._ended
+
+    @property
+    def num_unacknowledged(self) -> int:
+        return len(self._unacknowledged)
+
+    @property
+    def has_more_than_tokens(self) -> bool:
+        return bool(self._ended or self._logged or self._waiting)
+
+    def add_end(self, request: Request) -> None:
+        """The request has ended: its last tokens and its `done` are to be sent."""
+        self._ended[request.serial] = request
+
+    def add_waiting(self, request: Request) -> None:
+        """It was preempted: tokens that are not sent yet are no longer in the slot table."""
+        if request.sent < request.num_output:
+            self._waiting[request.serial] = request
+
+    def add_logs(self, request: Request) -> None:
+        self._logged[request.serial] = request
+
+    def send_end_again(self, request: Request) -> None:
+        request.done_batch = -1
+        self.add_end(request)
+
+    def acknowledge(self, number: int) -> list[Request]:
+        """Batches up to this one have arrived. Returns the requests of which the frontend now knows the end."""
+        known = []
+        while self._unacknowledged and self._unacknowledged[0].number <= number:
+            sent = self._unacknowledged.popleft()
+            for request, logs_sent in sent.logged:
+                request.forget_logs(min(logs_sent, request.logs_sent))
+            known += [request for request in sent.ended if request.done_batch == sent.number]
+        return known
+
+    def make_batch(self, slots: SlotTable, rows: Int64Array) -> TokenBatch:
+        """All that is not sent yet: the tokens of this frontend's running requests in `rows`, then those of requests without a slot,
+        and the ends, in order of arrival."""
+        ended = [self._ended[serial] for serial in sorted(self._ended)]
+        number = self._next_number
+        self._next_number += 1
+        logs, logged = self._take_logs()
+        ranges = _Ranges(slots, rows)
+        for request in [*ended, *self._take_waiting()]:
+            ranges.add(request)
+        for request in ended:
+            request.done_batch = number
+        self._unacknowledged.append(_Sent(number, ended, logged))
+        self._ended.clear()
+        return ranges.batch(number, logs, [_done(request) for request in ended])
+
+    def _take_waiting(self) -> list[Request]:
+        if not self._waiting:
+            return []
+        waiting = [request for request in self._waiting.values() if request.status is Status.WAITING]
+        self._waiting.clear()
+        return waiting
+
+    def _take_logs(self) -> tuple[list[TokenLogprobs], list[tuple[Request, int]]]:
+        if not self._logged:
+            return [], []
+        requests = [self._logged[serial] for serial in sorted(self._logged)]
+        self._logged.clear()
+        chunks = [chunk for request in requests for chunk in request.take_unsent_logs()]
+        return chunks, [(request, request.logs_sent) for request in requests]
+
+
+def _done(request: Request) -> RequestDone:
+    assert request.done is not None
+    return request.done
+
+
+class _Ranges:
+    """The tokens of a batch: those of the slots in `rows`, then those of requests without a slot. They count as sent."""
+
+    def __init__(self, slots: SlotTable, rows: Int64Array) -> None:
+        first = slots.sent[rows]
+        end = slots.num_output[rows]
+        slots.sent[rows] = end
+        counts = end - first
+        self._rids = slots.rid[rows]
+        self._columns = [slots.choice[rows], first, counts, slots.cached[rows]]
+        self._ids = slots.outputs_from(rows, first, counts)
+        self._more_rids: list[int] = []
+        self._more_choices: list[int] = []
+        self._more_first: list[int] = []
+        self._more_counts: list[int] = []
+        self._more_cached: list[int] = []
+        self._more_ids: list[bytes] = []
+
+    def add(self, request: Request) -> None:
+        end, sent = request.num_output, request.sent
+        if sent < end:
+            self._more_rids.append(request.rid)
+            self._more_choices.append(request.choice)
+            self._more_first.append(sent)
+            self._more_counts.append(end - sent)
+            self._more_cached.append(request.cached_tokens)
+            self._more_ids.append(request.outputs[sent * ITEM :])
+            request.sent = end
+
+    def batch(self, number: int, logs: list[TokenLogprobs], ends: list[RequestDone]) -> TokenBatch:
+        rids, columns, ids = self._rids, self._columns, self._ids
+        if self._more_ids:
+            rids = np.concatenate((rids, np.array(self._more_rids, np.int64)))
+            more = self._more_choices, self._more_first, self._more_counts, self._more_cached
+            columns = [_joined(columns[i], int32_bytes(more[i])) for i in range(4)]
+            ids = _joined(ids, b"".join(self._more_ids))
+        return TokenBatch(number, rids, columns[0], columns[1], columns[2], columns[3], ids, logs, ends)
+
+
+def _joined(numbers: Int32Array, more: bytes) -> Int32Array:
+    return np.frombuffer(numbers.tobytes() + more, INT32)

@@ -1,0 +1,95 @@
+"""A step's plan: in the making, and as it was submitted."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+
+from srt.managers.scheduler.request import Request
+from srt.mem_cache.radix_cache import ITEM
+from srt.protocol.arrays import INT32, int32_bytes
+from srt.protocol.messages import Int64Array, PageDelta, StepPlan, int32_array
+from srt.protocol.views import AdmissionView
+
+NextPage = tuple[int, str, bytes]  # where the tree would go on: serial of the node, salt, ids of the page behind it
+
+
+NO_PAGE_DELTA = PageDelta(int32_array(), int32_array(), int32_array())
+
+
+class Planned:
+    """A step that was submitted. Its result is matched against who had the slots then."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampling_slots: Int64Array,
+        sampling_incarnations: Int64Array,
+        num_prompt_ends: int,
+        extends: dict[int, int],
+        num_tokens: int,
+        num_pairs: float,
+    ) -> None:
+        self.plan = plan
+        self.sampling_slots = sampling_slots
+        self.sampling_incarnations = sampling_incarnations
+        self.num_prompt_ends = num_prompt_ends  # so many of them, the first, are prompts: these get one id
+        self.extends = extends  # slot -> incarnation of the rows that compute prompt tokens
+        self.num_tokens = num_tokens  # that these compute
+        self.num_pairs = num_pairs  # and the positions that each of these attends to, together
+
+
+class Draft:
+    """A plan in the making."""
+
+    def __init__(self, budget: int, budget_us: float) -> None:
+        self.budget = budget  # prompt tokens that may still be planned
+        self.budget_us = budget_us  # and how much longer they may make the step
+        self.admissions: list[AdmissionView] = []
+        self.extends: list[Request] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.samples: list[int] = []
+        self.num_tokens = 0
+        self.num_pairs = 0.0
+        self.page_slots: list[int] = []
+        self.page_counts: list[int] = []
+        self.pages: list[bytes] = []
+        self.coming: set[NextPage] = set()  # what its rows compute next, behind the tree
+        self.aside: list[Request] = []  # wait for one of them, in the queue, until the next plan
+
+    @property
+    def has_budget(self) -> bool:
+        return self.budget > 0 and self.budget_us > 0
+
+    @property
+    def is_timed(self) -> bool:
+        return self.budget_us != inf
+
+    def add_chunk(self, request: Request, start: int, count: int, *, samples: bool) -> None:
+        self.extends.append(request)
+        self.starts.append(start)
+        self.counts.append(0)
+        self.samples.append(0)
+        self.lengthen_chunk(-1, count, samples=samples)
+
+    def lengthen_chunk(self, index: int, count: int, *, samples: bool) -> None:
+        start = self.starts[index] + self.counts[index]
+        self.counts[index] += count
+        self.samples[index] = 1 if samples else 0
+        self.num_tokens += count
+        self.num_pairs += count * (start + count / 2)
+
+    def add_pages(self, slot: int, pages: bytes) -> None:
+        if pages:
+            self.page_slots.append(slot)
+            self.page_counts.append(len(pages) // ITEM)
+            self.pages.append(pages)
+
+    def page_delta(self) -> PageDelta:
+        if not self.pages:
+            return NO_PAGE_DELTA
+        slots = np.frombuffer(int32_bytes(self.page_slots), INT32)
+        counts = np.frombuffer(int32_bytes(self.page_counts), INT32)
+        return PageDelta(slots, counts, np.frombuffer(b"".join(self.pages), INT32))

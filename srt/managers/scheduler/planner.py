@@ -1,0 +1,609 @@
+"""What the next step does: which requests get a slot, which prompts go on, which rows decode.
+
+There are no phases. Every step lets `computed` chase what is wanted: all running decodes first, then chunks of prompts within
+one budget of tokens and time, those of running requests before those of new ones. Prompts that do not fit into one step go
+last, but the first of them has half of the budget for itself: long prompts go on at any time, and short ones pass them.
+
+Requests are admitted for the memory that they are expected to need. When it runs out, the last in rank is preempted: its slot
+and pages are taken, its computed prefix stays in the cache, and it waits again in its old place. So the first always goes on.
+
+Suspects, of which workers may have died, go before all others, one by one and each alone, until each has got further than it was then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from math import inf
+from typing import Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from srt.managers.scheduler.counters import Counters
+from srt.managers.scheduler.forecast import OutputForecast
+from srt.managers.scheduler.kv_memory import KvMemory
+from srt.managers.scheduler.plan_draft import Draft, NextPage, Planned
+from srt.managers.scheduler.policy import Ranking
+from srt.managers.scheduler.preempted import PreemptedRequests
+from srt.managers.scheduler.request import Request, Status
+from srt.managers.scheduler.slots import SlotTable
+from srt.managers.scheduler.step_times import StepTimes
+from srt.managers.scheduler.waiting import WaitingQueue
+from srt.mem_cache.radix_cache import ITEM, RadixNode
+from srt.protocol.arrays import INT32, int32_bytes
+from srt.protocol.messages import Admission, Int32Array, Int64Array, PlanSection, StepPlan, int32_array
+from srt.protocol.views import AdmissionView
+
+UNLIMITED: Final = 1 << 40
+NO_SLOTS: Int64Array = np.zeros(0, np.int64)
+NO_NUMBERS = int32_array()
+NO_EXTENDS: dict[int, int] = {}
+
+
+class Planner:
+    """Owns the waiting requests and the order of the running ones. Slots and pages are taken and given back here only."""
+
+    def __init__(
+        self,
+        slots: SlotTable,
+        memory: KvMemory,
+        counters: Counters,
+        forecast: OutputForecast,
+        ranking: Ranking,
+        queue: WaitingQueue,
+        step_times: StepTimes,
+        chunk_size: int,
+        *,
+        max_row_tokens: int = 1,
+        num_stages: int = 1,
+    ) -> None:
+        self._slots = slots
+        self._memory = memory
+        self._counters = counters
+        self._forecast = forecast
+        self._ranking = ranking
+        self._step_times = step_times
+        self._chunk_size = UNLIMITED if chunk_size < 0 else chunk_size
+        self._queue = queue
+        self._max_row_tokens = max_row_tokens
+        self._num_stages = num_stages
+        self._running: list[Request | None] = [None] * slots.num_slots
+        self._prefilling: list[Request] = []
+        self._decoding = NO_SLOTS
+        self._num_admitted = 0
+        self._something_ended = False  # since the last plan
+        self._no_room_for: Request | None = None  # the first that waits, found not to fit; nothing was released since
+        self._num_urgent = 0  # of those that wait
+        self._suspects: list[Request] = []  # still to be tried
+        self._on_trial: Request | None = None
+        self._now = 0.0  # when the present plan is made
+        self._planned_step = 0
+        self._answered_step = 0
+        self.preempted = PreemptedRequests()
+        self.num_waiting = 0
+
+    # ---- Requests come and go
+
+    def add(self, request: Request) -> None:
+        self.num_waiting += 1
+        request.order = self._ranking.order(request)
+        self._num_urgent += request.urgent
+        self._line_up(request)
+
+    def _line_up(self, request: Request) -> None:
+        if request.suspect and request.num_output < request.trial_end:  # else its last row in flight has shown enough
+            self._suspects.append(request)
+        else:
+            self._queue.push(request)
+
+    def end(self, request: Request, *, keep_prefix: bool = True) -> None:
+        """Take the request out of everything. What it has computed stays in the prefix cache if it may be trusted."""
+        was_waiting = request.status is Status.WAITING
+        request.status = Status.ENDED
+        self._no_room_for = None
+        if was_waiting:
+            self.num_waiting -= 1
+            self._num_urgent -= request.urgent
+            was_away = self.preempted.remove(request)
+            if request in self._suspects:
+                self._suspects.remove(request)
+            elif not was_away:
+                self._queue.note_end()
+        else:
+            self._vacate(request, keep_prefix=keep_prefix)
+            if not request.urgent:
+                self._forecast.note_end(request.num_output, request.max_new)
+        if not keep_prefix:
+            self._memory.distrust(request)
+
+    def request_in(self, slot: int) -> Request:
+        request = self._running[slot]
+        assert request is not None, f"slot {slot} is empty"
+        return request
+
+    def running(self) -> list[Request]:
+        return [request for request in self._running if request is not None]
+
+    def preempt_all(self) -> None:
+        for request in self.running():
+            self._preempt(request)
+
+    def note_answered(self, planned: Planned, step_us: int) -> None:
+        """The results of all plans up to this one are entered."""
+        self._answered_step = planned.plan.step
+        num_decodes = len(planned.sampling_slots) - planned.num_prompt_ends
+        self._step_times.take(num_decodes, planned.num_tokens, planned.num_pairs, step_us)
+        if planned.num_tokens:
+            self._counters.count_prompt_step(planned.num_tokens, step_us)
+        for request in self.preempted.note_answered(planned.plan.step):
+            self._line_up(request)
+
+    def in_flight(self, incarnations: set[int]) -> list[Request]:
+        """Those of these incarnations that have not ended."""
+        return [request for request in self.started() if request.incarnation in incarnations]
+
+    def started(self) -> list[Request]:
+        """Who runs, and who was preempted and waits to run again."""
+        return [*self.running(), *self.preempted.requests()]
+
+    # ---- The next step
+
+    @property
+    def has_trials(self) -> bool:
+        """Then no step may be planned before all ranks have answered all others: who is tried is alone."""
+        return bool(self._suspects) or self._on_trial is not None
+
+    def plan(self, step: int, now: float) -> Planned | None:
+        """The next step, or None if there is nothing to do. What it does counts as done from now on."""
+        self._now = now
+        self._forget_ended()
+        if self.has_trials and self._find_on_trial():
+            return self._plan_trial(step)
+        self._queue.begin_plan()
+        is_short = self._preempt_for_room(step)
+        rows = self._decode_rows(step)
+        must_measure = self._step_times.must_measure(len(rows))
+        if not is_short and not must_measure and (self._ranking.has_priorities or self._num_urgent):
+            if self._displace():
+                rows = self._decode_rows(step)
+        times, num_streams = self._step_times, int(np.count_nonzero(self._slots.stream[rows]))
+        draft = Draft(min(self._chunk_size, times.most_tokens(num_streams)), times.budget_us(num_streams))
+        self._plan_decodes(draft, rows)
+        if not must_measure and (self._prefilling or self.num_waiting):
+            # Whoever was preempted comes first: all others wait until its rows in flight are answered.
+            is_all_answered = self._slots.num_used == 0 and self._planned_step == self._answered_step
+            self._plan_prompts(step, draft, may_admit=not is_short or is_all_answered)
+        times.note_planned(len(rows), draft.num_tokens)
+        for request in draft.aside:
+            self._queue.push(request)
+        if not draft.extends and not len(rows):
+            return None
+        self._publish(draft)
+        self._counters.num_held_back += len(draft.aside)
+        self._counters.count_step(len(draft.extends), len(rows))
+        return self._finish_plan(step, draft, rows)
+
+    def _find_on_trial(self) -> bool:
+        """Whether somebody is on trial: who was, until it has got far enough or ended; then the next."""
+        tried = self._on_trial
+        if tried is not None and (
+            tried.status is not Status.RUNNING or self._slots.num_output_at[tried.slot] >= tried.trial_end
+        ):
+            tried = None
+        if tried is None and self._suspects:
+            tried = self._suspects.pop(0)
+            tried.suspect = False
+            self._counters.num_tried += 1
+        self._on_trial = tried
+        return tried is not None
+
+    def _plan_trial(self, step: int) -> Planned:
+        """The next step of the request on trial, and of nobody else: others keep their places, unless it needs their memory."""
+        request = self._on_trial
+        assert request is not None
+        draft, rows, memory = Draft(self._chunk_size, inf), NO_SLOTS, self._memory
+        if request.status is Status.WAITING:
+            self._admit_to_trial(draft, request)
+        elif request.prompt_done:
+            rows = np.array([request.slot], np.int64)
+            self._make_room_beside(request, lambda: memory.num_available >= self._num_lacking(rows))
+            self._plan_decodes(draft, rows)
+        else:
+            self._make_room_beside(request, lambda: memory.num_available > 0)
+            self._plan_chunk(draft, request)
+        self._step_times.note_planned(len(rows), draft.num_tokens)
+        self._publish(draft)
+        self._counters.count_step(len(draft.extends), len(rows))
+        return self._finish_plan(step, draft, rows)
+
+    def _admit_to_trial(self, draft: Draft, request: Request) -> None:
+        memory, expected = self._memory, self._expected_tokens(request)
+        self._make_room_beside(request, lambda: self._slots.num_free > 0 and memory.has_room(expected, 0))
+        node, cached = memory.pin_prefix(request)
+        self._start(request, node, cached, expected)
+        draft.admissions.append(self._admission(request, len(cached) // ITEM * memory.page_size))
+        self._plan_chunk(draft, request)
+
+    def _make_room_beside(self, request: Request, is_enough: Callable[[], bool]) -> None:
+        """Preempt others, the last in rank first, until there is room or nobody else. No row is in flight."""
+        while not is_enough():
+            others = [other for other in self.running() if other is not request]
+            if not others:
+                return
+            self._preempt(max(others, key=_order))
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        if self._something_ended:
+            self._decoding = self._decoding[self._slots.incarnation[self._decoding] != 0]
+            self._something_ended = False
+
+    def _preempt_for_room(self, step: int) -> bool:
+        """Preempt until all decodes can go on, and the first in rank whatever it does. True if anybody was preempted."""
+        before = self._counters.num_preempted
+        while self._is_short(step):
+            self._preempt(max(self.running(), key=_order))
+            self._forget_ended()
+        return self._counters.num_preempted > before
+
+    def _displace(self) -> bool:
+        """Preempt those whose place the first that waits may take, the last in rank first, if that makes it fit. Was anybody?"""
+        request = self._queue.first()
+        if request is None:
+            return False
+        lower = [r for r in self._running if r is not None and self._ranking.may_displace(request, r)]
+        if not lower:
+            return False
+        lower.sort(key=_order, reverse=True)
+        expected = self._expected_tokens(request)
+        missing = self._memory.pages_for(expected) - self._memory.num_cached(request) // self._memory.page_size
+        missing -= self._memory.num_available - self._memory.num_promised
+        needs_slot = self._slots.num_free == 0
+        victims: list[Request] = []
+        while lower and (missing > 0 or (needs_slot and not victims)):
+            victims.append(lower.pop(0))
+            missing -= self._memory.held_by(victims[-1].slot)
+        if missing > 0:
+            return False
+        for victim in victims:
+            self._preempt(victim)
+        while lower and not self._memory.has_room_for(request, expected):  # what was counted twice is lacking
+            self._preempt(lower.pop(0))
+        self._forget_ended()
+        return True
+
+    def _is_short(self, step: int) -> bool:
+        available = self._memory.num_available
+        if available > len(self._decoding) * self._memory.pages_for(self._max_row_tokens):
+            return False
+        left = available - self._num_lacking(self._decode_rows(step))
+        if left != 0 or not self._prefilling:
+            return left < 0
+        first = min(self.running(), key=_order)
+        return not first.prompt_done and self._lacks_page(first.slot)
+
+    def _lacks_page(self, slot: int) -> bool:
+        computed: int = self._slots.computed_at[slot]
+        return computed >= self._slots.num_pages_of(slot) * self._memory.page_size
+
+    def _preempt(self, request: Request) -> None:
+        """Take its slot and pages. It may come back when all its rows in flight are answered, which are entered as if it still ran."""
+        computed = self._slots.computed_at[request.slot]
+        self._vacate(request, keep_prefix=True)
+        request.lose_slot(request.outputs, request.sent, computed)
+        self._counters.num_preempted += 1
+        self.num_waiting += 1
+        self._num_urgent += request.urgent
+        self._no_room_for = None
+        if request is self._on_trial:  # in a pause that takes all slots: it is tried anew
+            request.suspect, self._on_trial = True, None
+        for back in self.preempted.add(request, self._planned_step):
+            self._line_up(back)
+
+    def _decode_rows(self, step: int) -> Int64Array:
+        rows = self._decoding
+        wants = self._slots.computed[rows] < self._slots.most_computed[rows]
+        wanting: Int64Array = rows[wants] if 0 in wants.tobytes() else rows
+        return wanting if self._num_stages == 1 else self._whose_turn_it_is(step, wanting)
+
+    def _whose_turn_it_is(self, step: int, rows: Int64Array) -> Int64Array:
+        """A pipeline is full when each step has its share of the rows: those that have waited for longest.
+
+        Of all who decode: were it of those who still want, the last of them would wait for ever smaller shares.
+        """
+        share = -(-len(self._decoding) // self._num_stages)
+        rows = rows[self._is_back(step, rows)]
+        if len(rows) <= share:
+            return rows
+        waited_longest = np.argsort(self._slots.planned_at[rows], kind="stable")[:share]
+        turn: Int64Array = rows[np.sort(waited_longest)]
+        return turn
+
+    def _is_back(self, step: int, slots: Int64Array) -> NDArray[np.bool_]:
+        """Who has left the pipeline, or will have when this step enters it."""
+        planned_at = self._slots.planned_at[slots]
+        back: NDArray[np.bool_] = planned_at <= max(step - self._num_stages, self._answered_step)
+        return back
+
+    def _ends(self, rows: Int64Array) -> Int32Array:
+        """How many positions each of these has after the step at most. Nobody guesses beyond what it may have."""
+        ends: Int32Array = self._slots.computed[rows]
+        if self._max_row_tokens == 1:
+            ends += 1
+        else:
+            ends += np.minimum(self._slots.most_computed[rows] - ends, self._max_row_tokens)
+        return ends
+
+    def _num_lacking(self, rows: Int64Array) -> int:
+        """Pages that these need for the step, and do not have."""
+        missing = -(-self._ends(rows) // self._memory.page_size) - self._slots.num_pages[rows]
+        return int(missing.clip(0).sum())
+
+    def _plan_decodes(self, draft: Draft, rows: Int64Array) -> None:
+        """The next tokens of every request that wants some: its last id is on the device already, or will be."""
+        slots = self._slots
+        if not len(rows):
+            return
+        ends = self._ends(rows)
+        is_lacking = ends > slots.num_pages[rows] * self._memory.page_size
+        if 1 in is_lacking.tobytes():
+            self._grow(draft, rows[is_lacking], ends[is_lacking])
+        if self._max_row_tokens == 1:
+            slots.computed[rows] = ends
+        else:
+            slots.computed[rows] += self._max_row_tokens
+
+    def _grow(self, draft: Draft, lacking: Int64Array, ends: Int32Array) -> None:
+        if self._max_row_tokens > 1:
+            for slot, end in zip(lacking.tolist(), ends.tolist(), strict=True):
+                draft.add_pages(slot, self._memory.grow(slot, end))
+            return
+        slots = lacking.tolist()
+        draft.pages.append(self._memory.grow_by_one_each(slots))
+        draft.page_slots += slots
+        draft.page_counts += [1] * len(lacking)
+
+    def _plan_prompts(self, step: int, draft: Draft, *, may_admit: bool) -> None:
+        short: list[Request] = []
+        long: list[Request] = []
+        for request in self._prefilling_now(step, draft):
+            (long if self._count_within(draft, request) < self._missing(request) else short).append(request)
+        kept, kept_us = 0, 0.0
+        if long:
+            kept, kept_us = (draft.budget + 1) // 2, draft.budget_us / 2 if draft.is_timed else 0.0
+            draft.budget -= kept
+            draft.budget_us -= kept_us
+        for request in long:
+            draft.coming.add(self._page_behind(request))
+        for request in short:
+            if draft.has_budget:
+                self._plan_chunk(draft, request)
+        if may_admit:
+            self._admit(draft)
+        draft.budget, draft.budget_us = draft.budget + kept, max(draft.budget_us, 0.0) + kept_us
+        finds_no_page = False
+        for request in long:
+            if draft.has_budget:
+                self._plan_chunk(draft, request)
+                lacks = self._slots.computed_at[request.slot] == self._memory.capacity(request.slot)
+                finds_no_page |= lacks and self._missing(request) > 0
+        if finds_no_page:
+            self._lengthen_chunks(draft)
+
+    def _lengthen_chunks(self, draft: Draft) -> None:
+        """What was kept for long prompts that have no page left goes to who has room in its pages."""
+        for index, request in enumerate(draft.extends):
+            if not draft.has_budget:
+                return
+            slot = request.slot
+            start = self._slots.computed_at[slot]
+            room = min(request.num_known, self._slots.num_pages_of(slot) * self._memory.page_size) - start
+            count = min(self._count_within(draft, request), room)
+            if count > 0:
+                self._spend(draft, start, count)
+                self._slots.computed_at[slot] = start + count
+                draft.lengthen_chunk(index, count, samples=start + count == request.num_known)
+
+    def _prefilling_now(self, step: int, draft: Draft) -> list[Request]:
+        if self._num_stages == 1 or not self._prefilling:
+            return self._prefilling
+        is_back = self._is_back(step, np.array([request.slot for request in self._prefilling]))
+        for request in itertools.compress(self._prefilling, ~is_back):
+            draft.coming.add(self._page_behind(request))
+        return list(itertools.compress(self._prefilling, is_back))
+
+    def _missing(self, request: Request) -> int:
+        computed: int = self._slots.computed_at[request.slot]
+        return request.num_known - computed
+
+    def _count_within(self, draft: Draft, request: Request) -> int:
+        if not draft.is_timed:
+            return draft.budget
+        start = self._slots.computed_at[request.slot]
+        return min(draft.budget, self._step_times.tokens_within(draft.budget_us, start))
+
+    def _plan_chunk(self, draft: Draft, request: Request, behind: NextPage | None = None) -> None:
+        """The next known ids of this request, as far as budget and memory go. `behind`: its `_page_behind`, if known."""
+        slots, memory, slot = self._slots, self._memory, request.slot
+        start = slots.computed_at[slot]
+        count = self._count_within(draft, request)
+        end = min(request.num_known, memory.capacity(slot))
+        if start + count > end:
+            count = end - start
+        if count <= 0:
+            return
+        self._spend(draft, start, count)
+        end = start + count
+        had = slots.num_pages_of(slot) if request.num_chunks == 0 else 0  # of a prefix: the workers do not know them
+        pages = memory.grow(slot, end)
+        draft.add_pages(slot, slots.pages_of(slot, 0, had) + pages if had else pages)
+        slots.computed_at[slot] = end
+        request.num_chunks += 1
+        if memory.caches:
+            draft.coming.add(self._page_behind(request) if behind is None else behind)
+        draft.add_chunk(request, start, count, samples=end == request.num_known)
+
+    def _spend(self, draft: Draft, start: int, count: int) -> None:
+        draft.budget -= count
+        if draft.is_timed:
+            draft.budget_us -= self._step_times.cost_us(start, count)
+
+    def _admit(self, draft: Draft) -> None:
+        """Give slots to those who wait, in order, while there is room and something left of the budget."""
+        slots, memory = self._slots, self._memory
+        while draft.has_budget and slots.num_free > 0:
+            request = self._queue.first()
+            if request is None or request is self._no_room_for:
+                return
+            node, cached = memory.pin_prefix(request)
+            num_cached = len(cached) // ITEM
+            behind = self._next_page(request, node, num_cached) if memory.caches else None
+            if behind in draft.coming and num_cached < request.cacheable_pages(memory.page_size):
+                # Another one computes this page in this very plan: the next plan has it in the cache. Nobody waits for long:
+                # as long as budget is left, those in the plan compute all that they know.
+                memory.unpin(node)
+                self._queue.stand_aside()
+                draft.aside.append(request)
+                if len(draft.aside) == slots.num_free:
+                    return  # more than these cannot be admitted next time
+                continue
+            expected = self._expected_tokens(request)
+            if not memory.has_room(expected, num_cached):
+                memory.unpin(node)
+                self._no_room_for = request
+                return
+            self._queue.pop()
+            self._start(request, node, cached, expected)
+            draft.admissions.append(self._admission(request, num_cached * memory.page_size))
+            self._plan_chunk(draft, request, behind)
+
+    def _expected_tokens(self, request: Request) -> int:
+        """Prompt and output. Whoever was preempted comes back only when there is room for all that it may need."""
+        if request.num_preempted:
+            return request.max_tokens
+        expected = self._forecast.expected_outputs(request.max_new)
+        return max(request.prompt_len + expected, request.num_known + 1)
+
+    def _page_behind(self, request: Request) -> NextPage:
+        """The page behind what the tree has of a running request."""
+        assert request.node is not None
+        return self._next_page(request, request.node, request.num_in_tree)
+
+    def _next_page(self, request: Request, node: RadixNode, num_pages: int) -> NextPage:
+        """The page behind the request's first `num_pages`, which end at `node`."""
+        size = self._memory.page_size * ITEM
+        return node.serial, request.salt, request.id_bytes[num_pages * size : (num_pages + 1) * size]
+
+    def _start(self, request: Request, node: RadixNode, cached: bytes, expected_tokens: int) -> None:
+        self.num_waiting -= 1
+        self._num_urgent -= request.urgent
+        self._num_admitted += 1
+        request.status = Status.RUNNING
+        request.incarnation = self._num_admitted
+        request.slot = self._slots.take()
+        num_cached = len(cached) // ITEM * self._memory.page_size
+        if not request.num_preempted:
+            # The tokens that it came with may be cached, too.
+            request.cached_tokens = min(num_cached, request.prompt_len)
+        self._slots.fill(request, cached, num_cached)
+        self._memory.admit(request, node, cached, expected_tokens)
+        self._running[request.slot] = request
+        self._prefilling.append(request)
+        if request.started_s is None:
+            request.started_s = self._now
+            if not request.urgent:
+                self._counters.count_wait(self._now - request.arrived_s)
+        if request.num_preempted:
+            self.preempted.remove(request)
+            self._counters.num_recomputed_tokens += request.num_known - num_cached
+            return
+        self._counters.num_prompt_tokens += request.num_known
+        self._counters.num_cached_tokens += num_cached
+
+    def _admission(self, request: Request, num_cached: int) -> AdmissionView:
+        return AdmissionView(
+            request.slot,
+            request.id_bytes,
+            request.prompt_len,
+            num_cached,
+            request.seed,
+            request.sampling,
+            request.logprobs,
+        )
+
+    def _publish(self, draft: Draft) -> None:
+        """The plan stands: what it writes is in the prefix cache for later plans, and prompts that end in it decode from then on."""
+        finished: list[int] = []
+        for i, request in enumerate(draft.extends):
+            self._memory.insert_computed(request, request.id_bytes, draft.starts[i] + draft.counts[i])
+            if draft.samples[i]:
+                request.prompt_done = True
+                finished.append(request.slot)
+                self._counters.count_prompt(request.num_chunks, self._memory.pages_for(request.prompt_len))
+        if finished:
+            self._prefilling = [request for request in self._prefilling if not request.prompt_done]
+            self._decoding = np.concatenate((self._decoding, np.array(finished, np.int64)))
+
+    def _finish_plan(self, step: int, draft: Draft, decodes: Int64Array) -> Planned:
+        self._planned_step = step
+        slots, rows = self._slots, decodes
+        columns, extends, num_prompt_ends = [NO_NUMBERS] * 4, NO_EXTENDS, 0
+        if draft.extends:
+            extend_slots = [request.slot for request in draft.extends]
+            numbers = int32_bytes(extend_slots + draft.starts + draft.counts + draft.samples)
+            columns = list(np.frombuffer(numbers, INT32).reshape(4, -1))
+            extends = {request.slot: request.incarnation for request in draft.extends}
+            sampling = [request.slot for request in draft.extends if request.prompt_done]
+            num_prompt_ends = len(sampling)
+            rows = np.concatenate((np.array(sampling, np.int64), decodes))
+            if self._num_stages > 1:
+                slots.planned_at[extend_slots] = step
+        if self._num_stages > 1:
+            slots.planned_at[decodes] = step
+        section = PlanSection(
+            cast("list[Admission]", draft.admissions),  # which they are on the wire
+            [draft.page_delta()],
+            columns[0],
+            columns[1],
+            columns[2],
+            columns[3],
+            decodes.astype(np.int32),
+        )
+        plan, incarnations = StepPlan(step, [section]), slots.incarnation[rows]
+        return Planned(plan, rows, incarnations, num_prompt_ends, extends, draft.num_tokens, draft.num_pairs)
+
+    def _vacate(self, request: Request, *, keep_prefix: bool) -> None:
+        slots, slot = self._slots, request.slot
+        request.outputs = slots.outputs_of(slot)
+        request.sent = slots.sent_at[slot]
+        if keep_prefix:
+            self._memory.insert_computed(request, request.bytes_with_outputs(), self._num_written(request))
+        self._memory.release(request)
+        slots.release(slot)
+        self._running[slot] = None
+        if not request.prompt_done:
+            self._prefilling.remove(request)
+        self._something_ended = True
+
+    def _num_written(self, request: Request) -> int:
+        """Positions whose KV is, or will be, what the known ids say. What comes behind the last one is only guessed at."""
+        computed: int = self._slots.computed_at[request.slot]
+        if self._max_row_tokens == 1:
+            return computed
+        return min(computed, max(request.num_known, request.prompt_len + request.num_output - 1))
+
+    def check(self) -> None:
+        """AssertionError if slots, pages, promises and lists of requests do not agree."""
+        running = self.running()
+        self._slots.check()
+        self._memory.check(running)
+        assert [r.slot for r in running] == self._slots.used_slots(), "a slot is used by nobody, or by two"
+        in_lists = sorted(
+            [r.slot for r in self._prefilling] + [int(s) for s in self._decoding if self._slots.incarnation[s]]
+        )
+        assert in_lists == self._slots.used_slots(), "a running request is in no list of the planner, or in two"
+
+
+def _order(request: Request) -> tuple[float, int]:
+    return request.order

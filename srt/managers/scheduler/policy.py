@@ -1,0 +1,37 @@
+"""In which order requests are admitted, and who may take the place of whom."""
+
+from __future__ import annotations
+
+from math import inf
+
+from srt.managers.scheduler.request import Request
+from srt.server_args import ServerArgs
+
+
+class Ranking:
+    """Gives each request its `order`, once: the smallest is admitted first and preempted last.
+
+    Without priorities that is arrival. With them one step of priority is worth `--priority-aging-time` seconds of waiting: as
+    all who wait grow older alike, the order among them never changes, and whoever waits long enough is first some day.
+    """
+
+    def __init__(self, args: ServerArgs) -> None:
+        self.has_priorities: bool = args.uses_priorities
+        self._threshold: int = args.priority_scheduling_preemption_threshold
+        self._aging_s: float = args.priority_aging_time
+
+    def order(self, request: Request) -> tuple[float, int]:
+        if request.urgent:
+            return -inf, request.serial
+        if not self.has_priorities:
+            return 0.0, request.serial
+        if self._aging_s == inf:  # nobody grows older: who is important enough starves the others
+            return float(-request.priority), request.serial
+        return request.arrived_s - request.priority * self._aging_s, request.serial
+
+    def may_displace(self, request: Request, running: Request) -> bool:
+        """May `running` be preempted so that `request` can start at once?"""
+        if request.urgent:
+            return not running.urgent
+        is_worth_it = request.priority - running.priority >= self._threshold
+        return self.has_priorities and is_worth_it and request.order < running.order

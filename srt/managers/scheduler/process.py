@@ -1,0 +1,346 @@
+"""The scheduler's process: sockets and supervisor around the Scheduler, which decides everything.
+
+python -m srt.managers.scheduler        (started by the supervisor)
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+import zmq
+
+from srt.managers.process.child import Child, run_child
+from srt.managers.process.child_process import children_of
+from srt.managers.process.engine_status import EngineStatus
+from srt.managers.process.step_deadline import StepDeadline
+from srt.managers.scheduler import scheduler as scheduler_state
+from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
+from srt.managers.scheduler.scheduler import Scheduler
+from srt.managers.scheduler.scheduler_trace import SchedulerTrace
+from srt.protocol.codec import decode_view, protocol_hash
+from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, remove_sockets, worker_path
+from srt.protocol.messages import (
+    Abort,
+    ChildStart,
+    EngineReplaced,
+    FrontendHello,
+    Message,
+    Rejected,
+    ServerReady,
+    StepAck,
+    StepResult,
+    Stop,
+    TokenBatch,
+    ToWorker,
+    WorkDone,
+    WorkerHello,
+)
+from srt.protocol.views import RequestView
+from srt.utils.compiled import is_compiled
+from srt.utils.errors import StartError
+from srt.utils.host import usable_cores
+
+MAX_MESSAGES_AT_ONCE = 512  # from frontends, before the next plan is made
+LINGER_MS = 500  # for last messages to leave
+AWAKE_S = 1e-3  # between steps that take less it does not sleep: to wake would take a good part of one
+SPARE_CORES = 2  # beside one for each process, where it does so
+OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
+
+logger = logging.getLogger(__name__)
+
+
+class Links:
+    """What a scheduler's process hears: its frontends, its workers, and its supervisor by a descriptor."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], start: ChildStart, supervisor: int) -> None:
+        remove_sockets(start.run_dir, start.generation - 1)
+        paths = frontend_path(start.run_dir, start.generation), worker_path(start.run_dir, start.generation)
+        self.frontends = RouterLink(context, paths[0], start.generation, read=decode_view)
+        self.workers = RouterLink(context, paths[1], start.generation)
+        self._poller = zmq.Poller()
+        for source in (self.workers.socket, self.frontends.socket, supervisor):
+            self._poller.register(source, zmq.POLLIN)
+
+    def wait(self, timeout_ms: int | None) -> bool:
+        """Until there is a message, but no longer than this. True if there is one."""
+        return bool(self._poller.poll(timeout_ms))
+
+    def close(self) -> None:
+        """Let what was sent last leave."""
+        for link in (self.frontends, self.workers):
+            link.socket.setsockopt(zmq.LINGER, LINGER_MS)
+            link.socket.close()
+
+
+class SchedulerProcess:
+    """Moves messages: from the links into the Scheduler, its effects back onto the links."""
+
+    def __init__(
+        self, child: Child, links: Links, status: EngineStatus, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        start = child.start
+        self._child = child
+        self._now = now
+        self._scheduler = Scheduler(start.args, protocol_hash())
+        self._links = links
+        self._frontends, self._workers = links.frontends, links.workers
+        self._peer_of_frontend: dict[int, bytes] = {}
+        self._frontend_of_peer: dict[bytes, int] = {}
+        self._rank_of_peer: dict[bytes, int] = {}
+        self._deadline = StepDeadline(start.args.watchdog_timeout, start.args.tp_size)
+        self._trace = SchedulerTrace(child.tracer, child.control, self._scheduler.request_in)
+        self._status = status
+        self._is_unpublished = False
+        self._stop_at: float | None = None
+        self._is_lost = False  # the workers are
+        self._busy_since: float | None = None
+        num_processes = len(children_of(start.num_frontends, start.args.tp_size)) + 1
+        self._has_core = usable_cores() >= num_processes + SPARE_CORES  # for itself, also while it has no work
+        self._awake_until_s = 0.0  # before that it does not sleep
+
+    def run(self) -> None:
+        """Serve until the supervisor says Stop and all is done. StartError if the workers cannot go on."""
+        try:
+            self._serve()
+        except StartError:
+            self._say_last_words()
+            raise
+        if self._is_lost:
+            self._say_last_words()
+
+    def _serve(self) -> None:
+        self._child.start_heartbeats(self.progress_age_s, lambda: self._deadline.is_nearly_over(self._now()))
+        self._child.report_phase("workers")
+        while not (self._is_lost or self._has_ended()):
+            self._wait()
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Hear what has come, and do what follows."""
+        self._busy_since = self._now()
+        self._hear_supervisor()
+        self._hear_workers()
+        if self._is_lost:
+            return
+        self._hear_frontends()
+        while self._tick():
+            pass  # a frontend has gone, and left room for others
+        self._check_deadline()
+        self._publish()
+        self._busy_since = None
+
+    def _say_last_words(self) -> None:
+        """Its workers are lost: frontends are told what those were at. A defect of its own is no request's fault, and told to nobody."""
+        self._apply(self._scheduler.last_words())
+
+    def progress_age_s(self) -> float:
+        """How long the messages at hand have been worked on. Called by the heartbeat's thread."""
+        since = self._busy_since
+        return 0.0 if since is None else self._now() - since
+
+    def _tick(self) -> bool:
+        now = self._now()
+        watch = self._trace.watch_tick(now) if self._trace.is_on else None
+        return self._apply(self._scheduler.tick(now, watch))
+
+    def _publish(self) -> None:
+        """Leave the counters where others look, if it is time."""
+        now = self._now()
+        self._is_unpublished = not self._status.is_due(now)
+        if not self._is_unpublished and (counters := self._scheduler.counters()) is not None:
+            self._status.publish(counters, now)
+
+    def _wait(self) -> None:
+        """Until there is a message, or time alone brings something to do."""
+        while self._now() < self._awake_until_s:
+            if self._links.wait(0):
+                return
+        timeout_ms = self._timeout_ms()
+        asleep_since = self._now()
+        self._links.wait(timeout_ms)
+        now = self._now()
+        if timeout_ms is not None and now - asleep_since > timeout_ms / 1000 + OVERSLEPT_S:
+            self._deadline.excuse(now)
+
+    # ---- Messages in
+
+    def _hear_supervisor(self) -> None:
+        while (message := self._child.receive()) is not None:
+            match message:
+                case Stop(grace_s, ""):
+                    self._stop_at = self._now() + grace_s
+                    self._scheduler.drain()
+                case Stop():
+                    self._is_lost = True
+                case ServerReady() | EngineReplaced():
+                    pass
+                case _:
+                    assert_never(message)
+
+    def _hear_workers(self) -> None:
+        while (received := self._workers.receive()) is not None:
+            if isinstance(received, Broken):
+                raise StartError(f"{self._worker_name(received.peer)} sent what cannot be read: {received.reason}.")
+            message = received.message
+            if isinstance(message, WorkerHello):
+                self._rank_of_peer[received.peer] = message.rank
+            rank = self._rank_of_peer.get(received.peer)
+            if rank is None:
+                raise StartError(f"A worker sent {type(message).__name__} before its WorkerHello.")
+            now = self._now()
+            if isinstance(message, (StepResult, StepAck, WorkDone)):
+                self._deadline.answered(rank, message.step, now)
+            if isinstance(message, StepResult):
+                self._status.take_step(message.step_us)
+                self._awake_until_s = now + AWAKE_S if self._has_core and message.step_us < AWAKE_S * 1e6 else 0.0
+            self._apply(self._scheduler.handle(Worker(rank), message, now))
+            if isinstance(message, StepResult):
+                self._trace.answered(message, now)
+
+    def _check_deadline(self) -> None:
+        complaint = self._deadline.complaint(self._now())
+        if complaint is not None:
+            raise StartError(complaint)
+
+    def _hear_frontends(self) -> None:
+        for _ in range(MAX_MESSAGES_AT_ONCE):
+            received = self._frontends.receive()
+            if received is None:
+                return
+            if isinstance(received, Broken):
+                self._send_to_peer(received.peer, Rejected(f"Your message was dropped: {received.reason}."))
+            else:
+                self._hear_frontend(received)
+
+    def _hear_frontend(self, received: Received) -> None:
+        peer, message = received.peer, received.message
+        if isinstance(message, FrontendHello):
+            reason = self._scheduler.why_not(message)
+            if reason:  # and it takes nobody's place
+                self._send_to_peer(peer, Rejected(reason))
+                return
+            self._meet(peer, message.frontend)
+        number = self._frontend_of_peer.get(peer)
+        if number is None:
+            self._send_to_peer(peer, Rejected("The first message must be FrontendHello."))
+            return
+        now = self._now()
+        self._apply(self._scheduler.handle(Frontend(number), message, now))
+        if self._trace.is_on and isinstance(message, RequestView | Abort):
+            self._trace.heard(number, message, now)
+
+    def _meet(self, peer: bytes, number: int) -> None:
+        """From now on this peer is that frontend, and no other is."""
+        before = self._peer_of_frontend.pop(number, None)
+        if before is not None:
+            del self._frontend_of_peer[before]
+        other = self._frontend_of_peer.pop(peer, None)
+        if other is not None:
+            del self._peer_of_frontend[other]
+            self._scheduler.frontend_gone(other)
+        self._peer_of_frontend[number] = peer
+        self._frontend_of_peer[peer] = number
+
+    # ---- Effects out
+
+    def _apply(self, effects: list[Effect]) -> bool:
+        """Do what the Scheduler asks for. True if a frontend turned out to be gone."""
+        is_gone = False
+        for effect in effects:
+            match effect:
+                case ToWorkers(message):
+                    self._send_to_workers(message)
+                case ToFrontend(number, message):
+                    is_gone |= not self._send_to_frontend(number, message)
+                case HandshakeDone(values):
+                    self._settle()
+                    self._child.report_ready(values)
+                case Fatal(reason):
+                    raise StartError(reason)
+                case _:
+                    assert_never(effect)
+        return is_gone
+
+    def _settle(self) -> None:
+        """What is here now stays: no collection looks at it again."""
+        gc.collect()
+        gc.freeze()
+
+    def _send_to_workers(self, message: ToWorker) -> None:
+        self._deadline.sent(message, self._now())
+        for peer, rank in self._rank_of_peer.items():
+            try:
+                self._workers.send(peer, message)
+            except PeerGone as error:
+                raise StartError(f"Worker {rank} is gone.") from error
+
+    def _send_to_frontend(self, number: int, message: Message) -> bool:
+        """False if it is gone; then it is forgotten, too."""
+        peer = self._peer_of_frontend.get(number)
+        if peer is None:
+            return True  # an effect from before it was found gone
+        now = self._now()
+        try:
+            self._frontends.send(peer, message)
+        except PeerGone:
+            del self._peer_of_frontend[number], self._frontend_of_peer[peer]
+            self._frontends.forget(peer)
+            self._scheduler.frontend_gone(number)
+            return False
+        if self._trace.is_on and isinstance(message, TokenBatch):
+            self._trace.sent(number, message, now)
+        return True
+
+    def _send_to_peer(self, peer: bytes, message: Message) -> None:
+        try:
+            self._frontends.send(peer, message)
+        except PeerGone:
+            self._frontends.forget(peer)
+
+    # ---- The end
+
+    def _has_ended(self) -> bool:
+        """After Stop: when nothing is left to do; or at the end of the grace, when the rest was aborted and said so."""
+        if self._stop_at is None:
+            return False
+        if not self._scheduler.is_ready or self._scheduler.is_drained:
+            return True
+        now = self._now()
+        if now < self._stop_at:
+            return False
+        self._apply(self._scheduler.break_off())
+        return True
+
+    def _timeout_ms(self) -> int | None:
+        """Sleep until a message comes, unless time alone will bring something to do."""
+        now = self._now()
+        publish_s = self._status.due_s if self._is_unpublished else None
+        due = (self._stop_at, self._scheduler.next_tick_s, self._deadline.due_s, publish_s)
+        times = [at for at in due if at is not None]
+        return max(0, math.ceil((min(times) - now) * 1000)) if times else None
+
+    def _worker_name(self, peer: bytes) -> str:
+        rank = self._rank_of_peer.get(peer)
+        return "A worker" if rank is None else f"Worker {rank}"
+
+
+def main(child: Child) -> None:
+    if not is_compiled(scheduler_state):
+        logger.info("The scheduler is not compiled, so it takes more than twice the time: `make compile` compiles it.")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    links = Links(context, child.start, child.fileno())
+    status = EngineStatus(child.start.run_dir, child.start.args.decode_log_interval)
+    try:
+        SchedulerProcess(child, links, status).run()
+    finally:
+        links.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    run_child(main)

@@ -1,0 +1,371 @@
+"""The parent of all processes of a server on this host: one thread, one selector. What follows from an event is the Replacer's to decide.
+
+No torch, no HTTP, no model code. As PID 1 of a container it also reaps what its children leave behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import assert_never
+
+from srt.managers.process.child_process import ChildKey, ChildProcess
+from srt.managers.process.heartbeats import VitalsWriter
+from srt.managers.process.runtime_switches import ControlWords
+from srt.managers.process.startup_report import STARTUP_FILE, StartupReport
+from srt.managers.process.step_deadline import longest_step_s
+from srt.managers.supervisor.preflight import ServerPlan
+from srt.managers.supervisor.progress_display import REFRESH_S, ProgressDisplay
+from srt.managers.supervisor.replacer import (
+    BecameReady,
+    ChildExited,
+    ChildSpoke,
+    Effect,
+    Event,
+    Finish,
+    Kill,
+    LinkLost,
+    Replacer,
+    SaveReport,
+    ServesAgain,
+    Start,
+    State,
+    StopAsked,
+    Stopping,
+    Tell,
+    TellRuntime,
+)
+from srt.managers.supervisor.run_dir import ADDRESS_FILE, RunDir
+from srt.managers.supervisor.signal_pipe import STOP_SIGNALS, SignalPipe
+from srt.managers.supervisor.systemd import ServiceManager
+from srt.protocol.link_errors import LinkBroken, PeerGone
+from srt.protocol.messages import (
+    ChildStart,
+    EngineReplaced,
+    EngineStarted,
+    Failed,
+    Heartbeat,
+    Progress,
+    Ready,
+    ServerReady,
+    Stop,
+)
+from srt.protocol.stream import MessageStream
+from srt.utils.checkpoint import version_of
+from srt.utils.errors import StartError
+from srt.utils.host import is_exiting
+
+GRACE_S = 25.0  # for requests that run when the server is asked to stop; a container gets 30 s or less as a rule
+UNBORN_S = 2.0  # what a start was short of, processes or memory, may be there again by then
+OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
+
+
+class Supervisor:
+    """Runs a server whose processes were just started, until all of them have ended."""
+
+    def __init__(
+        self,
+        plan: ServerPlan,
+        run_dir: RunDir,
+        children: list[ChildProcess],
+        spawn: Callable[[ChildKey], ChildProcess],
+        signals: SignalPipe,
+        display: ProgressDisplay,
+        service_manager: ServiceManager,
+        started_s: float,
+        lifeline: MessageStream | None = None,
+    ) -> None:
+        self._plan = plan
+        self._run_dir = run_dir
+        self._signals = signals
+        self._display = display
+        self._service_manager = service_manager
+        self._lifeline = lifeline
+        self._spawn = spawn
+        self._children: dict[ChildKey, ChildProcess] = {}
+        self._streams: dict[ChildKey, MessageStream] = {}
+        self._by_pid: dict[int, ChildKey] = {}
+        self._unborn: dict[
+            ChildKey, tuple[float, str]
+        ] = {}  # who could not be started: why, and until when nobody is told
+        self._replacer = Replacer(
+            [child.key for child in children], started_s, longest_step_s(plan.args), plan.args.max_replacements
+        )
+        self._report = StartupReport(started_s, {child.key: child.spawned_s for child in children})
+        self._selector = selectors.DefaultSelector()
+        self._vitals = VitalsWriter(run_dir.path, "supervisor")
+        self._checkpoint_version = version_of(plan.model_folder)
+        with _must_be_written(run_dir.path):
+            ControlWords.create(run_dir.path, plan.args)
+        self._exit_code: int | None = None
+        self._runtime_asked_to_stop = False
+        for child in children:
+            self._adopt(child, self._replacer.generation)
+
+    def run(self) -> int:
+        """Returns the exit code, when nothing of the server is left."""
+        self._selector.register(self._signals, selectors.EVENT_READ)
+        if self._lifeline:
+            self._selector.register(self._lifeline, selectors.EVENT_READ)
+        if self._plan.url is not None:
+            with contextlib.suppress(OSError):  # then `srt health` does not find this server
+                (self._run_dir.path / ADDRESS_FILE).write_text(self._plan.url, "ascii")
+        for key in self._streams:
+            self._tell_who_it_is(key, self._replacer.generation)
+        self._tell_runtime(
+            EngineStarted(
+                str(self._run_dir.path),
+                self._replacer.generation,
+                str(self._plan.model_folder),
+                self._plan.num_http_frontends,
+                self._plan.url,
+            )
+        )
+        # What came before there was a selector.
+        self._reap()
+        self._hear_runtime()
+        while self._exit_code is None:
+            self._wait_and_handle()
+        return self._exit_code
+
+    def _adopt(self, child: ChildProcess, generation: int) -> None:
+        """From now on this process has that place."""
+        self._children[child.key] = child
+        self._by_pid[child.popen.pid] = child.key
+        stream = self._streams[child.key] = MessageStream(child.socket, generation)
+        self._selector.register(stream, selectors.EVENT_READ, child.key)
+
+    def _tell_who_it_is(self, key: ChildKey, generation: int) -> None:
+        start = ChildStart(
+            role=key.role,
+            index=key.index,
+            generation=generation,
+            run_dir=str(self._run_dir.path),
+            model_folder=str(self._plan.model_folder),
+            num_frontends=self._plan.num_http_frontends + (self._lifeline is not None),
+            args=self._plan.args,
+            num_tokens=self._num_tokens(key),
+            checkpoint_version=self._checkpoint_version,
+        )
+        with contextlib.suppress(PeerGone):  # its exit is noticed like any other
+            self._streams[key].send(start)
+
+    def _num_tokens(self, key: ChildKey) -> int:
+        """Of the memory of the worker that this one replaces; 0 if it is the first in its place."""
+        num_tokens = self._report.value(key, "max_total_num_tokens") if key.role == "worker" else None
+        return num_tokens if isinstance(num_tokens, int) else 0
+
+    def _wait_and_handle(self) -> None:
+        now_s = time.monotonic()
+        self._vitals.beat(now_s)
+        self._service_manager.beat(now_s)
+        # Messages before deaths: what a child said last explains why it ended.
+        timeout_s, asleep_since_s = self._timeout_s(), time.monotonic()
+        ready = self._selector.select(timeout_s)
+        if timeout_s is not None and time.monotonic() - asleep_since_s > timeout_s + OVERSLEPT_S:
+            self._replacer.excuse(time.monotonic())
+        for selected, _ in ready:
+            if isinstance(selected.data, ChildKey):
+                self._hear(selected.data)
+        for selected, _ in ready:
+            if selected.fileobj is self._signals:
+                self._take_signals()
+            elif selected.fileobj is self._lifeline:
+                self._hear_runtime()
+        self._bury_unborn()
+        self._apply(self._replacer.tick(time.monotonic()))
+        if self._replacer.state is State.STARTING:
+            self._display.update(self._report, None, time.monotonic())
+
+    def _timeout_s(self) -> float | None:
+        times = [due_s for due_s, _ in self._unborn.values()]
+        if (next_tick_s := self._replacer.next_tick_s()) is not None:
+            times.append(next_tick_s)
+        timeout_s = max(0.0, min(times) - time.monotonic()) if times else None
+        if self._replacer.state is State.STARTING:
+            return REFRESH_S if timeout_s is None else min(REFRESH_S, timeout_s)
+        return timeout_s
+
+    # ---- What comes in
+
+    def _hear(self, key: ChildKey) -> None:
+        """Everything that this child has said."""
+        stream = self._streams.get(key)
+        while stream is not None and stream is self._streams.get(key):
+            try:
+                message = stream.receive()
+            except PeerGone:
+                self._drop_stream(key)
+                self._handle(LinkLost(key, None))
+                return
+            except LinkBroken as error:
+                self._drop_stream(key)
+                self._handle(LinkLost(key, str(error)))
+                return
+            if message is None:
+                return
+            if not isinstance(message, (Progress, Ready, Heartbeat, Failed)):
+                self._drop_stream(key)
+                self._handle(LinkLost(key, f"unexpected {type(message).__name__}"))
+                return
+            now_s = time.monotonic()
+            if self._replacer.state is State.STARTING and self._report.record(key, message, now_s):
+                self._display.update(self._report, key, now_s)
+            self._handle(ChildSpoke(key, message))
+
+    def _drop_stream(self, key: ChildKey) -> None:
+        stream = self._streams.pop(key)
+        self._selector.unregister(stream)
+        stream.close()
+
+    def _take_signals(self) -> None:
+        for number in self._signals.drain():
+            if number in STOP_SIGNALS:
+                self._handle(StopAsked(GRACE_S))
+        self._reap()
+
+    def _reap(self) -> None:
+        """Collect everybody who has ended, strangers too: an orphan below PID 1 is ours."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            key = self._by_pid.pop(pid, None)
+            if key is not None:
+                returncode = os.waitstatus_to_exitcode(status)
+                self._children[key].popen.returncode = returncode  # so that Popen does not wait for it as well
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # helpers that it started
+                    os.killpg(pid, signal.SIGKILL)
+                self._hear(key)
+                self._handle(ChildExited(key, returncode))
+
+    def _hear_runtime(self) -> None:
+        """It asks once at most: by a word, or by the end of the lifeline."""
+        if self._lifeline is None or self._runtime_asked_to_stop:
+            return
+        try:
+            while (message := self._lifeline.receive()) is not None:
+                if isinstance(message, Stop):
+                    self._stop_for_runtime(self._lifeline, message.grace_s)
+                    return
+        except (PeerGone, LinkBroken):
+            self._stop_for_runtime(self._lifeline, 0.0)
+
+    def _stop_for_runtime(self, lifeline: MessageStream, grace_s: float) -> None:
+        self._runtime_asked_to_stop = True
+        self._selector.unregister(lifeline)
+        self._handle(StopAsked(grace_s))
+
+    # ---- What goes out
+
+    def _handle(self, event: Event) -> None:
+        self._apply(self._replacer.handle(event, time.monotonic()))
+
+    def _apply(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Tell(child, message):
+                    if child in self._streams:
+                        with contextlib.suppress(PeerGone):
+                            self._streams[child].send(message)
+                case TellRuntime(message):
+                    self._tell_runtime(message)
+                case Kill(child):
+                    self._kill(child)
+                case SaveReport():
+                    self._save_report()
+                case BecameReady():
+                    self._announce_ready()
+                case Start(children, generation, reason):
+                    self._start(children, generation, reason)
+                case ServesAgain(children, after_s):
+                    self._display.say(f"{_names(children)} at work again after {after_s:.1f} s.")
+                case Stopping(grace_s):
+                    self._service_manager.stopping()
+                    if self._lifeline is None:  # a Runtime's program knows what it does
+                        self._display.say(
+                            f"Stopping; running requests have {grace_s:.0f} s to finish (Ctrl-C again: stop at once)."
+                        )
+                case Finish(exit_code, reason):
+                    self._finish(exit_code, reason)
+                case _:
+                    assert_never(effect)
+
+    def _start(self, keys: tuple[ChildKey, ...], generation: int, reason: str) -> None:
+        self._display.error(f"{reason} {_names(keys)} replaced.")
+        for key in keys:
+            if key in self._streams:  # something that it had started still holds the other end
+                self._drop_stream(key)
+            try:
+                self._adopt(self._spawn(key), generation)
+            except StartError as error:
+                self._unborn[key] = time.monotonic() + UNBORN_S, str(error)
+                continue
+            self._vitals.count_replacement()
+            self._tell_who_it_is(key, generation)
+
+    def _bury_unborn(self) -> None:
+        """Who could not be started has ended, as if it had said why itself."""
+        now_s = time.monotonic()
+        for key in [key for key, (due_s, _) in self._unborn.items() if due_s <= now_s]:
+            _, sentence = self._unborn.pop(key)
+            self._handle(ChildSpoke(key, Failed(sentence)))
+            self._handle(ChildExited(key, 1))
+
+    def _kill(self, key: ChildKey) -> None:
+        """Its whole group: a helper that it started must not outlive it."""
+        pid = self._children[key].popen.pid
+        if self._by_pid.get(pid) == key:  # not reaped yet, so the number is still its own
+            if is_exiting(pid):
+                self._replacer.was_dying(key)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _save_report(self) -> None:
+        path = self._run_dir.path / STARTUP_FILE
+        with _must_be_written(path):
+            self._report.write(path, time.monotonic())
+
+    def _announce_ready(self) -> None:
+        took_s = time.monotonic() - self._report.started_s
+        if self._plan.args.log_level == "debug":
+            self._display.say(self._report.table())
+        where = f" at {self._plan.url}" if self._plan.url else ""
+        self._display.say(f"Ready{where} after {took_s:.1f} s.")
+        self._service_manager.ready(f"Ready{where}")
+        self._tell_runtime(ServerReady(took_s))
+
+    def _finish(self, exit_code: int, reason: str | None) -> None:
+        if reason is not None:
+            self._tell_runtime(Failed(reason))
+            self._service_manager.failed(reason)
+            self._display.error(reason)
+        self._exit_code = exit_code
+
+    def _tell_runtime(self, message: EngineStarted | ServerReady | EngineReplaced | Failed) -> None:
+        if self._lifeline:
+            with contextlib.suppress(PeerGone):
+                self._lifeline.send(message)
+
+
+@contextlib.contextmanager
+def _must_be_written(path: Path) -> Iterator[None]:
+    """Without it there is no server: StartError."""
+    try:
+        yield
+    except OSError as error:
+        raise StartError(f"{path} cannot be written ({error.strerror}): set TMPDIR to another folder.") from error
+
+
+def _names(keys: tuple[ChildKey, ...]) -> str:
+    names = [str(key) for key in keys]
+    text = f"{', '.join(names[:-1])} and {names[-1]} are" if len(names) > 1 else f"{names[0]} is"
+    return text.capitalize()

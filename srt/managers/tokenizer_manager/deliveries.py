@@ -1,0 +1,216 @@
+"""What the scheduler says of this frontend's requests, until their readers have it: ranges of tokens in, news of choices out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from srt.managers.tokenizer_manager.api_types import RequestError
+from srt.managers.tokenizer_manager.live_request import LiveRequest
+from srt.managers.tokenizer_manager.request_ledger import (
+    ALL_CHOICES,
+    ChoiceEnded,
+    Effect,
+    NewTokens,
+    RequestLedger,
+    RequestRefused,
+    Send,
+)
+from srt.managers.tokenizer_manager.request_watch import RequestWatch
+from srt.protocol.messages import Abort, FromFrontend, GenerateRequest, LastWord, Refused, Scalar, TokenBatch
+
+logger = logging.getLogger(__name__)
+
+
+class Deliveries:
+    """Owner of the live requests and of the ledger of their tokens. What ends one ends it here."""
+
+    def __init__(self, send: Callable[[FromFrontend], None], watch: RequestWatch) -> None:
+        self._send = send
+        self._watch = watch
+        self._ledger = RequestLedger()
+        self._live: dict[int, LiveRequest] = {}
+        self._have_news: dict[int, LiveRequest] = {}  # of the batch at hand
+        self._is_ending: set[int] = set()  # requests of which the batch at hand has an end
+        self._taken_s = 0.0  # when it came
+        self._num_refused = 0
+        self._num_tokens = 0
+
+    # ---- This side
+
+    def begin(self, live: LiveRequest, message: GenerateRequest) -> None:
+        """From now on the scheduler knows of it."""
+        self._live[message.rid] = live
+        self._apply(self._ledger.add(message, live))
+
+    def abort(self, rid: int) -> None:
+        """End a request from this side; nothing if it has ended."""
+        self._live.pop(rid, None)
+        self._watch.ended(rid, "abort")
+        self._apply(self._ledger.end(rid))
+
+    def abort_named(self, label: str) -> None:
+        """Somebody was told that those that are named so are aborted: ask the scheduler to end them, if it has not."""
+        for rid in self._ledger.named(label):
+            self._ledger.note_aborted(rid)
+            self._send(Abort(rid, ALL_CHOICES))
+
+    def named(self, label: str) -> list[int]:
+        return self._ledger.named(label)
+
+    def note_aborted(self, rids: Iterable[int]) -> None:
+        """The scheduler says that it ends these. Their last tokens are still to come."""
+        for rid in rids:
+            self._ledger.note_aborted(rid)
+
+    def abort_all(self) -> None:
+        """Tell the scheduler that nobody waits any more."""
+        for rid in self._ledger.live_rids():
+            self._apply(self._ledger.end(rid))
+
+    def fail_all(self, error: RequestError) -> None:
+        """The scheduler is gone: every reader gets this."""
+        for live in list(self._live.values()):
+            live.fail(error)
+            self._watch.ended(live.rid, "error")
+        self._live.clear()
+        for rid in self._ledger.live_rids():
+            self._ledger.end(rid)
+
+    def fail_unbegun(self, error: RequestError) -> None:
+        """Those of which nothing has come."""
+        for live in [live for live in self._live.values() if not live.has_begun]:
+            self.abort(live.rid)
+            live.fail(error)
+
+    @property
+    def num_unsent(self) -> int:
+        """Requests that wait for a scheduler, and that none has seen."""
+        return self._ledger.num_unsent
+
+    def has_label(self, label: str) -> bool:
+        return self._ledger.has_label(label)
+
+    def stats(self) -> dict[str, Scalar]:
+        return {
+            "live_requests": len(self._live),
+            "live_ledger_requests": self._ledger.num_requests,
+            "live_ledger_choices": self._ledger.num_choices,
+            "live_ledger_tokens": self._ledger.num_tokens,
+            "live_unacknowledged": self._ledger.num_unacknowledged,
+            "live_watched": self._watch.num_watched,
+            "num_refused": self._num_refused,
+            "num_output_tokens": self._num_tokens,
+            "num_batches": self._ledger.num_batches,
+            "num_gaps": self._ledger.num_gaps,
+            "num_surplus_tokens": self._ledger.num_surplus_tokens,
+        }
+
+    # ---- The scheduler's side
+
+    def take(self, message: TokenBatch | Refused) -> None:
+        """Hand everything on that it brings. LinkBroken if it contradicts itself."""
+        self._taken_s = taken_s = self._watch.now()
+        if isinstance(message, TokenBatch):
+            self._is_ending = {done.rid for done in message.done}
+        self._apply(self._ledger.effects_of(message))
+        self._tell_readers()
+        self._watch.took(message, taken_s)
+
+    def note_last_word(self, word: LastWord) -> None:
+        """The scheduler ends before its time."""
+        self._ledger.note_last_word(word)
+
+    def note_lost(self) -> None:
+        """It hears nothing any more. Until `resume` there is no other."""
+        self._ledger.note_lost()
+
+    def note_death(self, *, by_request: bool) -> None:
+        """It has ended, and may have of a request, or not."""
+        self._ledger.note_death(by_request=by_request)
+
+    def resume(self) -> None:
+        """Another scheduler is there: ask it to go on with all that lives."""
+        self._taken_s = self._watch.now()
+        self._is_ending = set()
+        self._apply(self._ledger.resume())
+        self._tell_readers()
+
+    def acknowledge(self) -> None:
+        """All batches that were taken."""
+        self._apply(self._ledger.acknowledge())
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case NewTokens():
+                    self._deliver(effect)
+                case Send():
+                    self._send(effect.message)
+                case ChoiceEnded():
+                    self._end_choice(effect)
+                case RequestRefused():
+                    self._refuse(effect)
+
+    def _deliver(self, news: NewTokens) -> None:
+        live: LiveRequest = news.reader
+        self._num_tokens += len(news.ids)
+        try:
+            has_stopped = live.take_tokens(news, self._taken_s)
+            if live.watched is not None:
+                self._watch.tokens(live.watched, news.choice, news.ids, self._taken_s)
+            if live.has_one_choice and not has_stopped and live.rid not in self._is_ending:
+                live.tell()  # nothing else comes for it
+                return
+        except Exception:
+            self._text_failed(live)
+            return
+        self._have_news[live.rid] = live
+        if has_stopped:
+            self._apply(self._ledger.end(live.rid, news.choice))
+            self._watch.cached(live.rid, news.cached)
+            self._forget_if_ended(live, "stop")
+
+    def _end_choice(self, end: ChoiceEnded) -> None:
+        live = self._live.get(end.rid)
+        if live is None:
+            return
+        self._watch.cached(end.rid, end.done.cached_tokens)
+        self._have_news[end.rid] = live
+        try:
+            live.end_choice(end.choice, end.done)
+        except Exception:
+            self._text_failed(live)
+            return
+        if live.has_failed:
+            self._watch.ended(end.rid, "error")
+            self.abort(end.rid)  # its other choices
+        self._forget_if_ended(live, end.done.reason)
+
+    def _tell_readers(self) -> None:
+        """Once for each request, however many ranges the batch had for it."""
+        have_news, self._have_news = self._have_news, {}
+        for live in have_news.values():
+            try:
+                live.tell()
+            except Exception:
+                self._text_failed(live)
+
+    def _text_failed(self, live: LiveRequest) -> None:
+        """A defect, but one of this answer's text alone: the link and all other requests are sound."""
+        logger.exception("The text of request %d could not be made.", live.rid)
+        self._watch.ended(live.rid, "error")
+        self.abort(live.rid)
+        live.fail(RequestError(500, "The text of this answer could not be made."))
+
+    def _refuse(self, refusal: RequestRefused) -> None:
+        self._num_refused += 1
+        self._watch.ended(refusal.rid, "refused")
+        live = self._live.pop(refusal.rid, None)
+        if live is not None:
+            live.fail(RequestError(refusal.status, refusal.message, retry_after_s=refusal.retry_after_s or None))
+
+    def _forget_if_ended(self, live: LiveRequest, how: str) -> None:
+        if live.has_ended:
+            self._live.pop(live.rid, None)
+            self._watch.ended(live.rid, how)

@@ -1,0 +1,25 @@
+"""Logprobs as they travel (arrays of many tokens) to logprobs as an API shows them (a row each)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from srt.managers.tokenizer_manager.api_types import TokenLogprob
+from srt.protocol.messages import LogprobSpec, TokenLogprobs
+
+
+def logprob_rows(message: TokenLogprobs, token_ids: Sequence[int], spec: LogprobSpec) -> list[TokenLogprob]:
+    """One row for each of `token_ids`, the first tokens of the message. The prompt's first token has no logprob: None, and no others."""
+    chosen = message.chosen.tolist()
+    top_ids, top = message.top_ids.tolist(), message.top.tolist()
+    of_ids, asked_ids = message.of_ids.tolist(), spec.ids.tolist()
+    rows = []
+    for i, token_id in enumerate(token_ids):
+        if math.isnan(chosen[i]):
+            rows.append(TokenLogprob(None, token_id))
+            continue
+        best = zip(top[i * spec.top : (i + 1) * spec.top], top_ids[i * spec.top : (i + 1) * spec.top], strict=True)
+        of_these = zip(of_ids[i * len(asked_ids) : (i + 1) * len(asked_ids)], asked_ids, strict=True)
+        rows.append(TokenLogprob(chosen[i], token_id, tuple(best), tuple(of_these)))
+    return rows

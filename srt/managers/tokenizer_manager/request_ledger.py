@@ -1,0 +1,461 @@
+"""What this frontend is owed and what it has: the tokens of every live choice, exactly once and in order. Pure state: no I/O, no clock.
+
+Tokens come as ranges, and may come twice, late, or (after a gap) too early. What the ledger has, it has for good: a resubmission
+to a new scheduler goes on behind it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from srt.managers.tokenizer_manager.api_types import TokenLogprob
+from srt.managers.tokenizer_manager.logprob_rows import logprob_rows
+from srt.protocol.labels import is_named
+from srt.protocol.link_errors import LinkBroken
+from srt.protocol.messages import (
+    TRIAL_TOKENS,
+    Abort,
+    AckBatch,
+    AskRange,
+    FromFrontend,
+    GenerateRequest,
+    LastWord,
+    Refused,
+    RequestDone,
+    TokenBatch,
+    TokenLogprobs,
+    int32_array,
+)
+
+ALL_CHOICES = -1
+SUSPECTED = (
+    2  # deaths of engines with this in flight: from then on it runs alone, until it has shown that it does no harm
+)
+CONVICTED = 2  # with nothing else in flight
+MOST_CONVICTED = 1000  # that are remembered
+CONVICTION = "The engine died twice while it worked on this request and on nothing else."
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this to the scheduler."""
+
+    message: FromFrontend
+
+
+class NewTokens(Struct, frozen=True, gc=False):
+    """The next tokens of a choice, with a row of logprobs each if they were asked for; with the first ones, the prompt's rows.
+
+    `cached` of the choice's prompt tokens came from the prefix cache.
+    """
+
+    rid: int
+    choice: int
+    ids: list[int]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    cached: int = 0
+    reader: Any = None  # what the request was added with
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnded:
+    """The choice has ended, behind its last tokens; the ledger has forgotten it."""
+
+    rid: int
+    choice: int
+    done: RequestDone
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefused:
+    """The scheduler did not take the request; the ledger has forgotten it."""
+
+    rid: int
+    status: int
+    message: str
+    retry_after_s: int = 0
+
+
+Effect = Send | NewTokens | ChoiceEnded | RequestRefused
+
+
+@dataclass(slots=True)
+class _Choice:
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens behind `num_released`
+    num_released: int = 0  # tokens that a NewTokens has carried
+    cached: int = 0  # prompt tokens that came from the cache, as was said with the first tokens: a later scheduler has found others
+    is_gap: bool = False  # the batch at hand has tokens behind the next ones
+    asked_from: int = -1  # a gap was seen, and everything from this token on asked for
+    done: RequestDone | None = None
+    was_in_flight: bool = False  # as the scheduler says that ends now
+    num_deaths: int = 0  # of engines, of what may have been this, while it came no further
+    num_lone_deaths: int = 0  # with nothing else in flight
+    died_at: int = 0  # tokens that were released at the last of them
+
+    @property
+    def num_logprobs(self) -> int:
+        return self.num_released + len(self.logprobs)
+
+    def note_death(self, *, is_suspected: bool, is_alone: bool) -> None:
+        """An engine has died. Whoever kills does it at the same token again: deaths since which this has come further count no more."""
+        self.was_in_flight = False
+        if self.num_released > self.died_at + TRIAL_TOKENS:
+            self.num_deaths = self.num_lone_deaths = 0
+        if is_suspected:
+            self.num_deaths += 1
+            self.num_lone_deaths += is_alone
+            self.died_at = self.num_released
+
+    @property
+    def has_ended(self) -> bool:
+        """The end is known, and so is every token before it."""
+        return self.done is not None and len(self.ids) >= self.done.num_output
+
+
+@dataclass(slots=True)
+class _Entry:
+    request: GenerateRequest
+    choices: dict[int, _Choice]
+    has_logprobs: bool  # some were asked for
+    reader: Any
+    only: _Choice | None  # if there is but choice 0
+    was_sent: bool  # to a scheduler
+    is_aborted: bool = False  # by its name: somebody was told so, though the scheduler's word has not come
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def next_prompt_logprob(self) -> int:
+        """Index into the prompt."""
+        return self.request.logprobs.prompt_start + len(self.prompt_logprobs)
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """All that were asked for."""
+        return self.request.logprobs.prompt_start < 0 or self.next_prompt_logprob >= len(self.request.prompt_ids)
+
+    def num_complete(self, choice: _Choice) -> int:
+        """So many tokens have come with the logprobs that belong to them. The engine's word that there is no more outweighs that."""
+        if choice.has_ended:
+            return len(choice.ids)
+        if not self.has_prompt_logprobs:
+            return 0
+        return min(len(choice.ids), choice.num_logprobs) if self.request.logprobs.output else len(choice.ids)
+
+
+class RequestLedger:
+    """Owner of every live request's tokens on the frontend's side. What has ended, was refused or aborted leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._labels: set[str] = set()
+        self._last_batch = -1
+        self._last_acknowledged = -1
+        self._has_scheduler = True
+        # By digest, as their clients may try again: the tokens that were released when engines died.
+        self._convicted: dict[bytes, int] = {}
+        self._was_alone = False  # what was in flight at the last scheduler's end
+        self.num_batches = 0
+        self.num_gaps = 0
+        self.num_surplus_tokens = 0  # known already, or of a choice that has ended
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_unsent(self) -> int:
+        """Of the requests: those that no scheduler has seen."""
+        return sum(not entry.was_sent for entry in self._entries.values())
+
+    @property
+    def num_choices(self) -> int:
+        return sum(len(entry.choices) for entry in self._entries.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.ids) for entry in self._entries.values() for choice in entry.choices.values())
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """Batches."""
+        return self._last_batch - self._last_acknowledged
+
+    def has_label(self, label: str) -> bool:
+        return label in self._labels
+
+    def live_rids(self) -> list[int]:
+        return list(self._entries)
+
+    def named(self, name: str) -> list[int]:
+        """The live requests that a client means by this name."""
+        return [rid for rid, entry in self._entries.items() if is_named(entry.request.label, name)]
+
+    def add(self, request: GenerateRequest, reader: object = None) -> list[Effect]:
+        """Enter a new request. Its rid and its label must not be live. Its news carry the `reader`, so that nobody has to look it up."""
+        assert request.rid not in self._entries, f"request {request.rid} is live"
+        assert request.label not in self._labels, f"the label {request.label} is live"
+        choices = {choice: _Choice() for choice in request.choices.tolist()}
+        self._entries[request.rid] = _Entry(
+            request,
+            choices,
+            has_logprobs=request.logprobs.output or request.logprobs.prompt_start >= 0,
+            reader=reader,
+            only=choices.get(0) if len(choices) == 1 else None,
+            was_sent=self._has_scheduler,
+        )
+        died_at = self._convicted.get(digest_of(request)) if self._convicted else None
+        if died_at is not None:
+            for choice in choices.values():
+                choice.num_deaths, choice.num_lone_deaths, choice.died_at = SUSPECTED, CONVICTED - 1, died_at
+            request = self._entries[request.rid].request = replace(request, suspect=True)
+        self._labels.add(request.label)
+        return [Send(request)]
+
+    def handle(self, message: TokenBatch | Refused) -> list[Effect]:
+        """LinkBroken for a batch that contradicts itself."""
+        return list(self.effects_of(message))
+
+    def effects_of(self, message: TokenBatch | Refused) -> Iterator[Effect]:
+        """The same one by one: whoever does what each says before asking for the next has that request's state at hand. To be asked to
+        the end; `end` may be called in between."""
+        if isinstance(message, Refused):
+            yield from self._refuse(message)
+            return
+        self.num_batches += 1
+        self._last_batch = max(self._last_batch, message.number)
+        touched: dict[tuple[int, int], None] = {}  # in the order of the batch
+        yield from self._take_ids(message, touched)
+        for logprobs in message.logprobs:
+            self._take_logprobs(logprobs, touched)
+        for done in message.done:
+            choice = self._choice(done.rid, done.choice)
+            if choice is not None:
+                choice.done = done
+                touched[done.rid, done.choice] = None
+        for rid, index in touched:
+            if self._choice(rid, index) is not None:
+                yield from self._settle(rid, index)
+
+    def acknowledge(self) -> list[Effect]:
+        """One acknowledgement for all batches since the last. Send it behind their effects: what a gap asks for is kept until then."""
+        if self._last_batch == self._last_acknowledged:
+            return []
+        self._last_acknowledged = self._last_batch
+        return [Send(AckBatch(self._last_batch))]
+
+    def end(self, rid: int, choice: int = ALL_CHOICES) -> list[Effect]:
+        """Forget a choice (or all) that ends on this side: its client left, or a stop was found. Nothing if it has ended already."""
+        entry = self._entries.get(rid)
+        if entry is None or (choice != ALL_CHOICES and choice not in entry.choices):
+            return []
+        for index in list(entry.choices) if choice == ALL_CHOICES else [choice]:
+            self._forget(rid, index)
+        return [Send(Abort(rid, choice))]
+
+    def note_aborted(self, rid: int) -> None:
+        """A scheduler ends it, and somebody was told so: should that scheduler die before it says so here, it does not go on."""
+        entry = self._entries.get(rid)
+        if entry is not None:
+            entry.is_aborted = True
+
+    def note_last_word(self, word: LastWord) -> None:
+        """What was in flight when a scheduler came to its end."""
+        self._was_alone = word.is_alone
+        for rid, index in zip(word.rids.tolist(), word.choices.tolist(), strict=True):
+            choice = self._choice(rid, index)
+            if choice is not None:
+                choice.was_in_flight = True
+
+    def note_lost(self) -> None:
+        """The scheduler hears nothing any more. Until `resume` there is no other: what is added waits."""
+        self._has_scheduler = False
+
+    def note_death(self, *, by_request: bool) -> None:
+        """Why it came to its end: what was in flight is suspected if that may have been a request."""
+        for entry in self._entries.values():
+            for choice in entry.choices.values():
+                choice.note_death(is_suspected=choice.was_in_flight and by_request, is_alone=self._was_alone)
+
+    def resume(self) -> Iterator[Effect]:
+        """A new scheduler knows nothing: ask it to go on where each live choice is. Its batches are numbered anew. Who was aborted, or
+        alone at two deaths and came no further between them, ends here. To be asked to the end, like `effects_of`."""
+        self._last_batch = self._last_acknowledged = -1
+        self._has_scheduler = True
+        for entry in list(self._entries.values()):
+            for index, choice in list(entry.choices.items()):
+                if index not in entry.choices:
+                    continue
+                if choice.num_lone_deaths >= CONVICTED:
+                    yield from self._convict(entry, index, choice)
+                else:
+                    yield from self._rewind(entry, index, choice)
+            if entry.choices:
+                again = _resubmission(entry)
+                entry.was_sent = True
+                yield Send(again)
+
+    # ---- What a batch brings
+
+    def _take_ids(self, batch: TokenBatch, touched: dict[tuple[int, int], None]) -> Iterator[Effect]:
+        """Ranges that fit behind what their choice has are released at once, where no logprobs have to come with them."""
+        columns = (batch.rids, batch.choices, batch.first, batch.counts, batch.cached)
+        if len({len(column) for column in columns}) != 1:
+            raise LinkBroken(f"batch {batch.number} has columns of different lengths")
+        if int(batch.counts.sum()) != len(batch.ids):
+            raise LinkBroken(f"batch {batch.number} has {len(batch.ids)} ids for ranges of {int(batch.counts.sum())}")
+        ids, entries = batch.ids.tolist(), self._entries
+        end = 0
+        for rid, index, first, count, cached in zip(*[column.tolist() for column in columns], strict=True):
+            end += count
+            entry = entries.get(rid)
+            choice = None if entry is None else entry.only if index == 0 and entry.only else entry.choices.get(index)
+            if entry is None or choice is None:
+                self.num_surplus_tokens += count
+                continue
+            if not choice.num_released:
+                choice.cached = cached
+            known = len(choice.ids) - first
+            if count and known == 0 and not entry.has_logprobs and choice.num_released == first:
+                new = ids[end - count : end]
+                choice.ids += new
+                choice.num_released = first + count
+                choice.asked_from = -1
+                yield NewTokens(rid, index, new, (), (), choice.cached, entry.reader)
+                continue
+            touched[rid, index] = None
+            if known < 0:
+                choice.is_gap = True
+                continue
+            self.num_surplus_tokens += min(known, count)
+            if known < count:
+                choice.ids += ids[end - count + known : end]
+                choice.asked_from = -1
+
+    def _take_logprobs(self, message: TokenLogprobs, touched: dict[tuple[int, int], None]) -> None:
+        entry = self._entries.get(message.rid)
+        choice = None if entry is None else entry.choices.get(message.choice)
+        if entry is None or choice is None:
+            return
+        spec = entry.request.logprobs
+        after = message.first + len(message.chosen)
+        if message.is_prompt:
+            known = entry.next_prompt_logprob - message.first  # every choice may bring them: the first wins
+            tokens = entry.request.prompt_ids[message.first : after].tolist()
+            rows = entry.prompt_logprobs
+            touched.update(((message.rid, index), None) for index in entry.choices)
+        else:
+            known = choice.num_logprobs - message.first
+            tokens = choice.ids[message.first : after]  # behind a gap there are none
+            rows = choice.logprobs
+            touched[message.rid, message.choice] = None
+        if 0 <= known < len(tokens):
+            rows += logprob_rows(message, tokens, spec)[known:]
+
+    def _settle(self, rid: int, index: int) -> list[Effect]:
+        """After a batch: release what is complete, then end what has ended or ask for what is missing."""
+        entry = self._entries[rid]
+        choice = entry.choices[index]
+        effects = self._release(entry, index, choice)
+        if choice.has_ended:
+            assert choice.done is not None
+            done = replace(choice.done, cached_tokens=choice.cached) if choice.num_released else choice.done
+            self._forget(rid, index)
+            effects.append(ChoiceEnded(rid, index, done))
+        elif choice.is_gap or choice.done is not None:
+            missing = min(len(choice.ids), choice.num_logprobs) if entry.request.logprobs.output else len(choice.ids)
+            if choice.asked_from != missing:
+                self.num_gaps += 1
+                choice.asked_from = missing
+                effects.append(Send(AskRange(rid, index, missing)))
+        choice.is_gap = False
+        return effects
+
+    def _release(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
+        end = entry.num_complete(choice)
+        if end <= choice.num_released:
+            return []
+        prompt_rows = tuple(entry.prompt_logprobs) if choice.num_released == 0 else ()
+        ids = choice.ids[choice.num_released : end]
+        rows = tuple(choice.logprobs[: len(ids)])
+        del choice.logprobs[: len(ids)]
+        choice.num_released = end
+        return [NewTokens(entry.request.rid, index, ids, rows, prompt_rows, choice.cached, entry.reader)]
+
+    def _refuse(self, message: Refused) -> list[Effect]:
+        entry = self._entries.get(message.rid)
+        if entry is None:
+            return []  # aborted as the refusal travelled
+        for index in list(entry.choices):
+            self._forget(message.rid, index)
+        return [RequestRefused(message.rid, message.status, message.message, message.retry_after_s)]
+
+    # ---- Beginnings and ends
+
+    def _convict(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
+        """Should its client try again, one more death at that token with the same request alone is enough."""
+        self._convicted[digest_of(entry.request)] = choice.died_at
+        if len(self._convicted) > MOST_CONVICTED:
+            del self._convicted[next(iter(self._convicted))]
+        cached, num_output = choice.cached, len(choice.ids)
+        done = RequestDone(entry.request.rid, index, "error", -1, num_output, cached, status=500, message=CONVICTION)
+        self._forget(entry.request.rid, index)
+        return [ChoiceEnded(entry.request.rid, index, done)]
+
+    def _rewind(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
+        """Drop what the old scheduler had not sent whole; end the choice if it was aborted, or nothing is missing but its end."""
+        if entry.request.logprobs.output:
+            del choice.ids[choice.num_logprobs :]
+        choice.is_gap, choice.asked_from, choice.done = False, -1, None
+        if entry.has_prompt_logprobs:
+            choice.done = _end_by_tokens(entry.request, index, choice.ids, choice.cached)
+        if entry.is_aborted and choice.done is None:
+            choice.done = RequestDone(entry.request.rid, index, "abort", -1, len(choice.ids), choice.cached)
+        return self._settle(entry.request.rid, index)
+
+    def _choice(self, rid: int, choice: int) -> _Choice | None:
+        entry = self._entries.get(rid)
+        return None if entry is None else entry.choices.get(choice)
+
+    def _forget(self, rid: int, choice: int) -> None:
+        entry = self._entries[rid]
+        del entry.choices[choice]
+        if not entry.choices:
+            del self._entries[rid]
+            self._labels.remove(entry.request.label)
+
+
+def _resubmission(entry: _Entry) -> GenerateRequest:
+    request = entry.request
+    start = -1 if entry.has_prompt_logprobs else entry.next_prompt_logprob
+    return replace(
+        request,
+        choices=int32_array(list(entry.choices)),
+        output_ids=[int32_array(choice.ids) for choice in entry.choices.values()],
+        logprobs=replace(request.logprobs, prompt_start=start),
+        resumed=entry.was_sent,
+        suspect=any(choice.num_deaths >= SUSPECTED for choice in entry.choices.values()),
+    )
+
+
+def digest_of(request: GenerateRequest) -> bytes:
+    """Of what is asked, whoever asks it: not of its seed, nor of its name."""
+    digest = hashlib.blake2b(repr((request.sampling.max_new_tokens, request.sampling.temperature)).encode())
+    digest.update(request.prompt_ids.tobytes())
+    return digest.digest()
+
+
+def _end_by_tokens(request: GenerateRequest, index: int, ids: list[int], cached: int) -> RequestDone | None:
+    """The end that the tokens themselves show, if the old scheduler did not come to say so."""
+    if ids and ids[-1] in request.sampling.stop_ids:
+        return RequestDone(request.rid, index, "stop", ids[-1], len(ids), cached)
+    if len(ids) >= request.sampling.max_new_tokens:
+        return RequestDone(request.rid, index, "length", -1, len(ids), cached)
+    return None

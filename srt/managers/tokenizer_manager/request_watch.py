@@ -1,0 +1,215 @@
+"""Sees every request of a frontend come, get its tokens and end; counts them, and logs and traces them where that is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from srt.managers.process.runtime_switches import NO_REQUEST_LOG, ControlWords
+from srt.managers.process.tracer import BATCH, REQUEST, Tracer, batch_number, request_number
+from srt.managers.tokenizer_manager.api_types import GenerateInput
+from srt.managers.tokenizer_manager.frontend_metrics import FrontendMetrics
+from srt.protocol.messages import GenerateRequest, Refused, TokenBatch
+from srt.sampling.sampling_params import SamplingParams
+from srt.utils.logs import REQUEST_ID, details, fields
+
+SHORT_TEXT = 2048
+PARAMETERS, SHORT, WHOLE = 1, 2, 3  # what a log level adds to names and counts
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)  # its lines are asked for by name: --log-level does not silence them
+
+
+@dataclass(slots=True)
+class Watched:
+    """What is known of one request. Only the RequestWatch looks inside."""
+
+    rid: int
+    label: str
+    num_prompt: int
+    began_s: float
+    metrics: FrontendMetrics
+    request_id: str = ""  # of the HTTP request
+    first_s: float | None = None
+    last_s: dict[int, float] = field(default_factory=dict)  # by choice
+    num_tokens: int = 0
+    cached: int = 0
+    log_level: int = NO_REQUEST_LOG
+    outputs: dict[int, list[int]] = field(default_factory=dict)  # by choice; kept only where they are logged
+
+
+class RequestWatch:
+    """Called by the TokenizerManager. What `began` was told ends with one `ended`."""
+
+    def __init__(
+        self,
+        frontend: int = 0,
+        metrics: FrontendMetrics | None = None,
+        control: ControlWords | None = None,
+        tracer: Tracer | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`decode` makes text of ids, for the log."""
+        self.now = now
+        self._frontend = frontend
+        self._tracer = tracer or Tracer()
+        self._metrics = metrics or FrontendMetrics()
+        self._uncounted = FrontendMetrics()  # where nobody looks
+        self._control = control
+        self._decode = decode
+        self._watched: dict[int, Watched] = {}
+        self._num_new_tokens = 0
+        self._new_gaps: dict[float, int] = {}  # of the message at hand, how often each: as a rule they are few
+
+    @property
+    def num_watched(self) -> int:
+        return len(self._watched)
+
+    def began(self, request: GenerateInput, message: GenerateRequest, arrived_s: float) -> Watched | None:
+        """It is about to be sent to the scheduler; `tokens` is to be told of what this returns. None for questions about the engine's
+        health, which are nobody's requests."""
+        if request.urgent:
+            return None
+        metrics = self._metrics if request.is_counted else self._uncounted
+        one = Watched(message.rid, message.label, len(message.prompt_ids), arrived_s, metrics, REQUEST_ID.get())
+        self._watched[message.rid] = one
+        one.metrics.add("num_requests")
+        one.metrics.add("prompt_tokens", one.num_prompt)
+        if self._control is not None and request.is_logged:
+            one.log_level = self._control.request_log_level
+        if one.log_level != NO_REQUEST_LOG:
+            self._log_beginning(one, request, message)
+        return one
+
+    def sent(self, message: GenerateRequest, tokenized_s: float) -> None:
+        """It is on its way to the scheduler; `tokenized_s` is when its prompt was tokenized."""
+        if self._tracer.is_on and (one := self._watched.get(message.rid)) is not None:
+            number = request_number(self._frontend, message.rid)
+            label, request_id = one.label, one.request_id
+            self._tracer.begin(REQUEST, number, "request", one.began_s, request=label, request_id=request_id)
+            self._tracer.begin(REQUEST, number, "tokenize", one.began_s)
+            self._tracer.end(REQUEST, number, "tokenize", tokenized_s)
+            self._tracer.slice("submit", tokenized_s, request=label, prompt_tokens=one.num_prompt)
+            self._tracer.arrow("s", REQUEST, number, tokenized_s)
+
+    def took(self, message: TokenBatch | Refused, taken_s: float) -> None:
+        """The message was handled, which began at `taken_s`: its tokens are text."""
+        if self._num_new_tokens:
+            self._metrics.add("generation_tokens", self._num_new_tokens)
+            self._num_new_tokens = 0
+            for gap_s, times in self._new_gaps.items():
+                self._metrics.between_tokens_s.take(gap_s, times)
+            self._new_gaps.clear()
+        if self._tracer.is_on and isinstance(message, TokenBatch):
+            self._tracer.slice("detokenize", taken_s, batch=message.number, num_tokens=len(message.ids))
+            self._tracer.arrow("f", BATCH, batch_number(self._frontend, message.number), taken_s)
+
+    def tokens(self, one: Watched, choice: int, ids: list[int], now: float) -> None:
+        """They came at `now`, in the message that `took` will be told of."""
+        if not ids:
+            return
+        count = len(ids)
+        last_s = one.last_s.get(choice)
+        one.last_s[choice] = now
+        if one.first_s is None:
+            one.first_s = now
+            one.metrics.first_token_s.take(now - one.began_s)
+            if self._tracer.is_on:
+                self._tracer.mark(REQUEST, request_number(self._frontend, one.rid), "first token", now)
+        elif last_s is not None and one.metrics is self._metrics:
+            gap_s = (now - last_s) / count
+            self._new_gaps[gap_s] = self._new_gaps.get(gap_s, 0) + count
+        one.num_tokens += count
+        if one.metrics is self._metrics:
+            self._num_new_tokens += count
+        if one.log_level >= SHORT:
+            one.outputs.setdefault(choice, []).extend(ids)
+
+    def cached(self, rid: int, num_tokens: int) -> None:
+        """So many of the prompt's tokens came from the cache."""
+        one = self._watched.get(rid)
+        if one is not None:
+            one.cached = max(one.cached, num_tokens)
+
+    def ended(self, rid: int, how: str) -> None:
+        """`how` is stop, length, abort, refused or error. Twice does no harm."""
+        one = self._watched.pop(rid, None)
+        if one is None:
+            return
+        one.metrics.add("cached_tokens", one.cached)
+        if how in ("stop", "length"):
+            one.metrics.whole_s.take(self.now() - one.began_s)
+        elif how == "abort":
+            one.metrics.add("num_aborted_requests")
+        else:
+            one.metrics.add("num_refused_requests" if how == "refused" else "num_failed_requests")
+        if self._tracer.is_on:
+            number, now = request_number(self._frontend, rid), self.now()
+            self._tracer.end(REQUEST, number, "request", now, how=how, num_tokens=one.num_tokens)
+            self._tracer.slice("end", now, now, request=one.label)
+            self._tracer.arrow("f", REQUEST, number, now)
+        if one.log_level != NO_REQUEST_LOG:
+            context = REQUEST_ID.set(one.request_id)
+            self._log_end(one, how)
+            REQUEST_ID.reset(context)
+
+    # ---- Log lines
+
+    def _log_beginning(self, one: Watched, request: GenerateInput, message: GenerateRequest) -> None:
+        more: dict[str, Any] = {}
+        if one.log_level >= PARAMETERS:
+            more["sampling_params"] = _shown(request.params)
+        if one.log_level >= SHORT:
+            more["prompt"] = _cut(self._text(message.prompt_ids.tolist(), request.text), one.log_level)
+        self._log(
+            f"Request {_name(one.label)} came: {one.num_prompt} prompt tokens.", more, rid=one.label, event="began"
+        )
+
+    def _log_end(self, one: Watched, how: str) -> None:
+        now = self.now()
+        first = None if one.first_s is None else round(one.first_s - one.began_s, 4)
+        more: dict[str, Any] = {}
+        if one.log_level >= SHORT:
+            more["output"] = [_cut(self._text(ids, None), one.log_level) for _, ids in sorted(one.outputs.items())]
+        first_text = "" if first is None else f", the first after {first:.3f} s"
+        self._log(
+            f"Request {_name(one.label)} ended ({how}): {one.num_tokens} tokens{first_text}, {now - one.began_s:.3f} s in all,"
+            f" {one.num_prompt} prompt tokens, {one.cached} of them cached.",
+            more,
+            rid=one.label,
+            event="ended",
+            how=how,
+            prompt_tokens=one.num_prompt,
+            cached_tokens=one.cached,
+            completion_tokens=one.num_tokens,
+            first_token_s=first,
+            whole_s=round(now - one.began_s, 4),
+        )
+
+    def _log(self, sentence: str, more: dict[str, Any], **values: object) -> None:
+        logger.info("%s", sentence, extra=fields(**values) | details(**more))
+
+    def _text(self, ids: list[int], text: str | None) -> str:
+        if text is None:
+            return self._decode(ids) if self._decode else str(ids)
+        return text
+
+
+def _name(label: str) -> str:
+    """In a line of a log, where a client's line feed would begin another."""
+    return label if label.isprintable() else repr(label)
+
+
+def _cut(text: str, level: int) -> str:
+    return text if level >= WHOLE or len(text) <= SHORT_TEXT else text[:SHORT_TEXT] + "…"
+
+
+def _shown(params: SamplingParams) -> dict[str, Any]:
+    """What is not as it always is."""
+    values = {one.name: (getattr(params, one.name), one.default) for one in dataclasses.fields(params)}
+    return {name: value for name, (value, default) in values.items() if value != default and name != "may_shorten"}

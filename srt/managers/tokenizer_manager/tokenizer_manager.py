@@ -1,0 +1,441 @@
+"""Requests in, news of their answers out: a frontend's link to the scheduler. Used by the HTTP server and, in process, by `Runtime`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from srt.managers.process.runtime_switches import ControlWords
+from srt.managers.process.tracer import Tracer
+from srt.managers.tokenizer_manager.api_types import EngineDied, GenerateInput, RequestError
+from srt.managers.tokenizer_manager.control_calls import ControlCalls
+from srt.managers.tokenizer_manager.deliveries import Deliveries
+from srt.managers.tokenizer_manager.frontend_metrics import FrontendMetrics
+from srt.managers.tokenizer_manager.live_request import LiveRequest
+from srt.managers.tokenizer_manager.live_request import RequestHandle as RequestHandle
+from srt.managers.tokenizer_manager.model_facts import ModelFacts as ModelFacts
+from srt.managers.tokenizer_manager.model_facts import read_model_facts
+from srt.managers.tokenizer_manager.request_checks import bad, build_request, check_form, check_text, num_kept_tokens
+from srt.managers.tokenizer_manager.request_watch import RequestWatch
+from srt.managers.tokenizer_manager.scheduler_link import SchedulerLink
+from srt.managers.tokenizer_manager.text_codec import TextCodec, load_text_files
+from srt.protocol.labels import is_named
+from srt.protocol.messages import (
+    AbortLabel,
+    ContinueGeneration,
+    ControlReply,
+    EngineReplaced,
+    FlushCache,
+    FromFrontend,
+    GenerateRequest,
+    GetState,
+    Int32Array,
+    LastWord,
+    Load,
+    Message,
+    PauseGeneration,
+    Refused,
+    Rejected,
+    RequestDone,
+    Scalar,
+    SchedulerHello,
+    TokenBatch,
+)
+from srt.sampling.sampling_params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
+from srt.server_args import ServerArgs
+from srt.utils.chat_template import ChatTemplate, ChatTemplateError
+from srt.utils.tokenizer import Tokenizer
+
+_RETRY_AFTER_S = 1
+
+logger = logging.getLogger(__name__)
+
+
+class TokenizerManager:
+    """Owner of the link to the scheduler, and through its parts of all texts and live requests of this frontend. One event loop only."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelFacts,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | ChatTemplateError | None,
+        new_seed: Callable[[], int],
+        connect: Callable[..., SchedulerLink],
+        generation: int,
+        max_held: int,
+        watch: RequestWatch | None = None,
+    ) -> None:
+        """Use `TokenizerManager.connect`. `connect` gets a generation and the callbacks of a SchedulerLink. While there is no scheduler
+        `max_held` requests wait for the next one."""
+        self.model = model
+        self.text = TextCodec(tokenizer, template, context_length=model.context_length, vocab_size=model.vocab_size)
+        self._watch = watch or RequestWatch()
+        self._new_seed = new_seed
+        self._deliveries = Deliveries(self._send, self._watch)
+        self._calls = ControlCalls(self._send)
+        # Of requests that are not sent yet; True: and were aborted meanwhile.
+        self._labels_on_the_way: dict[str, bool] = {}
+        self._num_requests = 0
+        self._num_rejected = 0
+        self._limits: SchedulerHello | None = None
+        self._load: Load | None = None
+        self._death: str | None = None
+        self._next: EngineReplaced | None = None  # where the next scheduler is to be found
+        self._is_greeted = False  # by the present scheduler: before that nothing is sent to it
+        self._max_held = max_held
+        self._connect = connect
+        self._answered = asyncio.Event()  # the scheduler has, or it never will
+        self._broken = asyncio.Event()
+        self._link = self._link_to(generation)
+
+    @classmethod
+    async def connect(
+        cls,
+        *,
+        index: int,
+        generation: int,
+        run_dir: str,
+        model_folder: str,
+        args: ServerArgs,
+        tracer: Tracer | None = None,
+    ) -> TokenizerManager:
+        """Load tokenizer and model facts, connect, say hello. StartError for what the user must change."""
+        tokenizer, template = await asyncio.to_thread(load_text_files, model_folder, args)
+        has_template = isinstance(template, ChatTemplate)
+        model = await asyncio.to_thread(read_model_facts, model_folder, args, has_template)
+
+        def connect(generation: int, **callbacks: Any) -> SchedulerLink:
+            return SchedulerLink(index=index, generation=generation, run_dir=run_dir, **callbacks)
+
+        return cls(
+            model=model,
+            tokenizer=tokenizer,
+            template=template,
+            new_seed=seed_source(args.random_seed, index),
+            connect=connect,
+            generation=generation,
+            max_held=args.max_queued_requests,
+            watch=RequestWatch(
+                index, FrontendMetrics(run_dir, index), ControlWords.open(run_dir, args), tracer, tokenizer.decode
+            ),
+        )
+
+    # ---- The engine's state
+
+    @property
+    def limits(self) -> SchedulerHello:
+        """What requests are checked against. Only after `wait_ready`."""
+        assert self._limits is not None, "the scheduler has not answered yet"
+        return self._limits
+
+    @property
+    def load(self) -> Load | None:
+        """The scheduler's last word on its load."""
+        return self._load
+
+    @property
+    def is_ready(self) -> bool:
+        """The scheduler has answered and the link is whole."""
+        return self._is_greeted and self._death is None
+
+    @property
+    def is_dead(self) -> bool:
+        """The engine has ended for good."""
+        return self._death is not None
+
+    async def wait_ready(self) -> None:
+        """Return when the scheduler takes requests; EngineDied if it never will."""
+        await self._answered.wait()
+        if self._death is not None:
+            raise EngineDied(self._death)
+
+    async def wait_broken(self) -> str:
+        """Return, with the reason, when the engine has died. A server ends then."""
+        await self._broken.wait()
+        assert self._death is not None
+        return self._death
+
+    def engine_died(self, reason: str) -> None:
+        """Tell it what the link cannot: every pending call raises EngineDied. The first reason stays."""
+        if self._death is not None:
+            return
+        self._death = f"The engine has ended: {reason.rstrip('.')}."
+        self._link.close()
+        self._deliveries.fail_all(EngineDied(self._death))
+        self._calls.fail(EngineDied(self._death))
+        self._answered.set()
+        self._broken.set()
+
+    def engine_replaced(self, replaced: EngineReplaced) -> None:
+        """The scheduler has ended, and another one is on its way: all that has no answer yet is sent to that one when it is there. The
+        requests' readers notice a pause."""
+        # Of two that come before the link's end is noticed, the first tells what the scheduler of that link died of.
+        self._next = replaced if self._next is None else replace(replaced, by_request=self._next.by_request)
+        if not self._is_greeted:  # else its last words may still come, and behind them the link's end
+            self._go_to_next()
+
+    def _engine_lost(self) -> None:
+        """The supervisor sees it too: it replaces the engine or ends everything."""
+        self._is_greeted = False
+        self._deliveries.note_lost()
+        self._go_to_next()
+
+    def _go_to_next(self) -> None:
+        replaced, self._next = self._next, None
+        if replaced is not None and self._death is None:
+            self._deliveries.note_death(by_request=replaced.by_request)
+            self._link.drop()
+            self._link = self._link_to(replaced.generation)
+
+    def _link_to(self, generation: int) -> SchedulerLink:
+        return self._connect(
+            generation,
+            on_message=self._take,
+            on_idle=self._deliveries.acknowledge,
+            on_lost=self._engine_lost,
+            on_broken=self.engine_died,
+        )
+
+    def stats(self) -> dict[str, Scalar]:
+        """Counters for /server_info and leak checks; all that begin with `live_` are 0 when nothing runs."""
+        return {
+            **self._deliveries.stats(),
+            "live_labels": len(self._labels_on_the_way),
+            "live_calls": self._calls.num_of_clients,
+            "num_requests": self._num_requests,
+            "num_rejected": self._num_rejected,
+        }
+
+    async def close(self) -> None:
+        """Abort everything and let go of the link."""
+        self._deliveries.abort_all()
+        self.engine_died("it was shut down")
+        self.text.close()
+
+    # ---- Requests
+
+    def sampling_params(
+        self, given: Mapping[str, Any], default_max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
+    ) -> SamplingParams:
+        """`given` over the model's defaults, checked; ParameterError names what is wrong. Without max_new_tokens in `given` a request
+        gets `default_max_new_tokens`, or less where less fits; None: all that fits."""
+        return SamplingParams.from_dict(given, self.model.sampling_defaults, default_max_new_tokens)
+
+    async def submit(self, request: GenerateInput) -> RequestHandle:
+        """Check the request and send it. RequestError (4xx, naming the parameter) if it cannot be served; then nothing was sent."""
+        (handle,) = await self.submit_all([request])
+        return handle
+
+    async def submit_all(self, requests: Sequence[GenerateInput]) -> list[RequestHandle]:
+        """Those of one call, one after the other; if one cannot be served, none runs.
+
+        An abort finds all of them by name from now on, those too that wait for others to be tokenized.
+        """
+        self._check_alive()
+        labels = self._take_labels(requests)
+        handles: list[RequestHandle] = []
+        try:
+            with contextlib.ExitStack() as refused:
+                for label, request in zip(labels, requests, strict=True):
+                    if handles:
+                        await asyncio.sleep(0)  # tokenizing a large batch takes seconds: streams go on in between
+                    handles.append(refused.enter_context(await self._submit(request, label)))
+                refused.pop_all()
+        finally:
+            for label in labels[len(handles) :]:
+                self._labels_on_the_way.pop(label, None)
+        return handles
+
+    def _take_labels(self, requests: Sequence[GenerateInput]) -> list[str]:
+        """What they are called; RequestError, and nothing is taken, if a name is another's or a request has no form."""
+        labels: dict[str, bool] = {}
+        for request in requests:
+            check_form(request)
+            label = secrets.token_hex(16) if request.rid is None else request.rid
+            if label in labels or label in self._labels_on_the_way or self._deliveries.has_label(label):
+                raise bad("rid", f"{label!r} is the name of a request that runs")
+            labels[label] = False
+        self._labels_on_the_way |= labels
+        return list(labels)
+
+    async def _submit(self, request: GenerateInput, label: str) -> RequestHandle:
+        arrived_s = self._watch.now()
+        seed = request.params.sampling_seed if request.params.sampling_seed is not None else self._new_seed()
+        prompt_ids = await self._prompt_ids(request)
+        is_aborted = self._labels_on_the_way.pop(label)
+        self._check_alive()  # it may have died meanwhile
+        if not self._is_greeted:
+            self._check_room()
+        tokenized_s = self._watch.now()
+        message = build_request(
+            request,
+            prompt_ids,
+            rid=self._num_requests,
+            label=label,
+            seed=seed,
+            model=self.model,
+            limits=self.limits,
+            forbidden_ids=self.text.forbidden_ids(request.params.bad_words),
+        )
+        self._num_requests += 1
+        live = self._live_request(message, request, arrived_s, tokenized_s)
+        if is_aborted:
+            for choice in message.choices.tolist():
+                live.end_choice(choice, RequestDone(message.rid, choice, "abort", -1, 0, 0))
+        else:
+            live.watched = self._watch.began(request, message, arrived_s)
+            self._deliveries.begin(live, message)
+            self._watch.sent(message, tokenized_s)
+        return RequestHandle(live, self._deliveries.abort)
+
+    async def tokenized(self, request: GenerateInput) -> GenerateInput:
+        """The same request with the token ids that the model reads, instead of the text. RequestError as for `submit`."""
+        self._check_alive()
+        check_form(request)
+        ids = [int(token_id) for token_id in await self._prompt_ids(request)]
+        return dataclasses.replace(request, text=None, input_ids=ids, truncate_prompt_tokens=None)
+
+    async def _prompt_ids(self, request: GenerateInput) -> list[int] | Int32Array:
+        return await self.text.prompt_ids(request, num_kept_tokens(request, self.model, self.limits))
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDied(self._death)
+        if self._limits is None:
+            raise RequestError(503, "The server is starting.", retry_after_s=_RETRY_AFTER_S)
+
+    def _check_room(self) -> None:
+        """Requests that come while the engine is replaced wait for the next one, but not any number of them."""
+        num_held = self._deliveries.num_unsent
+        if num_held >= self._max_held:
+            sentence = f"The engine is being replaced, and as many requests wait for it as may: {num_held}."
+            raise RequestError(503, sentence, retry_after_s=_RETRY_AFTER_S)
+
+    def _live_request(
+        self, message: GenerateRequest, request: GenerateInput, arrived_s: float, sent_s: float
+    ) -> LiveRequest:
+        params = request.params
+        stop_ids = frozenset(message.sampling.stop_ids.tolist())
+        return LiveRequest(
+            message,
+            lambda: self.text.output(params, message.prompt_ids, stop_ids),
+            wants_tokens=params.max_new_tokens != 0,
+            wants_prompt_ids=request.wants_prompt_ids,
+            arrived_s=arrived_s,
+            sent_s=sent_s,
+        )
+
+    # ---- What the scheduler says
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case TokenBatch() | Refused():
+                self._deliveries.take(message)
+            case ControlReply():
+                self._calls.take(message)
+            case Load():
+                self._load = message
+            case AbortLabel():
+                self._abort_named(message.label)
+            case SchedulerHello():
+                self._greeted(message)
+            case LastWord():
+                self._deliveries.note_last_word(message)
+            case Rejected():
+                self._take_rejection(message.reason)
+            case _:
+                logger.error("The scheduler sent %s, which is not for frontends.", type(message).__name__)
+
+    def _greeted(self, hello: SchedulerHello) -> None:
+        self._limits = hello
+        self._is_greeted = True
+        self._answered.set()
+        self._deliveries.resume()
+        self._calls.send_again()
+
+    def _take_rejection(self, reason: str) -> None:
+        """A message of ours was dropped: a defect. It may have been any request that had no answer yet, so those fail: none hangs."""
+        logger.error("The scheduler could not take a message: %s.", reason)
+        self._num_rejected += 1
+        if not self._is_greeted:
+            self.engine_died(f"it does not understand this process ({reason})")
+            return
+        self._deliveries.fail_unbegun(RequestError(500, f"The engine could not take a request: {reason}."))
+
+    # ---- Control
+
+    async def flush_cache(self) -> tuple[bool, str]:
+        """(done?, sentence)."""
+        reply = await self._call(FlushCache)
+        return reply.ok, reply.message
+
+    async def pause(self, mode: str) -> tuple[bool, str]:
+        """(done?, sentence). When it returns no step is in flight; requests wait until `resume`."""
+        reply = await self._call(lambda call: PauseGeneration(call, mode))
+        return reply.ok, reply.message
+
+    async def resume(self) -> None:
+        await self._call(ContinueGeneration)
+
+    async def get_state(self, deep: bool = False, is_own: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
+        """(ok?, sentence, the scheduler's counters). `deep` compares the workers' tables too; `is_own`: no client asks."""
+        reply = await self._call(lambda call: GetState(call, deep), is_own)
+        return reply.ok, reply.message, reply.values
+
+    async def abort_label(self, label: str) -> int:
+        """Abort the live requests that are named so, whichever frontend has them: one, all of a batch, or with the empty label
+        everything. Returns how many."""
+        check_text("rid", label)
+        on_the_way = self._mark_on_the_way(label)
+        named = self._deliveries.named(label)  # what is sent behind this call is not meant
+        reply = await self._call(lambda call: AbortLabel(call, label))
+        self._deliveries.note_aborted(named)
+        count = reply.values.get("num_aborted", 0)
+        return on_the_way + (count if isinstance(count, int) else 0)
+
+    def _abort_named(self, label: str) -> None:
+        """Another frontend was told to abort these. The scheduler has ended those that it knew."""
+        self._mark_on_the_way(label)
+        self._deliveries.abort_named(label)
+
+    def _mark_on_the_way(self, label: str) -> int:
+        """What is not sent yet and named so is aborted as soon as it would be sent. Returns how many."""
+        named = [other for other in self._labels_on_the_way if is_named(other, label)]
+        self._labels_on_the_way.update(dict.fromkeys(named, True))
+        return len(named)
+
+    async def _call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> ControlReply:
+        self._check_alive()
+        if not self._is_greeted:
+            raise RequestError(503, "The engine is being replaced.", retry_after_s=_RETRY_AFTER_S)
+        return await self._calls.call(make, is_own)
+
+    def _send(self, message: FromFrontend) -> None:
+        """Nothing while no scheduler has greeted: whoever does is sent all that is still of interest."""
+        if self._is_greeted:
+            self._link.send(message)
+
+
+def seed_source(random_seed: int | None, frontend: int) -> Callable[[], int]:
+    """Draws the seeds of requests that bring none: a function of (random seed, frontend, how many before), or of nothing at all."""
+    if random_seed is None:
+        return lambda: int.from_bytes(os.urandom(8), "little")
+    drawn = 0
+
+    def draw() -> int:
+        nonlocal drawn
+        text = f"{random_seed}:{frontend}:{drawn}"
+        drawn += 1
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    return draw

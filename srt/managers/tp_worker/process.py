@@ -1,0 +1,305 @@
+"""One rank of a replica: `python -m srt.managers.tp_worker`, started by the supervisor.
+
+The main thread takes plans from their link and executes them in their order; others send heartbeats and hear the supervisor. What
+needs torch is imported when the supervisor has been told that this takes a while.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, assert_never
+
+from srt.distributed.errors import CollectiveError
+from srt.managers.process.child import Child, SupervisorGone, run_child
+from srt.managers.process.tracer import DEVICE, STEP, Tracer
+from srt.managers.tp_worker.worker_link import WorkerLink
+from srt.managers.tp_worker.worker_times import WorkerTimes
+from srt.protocol.codec import protocol_hash
+from srt.protocol.messages import (
+    Scalar,
+    StepAck,
+    StepPlan,
+    StepResult,
+    ToWorker,
+    WorkDone,
+    WorkerFault,
+    WorkerHello,
+    WorkPlan,
+)
+from srt.utils.errors import StartError
+from srt.utils.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from srt.model_executor.model_runner import ModelRunner
+    from srt.model_executor.step.step_output import StepOutput
+
+SPIN_S = 2e-3  # so long after the last event the device is watched without a pause: a decode step is not much longer
+NAP_S = 50e-6  # between two looks from then on
+LOCK_S = 5e-4  # so long each thread that compiles may keep Python's lock while the one that launches steps waits for it
+
+
+class _InFlight(NamedTuple):
+    """A step that was launched and not yet answered."""
+
+    step: int
+    output: StepOutput
+    launched_s: float
+
+
+class TpWorker:
+    """Executes plans in their order. Where the device works by itself, the next step is launched before the last is answered."""
+
+    def __init__(
+        self,
+        rank: int,
+        runner: ModelRunner,
+        link: WorkerLink,
+        window: int = 2,
+        tracer: Tracer | None = None,
+        num_ranks: int = 1,
+    ) -> None:
+        self._trace = tracer or Tracer()
+        self._rank = rank
+        self._is_alone = num_ranks == 1
+        self._runner = runner
+        self._link = link
+        self._times = WorkerTimes(window)
+        self._in_flight: deque[_InFlight] = deque()
+        self._step = -1
+        self._busy_since_s: float | None = None
+        self._done_s = 0.0  # when the last step was seen to be done
+
+    @property
+    def step(self) -> int:
+        """The last step that was begun."""
+        return self._step
+
+    def progress_age_s(self) -> float:
+        """Seconds since a step was last begun or completed; 0 while there is nothing to do. For any thread."""
+        since_s = self._busy_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def serve(self) -> None:
+        """Until the supervisor says stop; what was launched is answered first."""
+        while (plan := self._next_plan()) is not None:
+            self._step = plan.step
+            self._busy_since_s = time.monotonic()
+            match plan:
+                case StepPlan():
+                    self._launch(plan, self._busy_since_s)
+                case WorkPlan():
+                    self._answer_all()
+                    self._link.send(WorkDone(plan.step, self._rank, self._work(plan.kind)))
+                case _:
+                    assert_never(plan)
+        self._answer_all()
+
+    def _next_plan(self) -> ToWorker | None:
+        """The next plan. Steps are answered as the device completes them."""
+        while self._in_flight:
+            if self._in_flight[0].output.is_ready():
+                self._answer()
+                continue
+            try:
+                return self._link.next_plan(block=False)
+            except queue.Empty:
+                if self.progress_age_s() > SPIN_S:
+                    time.sleep(NAP_S)
+        self._busy_since_s = None
+        return self._link.next_plan()
+
+    def _launch(self, plan: StepPlan, arrived_s: float) -> None:
+        assert len(plan.sections) == 1, f"{len(plan.sections)} attention groups, but this replica has one"
+        (section,) = plan.sections
+        output = self._runner.launch(section)
+        if self._trace.is_on:
+            self._trace.slice("launch", arrived_s, step=plan.step)
+            self._trace.arrow("t", STEP, plan.step, arrived_s)
+        num_decodes = 0 if len(section.extend_slots) else len(section.decode_slots)
+        self._times.launched(plan.step, num_decodes, arrived_s, time.monotonic(), is_busy=bool(self._in_flight))
+        self._in_flight.append(_InFlight(plan.step, output, arrived_s))
+
+    def _answer_all(self) -> None:
+        while self._in_flight:
+            self._answer()
+
+    def _answer(self) -> None:
+        """Wait for the oldest step and report it."""
+        done = self._in_flight.popleft()
+        done.output.wait()
+        now_s = time.monotonic()
+        rows = done.output.result()
+        # The device works on one step at a time, so a step's own time begins when the one before is done.
+        begun_s = max(done.launched_s, self._done_s)
+        step_us = int((now_s - begun_s) * 1e6)
+        self._busy_since_s = self._done_s = now_s
+        if self._trace.is_on:
+            self._trace.slice("forward", begun_s, now_s, DEVICE, step=done.step, num_tokens=len(rows.ids))
+        ids_hash = 0 if self._is_alone else rows.ids_hash()
+        if self._rank == 0:
+            wants_capture = self._runner.is_missing_graph
+            self._link.send(
+                StepResult(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us, wants_capture)
+            )
+        else:
+            self._link.send(StepAck(done.step, self._rank, ids_hash, step_us))
+        if self._trace.is_on:
+            self._trace.slice("answer", now_s, step=done.step)
+        self._times.answered(done.step, begun_s, now_s, time.monotonic())
+
+    def _work(self, kind: str) -> dict[str, Scalar]:
+        match kind:
+            case "reset":
+                self._runner.reset()
+                return {}
+            case "inspect":
+                return self._runner.inspect() | self._compiled_steps() | self._times.take()
+            case "capture":
+                size = self._runner.capture_graph()
+                if not self._runner.num_graphs_left:
+                    gc.collect()
+                    gc.freeze()
+                return {"size": size, "num_left": self._runner.num_graphs_left}
+            case _:
+                raise ValueError(f"unknown work {kind!r}")
+
+    def _compiled_steps(self) -> dict[str, Scalar]:
+        count = self._runner.num_compiled_steps
+        return {"num_compiled_steps": count} if count else {}
+
+
+def main(child: Child) -> None:
+    runner = load_runner(child)
+    import torch  # which has been loaded now
+
+    with runner.naming_lost_peer():
+        if child.start.args.enable_torch_compile:
+            child.report_phase("compile")
+            runner.compile()
+        child.report_phase("warm-up")
+        runner.warm_up()
+    link = WorkerLink(child)
+    rank, args = child.start.index, child.start.args
+    worker = TpWorker(rank, runner, link, args.window, child.tracer, args.tp_size)
+    link.send(hello_of(rank, args.page_size, runner))
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(LOCK_S)
+    child.start_heartbeats(worker.progress_age_s)
+    child.report_ready(facts_of(runner))
+    try:
+        with runner.naming_lost_peer(), torch.inference_mode():  # once, not in each step
+            worker.serve()
+    except SupervisorGone:
+        raise
+    except Exception as error:
+        sentence = " ".join(f"Worker {rank} failed in step {worker.step}: {type(error).__name__}: {error}".split())
+        link.send(WorkerFault(rank, worker.step, sentence))
+        link.close()
+        if isinstance(error, CollectiveError):  # another rank's fault as a rule, so where we were tells nobody anything
+            raise StartError(sentence) from error
+        raise
+    link.close()
+
+
+def load_runner(child: Child) -> ModelRunner:
+    """Import what is heavy, meet the other ranks, load the weights and set up the memory."""
+    start = child.start
+    child.report_phase("imports")
+    import torch
+
+    from srt.distributed.parallel_state import init_tensor_parallel
+    from srt.model_executor.model_runner import ModelRunner, resolve_device
+
+    # A worker's operations run one after the other: a second pool would only take cores.
+    torch.set_num_interop_threads(1)
+    args, rank = start.args, start.index
+    config = ModelConfig.from_folder(start.model_folder, args.model_overrides(), args.context_length)
+    device = resolve_device(args, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        threading.Thread(target=_hash_compiler, name="compiler's hash", daemon=True).start()
+    child.report_phase("communicator")
+    rendezvous, before = (Path(start.run_dir) / f"rendezvous-{start.generation - back}" for back in (0, 1))
+    before.unlink(missing_ok=True)
+    tp = init_tensor_parallel(
+        rank,
+        args.tp_size,
+        str(rendezvous),
+        "gloo" if device.type == "cpu" else "nccl",
+        device,
+        args.dist_timeout,
+        maps_peers=not args.disable_custom_all_reduce,
+    )
+    child.report_phase("weights")
+    with tp.naming_lost_peer():
+        return ModelRunner(
+            args,
+            config,
+            start.model_folder,
+            tp,
+            device,
+            report_weights=_Throttled(lambda done, total: child.report_phase("weights", done, total)),
+            report_phase=child.report_phase,
+            num_tokens=start.num_tokens,
+        )
+
+
+def _hash_compiler() -> None:
+    """Kernels are found by a hash of Triton, hundreds of megabytes. Here nobody waits for it: who hashes lets go of Python's lock."""
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+
+
+def hello_of(rank: int, page_size: int, runner: ModelRunner) -> WorkerHello:
+    return WorkerHello(
+        rank=rank,
+        protocol_hash=protocol_hash(),
+        config_hash=runner.config.config_hash(),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        page_size=page_size,
+        num_pages=runner.num_pages,
+        num_slots=runner.num_slots,
+        max_request_tokens=runner.max_request_tokens,
+        vocab_size=runner.config.vocab_size,
+        num_graphs=runner.num_graphs_left,
+    )
+
+
+def facts_of(runner: ModelRunner) -> dict[str, Scalar]:
+    return {
+        "device": str(runner.device),
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "attention_backend": runner.attention.name,
+        "max_total_num_tokens": runner.max_total_num_tokens,
+        "max_request_tokens": runner.max_request_tokens,
+        "num_pages": runner.num_pages,
+        "weight_bytes": runner.weight_bytes,
+        "kv_bytes": runner.kv_bytes,
+    }
+
+
+class _Throttled:
+    """Passes on at most ten reports a second, and the last."""
+
+    def __init__(self, report: Callable[[int, int], None]) -> None:
+        self._report = report
+        self._next_s = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s or done == total:
+            self._next_s = now_s + 0.1
+            self._report(done, total)
+
+
+if __name__ == "__main__":
+    run_child(main)

@@ -1,0 +1,73 @@
+"""A worker's link to the scheduler, for the thread that executes; and a thread that hears the supervisor whatever happens.
+
+No other thread stands between a plan's arrival and its launch: handing it over would cost more than the rest of the host's work.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+
+import zmq
+
+from srt.managers.process.child import Child, SupervisorGone
+from srt.protocol.link_errors import LinkBroken
+from srt.protocol.links import DealerLink, worker_path
+from srt.protocol.messages import FromWorker, StepPlan, Stop, ToWorker, WorkPlan
+
+LINGER_MS = 2000  # for the last words of a worker that ends
+
+
+class WorkerLink:
+    """Plans in the order in which they were sent. For one thread alone."""
+
+    def __init__(self, child: Child) -> None:
+        start = child.start
+        self._child = child
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        endpoint = worker_path(start.run_dir, start.generation)
+        self._link = DealerLink(self._context, endpoint, start.generation, f"w{start.index}".encode())
+        self._is_stopped = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        for source in (self._link.socket, self._wake):
+            self._poller.register(source, zmq.POLLIN)
+        threading.Thread(target=self._hear_supervisor, name="supervisor", daemon=True).start()
+
+    def next_plan(self, block: bool = True) -> ToWorker | None:
+        """The next plan; None when the supervisor asks to stop. `queue.Empty` if there is none and `block` is off.
+
+        LinkBroken if a plan was lost or could not be read: plans are deltas, so there is no going on.
+        """
+        while not self._is_stopped:
+            message = self._link.receive()
+            if isinstance(message, (StepPlan, WorkPlan)):
+                return message
+            if message is not None:
+                raise LinkBroken(f"the scheduler sent {type(message).__name__}")
+            if not block:
+                raise queue.Empty
+            self._poller.poll()
+        return None
+
+    def send(self, message: FromWorker) -> None:
+        self._link.send(message)
+
+    def close(self) -> None:
+        """Send what is to be sent, and end."""
+        self._link.close(LINGER_MS)
+        self._context.term()
+
+    def _hear_supervisor(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._child.fileno(), zmq.POLLIN)
+        try:
+            while True:
+                poller.poll()
+                while (message := self._child.receive()) is not None:
+                    if isinstance(message, Stop):
+                        self._is_stopped = True
+                        os.eventfd_write(self._wake, 1)
+        except SupervisorGone:
+            os._exit(1)  # the executing thread may be waiting for the device: nothing is left to be saved

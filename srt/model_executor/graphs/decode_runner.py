@@ -1,0 +1,391 @@
+"""Steps in which every row decodes: launched from fixed buffers, or replayed as graphs of the very same work."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from srt.layers.attention.base import AttentionBackend, Reading
+from srt.layers.logits_processor import LogitsProcessor
+from srt.layers.sampler import Draws, Sampler
+from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from srt.model_executor.graphs.compiled_forward import CompiledForward, compiling
+from srt.model_executor.graphs.cuda_graph_runner import Capture, CudaGraphRunner, Work, sharing_sizes
+from srt.model_executor.step.draw_store import DrawStore
+from srt.model_executor.step.input_buffers import GraphInputBuffers
+from srt.model_executor.step.slot_mirror import Ints
+from srt.model_executor.step.step_planner import LEAST_SHARING_ROWS, DecodeStep
+from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo, SamplingKind
+
+if TYPE_CHECKING:
+    from srt.kernels.decoder.resident_layers import ResidentLayers
+    from srt.models.decoder import CausalLM
+
+NO_ROWS = np.zeros(0, np.int64)
+FORWARD = 0  # of the works that are captured
+FIRST_SAMPLE = 1  # then one for each kind of sampling, in their order
+MOST_LT_ROWS = 112  # whose products cuBLASLt is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeParts:
+    """What a decode step is made of."""
+
+    model: CausalLM
+    logits_processor: LogitsProcessor
+    sampler: Sampler
+    attn_backend: AttentionBackend
+    tables: ReqToTokenPool
+    kv_pool: MHATokenToKVPool
+    draw_store: DrawStore
+    compiled: CompiledForward | None = None  # takes the model's place in steps of few rows
+    resident: Mapping[int, ResidentLayers] = field(default_factory=dict)  # take it in short steps of so many rows
+
+
+class _Chosen(NamedTuple):
+    """How a step is launched."""
+
+    slots: Ints  # of this step and, where it is the same array, of those behind it
+    asked: Reading  # by these steps
+    reading: Reading
+    size: int  # rows, padding included
+    graph: Work | None  # of the forward pass
+    samples: Sequence[Work] | None  # graphs of sampling, in the order of the kinds
+    logits: torch.Tensor
+
+
+class DecodeRunner:
+    """`forward`, then `sample`, or whatever else the caller does with the logits and then `store`; then the next step.
+
+    All state of the rows is in the device's tables: a step of the same slots as the one before needs nothing from the host but the pages
+    that they begin.
+    """
+
+    def __init__(
+        self,
+        parts: DecodeParts,
+        max_rows: int,
+        window: int,
+        device: torch.device,
+        sizes: tuple[int, ...] = (),
+        pads: bool = True,
+        capture: Capture | None = None,
+    ) -> None:
+        """`sizes` are the numbers of rows to be captured, if there is a `capture`."""
+        self._parts = parts
+        self._device = device
+        self.buffers = GraphInputBuffers(parts.tables, max_rows, device, window, parts.draw_store)
+        self._batches: dict[int, ForwardBatch] = {}
+        head = parts.model.lm_head
+        self.logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
+        self._logits_of_rows: dict[int, torch.Tensor] = {}  # kept: a slice costs the host as much as a launch
+        self._sizes = tuple(sorted(sizes))
+        self._chosen: _Chosen | None = None  # for the step at hand
+        self._has_stored = True  # since the last step: the next number says which pages begin
+        self._plans_on_host = parts.attn_backend.plans_decodes_on_host
+        self._captured_last: CudaGraphRunner | None = None
+        self._sizes_of = self._graph_sizes(pads)
+        self.graphs: dict[Reading, CudaGraphRunner] = {}  # the first serve where others have no size
+        if capture is not None and sizes:
+            parts.attn_backend.init_cuda_graph_state(max(sizes))
+            for reading, some in self._sizes_of.items():
+                self.graphs[reading] = CudaGraphRunner(some, pads, partial(self._works, reading=reading), capture)
+
+    def _graph_sizes(self, pads: bool) -> dict[Reading, tuple[int, ...]]:
+        sizes = self._sizes
+        wanted = {Reading.BY_ROW: sizes}
+        if pads:
+            wanted |= {Reading.SHARED: sharing_sizes(sizes, LEAST_SHARING_ROWS), Reading.EVEN: sizes}
+        found = {
+            reading: tuple(size for size in some if self._can_read(reading, size))
+            for reading, some in (wanted | {Reading.RESIDENT: sizes}).items()
+        }
+        return {reading: some for reading, some in found.items() if some}
+
+    def forward(self, step: DecodeStep) -> torch.Tensor:
+        """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
+        assert self._has_stored, "the step before has stored no draws"
+        self._has_stored = False
+        chosen = self._chosen
+        if chosen is None or chosen.slots is not step.slots or chosen.asked is not step.reading:
+            chosen = self._chosen = self._choose(step)
+        self.buffers.tell(step.slots, step.new_pages)
+        if self._plans_on_host and step.new_pages is not None:
+            self.buffers.enter_pages(step.slots, step.seq_lens, step.new_pages)
+        if chosen.graph is None:
+            batch = self._batch(chosen.size)
+            batch.req_pool_indices_cpu, batch.seq_lens_cpu = step.slots, step.seq_lens
+            self._parts.attn_backend.init_forward_metadata(batch)
+            self._run_forward(chosen.size, chosen.reading)
+        else:
+            if self._plans_on_host:
+                batch = self._batch(chosen.size)
+                self._pad_host_rows(batch, step.slots, step.seq_lens)
+                self._parts.attn_backend.init_forward_metadata_replay_cuda_graph(batch)
+            chosen.graph()
+        return chosen.logits
+
+    def _choose(self, step: DecodeStep) -> _Chosen:
+        """For this step. Later ones of these rows are launched alike where nothing is left to be captured, but short rows grow."""
+        num_rows, reading = len(step.slots), self._reading_of(step)
+        found = find_graph(self.graphs, reading, num_rows)
+        graph, samples, size = None, None, num_rows
+        if found is not None:
+            graphs, size = found
+            graph = graphs.replays_of(size)[FORWARD]
+            by_row = self.graphs.get(Reading.BY_ROW)
+            if by_row is not None and by_row.has(size):
+                samples = by_row.replays_of(size)[FIRST_SAMPLE:]
+        if num_rows not in self._logits_of_rows:
+            self._logits_of_rows[num_rows] = self.logits[:num_rows]
+        lasts = not self.num_left and reading is not Reading.RESIDENT
+        slots = step.slots if lasts else NO_ROWS
+        return _Chosen(slots, step.reading, reading, size, graph, samples, self._logits_of_rows[num_rows])
+
+    def _reading_of(self, step: DecodeStep) -> Reading:
+        resident = self._parts.resident.get(len(step.slots))
+        if resident is not None and step.longest <= resident.most_positions:
+            return Reading.RESIDENT
+        return step.reading if self._can_read(step.reading, len(step.slots)) else Reading.BY_ROW
+
+    def _can_read(self, reading: Reading, num_rows: int) -> bool:
+        if reading is Reading.RESIDENT:
+            return num_rows in self._parts.resident
+        return reading is Reading.BY_ROW or self._parts.attn_backend.can_read(reading, num_rows)
+
+    def sample(self, step: DecodeStep) -> None:
+        """Draw the rows' next ids from the logits, and store them."""
+        chosen = self._chosen
+        assert chosen is not None, "there are no logits yet"
+        if chosen.samples is not None:
+            self._has_stored = True
+            self._parts.draw_store.replay(chosen.samples[step.kind])
+        else:
+            self._samplers[step.kind](chosen.size)
+
+    def padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """With zeros, to a number that decodes have."""
+        place = bisect_left(self._sizes, len(rows))
+        return pad(rows, (0, self._sizes[place] - len(rows))) if place < len(self._sizes) else rows
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of other steps' hidden states, where decodes have theirs."""
+        parts = self._parts
+        parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[: len(hidden)])
+        return self.logits[: len(hidden)]
+
+    def store(self, draws: Draws) -> None:
+        """What the rows drew, from row 0 on."""
+        self._has_stored = True
+        parts, buffers, rows = self._parts, self.buffers, slice(0, len(draws.ids))
+        parts.draw_store.store(draws, buffers.row_slots[rows], buffers.seq_lens[rows], parts.tables.token_table)
+
+    def sampling_info(self, step: DecodeStep, arrays: SamplingArrays[torch.Tensor]) -> SamplingBatchInfo:
+        num_rows = len(step.slots)
+        return SamplingBatchInfo(
+            num_rows=num_rows,
+            slots=self.buffers.row_slots[:num_rows],
+            positions=self.buffers.seq_lens[:num_rows],
+            arrays=arrays,
+        )
+
+    def compile(self) -> None:
+        """What would else be compiled in the first steps of one row and of several. The tables stay as they are: only padding runs."""
+        compiled = self._parts.compiled
+        if compiled is None:
+            return
+        with compiling():
+            for size in range(1, min(2, compiled.most_tokens, self.buffers.max_rows) + 1):
+                self._tell_padding(size, self._parts.attn_backend.init_forward_metadata)
+                self._run_forward(size)
+
+    def rehearse(self) -> Iterator[tuple[Reading, int]]:
+        """The work of one graph after the other, each before it is named, in the order in which they are captured at first."""
+        for reading, sizes in self._sizes_of.items():
+            for size in reversed(sizes):
+                self._tell_padding(size, self._parts.attn_backend.init_forward_metadata)
+                with _quick_products(size, self._device):
+                    for work in self._works(size, reading):
+                        work()
+                yield reading, size
+
+    @property
+    def num_left(self) -> int:
+        return sum(graphs.num_left for graphs in self.graphs.values())
+
+    @property
+    def next_size(self) -> int:
+        return self._next_graphs.next_size
+
+    @property
+    def next_graph(self) -> tuple[Reading, int]:
+        """As `rehearse` names it."""
+        chosen = self._next_graphs
+        return next(reading for reading, graphs in self.graphs.items() if graphs is chosen), chosen.next_size
+
+    @property
+    def is_missing_one(self) -> bool:
+        return any(graphs.is_missing_one for graphs in self.graphs.values())
+
+    def forget_missed(self) -> None:
+        for graphs in self.graphs.values():
+            graphs.forget_missed()
+
+    @property
+    def _next_graphs(self) -> CudaGraphRunner:
+        """Those that the last steps missed before others."""
+        left = [graphs for graphs in self.graphs.values() if graphs.num_left]
+        return next((graphs for graphs in left if graphs.is_missing_one), left[0])
+
+    def give_up(self, size: int) -> None:
+        """Capture nothing more, and forget this size if it was captured last."""
+        for graphs in self.graphs.values():
+            graphs.give_up(size if graphs is self._captured_last else 0)
+
+    def capture_next(self) -> int:
+        """Capture graphs of one more size, and return it. The tables stay as they are: only padding runs."""
+        graphs = self._captured_last = self._next_graphs
+        size = graphs.next_size
+        self._tell_padding(size, self._parts.attn_backend.init_forward_metadata_capture_cuda_graph)
+        with _quick_products(size, self._device):
+            graphs.capture(size)
+        return size
+
+    def _tell_padding(self, size: int, init_attention: Callable[[ForwardBatch], None]) -> None:
+        """For a run that leaves the tables as they are."""
+        self.buffers.tell_padding()
+        batch = self._batch(size)
+        self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
+        init_attention(batch)
+
+    # ---- The work, as it is captured
+
+    def _works(self, size: int, reading: Reading) -> list[Work]:
+        """How logits are sampled does not depend on the reading: that is captured once."""
+        samplers = self._samplers.values() if reading is Reading.BY_ROW else ()
+        return [partial(self._run_forward, size, reading), *(partial(sample, size) for sample in samplers)]
+
+    def _run_forward(self, size: int, reading: Reading = Reading.BY_ROW) -> None:
+        parts, batch = self._parts, self._batch(size)
+        self.buffers.gather(size)
+        forward: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor] = parts.model
+        if reading is Reading.RESIDENT:
+            forward = parts.resident[size]
+        else:
+            parts.attn_backend.begin_decodes(batch, reading)
+            if parts.compiled is not None and size <= parts.compiled.most_tokens and reading is not Reading.SHARED:
+                forward = parts.compiled
+        hidden = forward(batch.input_ids, batch.positions, batch)
+        parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[:size])
+
+    @property
+    def _samplers(self) -> dict[SamplingKind, Callable[[int], None]]:
+        """In the order of the kinds. Not kept: a runner that refers to itself would keep its memory until garbage is collected."""
+        return {
+            SamplingKind.PLAIN: self._run_sample,
+            SamplingKind.FILTERED: self._run_filtered_sample,
+            SamplingKind.WISHING: self._run_wished_sample,
+        }
+
+    def _run_sample(self, size: int) -> None:
+        rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
+        draws = self._parts.sampler.draw_plain(self.logits[:size], rows.temperatures, rows.seeds, positions)
+        self.store(draws)
+
+    def _run_filtered_sample(self, size: int) -> None:
+        rows, positions = self.buffers.draws.first(size), self.buffers.seq_lens[:size]
+        draws = self._parts.sampler.draw_filtered(self.logits[:size], rows, positions)
+        self.store(draws)
+
+    def _run_wished_sample(self, size: int) -> None:
+        slots, positions = self.buffers.row_slots[:size], self.buffers.seq_lens[:size]
+        draws = self._parts.sampler.draw_wished(self.logits[:size], slots, self.buffers.draws.first(size), positions)
+        self.store(draws)
+
+    def _pad_host_rows(self, batch: ForwardBatch, slots: Ints, seq_lens: Ints) -> None:
+        """What attention that plans on the host sees of padding: one position of the dummy slot each."""
+        num_padding = batch.batch_size - len(slots)
+        dummies = np.full(num_padding, self._parts.tables.dummy_slot)
+        batch.req_pool_indices_cpu = np.concatenate((slots, dummies))
+        batch.seq_lens_cpu = np.concatenate((seq_lens, np.ones(num_padding, np.int64)))
+
+    def _batch(self, size: int) -> ForwardBatch:
+        """The batch of the buffers' first rows. Its tensors stay the same, what they hold is gathered in each step."""
+        if size not in self._batches:
+            self._batches[size] = self._make_batch(size)
+        return self._batches[size]
+
+    def _make_batch(self, size: int) -> ForwardBatch:
+        buffers, parts = self.buffers, self._parts
+        none = torch.zeros(0, dtype=torch.int64, device=self._device)
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=size,
+            num_extend_rows=0,
+            num_extend_tokens=0,
+            input_ids=buffers.input_ids[:size],
+            positions=buffers.positions[:size],
+            out_cache_loc=buffers.out_cache_loc[:size],
+            req_pool_indices=buffers.row_slots[:size],
+            seq_lens=buffers.seq_lens[:size],
+            extend_prefix_lens=none,
+            extend_seq_lens=none,
+            extend_start_loc=none,
+            req_pool_indices_cpu=NO_ROWS,
+            seq_lens_cpu=NO_ROWS,
+            extend_prefix_lens_cpu=NO_ROWS,
+            extend_seq_lens_cpu=NO_ROWS,
+            req_to_token_pool=parts.tables,
+            token_to_kv_pool=parts.kv_pool,
+            attn_backend=parts.attn_backend,
+        )
+
+
+def find_graph(
+    graphs: Mapping[Reading, CudaGraphRunner], reading: Reading, num_rows: int
+) -> tuple[CudaGraphRunner, int] | None:
+    """Whose graph serves so many rows, and its size. To share is worth rows of padding; to read evenly is not.
+
+    Who is not asked has missed nothing.
+    """
+    found = _serving(graphs, reading, num_rows)
+    if reading is Reading.BY_ROW or (reading is Reading.SHARED and found is not None):
+        return found
+    by_row = _serving(graphs, Reading.BY_ROW, num_rows)
+    if found is None or by_row is None:
+        return found or by_row
+    return found if found[1] <= by_row[1] else by_row
+
+
+def _serving(
+    graphs: Mapping[Reading, CudaGraphRunner], reading: Reading, num_rows: int
+) -> tuple[CudaGraphRunner, int] | None:
+    one = graphs.get(reading)
+    size = None if one is None else one.size_for(num_rows)
+    return None if one is None or size is None else (one, size)
+
+
+@contextmanager
+def _quick_products(size: int, device: torch.device) -> Iterator[None]:
+    """Of few rows the kernels that cuBLASLt chooses are up to a twentieth faster than cuBLAS's, of more they are not.
+
+    As measured on an H200.
+    """
+    if device.type != "cuda" or size > MOST_LT_ROWS:
+        yield
+        return
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)

@@ -1,0 +1,389 @@
+"""Steps with prompt tokens as CUDA graphs: one for each stretch between two attentions, which are launched anew each time.
+
+Such a step has about ten launches a layer. A chunk of a prompt may be done before the host has launched it: a small one, or any of a
+small model. So for a few numbers of tokens all but attention, whose work depends on lengths, is captured. A step of fewer tokens than
+a number is padded to it.
+
+Of the smallest, which are done before even the attentions are launched, attention is captured as well, by kernels that find lengths on
+the device: one launch for the whole step. There prompts are the first tokens, decodes the last, and padding lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from srt.layers.attention.base import AnyRows, AttentionBackend, Views
+from srt.layers.attention.radix_attention import RadixAttention
+from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from srt.model_executor.graphs.cuda_graph_runner import Capture, Misses, Work, is_far, smallest
+
+if TYPE_CHECKING:
+    from srt.models.decoder import CausalLM
+
+NO_ROWS = np.zeros(0, np.int64)
+LAUNCH_S = 0.8e-3  # of a layer, one kernel after the other: 0.35 to 1.0 on hosts of an H200
+ATTENTION_LAUNCH_S = 0.15e-3  # of a layer in pieces
+MOST_WHOLE_TOKENS = 1024  # of more, prompts are worth kernels that are planned on the host
+MOST_WHOLE_EXTENDS = 64
+MOST_WHOLE_DECODES = 512
+MOST_WHOLE_PAIRS = 1 << 24
+"""Of a token of a prompt and a position that it may see. By 16 heads in 28 layers the planned kernels are 4 ms quicker with so many."""
+FLOPS = 600e12  # that this GPU's prompts are computed with
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Where graphs of all numbers of tokens read and write."""
+
+    qkv: torch.Tensor  # [tokens, (heads, KV heads, KV heads) * head_dim]
+    attended: torch.Tensor  # [tokens, heads * head_dim]
+    hidden: torch.Tensor  # [outputs, hidden size]: what comes out
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Piece i ends where layer i's attention begins; the last ends with the model. A whole step is the last piece."""
+
+    replays: list[Work]
+    layers: list[RadixAttention]
+
+
+class _Captured(AttentionBackend):
+    """Stands for attention while something is captured: the model calls nothing but `attend`."""
+
+    def __init__(self, runner: PiecewiseCudaGraphRunner) -> None:
+        self._runner = runner
+
+    def plan_extend(self, batch: ForwardBatch) -> None:
+        raise AssertionError("nothing is planned while steps are captured")
+
+    plan_decode = plan_extend
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        raise AssertionError("rows are not known while steps are captured")
+
+    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+        raise AssertionError("rows are not known while steps are captured")
+
+
+class _Breaks(_Captured):
+    """Hands over attention's inputs, cuts, and goes on with what will be its output."""
+
+    def __init__(self, runner: PiecewiseCudaGraphRunner, cut: Work) -> None:
+        super().__init__(runner)
+        self._cut = cut
+        self.layers: list[RadixAttention] = []
+
+    def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
+        return self._runner.place_of(qkv)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> torch.Tensor:
+        out = self._runner.hand_over(q, k, v)
+        self.layers.append(layer)
+        self._cut()
+        return out
+
+
+class _Whole(_Captured):
+    """Attends to whatever the rows will be."""
+
+    def __init__(self, runner: PiecewiseCudaGraphRunner, backend: AttentionBackend, rows: AnyRows) -> None:
+        super().__init__(runner)
+        self._backend = backend
+        self._rows = rows
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> torch.Tensor:
+        out = self._runner.place_of_attended(len(q))
+        self._backend.attend_any(q, self._rows, layer, batch, out)
+        return out
+
+
+class PiecewiseCudaGraphRunner:
+    """Sizes are captured one at a time, in CudaGraphRunner's order; all ranks are asked for it at the same places of their stream."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        model: CausalLM,
+        attn_backend: AttentionBackend,
+        tables: ReqToTokenPool,
+        kv_pool: MHATokenToKVPool,
+        device: torch.device,
+        capture: Capture | None,
+        most_whole: int = 0,
+    ) -> None:
+        """`sizes` are numbers of tokens, and not none. Those of up to `most_whole` are captured with their attention. Without a
+        `capture` they can only be rehearsed."""
+        self._sizes = tuple(sorted(sizes))
+        self._model = model
+        self._attn_backend = attn_backend
+        self._tables = tables
+        self._kv_pool = kv_pool
+        self._capture = capture
+        most = self._sizes[-1]
+        self._dummy_location = tables.num_pages * tables.page_size
+        self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self._locations = torch.full((most,), self._dummy_location, dtype=torch.int64, device=device)
+        self._outputs = torch.zeros(tables.num_slots, dtype=torch.int64, device=device)
+        self._padding = torch.zeros(max(most, len(self._outputs)), dtype=torch.int64, device=device)
+        self._dummies = torch.full((most,), self._dummy_location, dtype=torch.int64, device=device)
+        self._most_whole = most_whole
+        extends, decodes = (min(tables.num_slots, most) for most in (MOST_WHOLE_EXTENDS, MOST_WHOLE_DECODES))
+        self._rows = AnyRows(
+            *(
+                torch.zeros(count, dtype=torch.int64, device=device)
+                for count in (extends, extends, extends, decodes, decodes)
+            )
+        )
+        self._buffers: _Buffers | None = None
+        self._pieces: dict[int, _Pieces] = {}
+        self._misses = Misses()
+
+    @property
+    def num_left(self) -> int:
+        return len(self._sizes) - len(self._pieces)
+
+    def size_for(self, batch: ForwardBatch) -> int | None:
+        """The captured size that serves the batch, if there is one: a step is launched kernel by kernel rather than padded far."""
+        if batch.output_tokens is None:  # graphs give hidden states of no more tokens than there are requests
+            return None
+        num_tokens = len(batch.input_ids)
+        if not self._can_be_whole(batch):
+            num_tokens = max(num_tokens, self._most_whole + 1)
+        best, size = smallest(self._sizes, num_tokens), smallest(sorted(self._pieces), num_tokens)
+        if best is None:
+            return None
+        self._misses.note(best, size)
+        return None if is_far(size, best) else size
+
+    def _can_be_whole(self, batch: ForwardBatch) -> bool:
+        num_extends, rows = batch.num_extend_rows, self._rows
+        pairs = int(batch.extend_seq_lens_cpu @ batch.seq_lens_cpu[:num_extends])
+        have_room = num_extends <= len(rows.extend_lens) and batch.num_decode_rows <= len(rows.decode_lens)
+        return have_room and pairs <= MOST_WHOLE_PAIRS
+
+    @property
+    def next_size(self) -> int:
+        return self._misses.next_of(self._sizes, self._pieces)
+
+    @property
+    def next_graph(self) -> int:
+        """As `rehearse` names it."""
+        return self.next_size
+
+    @property
+    def is_missing_one(self) -> bool:
+        return self._misses.size > 0
+
+    def forget_missed(self) -> None:
+        self._misses.forget()
+
+    def give_up(self, size: int) -> None:
+        """Capture nothing more, and forget this size if it was captured."""
+        self._pieces.pop(size, None)
+        self._sizes = tuple(sorted(self._pieces))
+        self.forget_missed()
+
+    def capture_next(self) -> int:
+        """Capture one more size; returns it. Tables stay as they are: only padding runs."""
+        size = self.next_size
+        self._tell_padding(size)
+        self._pieces[size] = self._capture_whole(size) if self._is_whole(size) else self._capture_pieces(size)
+        self._misses.note_capture(smallest(sorted(self._pieces), self._misses.size))
+        return size
+
+    def _capture_whole(self, size: int) -> _Pieces:
+        assert self._capture is not None
+        return _Pieces([self._capture(partial(self._run_whole, size))], [])
+
+    def _capture_pieces(self, size: int) -> _Pieces:
+        assert self._capture is not None
+        breaks = list[_Breaks]()
+
+        def work(cut: Work) -> None:
+            breaks.append(_Breaks(self, cut))
+            self._run(self._padding_batch(size, breaks[-1]))
+
+        return _Pieces(self._capture.pieces(work), breaks[-1].layers)
+
+    def rehearse(self) -> Iterator[int]:
+        """The work of one size after the other, each before it is named."""
+        for size in reversed(self._sizes):
+            self._tell_padding(size)
+            if self._is_whole(size):
+                self._run_whole(size)
+            else:
+                self._run(self._padding_batch(size, _Breaks(self, lambda: None)))
+            yield size
+
+    def forward(self, batch: ForwardBatch, size: int) -> torch.Tensor:
+        """Hidden states by the graphs of a size for the batch, as the model gives them; the next step overwrites them."""
+        num_tokens = len(batch.input_ids)
+        pieces, buffers = self._pieces[size], self._buffers
+        assert buffers is not None and batch.output_tokens is not None
+        if self._is_whole(size):
+            self._tell(size, batch, batch.num_extend_tokens)
+            self._tell_rows(size, batch)
+        else:
+            self._tell(size, batch, num_tokens)
+            self._attn_backend.init_forward_metadata(batch)
+            first = pieces.layers[0]  # heads are alike in all of them
+            q, k, v = first.split_packed(buffers.qkv[:num_tokens])
+            views = Views.of(q, k, v, first, batch, buffers.attended[:num_tokens])
+            for replay, layer in zip(pieces.replays, pieces.layers, strict=False):
+                replay()
+                self._attn_backend.attend_views(views, layer, batch)
+        pieces.replays[-1]()
+        return buffers.hidden[: len(batch.output_tokens)]
+
+    def _is_whole(self, size: int) -> bool:
+        return size <= self._most_whole
+
+    def _run_whole(self, size: int) -> None:
+        rows = self._rows_of(size)
+        batch = self._padding_batch(size, _Whole(self, self._attn_backend, rows))
+        self._attn_backend.begin_any(rows, batch)
+        self._run(batch)
+
+    def _run(self, batch: ForwardBatch) -> None:
+        assert self._buffers is not None
+        hidden = self._model(batch.input_ids, batch.positions, batch)
+        self._buffers.hidden[: len(hidden)].copy_(hidden)
+
+    # ---- For pieces as they are captured
+
+    def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
+        assert self._buffers is not None
+        return self._buffers.qkv[: len(qkv)]
+
+    def hand_over(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention's inputs, which are copied to where it reads them unless they are there; returns where its output will be."""
+        buffers = self._buffers
+        assert buffers is not None
+        if q.data_ptr() != buffers.qkv.data_ptr():
+            torch.cat((q, k, v), dim=-1, out=buffers.qkv[: len(q)])
+        return buffers.attended[: len(q)]
+
+    def place_of_attended(self, num_tokens: int) -> torch.Tensor:
+        assert self._buffers is not None
+        return self._buffers.attended[:num_tokens]
+
+    def _take_buffers(self) -> _Buffers:
+        model, most = self._model.model, self._sizes[-1]
+        attention, weight = model.layers[0].get_submodule("self_attn.attn"), model.norm.weight
+        assert isinstance(attention, RadixAttention)
+        q_size, kv_size = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
+
+        def zeros(rows: int, columns: int) -> torch.Tensor:
+            return torch.zeros((rows, columns), dtype=weight.dtype, device=weight.device)
+
+        return _Buffers(zeros(most, q_size + 2 * kv_size), zeros(most, q_size), zeros(len(self._outputs), len(weight)))
+
+    # ---- What the graphs read
+
+    def _tell(self, size: int, batch: ForwardBatch, num_first: int) -> None:
+        """The batch's tokens: so many at the beginning, the others at the end. Padding between them is written to the dummy page."""
+        outputs, shift = batch.output_tokens, size - len(batch.input_ids)
+        assert outputs is not None
+        if num_first < len(batch.input_ids):
+            outputs = torch.where(outputs < num_first, outputs, outputs + shift)
+        _lay(outputs, len(outputs), self._padding, self._outputs)
+        _lay(batch.input_ids, num_first, self._padding, self._input_ids[:size])
+        _lay(batch.positions, num_first, self._padding, self._positions[:size])
+        _lay(batch.out_cache_loc, num_first, self._dummies, self._locations[:size])
+
+    def _tell_rows(self, size: int, batch: ForwardBatch) -> None:
+        num_extends, rows = batch.num_extend_rows, self._rows_of(size)
+        slots, padding = batch.req_pool_indices, self._padding
+        _lay(slots[:num_extends], num_extends, padding, rows.extend_slots)
+        _lay(batch.extend_prefix_lens, num_extends, padding, rows.extend_prefix_lens)
+        _lay(batch.extend_seq_lens, num_extends, padding, rows.extend_lens)
+        _lay(slots[num_extends:], 0, padding, rows.decode_slots)
+        _lay(batch.seq_lens[num_extends:], 0, padding, rows.decode_lens)
+
+    def _tell_padding(self, size: int) -> None:
+        """Nothing but padding, for a run that leaves the tables as they are."""
+        self._buffers = self._buffers or self._take_buffers()
+        self._input_ids[:size].zero_()
+        self._positions[:size].zero_()
+        self._locations[:size].fill_(self._dummy_location)
+        self._outputs.zero_()
+        for lens in (self._rows.extend_lens, self._rows.decode_lens):
+            lens.zero_()
+
+    def _rows_of(self, size: int) -> AnyRows:
+        """A step of so many tokens has no more decodes than these."""
+        rows = self._rows
+        return replace(rows, decode_slots=rows.decode_slots[:size], decode_lens=rows.decode_lens[:size])
+
+    def _padding_batch(self, size: int, attention: _Captured) -> ForwardBatch:
+        none = self._input_ids[:0]
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=0,
+            num_extend_rows=0,
+            num_extend_tokens=size,
+            input_ids=self._input_ids[:size],
+            positions=self._positions[:size],
+            out_cache_loc=self._locations[:size],
+            req_pool_indices=none,
+            seq_lens=none,
+            extend_prefix_lens=none,
+            extend_seq_lens=none,
+            extend_start_loc=none,
+            req_pool_indices_cpu=NO_ROWS,
+            seq_lens_cpu=NO_ROWS,
+            extend_prefix_lens_cpu=NO_ROWS,
+            extend_seq_lens_cpu=NO_ROWS,
+            req_to_token_pool=self._tables,
+            token_to_kv_pool=self._kv_pool,
+            attn_backend=attention,
+            output_tokens=self._outputs[:size],
+        )
+
+
+def _lay(values: torch.Tensor, num_first: int, padding: torch.Tensor, out: torch.Tensor) -> None:
+    """So many of the values at the beginning of `out`, the others at its end, padding between them."""
+    assert len(values) <= len(out), (len(values), len(out))
+    torch.cat((values[:num_first], padding[: len(out) - len(values)], values[num_first:]), out=out)
+
+
+def worthwhile_tokens(num_layers: int, num_weights: int) -> int:
+    """Steps of more tokens take the device longer than the host needs to launch them: there a graph only adds padding."""
+    return _tokens_done_in(LAUNCH_S * num_layers, num_weights)
+
+
+def most_whole_tokens(num_layers: int, num_weights: int) -> int:
+    """Steps of more tokens take it longer than pieces and the attentions between them need to be launched."""
+    return min(_tokens_done_in(ATTENTION_LAUNCH_S * num_layers, num_weights), MOST_WHOLE_TOKENS)
+
+
+def _tokens_done_in(seconds: float, num_weights: int) -> int:
+    return int(seconds * FLOPS / (2 * num_weights))
+
+
+def piece_sizes(most_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens that are captured, each at most a third more than the one before from 64 on."""
+    sizes = [32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048]
+    sizes += range(2560, most_tokens, 512)
+    return tuple(sorted({size for size in sizes if size <= most_tokens} | ({most_tokens} if most_tokens else set())))

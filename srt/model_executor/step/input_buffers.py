@@ -1,0 +1,154 @@
+"""The fixed device memory of steps in which every row decodes: where their graphs read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
+from srt.model_executor.step.draw_store import DrawStore
+from srt.model_executor.step.page_mailbox import NUMBER_BITS, PAGE_BITS, PageBoard
+from srt.model_executor.step.slot_mirror import Ints, NewPages
+
+
+class GraphInputBuffers:
+    """A step is told its slots, and what pages they begin by a PageBoard; everything else is gathered from the tables on the device.
+
+    `row_slots` [max_rows] int64 are padded with the dummy slot. Behind a step's rows the arrays hold padding: tokens of the dummy slot,
+    which never grows and writes into the dummy page.
+    """
+
+    def __init__(
+        self, tables: ReqToTokenPool, max_rows: int, device: torch.device, window: int, draw_store: DrawStore
+    ) -> None:
+        assert tables.num_pages < 1 << PAGE_BITS, f"{tables.num_pages} pages"
+        self.max_rows = max_rows
+        self._tables = tables
+        self._board = PageBoard(draw_store, max_rows, device)
+        self._last_store = draw_store.last
+        self.row_slots = torch.full((max_rows,), tables.dummy_slot, dtype=torch.int64, device=device)
+        self.input_ids, self.positions, self.out_cache_loc, self.seq_lens = (
+            torch.zeros(max_rows, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self.draws = DrawTables(*(torch.empty(max_rows, dtype=table.dtype, device=device) for table in tables.draws))
+        self.draws.clear()
+        self._staging = [_Staging(max_rows, device) for _ in range(1 if device.type == "cpu" else window + 1)]
+        self._next = 0
+        self._slots_told: Ints | None = None  # what `row_slots` holds
+        self._gather = _gather_operation(device)
+
+    def tell(self, slots: Ints, new_pages: NewPages | None) -> bool:
+        """The next step's slots, and the pages that they begin. Copies, and returns True, only if the slots are others.
+
+        `slots` must not be written to from then on: the same array says the same.
+        """
+        if new_pages is not None:
+            self._board.write(new_pages)
+        told, self._slots_told = self._slots_told, slots
+        if slots is told or (told is not None and slots.tobytes() == told.tobytes()):
+            return False
+        staging = self._staging[self._next]
+        self._next = (self._next + 1) % len(self._staging)
+        staging.copy(slots, self._tables.dummy_slot, self.row_slots)
+        return True
+
+    def tell_padding(self) -> None:
+        """Nothing but padding: a run that leaves the tables as they are."""
+        self.tell(np.zeros(0, np.int64), None)
+
+    def enter_pages(self, slots: Ints, seq_lens: Ints, new_pages: NewPages) -> None:
+        """Enter the told pages at once, for whoever reads the page table before `gather`; it enters the same again."""
+        rows, device = np.array(new_pages.rows), self.row_slots.device
+        columns = (seq_lens[rows] - 1) // self._tables.page_size
+        entered = torch.from_numpy(np.stack((slots[rows], columns, np.array(new_pages.pages))))
+        if device.type == "cuda":
+            entered = entered.pin_memory()  # or the copy might wait for the device
+        self._tables.write_pages(*entered.to(device, non_blocking=True))
+
+    def gather(self, num_rows: int) -> None:
+        """Enter new pages, look up the first `num_rows` rows, and let their slots grow by one."""
+        rows = slice(0, num_rows)
+        out = (self.input_ids[rows], self.positions[rows], self.out_cache_loc[rows], self.seq_lens[rows])
+        tables = self._tables
+        self._gather(
+            self.row_slots[rows],
+            self._board.words,
+            self._last_store,
+            tables.page_table,
+            tables.token_table,
+            tables.seq_lens,
+            tables.draws,
+            tables.dummy_slot,
+            tables.page_size,
+            (PAGE_BITS, NUMBER_BITS),
+            out,
+            self.draws.first(num_rows),
+        )
+
+
+class _Staging:
+    """A host copy of a step's slots, and the event behind its latest use."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._memory = torch.empty(max_rows, dtype=torch.int64, pin_memory=is_cuda)
+        self._host: Ints = self._memory.numpy()
+        self._copied = torch.cuda.Event() if is_cuda else None
+        self._stream = torch.cuda.current_stream(device) if is_cuda else None  # of all steps
+
+    def copy(self, slots: Ints, dummy_slot: int, target: torch.Tensor) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._host[: len(slots)] = slots
+        self._host[len(slots) :] = dummy_slot
+        target.copy_(self._memory, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(self._stream)
+
+
+def _gather_operation(device: torch.device) -> Callable[..., None]:
+    if device.type != "cuda":
+        return gather_decode_reference
+    # Triton is not there on every host: it is imported where there is a GPU.
+    from srt.kernels.elementwise.gather_decode import gather_decode
+
+    return gather_decode
+
+
+def gather_decode_reference(
+    row_slots: torch.Tensor,
+    page_words: torch.Tensor,
+    last_store: torch.Tensor,
+    page_table: torch.Tensor,
+    token_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    draws: DrawTables,
+    dummy_slot: int,
+    page_size: int,
+    word_bits: tuple[int, int],
+    out: tuple[torch.Tensor, ...],
+    row_draws: DrawTables,
+) -> None:
+    """What the kernel `gather_decode` does, in plain PyTorch."""
+    is_real = row_slots != dummy_slot
+    positions = seq_lens[row_slots].masked_fill(~is_real, 0)
+    columns = positions // page_size
+    page_bits, number_bits = word_bits
+    number = int(last_store) + 1
+    words = page_words[number % len(page_words), : len(row_slots)]
+    begins = is_real & (words >> page_bits == number % (1 << number_bits))
+    pages = page_table[row_slots, columns].long()
+    pages = torch.where(begins, words & ((1 << page_bits) - 1), pages)
+    page_table[row_slots, columns] = pages.to(torch.int32)
+    seq_lens[row_slots] = (positions + 1).masked_fill(~is_real, 0)
+    gathered = (
+        token_table[row_slots, positions].long(),
+        positions,
+        pages * page_size + positions % page_size,
+        positions + 1,
+        *(table[row_slots] for table in draws),
+    )
+    for target, values in zip((*out, *row_draws), gathered, strict=True):
+        target.copy_(values)

@@ -1,0 +1,138 @@
+"""Which logprobs a step reports, and how its rows are cut into messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from srt.layers.logits_processor import LogprobArrays
+from srt.model_executor.step.slot_mirror import LogprobWish
+from srt.protocol.messages import Float32Array, RowLogprobs
+
+HostArray = NDArray[Any]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobSegment:
+    """Rows `begin` … `end` of what is computed become one message."""
+
+    slot: int
+    is_prompt: bool
+    first: int  # index of the first token reported, in the prompt or in the output
+    begin: int
+    end: int
+    top: int
+    num_ids: int
+    has_first_token: bool = False  # the prompt's token 0 comes in front: nothing predicts it
+    sample: int = -1  # of an output: which of the rows that sample
+
+
+@dataclass(slots=True)
+class LogprobPlan:
+    """The rows of one kind, prompt or output, in the order of their segments."""
+
+    segments: list[LogprobSegment] = field(default_factory=list)
+    _rows: list[Ints] = field(default_factory=list)
+    _of_ids: list[HostArray] = field(default_factory=list)
+    _num_rows: int = 0
+
+    @property
+    def top(self) -> int:
+        """The most best tokens that a segment wants."""
+        return max((segment.top for segment in self.segments), default=0)
+
+    def add_prompt(self, slot: int, wish: LogprobWish, rows: Ints, first: int, has_first_token: bool) -> None:
+        begin, end = self._add_rows(wish, rows)
+        self.segments.append(
+            LogprobSegment(slot, True, first, begin, end, wish.spec.top, len(wish.spec.ids), has_first_token)
+        )
+
+    def add_output(self, slot: int, wish: LogprobWish, sample: int, index: int) -> None:
+        begin, end = self._add_rows(wish, np.array([sample]))
+        self.segments.append(
+            LogprobSegment(slot, False, index, begin, end, wish.spec.top, len(wish.spec.ids), sample=sample)
+        )
+
+    def _add_rows(self, wish: LogprobWish, rows: Ints) -> tuple[int, int]:
+        begin, self._num_rows = self._num_rows, self._num_rows + len(rows)
+        self._rows.append(rows)
+        self._of_ids.append(wish.spec.ids)
+        return begin, self._num_rows
+
+    def arrays(self) -> LogprobArrays[HostArray]:
+        most = max((len(ids) for ids in self._of_ids), default=0)
+        of_ids = np.zeros((self._num_rows, most), np.int64)
+        for segment, ids in zip(self.segments, self._of_ids, strict=True):
+            of_ids[segment.begin : segment.end, : len(ids)] = ids
+        rows = np.concatenate(self._rows) if self._rows else np.zeros(0, np.int64)
+        return LogprobArrays(rows.astype(np.int64), of_ids)
+
+
+def plan_prompt_logprobs(
+    wishes: dict[int, LogprobWish], slots: Ints, starts: Ints, counts: Ints, first_tokens: Ints
+) -> LogprobPlan:
+    """Positions `start` … `start + count - 1` of a chunk tell the logprobs of prompt tokens `start + 1` … `start + count`.
+
+    The prompt's token 0 is told by nobody: it is reported as NaN with the chunk that begins there.
+    """
+    plan = LogprobPlan()
+    if not wishes:
+        return plan
+    for slot, start, count, token in zip(
+        slots.tolist(), starts.tolist(), counts.tolist(), first_tokens.tolist(), strict=True
+    ):
+        wish = wishes.get(slot)
+        if wish is None or wish.spec.prompt_start < 0:
+            continue
+        begin = max(start + 1, wish.spec.prompt_start)
+        end = min(start + count + 1, wish.prompt_len)
+        rows = token + np.arange(begin, max(begin, end)) - 1 - start
+        has_first_token = start == 0 and wish.spec.prompt_start == 0
+        if len(rows) or has_first_token:
+            plan.add_prompt(slot, wish, rows, 0 if has_first_token else begin, has_first_token)
+    return plan
+
+
+def plan_output_logprobs(wishes: dict[int, LogprobWish], slots: Ints, positions: Ints) -> LogprobPlan:
+    """One row for each row that samples and wants it; `positions` are those of the tokens that the rows draw."""
+    plan = LogprobPlan()
+    if not wishes:
+        return plan
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        wish = wishes.get(slot)
+        if wish is not None and wish.spec.output:
+            plan.add_output(slot, wish, row, position - wish.prompt_len)
+    return plan
+
+
+def wants_output_logprobs(wishes: dict[int, LogprobWish], slots: Ints) -> bool:
+    """Whether `plan_output_logprobs` finds anything to report."""
+    return bool(wishes) and any(slot in wishes and wishes[slot].spec.output for slot in slots.tolist())
+
+
+def row_logprobs(
+    segment: LogprobSegment, chosen: Float32Array, top_ids: HostArray, top: Float32Array, of_ids: Float32Array
+) -> RowLogprobs:
+    """The message of a segment, from the arrays of all segments. Beside the NaN of token 0 the best tokens are 0, with NaN."""
+    rows = slice(segment.begin, segment.end)
+    blank = int(segment.has_first_token)
+    nan = np.float32(np.nan)
+    return RowLogprobs(
+        slot=segment.slot,
+        is_prompt=segment.is_prompt,
+        first=segment.first,
+        chosen=np.concatenate((np.full(blank, nan), chosen[rows])).astype(np.float32),
+        top_ids=np.concatenate((np.zeros(blank * segment.top), top_ids[rows, : segment.top].reshape(-1))).astype(
+            np.int32
+        ),
+        top=np.concatenate((np.full(blank * segment.top, nan), top[rows, : segment.top].reshape(-1))).astype(
+            np.float32
+        ),
+        of_ids=np.concatenate(
+            (np.full(blank * segment.num_ids, nan), of_ids[rows, : segment.num_ids].reshape(-1))
+        ).astype(np.float32),
+    )

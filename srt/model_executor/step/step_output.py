@@ -1,0 +1,109 @@
+"""What a step sampled: first on the device, then on the host, then in messages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from srt.layers.logits_processor import Logprobs
+from srt.model_executor.step.draw_store import StepIds
+from srt.model_executor.step.logprob_plan import LogprobSegment, row_logprobs
+from srt.protocol.arrays import INT32, int32_bytes
+from srt.protocol.messages import Int32Array, RowLogprobs, int32_array
+
+ONE = int32_bytes([1])
+# Of an id that is none. The bytes of others hold it nowhere: an id's highest byte is less than 128.
+NOTHING = int32_bytes([-1])
+Parts = Sequence[tuple[Logprobs, list[LogprobSegment]]]
+
+
+class SampledRows(NamedTuple):
+    """What the rows that sample drew: `counts[i]` ids for the i-th of them, -1 where the model produced no finite logit."""
+
+    counts: Int32Array
+    ids: Int32Array
+    logprobs: list[RowLogprobs]
+
+    def ids_hash(self) -> int:
+        """64 bits of the counts and ids: equal on all ranks, or one of them is at fault."""
+        data = self.counts.astype(INT32, copy=False).tobytes() + self.ids.astype(INT32, copy=False).tobytes()
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+class StepOutput:
+    """A step on its way to the host. Whatever is copied is enqueued when it is made, and waited for in `result`."""
+
+    def __init__(self, ids: StepIds | None, logprobs: Parts, device: torch.device) -> None:
+        """`ids` are those of its store, which has been launched; None where no row samples.
+
+        `logprobs` holds each kind, prompt and output, with its segments.
+        """
+        self._ids = ids
+        self._copies: _HostCopies | None = None
+        if logprobs or ids is None:
+            self._segments = [segments for _, segments in logprobs]
+            tensors = [t for values, _ in logprobs for t in (values.chosen, values.top_ids, values.top, values.of_ids)]
+            self._copies = _HostCopies(tensors, device)
+
+    def is_ready(self) -> bool:
+        """Whether `result` returns at once."""
+        if self._copies is not None:  # enqueued behind the store: when they are done, the ids are there
+            return self._copies.are_done()
+        return self._ids is None or self._ids.is_ready()
+
+    def wait(self) -> None:
+        """Until `is_ready`."""
+        if self._copies is not None:
+            self._copies.wait()
+        elif self._ids is not None:
+            self._ids.wait()
+
+    def result(self) -> SampledRows:
+        """Waits for the step. To be called once."""
+        if self._ids is None:
+            return SampledRows(int32_array(), int32_array(), self._logprobs(int32_array()))
+        sampled = self._ids.wait()
+        if NOTHING not in sampled.tobytes():
+            counts, ids = np.frombuffer(ONE * len(sampled), np.int32), sampled
+        else:
+            is_missing = sampled < 0
+            counts, ids = np.where(is_missing, np.int32(-1), np.int32(1)), sampled[~is_missing]
+        return SampledRows(counts, ids, self._logprobs(counts))
+
+    def _logprobs(self, counts: Int32Array) -> list[RowLogprobs]:
+        if self._copies is None:
+            return []
+        arrays = self._copies.wait()
+        rows = []
+        for index, segments in enumerate(self._segments):
+            values = arrays[4 * index : 4 * index + 4]
+            # A row that drew nothing has nothing to report.
+            rows += [row_logprobs(s, *values) for s in segments if s.is_prompt or counts[s.sample] > 0]
+        return rows
+
+
+class _HostCopies:
+    """Tensors as numpy arrays, once their copies are done; on a CPU they are at once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._done: torch.cuda.Event | None = None
+        self._tensors = list(tensors)
+        if device.type != "cpu":
+            self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            for target, source in zip(self._tensors, tensors, strict=True):
+                target.copy_(source, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def are_done(self) -> bool:
+        return self._done is None or self._done.query()
+
+    def wait(self) -> list[NDArray[Any]]:
+        if self._done is not None:
+            self._done.synchronize()
+        return [tensor.numpy() for tensor in self._tensors]

@@ -1,0 +1,214 @@
+"""What is refused before any process is started."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from srt.managers.supervisor import preflight
+from srt.managers.supervisor.preflight import ServerPlan, check_and_listen, check_surroundings, is_loopback, listen
+from srt.server_args import ServerArgs
+from srt.utils import checkpoint as checkpoint_files
+from srt.utils.errors import StartError
+from srt.utils.gpus import GpuMemory
+from srt.utils.model_error import ModelError
+from tests.support.checkpoints import CheckpointFactory
+
+
+def args_for(folder: Path) -> ServerArgs:
+    return ServerArgs(model_path=str(folder), port=0, device="cpu")
+
+
+def test_port_0_becomes_the_port_that_was_taken(qwen3_checkpoint: Path) -> None:
+    plan = check_and_listen(args_for(qwen3_checkpoint), http=True)
+    assert plan.listener is not None
+    with plan.listener:
+        assert plan.args.port == plan.listener.getsockname()[1] > 0
+        assert plan.url == f"http://127.0.0.1:{plan.args.port}"
+        assert plan.num_http_frontends == 1
+        assert plan.model_folder == qwen3_checkpoint
+
+
+def test_without_http_no_port_is_taken(qwen3_checkpoint: Path) -> None:
+    plan = check_and_listen(args_for(qwen3_checkpoint), http=False)
+    assert plan.listener is None
+    assert plan.url is None
+    assert plan.num_http_frontends == 0
+
+
+def test_a_refused_model_gives_the_port_back(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(StartError, match=r"has no config\.json"):
+        check_and_listen(replace(args_for(tmp_path), port=port), http=True)
+    listen("127.0.0.1", port).close()
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_figures(
+    qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "available_memory_bytes", lambda: 1000)
+    with pytest.raises(StartError, match=r"GB as float32, and 0\.0 GB of memory are available"):
+        preflight.check_model(args_for(qwen3_checkpoint))
+    # Random ones are not read, so there is nothing to be measured.
+    preflight.check_model(replace(args_for(qwen3_checkpoint), load_format="dummy"))
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(qwen3_checkpoint: Path) -> None:
+    with pytest.raises(StartError, match="--tp 3 does not divide"):
+        preflight.check_model(replace(args_for(qwen3_checkpoint), tp_size=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_p", 0),
+        ("top_k", 50.5),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("temperature", -0.5),
+        ("repetition_penalty", 2.5),
+    ],
+)
+def test_a_sampling_default_that_no_request_may_ask_for_is_refused_with_the_way_out(
+    name: str, value: float, checkpoint: CheckpointFactory
+) -> None:
+    args = args_for(checkpoint("qwen3", generation_config={"do_sample": True, name: value}))
+    with pytest.raises(
+        ModelError, match=rf"^generation_config\.json: {name} must be .* not .*: --sampling-defaults openai "
+    ):
+        preflight.check_model(args)
+    preflight.check_model(replace(args, sampling_defaults="openai"))
+
+
+def test_sampling_defaults_that_requests_may_ask_for_are_let_through(checkpoint: CheckpointFactory) -> None:
+    generation = {"do_sample": True, "temperature": 0.0, "top_k": 50.0, "top_p": 1, "min_p": 0, "repetition_penalty": 2}
+    preflight.check_model(args_for(checkpoint("qwen3", generation_config=generation)))
+
+
+def with_head(folder: Path, target: Path, head: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of a tied checkpoint with an output layer, made of its embedding, in a file of its own."""
+    shutil.copytree(folder, target)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    (target / "model.safetensors").rename(target / "model-1.safetensors")
+    save_file({"lm_head.weight": head(embedding)}, target / "model-2.safetensors")
+    return target
+
+
+def change_last(embedding: torch.Tensor) -> torch.Tensor:
+    head = embedding.clone()
+    head[-1, -1] += 1
+    return head
+
+
+@pytest.mark.parametrize("head", [change_last, torch.Tensor.bfloat16, lambda embedding: embedding[:-1].clone()])
+def test_a_head_that_is_no_copy_of_the_embedding_is_refused_where_the_configuration_ties_them(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    qwen3_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "COMPARED_BYTES", 1000)
+    args = args_for(with_head(qwen3_checkpoint, tmp_path / "untied", head))
+    with pytest.raises(ModelError, match=r"tie_word_embeddings in config\.json") as caught:
+        preflight.check_model(args)
+    override = json.dumps({"tie_word_embeddings": False})
+    assert f"--json-model-override-args '{override}'" in str(caught.value)
+    preflight.check_model(replace(args, json_model_override_args=override))
+    preflight.check_model(replace(args, load_format="dummy"))
+
+
+def test_a_head_that_is_a_copy_of_the_embedding_is_passed_over(
+    qwen3_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "COMPARED_BYTES", 1000)
+    preflight.check_model(args_for(with_head(qwen3_checkpoint, tmp_path / "tied", torch.Tensor.clone)))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("::", "http://[::1]:8000"),
+        ("host.example", "http://host.example:8000"),
+    ],
+)
+def test_the_url_is_one_that_can_be_opened(host: str, url: str) -> None:
+    with socket.socket() as listener:
+        assert ServerPlan(ServerArgs(host=host, port=8000), Path("/m"), listener).url == url
+
+
+def test_a_host_that_is_none_is_refused() -> None:
+    with pytest.raises(StartError, match="--host"):
+        listen("no.such.host.invalid", 0)
+
+
+def test_loopback_is_told_from_the_rest() -> None:
+    assert [host for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost") if not is_loopback(host)] == []
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "host.example")))
+
+
+def test_an_address_of_another_machine_is_refused_as_such() -> None:
+    with pytest.raises(StartError, match=r"^--host 192\.0\.2\.1 is not an address of this machine\.$"):
+        listen("192.0.2.1", 0)
+
+
+def test_too_few_open_files_are_refused_with_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "raise_descriptor_limit", lambda: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (20, 20))
+    with pytest.raises(StartError, match=r"Only 20 files may be open at once"):
+        check_surroundings()
+
+
+def test_a_deleted_current_folder_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(StartError, match="The current folder cannot be used"):
+        check_surroundings()
+    monkeypatch.undo()
+
+
+def test_a_share_of_the_gpu_is_refused_on_a_cpu(qwen3_checkpoint: Path) -> None:
+    with pytest.raises(StartError, match=r"--mem-fraction-static .* --max-total-tokens"):
+        check_and_listen(replace(args_for(qwen3_checkpoint), mem_fraction_static=0.5), http=False)
+
+
+@pytest.mark.parametrize(("gigabytes", "chunk"), [(16, 2048), (24, 4096), (80, 8192), (141, 8192), (192, 16384)])
+def test_a_larger_gpu_takes_more_prompt_tokens_in_a_step(
+    gigabytes: int, chunk: int, qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "gpu_memory", lambda index: GpuMemory(gigabytes * 10**9, 10**9))
+    args = replace(args_for(qwen3_checkpoint), device="cuda")
+    assert check_and_listen(args, http=False).args.prefill_chunk == chunk
+    told = replace(args, chunked_prefill_size=100)
+    assert check_and_listen(told, http=False).args.prefill_chunk == 100
+
+
+def test_a_cpu_and_a_silent_driver_keep_the_small_chunk(
+    qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "gpu_memory", lambda index: None)
+    for device in ("cpu", "cuda"):
+        args = replace(args_for(qwen3_checkpoint), device=device)
+        assert check_and_listen(args, http=False).args.prefill_chunk == 2048
+
+
+def test_weights_larger_than_a_gpu_are_refused_before_anything_starts(
+    qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "gpu_memory", lambda index: GpuMemory(100_000, 100_000))
+    with pytest.raises(StartError, match=r"^The weights take .* GB on each of 1 GPUs as float32, and one has 0\.0 GB"):
+        check_and_listen(replace(args_for(qwen3_checkpoint), device="cuda"), http=False)

@@ -1,0 +1,349 @@
+"""A rehearsal of the first steps leaves no trace: the same tokens afterwards, whether it succeeds or not, and nobody waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import srt
+from srt.distributed.parallel_state import TensorParallel
+from srt.kernels.build import precompile as rehearsal
+from srt.kernels.build.precompile import Compilers
+from srt.layers.attention import backend_choice
+from srt.layers.attention.base import Reading
+from srt.model_executor import model_runner
+from srt.model_executor.graphs.cuda_graph_runner import Capture, Work
+from srt.model_executor.model_runner import Graph, ModelRunner
+from srt.model_executor.startup import kernel_record
+from srt.model_executor.startup.kernel_record import KernelRecord
+from srt.model_executor.startup.warm_up import num_distinct_layers
+from srt.protocol.messages import PlanSection
+from srt.server_args import ServerArgs
+from srt.utils.model_config import ModelConfig
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.plan_driver import Job, PlanDriver, greedy
+from tests.support.ranks import CPU, run_ranks, single_rank
+from tests.support.recorder import PlansAtOnce, Recorder
+from tests.support.runners import make_runner
+
+
+class RehearsingRunner(ModelRunner):
+    """Rehearses on a CPU too, where there is no kernel to compile."""
+
+    def _profile_num_pages(self, num_tokens: int) -> int:
+        self._rehearse()
+        return super()._profile_num_pages(num_tokens)
+
+
+@pytest.fixture
+def captured_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_choice, "TorchNativeBackend", PlansAtOnce)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """So that nobody has been here before."""
+    monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache" / "triton"))
+    return tmp_path / "cache"
+
+
+def rehearsing_runner(
+    folder: Path, tp: TensorParallel | None = None, capture: Capture | None = None, **options: Any
+) -> RehearsingRunner:
+    args = ServerArgs(
+        str(folder), device="cpu", max_total_tokens=8192, max_running_requests=24, dtype="float32", **options
+    )
+    config = ModelConfig.from_folder(folder)
+    return RehearsingRunner(args, config, str(folder), tp or single_rank(), CPU, capture=capture)
+
+
+def tokens_of(runner: ModelRunner) -> list[list[int]]:
+    jobs = [Job(list(range(1, 4 + 9 * index)), greedy(12)) for index in range(4)]
+    PlanDriver(runner, runner.page_size).run(jobs)
+    return [job.outputs for job in jobs]
+
+
+def test_a_rehearsal_leaves_no_trace(checkpoint: CheckpointFactory) -> None:
+    folder = checkpoint("qwen3")
+    plain, rehearsed = make_runner(folder, 16, dtype="float32"), rehearsing_runner(folder)
+    assert tokens_of(rehearsed) == tokens_of(plain)
+    assert rehearsed.weight_bytes == plain.weight_bytes
+
+
+def test_what_fails_in_it_is_told_once_and_the_start_goes_on(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoint("qwen3")
+    expected = tokens_of(make_runner(folder, 16, dtype="float32"))
+
+    def fail(*about: object) -> list[list[PlanSection]]:
+        raise RuntimeError("no threads")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(model_runner, "warm_up_requests", fail)
+        runner = rehearsing_runner(folder)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Kernels are compiled one after the other, because of RuntimeError: no threads"
+    ]
+    runner.warm_up()
+    assert tokens_of(runner) == expected
+
+
+def test_no_rank_waits_for_another_ones_rehearsal(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    folder = checkpoint("qwen3")
+
+    def on_rank(tp: TensorParallel) -> list[list[int]]:
+        make: Callable[..., ModelRunner] = rehearsing_runner
+        runner = make(folder, tp=tp) if tp.rank else make_runner(folder, 16, tp, dtype="float32")
+        return tokens_of(runner)
+
+    first, second = run_ranks(2, tmp_path, on_rank)
+    assert first == second == tokens_of(make_runner(folder, 16, dtype="float32"))
+
+
+def kernels_that_compile(runner: ModelRunner) -> dict[Graph, Future[None]]:
+    """One of its own for each graph."""
+    kernels = {graph: Future[None]() for graph in runner._kernels_of}
+    runner._kernels_of = {graph: frozenset({kernel}) for graph, kernel in kernels.items()}
+    return kernels
+
+
+@pytest.mark.usefixtures("captured_attention")
+def test_no_step_waits_for_a_graph_whose_kernels_are_being_compiled(checkpoint: CheckpointFactory) -> None:
+    recorder = Recorder()
+    runner = rehearsing_runner(
+        checkpoint("qwen3"), capture=recorder, cuda_graph_bs=[2, 8], piecewise_cuda_graph_max_tokens=0
+    )
+    kernels, num_graphs = kernels_that_compile(runner), runner.num_graphs_left
+    expected = tokens_of(runner)
+    assert not runner.is_missing_graph, "they do miss one, but it cannot be made yet"
+    assert runner.capture_graph() == 0
+    assert runner.num_graphs_left == num_graphs
+    kernels[Reading.BY_ROW, 8].set_result(None)
+    assert runner.is_missing_graph
+    assert runner.capture_graph() == 8
+    assert tokens_of(runner) == expected
+    assert recorder.num_replays
+
+
+@pytest.mark.usefixtures("captured_attention")
+def test_what_cannot_be_compiled_ahead_is_left_to_the_capture(checkpoint: CheckpointFactory) -> None:
+    runner = rehearsing_runner(
+        checkpoint("qwen3"), capture=Recorder(), cuda_graph_bs=[8], piecewise_cuda_graph_max_tokens=0
+    )
+    for kernel in kernels_that_compile(runner).values():
+        kernel.set_exception(RuntimeError("No space left on device"))
+    assert runner.capture_graph() == 8
+
+
+@pytest.mark.usefixtures("captured_attention")
+def test_ranks_capture_once_all_of_them_have_the_kernels(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    folder = checkpoint("qwen3")
+    can_go_on = threading.Barrier(2, timeout=60)
+
+    def on_rank(tp: TensorParallel) -> list[int]:
+        options: dict[str, Any] = {"cuda_graph_bs": [8], "piecewise_cuda_graph_max_tokens": 0}
+        runner = make_runner(folder, 16, tp, capture=Recorder(), dtype="float32", **options)
+        kernel = Future[None]()
+        runner._kernels_of = {(Reading.BY_ROW, 8): frozenset({kernel})}
+        if tp.rank == 0:
+            kernel.set_result(None)
+        captured = [runner.capture_graph()]
+        can_go_on.wait()
+        if tp.rank == 1:
+            kernel.set_result(None)
+        return [*captured, runner.capture_graph(), runner.num_graphs_left]
+
+    assert run_ranks(2, tmp_path, on_rank) == [[0, 8, 0]] * 2
+
+
+class SlowCompilers(Compilers):
+    """Compile what a test asks for, once it lets them. Nobody is made to wait for it."""
+
+    may_compile: ClassVar[threading.Event]
+    waited_for: ClassVar[list[int]]  # how many kernels, each time that somebody waited
+
+    def compile_late(self, name: str) -> None:
+        self.compile(name, partial(self.may_compile.wait, 60))
+
+    def wait(self, kernels: Collection[Future[Any]]) -> None:
+        self.waited_for.append(len(kernels))
+
+
+@pytest.fixture
+def slow_compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlowCompilers]]:
+    class OfThisTest(SlowCompilers):
+        may_compile: ClassVar = threading.Event()
+        waited_for: ClassVar = list[int]()
+
+    def with_kernels(runner: ModelRunner, compilers: OfThisTest) -> None:
+        rehearse_graphs(runner, compilers)
+        compilers.compile_late("of a step without a graph")
+
+    rehearse_graphs: Callable[..., None] = ModelRunner._rehearse_graphs
+    monkeypatch.setattr(rehearsal, "Compilers", OfThisTest)
+    monkeypatch.setattr(ModelRunner, "_rehearse_graphs", with_kernels)
+    yield OfThisTest
+    OfThisTest.may_compile.set()
+
+
+OPTIONS: dict[str, Any] = {"cuda_graph_bs": [1, 4, 8], "piecewise_cuda_graph_max_tokens": 64}
+
+
+def rehearsed(runner: ModelRunner) -> list[Graph] | None:
+    """The graphs that its start has rehearsed; None if it relies on the record."""
+    return None if runner._compilers is None else list(runner._kernels_of)
+
+
+def has_record(cache: Path) -> bool:
+    return bool(list(cache.rglob("*.complete")))
+
+
+@pytest.mark.usefixtures("captured_attention")
+def test_all_graphs_are_rehearsed_and_nothing_again_once_all_was_compiled(
+    checkpoint: CheckpointFactory, cache: Path, slow_compilers: type[SlowCompilers], recorded: threading.Event
+) -> None:
+    folder = checkpoint("qwen3")
+    start = partial(rehearsing_runner, folder, capture=Recorder())
+    runner = start(**OPTIONS)
+    graphs = [*((Reading.BY_ROW, size) for size in (8, 4, 1)), 64, 32]
+    assert rehearsed(runner) == graphs
+    assert [runner.capture_graph() for _ in range(runner.num_graphs_left)] == [8, 4, 1, 64, 32]
+    assert runner._kernels_of == {}
+    assert not has_record(cache), "a step without a graph needs one more"
+    assert rehearsed(start(**OPTIONS)) == graphs
+    slow_compilers.may_compile.set()
+    assert recorded.wait(60)
+    assert rehearsed(start(**OPTIONS)) is None
+    for others in ({**OPTIONS, "cuda_graph_bs": [1, 8]}, {**OPTIONS, "page_size": 1}):
+        assert rehearsed(start(**others))
+
+
+@pytest.mark.usefixtures("captured_attention")
+def test_a_start_without_graphs_has_a_record_too(checkpoint: CheckpointFactory, recorded: threading.Event) -> None:
+    runner = rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), disable_cuda_graph=True)
+    assert rehearsed(runner) == []
+    assert recorded.wait(60)
+    assert rehearsed(rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), disable_cuda_graph=True)) is None
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """That the record has been written."""
+    event = threading.Event()
+    note: Callable[[KernelRecord], None] = KernelRecord.note_complete
+
+    def note_and_tell(record: KernelRecord) -> None:
+        note(record)
+        event.set()
+
+    monkeypatch.setattr(KernelRecord, "note_complete", note_and_tell)
+    return event
+
+
+@pytest.mark.usefixtures("captured_attention")
+@pytest.mark.parametrize("part", ["_rehearse_graphs", "_run_requests"])
+def test_where_later_steps_cannot_be_rehearsed_the_first_ones_are(
+    checkpoint: CheckpointFactory,
+    cache: Path,
+    slow_compilers: type[SlowCompilers],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    part: str,
+) -> None:
+    is_later = list[bool]()
+    sound: Callable[..., None] = getattr(ModelRunner, part)
+
+    def fail(runner: ModelRunner, *about: Any) -> None:
+        if runner._compilers is not None:
+            is_later.append(True)
+            raise RuntimeError("no room")
+        sound(runner, *about)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(ModelRunner, part, fail)
+        runner = rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), **OPTIONS)
+    assert is_later == [True]
+    assert len(slow_compilers.waited_for) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "Not all kernels are compiled ahead, because of RuntimeError: no room"
+    ]
+    assert not has_record(cache)
+    slow_compilers.may_compile.set()
+    assert runner._compilers is not None
+    begun = [future.result(60) for future in runner._compilers._futures.values()]
+    assert begun == [True] * (part == "_run_requests"), "what was asked for before it failed is compiled nevertheless"
+    runner.capture_graphs()
+    assert runner.num_graphs_left == 0
+
+
+@pytest.mark.usefixtures("captured_attention")
+def test_threads_compile_nothing_for_graphs_that_nobody_captures_any_more(
+    checkpoint: CheckpointFactory, slow_compilers: type[SlowCompilers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Recorder):
+        def __call__(self, work: Work) -> Work:
+            raise RuntimeError("no graphs here")
+
+    runner = rehearsing_runner(checkpoint("qwen3"), capture=Broken(), **OPTIONS)
+    runner.capture_graph()
+    assert runner.num_graphs_left == 0
+    assert (runner._compilers, runner._kernels_of) == (None, {})
+
+
+@pytest.fixture
+def arguments(checkpoint: CheckpointFactory) -> ServerArgs:
+    return ServerArgs(str(checkpoint("qwen3")), device="cpu")
+
+
+def test_the_record_is_of_these_options_this_rank_and_this_model(arguments: ServerArgs) -> None:
+    record = KernelRecord(arguments, "model", 0, CPU)
+    assert not record.is_complete
+    record.note_complete()
+    assert record.is_complete
+    assert KernelRecord(replace(arguments, port=1, random_seed=7), "model", 0, CPU).is_complete
+    for changes in ({"page_size": 1}, {"prefill_attention_backend": "fa3"}, {"enable_torch_compile": True}):
+        assert not KernelRecord(replace(arguments, **changes), "model", 0, CPU).is_complete
+    assert not KernelRecord(arguments, "model", 1, CPU).is_complete
+    assert not KernelRecord(arguments, "another", 0, CPU).is_complete
+
+
+def test_the_record_is_of_these_sources(arguments: ServerArgs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "sources" / "layers" / "kernel.cu"
+    source.parent.mkdir(parents=True)
+    source.write_text("int a;")
+    monkeypatch.setattr(srt, "__path__", [str(tmp_path / "sources")])
+    monkeypatch.setattr(kernel_record, "_sources", kernel_record._sources.__wrapped__)
+    record = KernelRecord(arguments, "model", 0, CPU)
+    record.note_complete()
+    assert record.is_complete
+    source.write_text("int b;")
+    assert not record.is_complete
+
+
+@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "SRT_CACHE_DIR"])
+def test_the_record_goes_where_either_folder_of_kernels_goes(
+    arguments: ServerArgs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    record = KernelRecord(arguments, "model", 0, CPU)
+    record.note_complete()
+    monkeypatch.setenv(variable, str(tmp_path / "elsewhere"))
+    assert not record.is_complete
+    monkeypatch.setenv("SRT_CACHE_DIR", "/dev/null/none")
+    assert not record.is_complete
+
+
+@pytest.mark.parametrize(
+    ("windows", "count"), [((None,) * 9, 2), ((8, 8, 8, None, 8, 8, 8, None), 4), ((None, 8), 2), ((None,), 2)]
+)
+def test_so_many_layers_have_all_kernels_among_them(windows: tuple[int | None, ...], count: int) -> None:
+    assert num_distinct_layers(windows) == count
