@@ -100,7 +100,7 @@ setup(
     packages=find_packages(include=["srt", "srt.*"]),
     # Named, so that an editable install is a line in a .pth file. A finder would be imported by every process.
     package_dir={"": "."},
-    package_data={"srt": ["py.typed", "assets/**/*", "entrypoints/page/*", "kernels/*.cu", "kernels/*.cuh"]},
+    package_data={"srt": ["py.typed", "assets/**/*", "entrypoints/page/*", "kernels/**/*.cu", "kernels/**/*.cuh"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     cmdclass={"build_py": BuildPy},

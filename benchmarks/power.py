@@ -53,7 +53,7 @@ class Read:
 
     @property
     def source(self) -> str:
-        return source_of(self.name, folder=FOLDER)
+        return source_of(FOLDER / f"{self.name}.cu")
 
     @property
     def shared_bytes(self) -> int:
@@ -82,7 +82,7 @@ class Multiply:
 
     @property
     def source(self) -> str:
-        return source_of(self.name, self.columns, FOLDER)
+        return source_of(FOLDER / f"{self.name}.cu", self.columns)
 
     @property
     def num_threads(self) -> int:

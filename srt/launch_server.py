@@ -23,7 +23,7 @@ from srt.managers.process.child_process import (
     environment_of,
     spawn,
 )
-from srt.managers.supervisor.preflight import ServerPlan, check_and_listen, is_loopback
+from srt.managers.supervisor.preflight import ServerPlan, check_and_listen
 from srt.managers.supervisor.run_dir import RunDir
 from srt.managers.supervisor.signal_pipe import SignalPipe
 from srt.managers.supervisor.systemd import ServiceManager
@@ -31,7 +31,7 @@ from srt.server_args import ArgumentError, parse_args
 from srt.utils.bytecode import bytecode_environment
 from srt.utils.cache_folders import cache_environment
 from srt.utils.errors import StartError
-from srt.utils.host import process_age_s, usable_cores
+from srt.utils.host import is_loopback, process_age_s, usable_cores
 from srt.utils.logs import json_line
 
 if TYPE_CHECKING:

@@ -138,7 +138,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             talk(Conversation(client, options.system, sampling_of(options)), is_person=is_person)
 
     return exit_code_of(work)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -339,7 +339,3 @@ def _check_devices(args: ServerArgs, torch: dict[str, Any] | str) -> str:
             f" sees {num_gpus}: --device cpu runs without."
         )
     return f"{args.tp_size} of {num_gpus} GPUs"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

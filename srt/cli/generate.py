@@ -73,7 +73,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             generate(client, prompt, options)
 
     return exit_code_of(work)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -65,7 +65,3 @@ def _trouble_of(address: str) -> str | None:
             return None if response.status == 200 else f"{json.loads(body)['reason']} ({response.status})"
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         return str(error) or type(error).__name__
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -46,7 +46,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         case _:
             print(f"srt: unknown command {command!r}\n{USAGE}", file=sys.stderr)
             return 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -15,8 +15,8 @@ from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
 from srt.entrypoints.openai import chat, completions, models
 from srt.entrypoints.service import Service
 from srt.managers.process.tracer import HTTP
-from srt.managers.supervisor.preflight import is_loopback
 from srt.managers.tokenizer_manager.api_types import RequestError
+from srt.utils.host import is_loopback
 from srt.utils.logs import REQUEST_ID
 
 Handler = Callable[[Exchange, Service], Awaitable[None]]

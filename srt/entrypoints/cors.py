@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from srt.entrypoints.errors import ApiError
 from srt.entrypoints.exchange import Exchange, Header
-from srt.managers.supervisor.preflight import is_loopback
+from srt.utils.host import is_loopback
 
 MAX_AGE_S = 600  # a browser need not ask again for so long
 _METHODS = b"GET, HEAD, POST, PUT"

@@ -12,12 +12,12 @@ import orjson
 from srt.entrypoints.health_probe import HealthProbe
 from srt.entrypoints.live_feed import LiveFeed
 from srt.entrypoints.profiler import Profiler
-from srt.managers.process.engine_status import STATE_FILE
 from srt.managers.process.heartbeats import STUCK_S, Vital, VitalsReader
+from srt.managers.process.run_files import ENGINE_STATE_FILE
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.startup_report import STARTUP_FILE
-from srt.managers.process.step_deadline import longest_step_s
 from srt.managers.process.tracer import Tracer
+from srt.managers.process.watchdog import longest_step_s
 from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.managers.tokenizer_manager.frontend_metrics import FRONTEND_PREFIX, NAMES, FrontendMetrics
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
@@ -41,7 +41,7 @@ class Service:
         self.metrics = FrontendMetrics(run_dir, index)
         self.control = ControlWords.open(run_dir or "", args)
         self._frontend_files = None if run_dir is None else NumberFiles(run_dir, FRONTEND_PREFIX)
-        self._engine_files = None if run_dir is None else NumberFiles(run_dir, STATE_FILE)
+        self._engine_files = None if run_dir is None else NumberFiles(run_dir, ENGINE_STATE_FILE)
         self._vitals = None if run_dir is None else VitalsReader(run_dir, longest_step_s(args) * 2 / 3)
         self.status = STARTING
         self.startup_s: float | None = None

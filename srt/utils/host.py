@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import resource
 import time
@@ -95,3 +96,11 @@ def is_exiting(pid: int) -> bool:
     except OSError:
         return True
     return state in "ZX" or bool(int(fields[5]) & PF_EXITING)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address means this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -18,8 +18,8 @@ from typing import Any, cast
 import numpy as np
 
 from srt.managers.process.child import Child
-from srt.managers.process.engine_status import EngineStatus
 from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers, Worker
+from srt.managers.scheduler.engine_status import EngineStatus
 from srt.managers.scheduler.process import Links, SchedulerProcess
 from srt.protocol.codec import protocol_hash
 from srt.protocol.links import PeerGone, Received

@@ -15,7 +15,7 @@ from functools import partial
 from math import inf
 
 from srt.managers.process.child_process import ChildKey, children_of
-from srt.managers.process.step_deadline import longest_step_s
+from srt.managers.process.watchdog import longest_step_s
 from srt.managers.supervisor.replacer import (
     ChildExited,
     ChildSpoke,

@@ -11,6 +11,7 @@ import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -29,6 +30,7 @@ from srt.kernels.build.hopper import (
     with_alignment,
 )
 
+_SOURCE: Final = Path(__file__).with_suffix(".cu")
 LEAST_ROWS: Final = 4
 _LINE: Final = 2 * BLOCK_K  # bytes
 _BLOCK: Final = 16  # positions that a load brings
@@ -56,7 +58,7 @@ class AttentionVariant:
 
     @property
     def source(self) -> str:
-        return source_of(self.name)
+        return source_of(_SOURCE)
 
     @property
     def num_threads(self) -> int:

@@ -25,7 +25,7 @@ WIDEST_LOAD: Final = 256
 """Rows that one load brings."""
 _ALIGNMENT: Final = 1024  # of blocks in shared memory
 _BARRIER_BYTES: Final = 16  # of a stage
-_FOLDER: Final = Path(__file__).parent
+_SHARED: Final = Path(__file__).with_suffix(".cuh")
 
 
 Argument = torch.Tensor | ctypes.Structure | int | float | None
@@ -50,11 +50,9 @@ class Variant(Protocol):
         """Neighbouring programs that reach each other's shared memory."""
 
 
-def source_of(name: str, columns: int = 0, folder: Path = _FOLDER) -> str:
-    """The kernel's file behind what such kernels share, and the instruction that multiplies 64 rows with so many of the other operand."""
-    return "\n".join(
-        (_read(_FOLDER / "hopper.cuh"), _multiply(columns) if columns else "", _read(folder / f"{name}.cu"))
-    )
+def source_of(file: Path, columns: int = 0) -> str:
+    """Join what all such kernels share, the instruction that multiplies 64 rows with `columns` of the other operand, and the kernel's file."""
+    return "\n".join((_read(_SHARED), _multiply(columns) if columns else "", _read(file)))
 
 
 def room_for_stages(most: int) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
 
 from srt.kernels.build.hopper import launch, source_of
 
+_SOURCE: Final = Path(__file__).with_suffix(".cu")
 LETTERS: Final = 512
 """Of a box, and threads of the program that fills it."""
 LETTER_BYTES: Final = 8
@@ -47,7 +49,7 @@ class PeerKernel:
 
     @property
     def source(self) -> str:
-        return source_of(self.name)
+        return source_of(_SOURCE)
 
     @property
     def constants(self) -> Mapping[str, int]:

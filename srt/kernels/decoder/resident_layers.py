@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SOURCE: Final = Path(__file__).with_suffix(".cu")
 ROWS: Final = (1, 2)
 """Numbers of rows for which it pays, as measured on an H200: 4 rows of 0.6B take 5 % longer than by kernels of their own, and so do 2 of
 8B; where streams are longer than _SHORT it is one."""
@@ -126,7 +128,7 @@ class ResidentVariant:
 
     @property
     def source(self) -> str:
-        return source_of(self.name)
+        return source_of(_SOURCE)
 
     @property
     def num_threads(self) -> int:

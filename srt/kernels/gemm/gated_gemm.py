@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -24,6 +25,7 @@ from srt.kernels.build.hopper import (
 )
 from srt.kernels.gemm.stream_gemm import Weighted
 
+_SOURCE: Final = Path(__file__).with_suffix(".cu")
 _FEWEST_ROWS: Final = 65
 _MOST_FITTED_ROWS: Final = 256
 """More rows than a step of decodes has are cut in one way, so that prompts of new lengths have nothing to compile."""
@@ -66,7 +68,7 @@ class GatedTiles:
 
     @property
     def source(self) -> str:
-        return source_of(self.name, 2 * self.width)
+        return source_of(_SOURCE, 2 * self.width)
 
     @property
     def constants(self) -> Mapping[str, int]:

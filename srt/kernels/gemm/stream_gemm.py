@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Final, TypeGuard
 
 import torch
@@ -29,6 +30,7 @@ from srt.kernels.build.hopper import (
     with_alignment,
 )
 
+_SOURCE: Final = Path(__file__).with_suffix(".cu")
 FEWEST_ROWS: Final = 2
 MOST_ROWS: Final = 176
 """Of more cuBLAS with a norm behind it is as fast, but for few weights, whose products take little longer than a kernel's start."""
@@ -260,7 +262,7 @@ class StreamTiles:
 
     @property
     def source(self) -> str:
-        return source_of(self.name, self.share or self.rows)
+        return source_of(_SOURCE, self.share or self.rows)
 
     @property
     def constants(self) -> Mapping[str, int]:

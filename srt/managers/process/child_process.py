@@ -94,7 +94,7 @@ def python_command(module: str) -> list[str]:
 
 def module_path() -> dict[str, str]:
     """The variable that lets such a command find this package where it was not installed but run from its folder."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     if root in site.getsitepackages():
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))}

@@ -14,14 +14,14 @@ from typing import assert_never
 
 import zmq
 
-from srt.managers.process.child import Child, run_child
+from srt.managers.process.child import Child
 from srt.managers.process.child_process import children_of
-from srt.managers.process.engine_status import EngineStatus
-from srt.managers.process.step_deadline import StepDeadline
 from srt.managers.scheduler import scheduler as scheduler_state
 from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
+from srt.managers.scheduler.engine_status import EngineStatus
 from srt.managers.scheduler.scheduler import Scheduler
 from srt.managers.scheduler.scheduler_trace import SchedulerTrace
+from srt.managers.scheduler.step_deadline import StepDeadline
 from srt.protocol.codec import decode_view, protocol_hash
 from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, remove_sockets, worker_path
 from srt.protocol.messages import (
@@ -340,7 +340,3 @@ def main(child: Child) -> None:
     finally:
         links.close()
         context.term()
-
-
-if __name__ == "__main__":
-    run_child(main)

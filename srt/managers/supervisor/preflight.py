@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import resource
 import socket
@@ -192,10 +191,3 @@ def check_tied_head(folder: Path, config: ModelConfig) -> None:
 def runs_on_cpu(args: ServerArgs) -> bool:
     """What a worker will find out with torch, as far as it can be told without."""
     return args.device == "cpu" or (args.device is None and not Path("/dev/nvidiactl").exists())
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -18,7 +18,7 @@ from srt.managers.process.child_process import ChildKey, ChildProcess
 from srt.managers.process.heartbeats import VitalsWriter
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.startup_report import STARTUP_FILE, StartupReport
-from srt.managers.process.step_deadline import longest_step_s
+from srt.managers.process.watchdog import longest_step_s
 from srt.managers.supervisor.preflight import ServerPlan
 from srt.managers.supervisor.progress_display import REFRESH_S, ProgressDisplay
 from srt.managers.supervisor.replacer import (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 from srt.distributed.errors import CollectiveError
-from srt.managers.process.child import Child, SupervisorGone, run_child
+from srt.managers.process.child import Child, SupervisorGone
 from srt.managers.process.tracer import DEVICE, STEP, Tracer
 from srt.managers.tp_worker.worker_link import WorkerLink
 from srt.managers.tp_worker.worker_times import WorkerTimes
@@ -299,7 +299,3 @@ class _Throttled:
         if now_s >= self._next_s or done == total:
             self._next_s = now_s + 0.1
             self._report(done, total)
-
-
-if __name__ == "__main__":
-    run_child(main)

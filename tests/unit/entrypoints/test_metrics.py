@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from srt.entrypoints.metrics import CONTENT_TYPE, Page, render
 from srt.entrypoints.service import Service
-from srt.managers.process.engine_status import EngineStatus
 from srt.managers.process.heartbeats import VitalsWriter
+from srt.managers.scheduler.engine_status import EngineStatus
 from srt.managers.tokenizer_manager.frontend_metrics import FrontendMetrics
 from srt.server_args import ServerArgs
 from tests.unit.entrypoints.fake_engine import World

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from srt.managers.process.engine_status import PUBLISH_S, STATE_FILE, STATUS_S, EngineStatus
+from srt.managers.process.run_files import ENGINE_STATE_FILE
+from srt.managers.scheduler.engine_status import PUBLISH_S, STATUS_S, EngineStatus
 from srt.protocol.messages import Scalar
 from srt.utils.shared_numbers import SharedNumbers
 from tests.support.full_disk import fill_disk
@@ -18,7 +19,7 @@ class World:
     """An engine that makes a step of 10 ms with one token each time `run` counts one."""
 
     def __init__(self, run_dir: Path, interval: int | None = None) -> None:
-        self.path = run_dir / STATE_FILE
+        self.path = run_dir / ENGINE_STATE_FILE
         self.status = EngineStatus(run_dir, interval)
         counters = Host().scheduler.counters()
         assert counters is not None
@@ -64,7 +65,7 @@ def test_a_scheduler_that_takes_the_place_of_another_is_seen_on_a_full_disk_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     World(tmp_path).run(3)
-    seen = SharedNumbers.open(tmp_path / STATE_FILE)
+    seen = SharedNumbers.open(tmp_path / ENGINE_STATE_FILE)
     assert seen is not None
     fill_disk(monkeypatch)
     World(tmp_path).run(1)

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from srt.managers.process.child import Child
-from srt.managers.process.engine_status import EngineStatus
+from srt.managers.scheduler.engine_status import EngineStatus
 from srt.managers.scheduler.process import Links, SchedulerProcess
 from srt.protocol.codec import protocol_hash
 from srt.protocol.links import DealerLink, frontend_path, worker_path

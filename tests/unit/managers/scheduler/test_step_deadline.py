@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from srt.managers.process.step_deadline import StepDeadline
+from srt.managers.scheduler.step_deadline import StepDeadline
 from srt.protocol.messages import PageDelta, PlanSection, StepPlan, WorkPlan, int32_array
 
 

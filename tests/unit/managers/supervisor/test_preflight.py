@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from srt.managers.supervisor import preflight
-from srt.managers.supervisor.preflight import ServerPlan, check_and_listen, check_surroundings, is_loopback, listen
+from srt.managers.supervisor.preflight import ServerPlan, check_and_listen, check_surroundings, listen
 from srt.server_args import ServerArgs
 from srt.utils import checkpoint as checkpoint_files
 from srt.utils.errors import StartError
 from srt.utils.gpus import GpuMemory
+from srt.utils.host import is_loopback
 from srt.utils.model_error import ModelError
 from tests.support.checkpoints import CheckpointFactory
 

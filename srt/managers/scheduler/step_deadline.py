@@ -5,22 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from srt.managers.process.watchdog import TOKENS_PER_TIMEOUT
 from srt.protocol.messages import StepPlan, ToWorker, WorkPlan
-from srt.server_args import ServerArgs
 
-TOKENS_PER_TIMEOUT = (
-    256  # of a step's tokens that the time-out is meant for: a step of more may take longer in proportion
-)
-
-
-UNLIMITED_CHUNK = 32768
 CAPTURE_TIMEOUTS = 10  # for a capture, which may compile kernels
-
-
-def longest_step_s(args: ServerArgs) -> float:
-    """How long the largest step that can be planned may take. The scheduler knows better of each step, if it lives."""
-    chunk = UNLIMITED_CHUNK if args.prefill_chunk == -1 else args.prefill_chunk
-    return args.watchdog_timeout * max(1.0, chunk / TOKENS_PER_TIMEOUT)
 
 
 @dataclass(slots=True)

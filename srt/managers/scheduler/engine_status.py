@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
+from srt.managers.process.run_files import ENGINE_STATE_FILE
 from srt.managers.scheduler.counters import Histogram
 from srt.protocol.messages import Scalar
 from srt.utils.logs import fields
 from srt.utils.shared_numbers import SharedNumbers
 
-STATE_FILE = "state-scheduler-0"
 PUBLISH_S = 0.25
 STEP_MS = (1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000)
 STATUS_S = 10.0  # between two lines, while anything happens
@@ -28,7 +28,7 @@ class EngineStatus:
         """A line every `decode_log_interval` steps, if that is given, whatever --log-level says."""
         if decode_log_interval is not None:
             logger.setLevel(logging.INFO)
-        self._path = Path(run_dir) / STATE_FILE
+        self._path = Path(run_dir) / ENGINE_STATE_FILE
         self._log_interval = decode_log_interval
         self._numbers: SharedNumbers | None = None
         self._published_s = float("-inf")

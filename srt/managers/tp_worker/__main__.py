@@ -1,0 +1,7 @@
+"""`python -m srt.managers.tp_worker`: one worker, as the supervisor starts it."""
+
+from srt.managers.process.child import run_child
+from srt.managers.tp_worker.process import main
+
+if __name__ == "__main__":
+    run_child(main)
