@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import srt
-from srt.managers.process.heartbeats import VitalsReader
+from srt.managers.process.heartbeats import HeartbeatReader
 from srt.managers.scheduler import scheduler as scheduler_state
 from srt.managers.supervisor.preflight import check_model, check_surroundings, listen, runs_on_cpu
 from srt.managers.supervisor.run_dir import PREFIX, RunDir, is_in_use
@@ -207,9 +207,9 @@ def _servers(args: ServerArgs) -> Iterator[Line]:
     for run_dir in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         if is_in_use(run_dir):
             found = True
-            for vital in VitalsReader(run_dir, args.watchdog_timeout).read(time.monotonic()):
-                words = vital.trouble(args.watchdog_timeout) or "well"
-                yield f"{run_dir.name}: {vital.process}", f"pid {vital.pid}: {words}"
+            for status in HeartbeatReader(run_dir, args.watchdog_timeout).read(time.monotonic()):
+                words = status.trouble(args.watchdog_timeout) or "well"
+                yield f"{run_dir.name}: {status.process}", f"pid {status.pid}: {words}"
     if not found:
         yield "none", ""
 

@@ -105,7 +105,7 @@ class TensorParallel:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """For a rehearsal. Inside, this rank waits for nobody: the others seem to send what it sends itself, and the kernels that would
+        """For a precompiling. Inside, this rank waits for nobody: the others seem to send what it sends itself, and the kernels that would
         wait for peers are compiled like all others, and not launched."""
         group = self._group
         self._group = None if group is None else _Echo()

@@ -32,13 +32,13 @@ async def _generate(exchange: Exchange, service: Service) -> None:
 
 
 async def _tell(exchange: Exchange, service: Service, *, is_fine: bool) -> None:
-    vitals = service.vitals()
-    trouble = service.trouble(vitals)
+    statuses = service.process_statuses()
+    trouble = service.trouble(statuses)
     is_fine = is_fine and trouble is None
     report = {
         "status": service.status,
         "ready": service.is_ready and trouble is None,
         "reason": trouble,
-        "processes": as_json(vitals),
+        "processes": as_json(statuses),
     }
     await exchange.send_json(report, 200 if is_fine else 503, [] if is_fine else [(b"retry-after", b"1")])

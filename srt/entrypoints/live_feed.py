@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from srt.managers.process.heartbeats import Vital
+from srt.managers.process.heartbeats import ProcessStatus
 from srt.managers.tokenizer_manager.api_types import RequestError
 
 if TYPE_CHECKING:
@@ -106,13 +106,13 @@ async def snapshot(service: Service) -> Snapshot:
         values |= await _engine_values(service.engine(), service.index)
     if values["health"] == READY:
         values["health"] = "connected"
-    vitals = service.vitals()
-    trouble = service.trouble(vitals)
+    statuses = service.process_statuses()
+    trouble = service.trouble(statuses)
     if service.has_lost_engine:
         values["health"] = "lost"
     elif trouble is not None and values["health"] == "connected":
         values["health"] = "stuck"
-    processes = [_process(service, vital) for vital in vitals]
+    processes = [_process(service, status) for status in statuses]
     return values | {"time": time.monotonic(), "trouble": trouble, "processes": processes}
 
 
@@ -134,13 +134,13 @@ async def _engine_values(engine: TokenizerManager, frontend: int) -> Snapshot:
     }
 
 
-def _process(service: Service, vital: Vital) -> dict[str, Any]:
-    trouble = service.process_trouble(vital)
+def _process(service: Service, status: ProcessStatus) -> dict[str, Any]:
+    trouble = service.process_trouble(status)
     return {
-        "name": vital.process,
-        "pid": vital.pid,
+        "name": status.process,
+        "pid": status.pid,
         "is_well": trouble is None,
-        "words": trouble or ("at work" if vital.age_s > 0 else "well"),
+        "words": trouble or ("at work" if status.age_s > 0 else "well"),
     }
 
 

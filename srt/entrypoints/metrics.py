@@ -158,8 +158,8 @@ def _engine_histogram(page: Page, engine: Numbers, name: str, text: str, key: st
 
 
 def _processes(page: Page, service: Service) -> None:
-    vitals = service.vitals()
-    is_healthy = service.trouble(vitals) is None
+    statuses = service.process_statuses()
+    is_healthy = service.trouble(statuses) is None
     page.gauge(
         "srt:is_ready",
         "Whether requests are taken, and by processes that work.",
@@ -168,16 +168,16 @@ def _processes(page: Page, service: Service) -> None:
     page.counter(
         "srt:replaced_processes_total",
         "Processes that had ended and were started again.",
-        [({}, sum(vital.num_replaced for vital in vitals))],
+        [({}, sum(status.num_replaced for status in statuses))],
     )
     page.gauge(
         "srt:process_silent_seconds",
         "Since a process last gave a sign of life.",
-        [({"process": vital.process}, round(vital.silent_s, 3)) for vital in vitals],
+        [({"process": status.process}, round(status.silent_s, 3)) for status in statuses],
     )
     page.gauge(
         "srt:process_progress_age_seconds",
         "Since a process last completed what it had to do.",
-        [({"process": vital.process}, round(vital.age_s, 3)) for vital in vitals],
+        [({"process": status.process}, round(status.age_s, 3)) for status in statuses],
     )
     page.gauge("srt:info", "The version.", [({"version": srt.__version__}, 1)])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from srt.entrypoints.request_schema import bad_parameter
-from srt.managers.process.heartbeats import SILENT_S, Vital
+from srt.managers.process.heartbeats import SILENT_S, ProcessStatus
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.trace_file import (
     claim,
@@ -36,11 +36,13 @@ class Profiler:
     """Owner of the traces that this frontend was asked to record, and of those whose frontend has gone before they were written. Only
     one is recorded at a time, whichever frontend was asked."""
 
-    def __init__(self, run_dir: Path | None, control: ControlWords, vitals: Callable[[], list[Vital]]) -> None:
+    def __init__(
+        self, run_dir: Path | None, control: ControlWords, statuses: Callable[[], list[ProcessStatus]]
+    ) -> None:
         """Without a folder there are no other processes, and nothing is recorded."""
         self._run_dir = run_dir
         self._control = control
-        self._vitals = vitals
+        self._statuses = statuses
         self._writing: set[asyncio.Task[None]] = set()
 
     def start(
@@ -101,13 +103,13 @@ class Profiler:
     async def _write(self, run_dir: Path, number: int, path: Path) -> None:
         """When the recording has ended, by whomever: wait for all parts, and make one file of them."""
         await _until(lambda: self._control.has_trace_ended(number))
-        vitals = [vital for vital in self._vitals() if vital.process != "supervisor"]
-        alive = [vital.process for vital in vitals if vital.silent_s < SILENT_S]
+        statuses = [status for status in self._statuses() if status.process != "supervisor"]
+        alive = [status.process for status in statuses if status.silent_s < SILENT_S]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PARTS_S):
                 await _until(lambda: not missing_parts(run_dir, number, alive))
         missing = missing_parts(run_dir, number, alive)
-        missing += [vital.process for vital in vitals if vital.silent_s >= SILENT_S]
+        missing += [status.process for status in statuses if status.silent_s >= SILENT_S]
         try:
             told = await asyncio.to_thread(merge, run_dir, number, alive, missing, path)
         except OSError as error:

@@ -12,7 +12,7 @@ import orjson
 from srt.entrypoints.health_probe import HealthProbe
 from srt.entrypoints.live_feed import LiveFeed
 from srt.entrypoints.profiler import Profiler
-from srt.managers.process.heartbeats import STUCK_S, Vital, VitalsReader
+from srt.managers.process.heartbeats import STUCK_S, HeartbeatReader, ProcessStatus
 from srt.managers.process.run_files import ENGINE_STATE_FILE
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.startup_report import STARTUP_FILE
@@ -42,14 +42,14 @@ class Service:
         self.control = ControlWords.open(run_dir or "", args)
         self._frontend_files = None if run_dir is None else NumberFiles(run_dir, FRONTEND_PREFIX)
         self._engine_files = None if run_dir is None else NumberFiles(run_dir, ENGINE_STATE_FILE)
-        self._vitals = None if run_dir is None else VitalsReader(run_dir, longest_step_s(args) * 2 / 3)
+        self._heartbeats = None if run_dir is None else HeartbeatReader(run_dir, longest_step_s(args) * 2 / 3)
         self.status = STARTING
         self.startup_s: float | None = None
         self._engine: TokenizerManager | None = None
         self._draining = asyncio.Event()
         self.feed = LiveFeed(self)
         self.probe = HealthProbe()
-        self.profiler = Profiler(run_dir, self.control, self.vitals)
+        self.profiler = Profiler(run_dir, self.control, self.process_statuses)
 
     def begin(self, engine: TokenizerManager, startup_s: float) -> None:
         """The whole server is ready: requests are taken from now on."""
@@ -76,25 +76,25 @@ class Service:
         except (OSError, orjson.JSONDecodeError):
             return None
 
-    def vitals(self) -> list[Vital]:
+    def process_statuses(self) -> list[ProcessStatus]:
         """When each process last gave a sign of life and last made progress. Waits for nothing."""
-        return [] if self._vitals is None else self._vitals.read(time.monotonic())
+        return [] if self._heartbeats is None else self._heartbeats.read(time.monotonic())
 
-    def trouble(self, vitals: list[Vital]) -> str | None:
+    def trouble(self, statuses: list[ProcessStatus]) -> str | None:
         """Why the engine cannot serve now, by what is known without asking it; None if nothing speaks against it."""
         if self.has_lost_engine:
             return self._why_lost
-        if self._vitals is None:
+        if self._heartbeats is None:
             return None
         workers = [f"worker {rank}" for rank in range(self.args.tp_size)]
         expected = [] if self.status == STARTING else ["supervisor", "scheduler 0", *workers]
-        return self._vitals.trouble(vitals, f"frontend {self.index}", expected)
+        return self._heartbeats.trouble(statuses, f"frontend {self.index}", expected)
 
-    def process_trouble(self, vital: Vital) -> str | None:
+    def process_trouble(self, status: ProcessStatus) -> str | None:
         """The same of one process, a sibling among them."""
-        if self.has_lost_engine and vital.process.startswith(("scheduler", "worker")):
+        if self.has_lost_engine and status.process.startswith(("scheduler", "worker")):
             return self._why_lost
-        return vital.trouble(STUCK_S) if self._vitals is None else self._vitals.trouble_of(vital)
+        return status.trouble(STUCK_S) if self._heartbeats is None else self._heartbeats.trouble_of(status)
 
     def frontend_numbers(self) -> dict[str, float]:
         """What all frontends have counted together."""

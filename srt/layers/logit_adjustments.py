@@ -7,32 +7,32 @@ from __future__ import annotations
 
 import torch
 
-from srt.mem_cache.memory_pool import WishTables
+from srt.mem_cache.memory_pool import AdjustmentTables
 
 MINUS_INF = float("-inf")
 
 
-def apply_wishes(
+def adjust_logits(
     logits: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
     token_table: torch.Tensor,
-    wishes: WishTables,
+    adjustments: AdjustmentTables,
     shard_start: int,
 ) -> None:
     """Change `logits` [R, columns] float32, the token ids from `shard_start` on, to what the rows' slots ask for.
 
     `positions` [R] are those of the tokens that the rows draw: what the token table has before them is known.
     """
-    limits = wishes.limits[slots]
-    _penalise(logits, slots, positions, token_table, wishes.penalties[slots], limits[:, 0], shard_start)
-    rows, entries = _entries(limits[:, 2], wishes.bias_ids.shape[1])
+    limits = adjustments.limits[slots]
+    _penalise(logits, slots, positions, token_table, adjustments.penalties[slots], limits[:, 0], shard_start)
+    rows, entries = _entries(limits[:, 2], adjustments.bias_ids.shape[1])
     if len(rows):
-        ids, values = wishes.bias_ids[slots[rows], entries], wishes.bias_values[slots[rows], entries]
+        ids, values = adjustments.bias_ids[slots[rows], entries], adjustments.bias_values[slots[rows], entries]
         _add(logits, rows, ids.long() - shard_start, values)
-    rows, entries = _entries(limits[:, 3], wishes.stop_ids.shape[1])
+    rows, entries = _entries(limits[:, 3], adjustments.stop_ids.shape[1])
     if len(rows):
-        ids = wishes.stop_ids[slots[rows], entries].long() - shard_start
+        ids = adjustments.stop_ids[slots[rows], entries].long() - shard_start
         is_early = positions[rows] < limits[rows, 1]
         _add(logits, rows, ids, torch.zeros(len(rows), device=logits.device).masked_fill_(is_early, MINUS_INF))
 

@@ -16,10 +16,10 @@ import torch
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.kernels.sampling.draw_rows import DrawRows
-from srt.layers.logit_adjustments import apply_wishes
+from srt.layers.logit_adjustments import adjust_logits
 from srt.layers.logits_processor import gather_vocabulary
 from srt.layers.philox import gumbel_noise
-from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool, WishTables
+from srt.mem_cache.memory_pool import AdjustmentTables, DrawTables, ReqToTokenPool
 from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo
 
 MINUS_INF = float("-inf")
@@ -44,7 +44,7 @@ class Sampler:
         self._tables = tables
         self._draw_from_shard: Callable[..., tuple[torch.Tensor, torch.Tensor]] = draw_from_shard
         self._thresholds: Callable[..., torch.Tensor] = filter_thresholds
-        self._wish_kernels: Callable[..., None] | None = None  # made at first use, which knows the columns
+        self._adjustment_kernels: Callable[..., None] | None = None  # made at first use, which knows the columns
         if tables.seq_lens.is_cuda:
             # Triton is not there on every host; with PyTorch for CUDA it is.
             from srt.kernels.build.pdl import has_pdl
@@ -57,28 +57,28 @@ class Sampler:
 
     def prepare(self, logits: torch.Tensor) -> None:
         """Take the memory that draws from logits of this shape keep."""
-        self._wishes(logits)
+        self._adjuster(logits)
 
     def draw(self, logits: torch.Tensor, info: SamplingBatchInfo, allowed: torch.Tensor | None = None) -> Draws:
         """One id for every row of `logits` [R, columns] float32, which is overwritten.
 
         `allowed` [R, columns] bool, if given, says which tokens a row may draw at all.
         """
-        if len(info.arrays.wish_rows):
-            self._wishes(logits)(logits, info.slots, info.positions, *self._wish_tables())
+        if len(info.arrays.adjusted_rows):
+            self._adjuster(logits)(logits, info.slots, info.positions, *self._adjustment_tables())
         if allowed is not None:
             logits.masked_fill_(~allowed, MINUS_INF)
         return self._draw(logits, self._rows(logits, info))
 
-    def draw_wished(
+    def draw_adjusted(
         self, logits: torch.Tensor, slots: torch.Tensor, rows: DrawTables, positions: torch.Tensor
     ) -> Draws:
-        """`draw` for rows of any wishes and filters; `logits` of another type than float32 stay as they are.
+        """`draw` for rows of any adjustments and filters; `logits` of another type than float32 stay as they are.
 
         Nothing here waits for the device, so a graph can hold it.
         """
         values = logits.to(torch.float32)
-        self._wishes(values)(values, slots, positions, *self._wish_tables())
+        self._adjuster(values)(values, slots, positions, *self._adjustment_tables())
         return self.draw_filtered(values, rows, positions)
 
     def draw_plain(
@@ -93,17 +93,17 @@ class Sampler:
         thresholds = self._thresholds(whole, None, rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
         return self._draw(logits, DrawRows(rows.temperatures, rows.seeds, positions, thresholds))
 
-    def _wishes(self, logits: torch.Tensor) -> Callable[..., None]:
+    def _adjuster(self, logits: torch.Tensor) -> Callable[..., None]:
         if not logits.is_cuda:
-            return apply_wishes
-        if self._wish_kernels is None:
-            from srt.kernels.sampling.adjust_logits import WishKernels
+            return adjust_logits
+        if self._adjustment_kernels is None:
+            from srt.kernels.sampling.adjust_logits import AdjustmentKernels
 
-            self._wish_kernels = WishKernels.take(self._tables.num_slots, logits.shape[1], logits.device)
-        return self._wish_kernels
+            self._adjustment_kernels = AdjustmentKernels.take(self._tables.num_slots, logits.shape[1], logits.device)
+        return self._adjustment_kernels
 
-    def _wish_tables(self) -> tuple[torch.Tensor, WishTables, int]:
-        return self._tables.token_table, self._tables.wishes, self._shard_start
+    def _adjustment_tables(self) -> tuple[torch.Tensor, AdjustmentTables, int]:
+        return self._tables.token_table, self._tables.adjustments, self._shard_start
 
     def _rows(self, logits: torch.Tensor, info: SamplingBatchInfo) -> DrawRows:
         """Every row's own, from what the noisy ones have; a greedy row has a temperature of 0."""

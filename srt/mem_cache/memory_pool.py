@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from srt.sampling.logit_adjustments import MAX_BIASES, MAX_STOPS, NO_PENALTIES, WishArrays
+from srt.sampling.logit_adjustments import MAX_BIASES, MAX_STOPS, NO_PENALTIES, AdjustmentArrays
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
 
 FP8_MAX: Final = 448.0  # of float8_e4m3fn
@@ -42,7 +42,7 @@ class DrawTables(NamedTuple):
         return DrawTables(*(table[:count] for table in self))
 
 
-class WishTables(NamedTuple):
+class AdjustmentTables(NamedTuple):
     """What slots ask of their logits beyond how they draw: one row each. Of the last two as many entries count as `limits` says."""
 
     penalties: torch.Tensor  # [slots, 3] float32: repetition, frequency, presence
@@ -54,8 +54,8 @@ class WishTables(NamedTuple):
     stop_ids: torch.Tensor  # [slots, MAX_STOPS] int32
 
     @classmethod
-    def take(cls, num_slots: int, device: torch.device) -> WishTables:
-        """Without wishes."""
+    def take(cls, num_slots: int, device: torch.device) -> AdjustmentTables:
+        """Without adjustments."""
         tables = cls(
             torch.empty((num_slots, len(NO_PENALTIES)), dtype=torch.float32, device=device),
             torch.empty((num_slots, 4), dtype=torch.int64, device=device),
@@ -67,12 +67,12 @@ class WishTables(NamedTuple):
         return tables
 
     def clear(self) -> None:
-        """No wishes."""
+        """No adjustments."""
         for column, value in enumerate(NO_PENALTIES):
             self.penalties[:, column] = value
         self.limits.zero_()
 
-    def admit(self, news: WishArrays[torch.Tensor]) -> None:
+    def admit(self, news: AdjustmentArrays[torch.Tensor]) -> None:
         self.penalties[news.slots] = news.penalties
         self.limits[news.slots] = news.limits
         if len(news.bias_slots):
@@ -82,7 +82,7 @@ class WishTables(NamedTuple):
             self.stop_ids[news.stop_slots, news.stop_columns] = news.stop_ids.to(torch.int32)
 
 
-WISH_BYTES: Final = 8 * MAX_BIASES + 4 * MAX_STOPS + 44  # of a slot
+ADJUSTMENT_BYTES: Final = 8 * MAX_BIASES + 4 * MAX_STOPS + 44  # of a slot
 
 
 class ReqToTokenPool:
@@ -91,7 +91,7 @@ class ReqToTokenPool:
     `page_table` [slots + 1, max_pages] int32: the slot's pages in order; entries past its last page mean nothing.
     `token_table` [slots + 1, max_request_tokens + 1] int32: the slot's tokens by position, prompt and sampled alike.
     `seq_lens` [slots + 1] int64: positions whose keys and values were computed, or are by the steps enqueued so far.
-    `draws`: how each slot's tokens are drawn; `wishes`: what is done to its logits before.
+    `draws`: how each slot's tokens are drawn; `adjustments`: what is done to its logits before.
 
     All writes are enqueued on the compute stream, so that steps in flight never see a row change under them.
     """
@@ -109,7 +109,7 @@ class ReqToTokenPool:
         self.seq_lens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.draws = DrawTables(*(torch.empty(rows, dtype=kind, device=device) for kind in DRAW_DTYPES))
         self.draws.clear()
-        self.wishes = WishTables.take(rows, device)
+        self.adjustments = AdjustmentTables.take(rows, device)
 
     @property
     def dummy_slot(self) -> int:
@@ -143,7 +143,7 @@ class ReqToTokenPool:
         self.token_table.zero_()
         self.seq_lens.zero_()
         self.draws.clear()
-        self.wishes.clear()
+        self.adjustments.clear()
 
 
 class MHATokenToKVPool:

@@ -48,7 +48,7 @@ from srt.model_executor.memory.memory_profile import (
     profile_max_num_token,
     table_bytes,
 )
-from srt.model_executor.startup.peak_step import worst_section
+from srt.model_executor.startup.peak_step import peak_section
 from srt.model_executor.startup.warm_up import batches, num_distinct_layers, warm_up_requests
 from srt.model_executor.step.draw_store import DrawStore
 from srt.model_executor.step.logprob_plan import LogprobPlan, LogprobSegment
@@ -150,7 +150,7 @@ class ModelRunner:
             if device.type == "cuda":
                 report_phase("kernels")
                 with self.memory.region("buffers"):  # of attention's kernels, which are kept
-                    self._rehearse()
+                    self._precompile()
             report_phase("memory")
             if args.enable_torch_compile:
                 self._compiled = CompiledForward(self._model, args.torch_compile_max_bs)
@@ -231,7 +231,7 @@ class ModelRunner:
             + graph_bytes(self._args, self.config)
         )
 
-    def _rehearse(self) -> None:
+    def _precompile(self) -> None:
         """Go through steps of all kinds without launching our kernels, which are compiled meanwhile, all at the same time.
 
         The first steps' are waited for. What later ones need is compiled while the start goes on and requests come, unless it was here
@@ -239,7 +239,7 @@ class ModelRunner:
         earnest.
         """
         # Triton is not there on every host; with PyTorch for CUDA it is.
-        from srt.kernels.build.precompile import Compilers, rehearsal
+        from srt.kernels.build.precompile import Compilers, precompiling
         from srt.model_executor.startup.kernel_record import KernelRecord
 
         model = self._model.model
@@ -252,7 +252,7 @@ class ModelRunner:
             with self._tp.alone():
                 model.layers = layers[: num_distinct_layers(self.config.layer_windows)]
                 self._init_memory(1, self.config.context_length)
-                with rehearsal(first):
+                with precompiling(first):
                     self._run_to_the_end(self._largest_step()[0])
                     self.reset()
                     self._draws_by_row = True
@@ -260,7 +260,7 @@ class ModelRunner:
                     self._warm_up()
                 if not record.is_complete:
                     self._compilers = Compilers(min(max(1, num_threads // 2), MOST_COMPILERS), are_first_done)
-                    self._rehearse_later_steps(self._compilers, record)
+                    self._precompile_later_steps(self._compilers, record)
                 first.wait(first.take_asked())
         except Exception as error:
             logger.warning("Kernels are compiled one after the other, because of %s: %s", type(error).__name__, error)
@@ -270,25 +270,25 @@ class ModelRunner:
             self._drop_memory()
             are_first_done.set()
 
-    def _rehearse_later_steps(self, compilers: Compilers, record: KernelRecord) -> None:
-        from srt.kernels.build.precompile import rehearsal
+    def _precompile_later_steps(self, compilers: Compilers, record: KernelRecord) -> None:
+        from srt.kernels.build.precompile import precompiling
 
         try:
-            with rehearsal(compilers):
-                self._rehearse_graphs(compilers)
+            with precompiling(compilers):
+                self._precompile_graphs(compilers)
                 self._run_requests(batches(self.num_slots, self.max_request_tokens, self.page_size))
             compilers.no_more(record.note_complete)
         except Exception as error:
             logger.warning("Not all kernels are compiled ahead, because of %s: %s", type(error).__name__, error)
 
-    def _rehearse_graphs(self, compilers: Compilers) -> None:
+    def _precompile_graphs(self, compilers: Compilers) -> None:
         if self._args.disable_cuda_graph:
             return
         if self.device.type == "cuda":
             compilers.compile(compile_fill, partial(compile_fill, self.device))  # for the graph that comes first
         pieces = self._new_pieces(None)
-        decodes = self._decode_runner.rehearse() if self._attn_backend.can_capture_decodes else ()
-        graphs: Iterator[Graph] = chain(decodes, () if pieces is None else pieces.rehearse())
+        decodes = self._decode_runner.precompile() if self._attn_backend.can_capture_decodes else ()
+        graphs: Iterator[Graph] = chain(decodes, () if pieces is None else pieces.precompile())
         for graph in graphs:
             self._kernels_of[graph] = compilers.take_asked()
 
@@ -296,7 +296,7 @@ class ModelRunner:
         """And how many tokens of prompts it has."""
         longest = max(1, self.config.context_length - 1)
         prompt_tokens = longest if self._args.prefill_chunk == -1 else min(self._args.prefill_chunk, longest)
-        section = worst_section(self.num_slots, prompt_tokens, longest, self.page_size, self.config.vocab_size)
+        section = peak_section(self.num_slots, prompt_tokens, longest, self.page_size, self.config.vocab_size)
         return section, prompt_tokens
 
     def _measure_largest_step(self) -> int:
@@ -491,8 +491,8 @@ class ModelRunner:
     def _draw_by_row(self, logits: torch.Tensor, info: SamplingBatchInfo, kind: SamplingKind) -> Draws:
         """By what the device's tables say of the rows."""
         rows = self._req_to_token_pool.draws.of(info.slots)
-        if kind is SamplingKind.WISHING:
-            return self._sampler.draw_wished(logits, info.slots, rows, info.positions)
+        if kind is SamplingKind.ADJUSTED:
+            return self._sampler.draw_adjusted(logits, info.slots, rows, info.positions)
         if kind is SamplingKind.FILTERED:
             return self._sampler.draw_filtered(logits, rows, info.positions)
         return self._sampler.draw_plain(logits, rows.temperatures, rows.seeds, info.positions)
@@ -544,8 +544,8 @@ class ModelRunner:
             draws = plan.admitted_draws
             values = (draws.temperatures, draws.seeds, draws.top_ks, draws.top_ps, draws.min_ps)
             tables.admit(plan.admitted_slots, plan.admitted_lens, DrawTables(*values))
-        if len(plan.wishes.slots):
-            tables.wishes.admit(plan.wishes)
+        if len(plan.adjustments.slots):
+            tables.adjustments.admit(plan.adjustments)
         if len(plan.pages):
             tables.write_pages(plan.page_slots, plan.page_columns, plan.pages)
 
@@ -617,7 +617,7 @@ class ModelRunner:
         return next((graphs for graphs in left if graphs.is_missing_one), left[0])
 
     def _has_kernels(self, graph: Graph) -> bool:
-        """Whether the graph's kernels lie compiled in the caches, or failed to be, as far as was rehearsed."""
+        """Whether the graph's kernels lie compiled in the caches, or failed to be, as far as was precompiled."""
         return all(kernel.done() for kernel in self._kernels_of.get(graph, ()))
 
     @property

@@ -14,8 +14,8 @@ MAX_STOPS: Final = 2 * MAX_STOP_TOKEN_IDS  # the request's own, and the model's 
 
 
 @dataclass(frozen=True, slots=True)
-class WishArrays(Generic[A]):
-    """What the device's WishTables must be told of slots that were admitted. All int64 but where it says."""
+class AdjustmentArrays(Generic[A]):
+    """What the device's AdjustmentTables must be told of slots that were admitted. All int64 but where it says."""
 
     slots: A  # [S]
     penalties: A  # [S, 3] float32

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from srt.protocol.messages import Admission
-from srt.sampling.logit_adjustments import MAX_BIASES, MAX_STOPS, NO_PENALTIES, WishArrays
+from srt.sampling.logit_adjustments import MAX_BIASES, MAX_STOPS, NO_PENALTIES, AdjustmentArrays
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
 
 A = TypeVar("A")
@@ -27,7 +27,7 @@ class SamplingKind(IntEnum):
 
     PLAIN = 0  # a temperature
     FILTERED = 1  # and top_k, top_p, min_p
-    WISHING = 2  # and penalties, biases, or stops that are held back
+    ADJUSTED = 2  # and penalties, biases, or stops that are held back
     OTHER = 3  # and whatever only the eager sampler does
 
 
@@ -53,7 +53,7 @@ class SamplingArrays(Generic[A]):
     top_ks: A  # [F] int64
     top_ps: A  # [F] float64
     min_ps: A  # [F] float64
-    wish_rows: A  # [W] int64: rows with wishes, which are in the device's tables
+    adjusted_rows: A  # [W] int64: rows with adjustments, which are in the device's tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class SamplingTable:
         self._stop_ids: dict[int, HostArray] = {}
 
     def admit(self, admission: Admission) -> bool:
-        """Replace what the slot had. Whether the device's tables of wishes must be told: there are some, or there were."""
+        """Replace what the slot had. Whether the device's tables of adjustments must be told: there are some, or there were."""
         slot, spec = admission.slot, admission.sampling
         self._temperature[slot] = spec.temperature
         self._seed[slot] = np.uint64(admission.seed).astype(np.int64)
@@ -92,13 +92,13 @@ class SamplingTable:
         self._min_p[slot] = spec.min_p
         # The best token passes every filter, so a greedy row has none.
         self._is_filtered[slot] = spec.temperature > 0 and (spec.top_k > 0 or spec.top_p < 1 or spec.min_p > 0)
-        had_wishes = self._kind[slot] == SamplingKind.WISHING
-        has_wishes = self._admit_wishes(slot, admission)
+        had_adjustments = self._kind[slot] == SamplingKind.ADJUSTED
+        has_adjustments = self._admit_adjustments(slot, admission)
         plainest = SamplingKind.FILTERED if self._is_filtered[slot] else SamplingKind.PLAIN
-        self._kind[slot] = SamplingKind.WISHING if has_wishes else plainest
-        return had_wishes or has_wishes
+        self._kind[slot] = SamplingKind.ADJUSTED if has_adjustments else plainest
+        return had_adjustments or has_adjustments
 
-    def _admit_wishes(self, slot: int, admission: Admission) -> bool:
+    def _admit_adjustments(self, slot: int, admission: Admission) -> bool:
         spec = admission.sampling
         penalties = (spec.repetition_penalty, spec.frequency_penalty, spec.presence_penalty)
         held_back = spec.stop_ids.astype(np.int64) if spec.min_new_tokens > 0 else np.zeros(0, np.int64)
@@ -147,15 +147,15 @@ class SamplingTable:
             top_ks=self._top_k[filter_slots],
             top_ps=self._top_p[filter_slots],
             min_ps=self._min_p[filter_slots],
-            wish_rows=np.flatnonzero(self._kind[slots] == SamplingKind.WISHING),
+            adjusted_rows=np.flatnonzero(self._kind[slots] == SamplingKind.ADJUSTED),
         )
 
-    def wishes_of(self, slots: Sequence[int]) -> WishArrays[HostArray]:
+    def adjustments_of(self, slots: Sequence[int]) -> AdjustmentArrays[HostArray]:
         """Of these slots, each once."""
         biases = [(slot, *self._bias[slot]) for slot in slots if slot in self._bias]
         stops = [(slot, self._stop_ids[slot]) for slot in slots if slot in self._stop_ids]
         index = np.array(slots, np.int64)
-        return WishArrays(
+        return AdjustmentArrays(
             slots=index,
             penalties=self._penalties[index],
             limits=self._limits[index],

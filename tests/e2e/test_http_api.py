@@ -269,9 +269,9 @@ def test_what_is_no_http_is_refused_in_shape(server: Server, client: httpx.Clien
 
 def test_a_client_of_http_1_0_that_asks_keeps_its_connection(server: Server) -> None:
     parts = urlsplit(server.url)
-    line, wish = b"GET /v1/models HTTP/1.0\r\n", b"Connection: Keep-Alive\r\n"
+    line, logprob_spec = b"GET /v1/models HTTP/1.0\r\n", b"Connection: Keep-Alive\r\n"
     with socket.create_connection((parts.hostname, parts.port)) as connection, connection.makefile("rb") as answers:
-        for header, state in ((wish, b"keep-alive"), (wish, b"keep-alive"), (b"", b"close")):
+        for header, state in ((logprob_spec, b"keep-alive"), (logprob_spec, b"keep-alive"), (b"", b"close")):
             connection.sendall(line + header + b"\r\n")
             assert answers.readline().startswith(b"HTTP/1.1 200 ")
             lines = iter(answers.readline, b"\r\n")

@@ -24,13 +24,13 @@ from srt.kernels.gemm.stream_gemm import (
     StreamGemm,
     Weighted,
 )
-from srt.kernels.sampling.adjust_logits import WishKernels
+from srt.kernels.sampling.adjust_logits import AdjustmentKernels
 from srt.kernels.sampling.draw_rows import DrawRows
 from srt.kernels.sampling.filter import filter_thresholds
 from srt.kernels.sampling.sample import draw
 from srt.layers import sampler
 from srt.layers.kernel_ops import KernelOps
-from srt.layers.logit_adjustments import apply_wishes
+from srt.layers.logit_adjustments import adjust_logits
 from srt.layers.ops import Affine, Norm, Rotation, Stream, rotate
 from srt.mem_cache.memory_pool import ReqToTokenPool
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
@@ -222,23 +222,23 @@ def test_the_products_of_an_mlp_take_in_norm_activation_and_residual(
 
 
 @pytest.mark.parametrize(("shard_start", "columns"), [(0, VOCABULARY), (VOCABULARY // 2, VOCABULARY // 2)])
-def test_wishes_of_long_requests_change_logits_as_the_reference_says(shard_start: int, columns: int) -> None:
+def test_adjustments_of_long_requests_change_logits_as_the_reference_says(shard_start: int, columns: int) -> None:
     num_rows, longest = 300, 6000
     tables = ReqToTokenPool(num_rows, longest, 1, 16, CUDA)
     tables.token_table.random_(0, VOCABULARY // 50)  # so that most tokens come several times
-    wishes = tables.wishes
-    wishes.penalties[:-1] = torch.rand(num_rows, 3, device=CUDA) + 0.5
-    wishes.penalties[::3] = torch.tensor([1.0, 0.0, 0.0], device=CUDA)
-    wishes.bias_ids[:] = torch.randperm(VOCABULARY, device=CUDA)[: wishes.bias_ids.shape[1]]
-    wishes.bias_values.normal_()
-    wishes.stop_ids[:] = torch.randperm(VOCABULARY, device=CUDA)[: wishes.stop_ids.shape[1]]
+    adjustments = tables.adjustments
+    adjustments.penalties[:-1] = torch.rand(num_rows, 3, device=CUDA) + 0.5
+    adjustments.penalties[::3] = torch.tensor([1.0, 0.0, 0.0], device=CUDA)
+    adjustments.bias_ids[:] = torch.randperm(VOCABULARY, device=CUDA)[: adjustments.bias_ids.shape[1]]
+    adjustments.bias_values.normal_()
+    adjustments.stop_ids[:] = torch.randperm(VOCABULARY, device=CUDA)[: adjustments.stop_ids.shape[1]]
     lengths = torch.randint(2, longest, (num_rows,), device=CUDA)
-    wishes.limits[:-1] = torch.stack((lengths // 2, lengths + 7, lengths % 900, lengths % 400), dim=1)
+    adjustments.limits[:-1] = torch.stack((lengths // 2, lengths + 7, lengths % 900, lengths % 400), dim=1)
     slots = torch.randperm(num_rows, device=CUDA)
     logits = torch.randn(num_rows, columns, device=CUDA) * 4
-    expected, kernels = logits.clone(), WishKernels.take(num_rows, columns, CUDA)
-    rest = (slots, lengths[slots], tables.token_table, wishes, shard_start)
-    apply_wishes(expected, *rest)
+    expected, kernels = logits.clone(), AdjustmentKernels.take(num_rows, columns, CUDA)
+    rest = (slots, lengths[slots], tables.token_table, adjustments, shard_start)
+    adjust_logits(expected, *rest)
     kernels(logits, *rest)
     assert torch.equal(logits, expected)
     assert not kernels.counts.any()

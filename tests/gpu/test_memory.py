@@ -13,7 +13,7 @@ import torch
 
 from srt.model_executor.memory.device_memory import Tag
 from srt.model_executor.memory.memory_profile import CUDA_SLACK, FIRST_USE_BYTES, graph_bytes
-from srt.model_executor.startup.peak_step import worst_section
+from srt.model_executor.startup.peak_step import peak_section
 from srt.protocol.messages import LogprobSpec, SamplingSpec
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
@@ -46,24 +46,24 @@ def folder(tmp_path: Path) -> Path:
 
 
 def worst_mix(vocab_size: int) -> list[Job]:
-    """All slots but one decode with every wish, while a long prompt that wants all of its logprobs goes by in chunks."""
+    """All slots but one decode with every adjustment, while a long prompt that wants all of its logprobs goes by in chunks."""
     rng = np.random.default_rng(0)
-    worst = worst_section(2, 8, 8, 16, vocab_size).admissions[0].sampling
-    wish = LogprobSpec(output=True, prompt_start=0, top=128)
+    worst = peak_section(2, 8, 8, 16, vocab_size).admissions[0].sampling
+    spec = LogprobSpec(output=True, prompt_start=0, top=128)
     lengths = [*([3] * (SLOTS - 1)), 3 * CHUNK]
-    return [Job(token_ids(rng, length, vocab_size), worst, index, wish) for index, length in enumerate(lengths)]
+    return [Job(token_ids(rng, length, vocab_size), worst, index, spec) for index, length in enumerate(lengths)]
 
 
 def random_mix(seed: int, vocab_size: int) -> list[Job]:
-    """Prompts short and long, and of each wish some: nothing at all, one of them, or all."""
+    """Prompts short and long, and of each kind some: nothing at all, one of them, or all."""
     rng = np.random.default_rng(seed)
-    worst = worst_section(2, 8, 8, 16, vocab_size).admissions[0].sampling
+    worst = peak_section(2, 8, 8, 16, vocab_size).admissions[0].sampling
     choices = [greedy(6), SamplingSpec(6), SamplingSpec(6, top_p=0.9), SamplingSpec(6, presence_penalty=1.0), worst]
-    wishes = [None, LogprobSpec(output=True, top=20), LogprobSpec(output=True, prompt_start=0, top=128)]
+    specs = [None, LogprobSpec(output=True, top=20), LogprobSpec(output=True, prompt_start=0, top=128)]
     jobs = []
     for index in range(int(rng.integers(20, 2 * SLOTS))):
         prompt = token_ids(rng, int(rng.choice([1, 5, 100, 700, CHUNK, 6000])), vocab_size)
-        sampling, logprobs = choices[int(rng.integers(len(choices)))], wishes[int(rng.integers(len(wishes)))]
+        sampling, logprobs = choices[int(rng.integers(len(choices)))], specs[int(rng.integers(len(specs)))]
         jobs.append(Job(prompt, sampling, index, logprobs))
     return jobs
 

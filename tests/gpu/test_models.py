@@ -105,7 +105,9 @@ def test_rows_that_share_a_prefix_draw_what_they_draw_without(checkpoint: Checkp
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_float32_gives_the_tokens_of_a_cpu_to_rows_with_wishes(checkpoint: CheckpointFactory, compiled: bool) -> None:
+def test_float32_gives_the_tokens_of_a_cpu_to_rows_with_adjustments(
+    checkpoint: CheckpointFactory, compiled: bool
+) -> None:
     """Penalties, biases and held-back stops, in graphs of their own; and the same through PyTorch's compiler."""
     folder = checkpoint("qwen3")
     ids = int32_array(range(0, 500, 3))

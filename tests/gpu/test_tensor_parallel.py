@@ -35,10 +35,10 @@ FILTERED: list[dict[str, Any]] = [
 
 def outputs_of(runtime: Runtime) -> list[list[int]]:
     """Greedy ones, and draws from what filters leave."""
-    drawn = [{**GREEDY, **wish, "sampling_seed": seed} for seed, wish in enumerate(FILTERED)]
-    wishes = [*([GREEDY] * len(PROMPTS)), *drawn]
-    answers = runtime.generate(input_ids=[*PROMPTS, *PROMPTS[: len(drawn)]], sampling_params=wishes)
-    assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["length"] * len(wishes)
+    drawn = [{**GREEDY, **filter_, "sampling_seed": seed} for seed, filter_ in enumerate(FILTERED)]
+    params = [*([GREEDY] * len(PROMPTS)), *drawn]
+    answers = runtime.generate(input_ids=[*PROMPTS, *PROMPTS[: len(drawn)]], sampling_params=params)
+    assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["length"] * len(params)
     return [answer["output_ids"] for answer in answers]
 
 

@@ -14,7 +14,7 @@ from srt.kernels.elementwise.rms_norm import rms_norm_kernel
 from srt.kernels.elementwise.rotary import angles_kernel, prepare_qkv_kernel
 from srt.kernels.elementwise.silu_and_mul import silu_and_mul_kernel
 from srt.kernels.gemm.gemv import GemvTiles, gemv_kernel
-from srt.kernels.sampling.adjust_logits import BLOCK as WISH_BLOCK
+from srt.kernels.sampling.adjust_logits import BLOCK as ADJUSTMENT_BLOCK
 from srt.kernels.sampling.adjust_logits import bias_kernel, count_tokens_kernel, penalise_kernel
 from srt.kernels.sampling.filter import BLOCK as FILTER_BLOCK
 from srt.kernels.sampling.filter import (
@@ -40,7 +40,7 @@ def layer_builds() -> list[KernelBuild]:
         _silu_and_mul(bf16),
     ]
     builds += [_gemv(bf16, is_gated=False), _gemv(bf16, is_gated=True), _gemv(fp32, is_gated=True)]
-    builds += [*_filters(fp32), *_wishes()]
+    builds += [*_filters(fp32), *_adjuster()]
     for logits in (bf16, fp32):
         builds += [_block_best(logits), _draw(logits)]
     for head_dim, kv in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float8_e4m3fn)):
@@ -194,7 +194,7 @@ def _filters(dtype: torch.dtype) -> list[KernelBuild]:
     return builds
 
 
-_WISH_TYPES = {
+_ADJUSTMENT_TYPES = {
     **dict.fromkeys(("logits_ptr", "penalties_ptr", "bias_values_ptr"), "*fp32"),
     **dict.fromkeys(("slots_ptr", "positions_ptr", "limits_ptr"), "*i64"),
     **dict.fromkeys(("token_table_ptr", "counts_ptr", "bias_ids_ptr", "stop_ids_ptr"), "*i32"),
@@ -203,14 +203,14 @@ _WISH_TYPES = {
 }
 
 
-def _wishes() -> list[KernelBuild]:
+def _adjuster() -> list[KernelBuild]:
     kernels = {"count_tokens": count_tokens_kernel, "penalise": penalise_kernel, "bias": bias_kernel}
     return [
         KernelBuild(
             f"{name}[]",
             kernel,
-            {argument: kind for argument, kind in _WISH_TYPES.items() if argument in kernel.arg_names},
-            {"BLOCK": WISH_BLOCK},
+            {argument: kind for argument, kind in _ADJUSTMENT_TYPES.items() if argument in kernel.arg_names},
+            {"BLOCK": ADJUSTMENT_BLOCK},
             {"enable_fp_fusion": False} if name == "penalise" else {},
         )
         for name, kernel in kernels.items()

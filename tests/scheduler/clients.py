@@ -37,7 +37,7 @@ from srt.protocol.messages import (
 )
 from tests.scheduler.settings import Settings
 from tests.scheduler.toy_manager import ToyManager
-from tests.scheduler.toy_text import ToyAnswer, Wish, draw_wish, toy_tokenizer
+from tests.scheduler.toy_text import TextRequest, ToyAnswer, draw_text_request, toy_tokenizer
 from tests.scheduler.traffic import Choice
 from tests.scheduler.virtual_loop import VirtualLoop
 
@@ -132,7 +132,7 @@ class _Came:
 
     __slots__ = (
         "_answer",
-        "_wish",
+        "_text_request",
         "choice",
         "done",
         "ended_here",
@@ -145,9 +145,9 @@ class _Came:
         *("rows", "text", "finish", "cached"),
     )
 
-    def __init__(self, choice: Choice, wish: Wish) -> None:
+    def __init__(self, choice: Choice, text_request: TextRequest) -> None:
         self.choice = choice
-        self._wish = wish
+        self._text_request = text_request
         self._answer: ToyAnswer | None = None
         self.num_released = 0
         self.cached = 0
@@ -171,12 +171,12 @@ class _Came:
     @property
     def answer(self) -> ToyAnswer:
         if self._answer is None:
-            self._answer = ToyAnswer(self.choice, self._wish)
+            self._answer = ToyAnswer(self.choice, self._text_request)
         return self._answer
 
     @property
     def has_stopped(self) -> bool:
-        return self._wish.has_stops and 0 <= self.answer.stop_tokens <= self.num_released
+        return self._text_request.has_stops and 0 <= self.answer.stop_tokens <= self.num_released
 
     @property
     def num_due(self) -> int:
@@ -187,15 +187,21 @@ class Client:
     """Reads one request in one of three ways, and judges what comes."""
 
     def __init__(
-        self, owner: Clients, choices: list[Choice], wish: Wish, live: LiveRequest, kind: str, lag_s: float
+        self,
+        owner: Clients,
+        choices: list[Choice],
+        text_request: TextRequest,
+        live: LiveRequest,
+        kind: str,
+        lag_s: float,
     ) -> None:
         self._owner = owner
-        self._wish = wish
+        self._text_request = text_request
         self._live = live
         self.request = choices[0].request
         self.kind = kind
         self._lag_s = lag_s
-        self.came = {choice.choice: _Came(choice, wish) for choice in choices}
+        self.came = {choice.choice: _Came(choice, text_request) for choice in choices}
         self.error: tuple[int, str, int] | None = None  # that is due
         self.got_error: RequestError | None = None
         self.is_closed = False  # it left
@@ -272,13 +278,13 @@ class Client:
         else:
             is_due = self.error is not None or any(
                 c.finish is None
-                and (c.done is not None or c.has_stopped or (self._wish.wants_tokens and c.num_ids < c.num_due))
+                and (c.done is not None or c.has_stopped or (self._text_request.wants_tokens and c.num_ids < c.num_due))
                 for c in self.came.values()
             )
         statistics["rule: readers are woken for news"] += is_due
         assert not (is_due and self.task.is_asleep), f"{self.name}: nobody wakes its reader"
         for c in self.came.values():
-            if c.has_stopped and self._wish.wants_tokens and c.done is None:
+            if c.has_stopped and self._text_request.wants_tokens and c.done is None:
                 statistics["rule: a stop ends its choice at once"] += 1
                 assert c.ended_here, f"{c.choice.name} goes on behind {c.answer.stop!r}"
 
@@ -300,7 +306,7 @@ class Client:
         assert update.completion_tokens == c.num_ids, (
             f"{name}: {update.completion_tokens} tokens are told, {c.num_ids} came"
         )
-        due = c.num_due if self._wish.wants_tokens else 0
+        due = c.num_due if self._text_request.wants_tokens else 0
         assert c.num_ids == due or self.is_closed, f"{name}: {c.num_ids} tokens came, {due} are known"
         assert (update.prompt_tokens, update.seed, update.rid) == (choice.prompt_len, choice.seed, self.request.label)
         assert update.cached_tokens == c.cached, f"{name}: {update.cached_tokens} are told to be cached, not {c.cached}"
@@ -308,7 +314,7 @@ class Client:
         assert all(row.token_id == token_id for row, token_id in zip(update.output_logprobs, update.ids, strict=False))
         is_first = c.num_updates == 0
         assert update.prompt_logprobs == (c.prompt_rows if is_first else ()), f"{name}: wrong rows of its prompt"
-        wants_ids = is_first and self._wish.wants_prompt_ids
+        wants_ids = is_first and self._text_request.wants_prompt_ids
         assert update.prompt_ids == (tuple(self.request.prompt_ids.tolist()) if wants_ids else ())
         c.num_updates += 1
         statistics["rule: updates bring what is new"] += 1
@@ -326,20 +332,20 @@ class Client:
 
     def _judge_finish(self, c: _Came, update: ChoiceUpdate, finish: Finish) -> None:
         name, answer, statistics = c.choice.name, c.answer, self._owner.statistics
-        if c.done is None and not (c.has_stopped and self._wish.wants_tokens):
+        if c.done is None and not (c.has_stopped and self._text_request.wants_tokens):
             assert c.ended_here or self.is_closed, f"{name} is told to have ended, which it has not"
             assert finish == Finish("abort", message=ABORTED), f"{name}: {finish}"
             statistics["rule: who leaves has what came"] += 1
             if self.is_closed:
                 self._judge_shown(c)
             return
-        if c.has_stopped and self._wish.wants_tokens:
+        if c.has_stopped and self._text_request.wants_tokens:
             text, wanted = answer.text_to_stop, Finish("stop", matched=answer.stop)
-            kind = "in a regex" if answer.stop in self._wish.params.stop_regex else "in a string"
+            kind = "in a regex" if answer.stop in self._text_request.params.stop_regex else "in a string"
             statistics[f"rule: text ends before a stop ({kind})"] += 1
         else:
             assert c.done is not None
-            text, stop = answer.whole(c.num_ids) if self._wish.wants_tokens else ("", None)
+            text, stop = answer.whole(c.num_ids) if self._text_request.wants_tokens else ("", None)
             wanted = self._wanted_finish(c, c.done, stop)
             statistics["rule: text is whole at the end"] += 1
             assert update.num_preempted == c.done.num_preempted, f"{name}: preemptions"
@@ -353,15 +359,15 @@ class Client:
             return Finish("stop", matched=stop)
         if done.reason == "abort":
             return Finish("abort", message=done.message or ABORTED)
-        self._owner.statistics["rule: no tokens are shown where none are wanted"] += not self._wish.wants_tokens
-        if answer.reason == "stop" and self._wish.wants_tokens:
+        self._owner.statistics["rule: no tokens are shown where none are wanted"] += not self._text_request.wants_tokens
+        if answer.reason == "stop" and self._text_request.wants_tokens:
             return Finish("stop", matched=answer.matched)
-        return Finish("length", length=len(answer.ids) if self._wish.wants_tokens else 0)
+        return Finish("length", length=len(answer.ids) if self._text_request.wants_tokens else 0)
 
     def _judge_times(self, c: _Came, update: ChoiceUpdate) -> None:
         times = update.times
         assert times is not None
-        is_shown = self._wish.wants_tokens and c.first_s >= 0
+        is_shown = self._text_request.wants_tokens and c.first_s >= 0
         first_s, last_s = (c.first_s - self.began_s, c.last_s - self.began_s) if is_shown else (None, None)
         assert (times.arrived_s, times.first_token_s, times.last_token_s) == (self.began_s, first_s, last_s), (
             f"{c.choice.name}: {times}"
@@ -381,7 +387,7 @@ class Client:
         assert error.message == message or not message, f"{self.name}: {error}"
         self._owner.statistics["rule: errors reach their reader last"] += 1
         for c in self.came.values() if self.kind != "collect" else ():
-            assert c.num_ids == (c.num_due if self._wish.wants_tokens else 0), (
+            assert c.num_ids == (c.num_due if self._text_request.wants_tokens else 0), (
                 f"{c.choice.name}: tokens were lost before an error"
             )
 
@@ -393,7 +399,7 @@ class Client:
     @property
     def has_begun(self) -> bool:
         """It has something to show."""
-        shown = (c.num_released and self._wish.wants_tokens for c in self.came.values())
+        shown = (c.num_released and self._text_request.wants_tokens for c in self.came.values())
         return any(shown) or any(c.done is not None or c.ended_here for c in self.came.values())
 
     def check_complete(self) -> None:
@@ -430,25 +436,25 @@ class Clients:
         if self.rng.random() >= texts.read_share:
             self.deliveries.begin(cast("LiveRequest", _Unread(request)), request)
             return self._sent()
-        wish = draw_wish(self.rng, choices, texts.stop_share)
+        text_request = draw_text_request(self.rng, choices, texts.stop_share)
         live = LiveRequest(
             request,
-            lambda: self._output(request, wish),
-            wants_tokens=wish.wants_tokens,
-            wants_prompt_ids=wish.wants_prompt_ids,
+            lambda: self._output(request, text_request),
+            wants_tokens=text_request.wants_tokens,
+            wants_prompt_ids=text_request.wants_prompt_ids,
             arrived_s=self.now,
             sent_s=self.now,
         )
         kind = self.rng.choice(("collect", "pull", "push") if request.stream else ("collect", "collect", "pull"))
         lag_s = self.rng.choice((0.0, texts.lag_s, texts.lag_s))
-        live.watched = self._watch.began(GenerateInput(wish.params, urgent=request.urgent), request, self.now)
-        self._clients[request.rid] = Client(self, choices, wish, live, kind, lag_s)
+        live.watched = self._watch.began(GenerateInput(text_request.params, urgent=request.urgent), request, self.now)
+        self._clients[request.rid] = Client(self, choices, text_request, live, kind, lag_s)
         self.deliveries.begin(live, request)
         return self._sent()
 
-    def _output(self, request: GenerateRequest, wish: Wish) -> OutputText:
-        stream = self._world.texts.tokenizer.stream(request.prompt_ids[-16:].tolist(), wish)
-        return OutputText(stream, wish.params, frozenset(request.sampling.stop_ids.tolist()))
+    def _output(self, request: GenerateRequest, text_request: TextRequest) -> OutputText:
+        stream = self._world.texts.tokenizer.stream(request.prompt_ids[-16:].tolist(), text_request)
+        return OutputText(stream, text_request.params, frozenset(request.sampling.stop_ids.tolist()))
 
     def abort(self, rid: int, index: int) -> list[FromFrontend]:
         client = self._clients.get(rid)

@@ -14,14 +14,14 @@ CONTROL_MUTATIONS = (
     Mutation(
         "drained though ends are unsent",
         "managers/scheduler_state.py",
-        "return self._replica.is_idle and all(client.outbox.is_sent for client in self._clients.values())",
-        "return self._replica.is_idle",
+        "return self._core.is_idle and all(client.outbox.is_sent for client in self._clients.values())",
+        "return self._core.is_idle",
     ),
     Mutation(
         "what a grace cuts off is told only to those who have acknowledged enough",
         "managers/scheduler_state.py",
-        "[] if self._replica is None else self._send_batches(self._replica, is_last=True)",
-        "[] if self._replica is None else self._send_batches(self._replica)",
+        "[] if self._core is None else self._send_batches(self._core, is_last=True)",
+        "[] if self._core is None else self._send_batches(self._core)",
     ),
     Mutation(
         "continue lifts only its own frontend's pause",
@@ -37,13 +37,13 @@ CONTROL_MUTATIONS = (
     ),
     Mutation(
         "a flush is refused in a pause",
-        "managers/replica.py",
+        "managers/core.py",
         "if num_running or (num_waiting and not is_paused):",
         "if num_running or num_waiting:",
     ),
     Mutation(
         "a flush is done while some wait",
-        "managers/replica.py",
+        "managers/core.py",
         "if num_running or (num_waiting and not is_paused):",
         "if num_running:",
     ),
@@ -91,7 +91,7 @@ CONTROL_MUTATIONS = (
     ),
     Mutation(
         "an id equal to the vocabulary's size is known",
-        "managers/replica.py",
+        "managers/core.py",
         "if int(unsigned[unsigned.argmax()]) < self._hello.vocab_size:",
         "if int(unsigned[unsigned.argmax()]) <= self._hello.vocab_size:",
     ),
@@ -141,7 +141,7 @@ CONTROL_MUTATIONS = (
         "an aborting pause leaves what waits",
         "managers/scheduler_state.py",
         '        if mode == "abort":\n            self.abort_all()',
-        '        if mode == "abort":\n            self._abort_live(replica.planner.running())',
+        '        if mode == "abort":\n            self._abort_live(core.planner.running())',
     ),
     Mutation(
         "a drain takes what is new",

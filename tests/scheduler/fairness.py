@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
-from srt.managers.scheduler.core import Replica
+from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.request import Request, Status
 from srt.managers.scheduler.scheduler import LOAD_INTERVAL_S, Scheduler
 from srt.mem_cache.radix_cache import ITEM
@@ -80,44 +80,44 @@ class Fairness:
             return -float(request.priority), request.serial
         return request.arrived_s - request.priority * s.aging, request.serial
 
-    def before(self, replica: Replica, *, with_tree: bool) -> Before:
-        counters, planner = replica.counters, replica.planner
+    def before(self, core: SchedulerCore, *, with_tree: bool) -> Before:
+        counters, planner = core.counters, core.planner
         return Before(
             planner._running.copy(),
-            replica.slots.incarnation.tolist(),
+            core.slots.incarnation.tolist(),
             planner._num_admitted,
             counters.num_preempted,
             counters.num_steps,
             {request.serial for request in planner._suspects},
-            self._leaves(replica) if with_tree else {},
+            self._leaves(core) if with_tree else {},
             planner.num_waiting + len(planner._running) - planner._running.count(None),
         )
 
-    def after(self, scheduler: Scheduler, replica: Replica, before: Before, now: float) -> None:
+    def after(self, scheduler: Scheduler, core: SchedulerCore, before: Before, now: float) -> None:
         admitted: list[Request] = []
-        if replica.planner._num_admitted != before.num_admitted:
-            admitted = [r for r in replica.planner.running() if r.incarnation > before.num_admitted]
+        if core.planner._num_admitted != before.num_admitted:
+            admitted = [r for r in core.planner.running() if r.incarnation > before.num_admitted]
         for request in admitted:
             self._started.setdefault(request.serial, now)
-        tried = replica.planner._on_trial
+        tried = core.planner._on_trial
         if before.suspects:
             self._statistics["rule: suspects go first"] += 1
         admitted = [request for request in admitted if request.serial not in before.suspects]
-        assert not admitted or not replica.planner._suspects, (
+        assert not admitted or not core.planner._suspects, (
             f"request {admitted[0].key} was admitted before a suspect" if admitted else ""
         )
-        if replica.counters.num_preempted != before.num_preempted:
+        if core.counters.num_preempted != before.num_preempted:
             victims = self._check_victims(before.running(), tried)
             # Who was alone and ran out of memory may come back at once.
             others = [request for request in admitted if request not in victims]
-            if others and replica.counters.num_steps == before.num_steps + 1:
+            if others and core.counters.num_steps == before.num_steps + 1:
                 self._check_displaced(scheduler, victims, others)
         if before.leaves:
-            self._check_evicted(replica, before.leaves)
+            self._check_evicted(core, before.leaves)
         if admitted and self._settings.policy == "lpm":
-            self._count_passing(scheduler, replica, admitted)
-        elif admitted and (replica.counters.num_steps % CHECK_EVERY == 0 or any(r.urgent for r in admitted)):
-            self._check_admitted(scheduler, replica, admitted)
+            self._count_passing(scheduler, core, admitted)
+        elif admitted and (core.counters.num_steps % CHECK_EVERY == 0 or any(r.urgent for r in admitted)):
+            self._check_admitted(scheduler, core, admitted)
 
     def _check_victims(self, before: Running, tried: Request | None) -> list[Request]:
         victims = []
@@ -147,21 +147,21 @@ class Fairness:
                 f"request {victim.key} of priority {victim.priority} was displaced, at most by one of priority {highest}"
             )
 
-    def may_follow(self, replica: Replica, request: Request) -> bool:
+    def may_follow(self, core: SchedulerCore, request: Request) -> bool:
         """May it be that another request computes what this one needs first? Whoever has had a token has computed its prompt."""
         if not self._settings.caches:
             return False
         size = ITEM * self._settings.page_size
         page = request.id_bytes[:size]
-        num_output = replica.slots.num_output
+        num_output = core.slots.num_output
         return any(
             other.salt == request.salt
             and other.prompt_len + int(num_output[other.slot]) == other.num_known
             and other.id_bytes[:size] == page
-            for other in replica.planner.running()
+            for other in core.planner.running()
         )
 
-    def check_all(self, scheduler: Scheduler, replica: Replica, may_be_sent: list[int], now: float) -> None:
+    def check_all(self, scheduler: Scheduler, core: SchedulerCore, may_be_sent: list[int], now: float) -> None:
         """What needs a look at every request."""
         s = self._settings
         for client in scheduler._clients.values():
@@ -185,27 +185,27 @@ class Fairness:
                     assert request.sent >= request.num_output, (
                         f"frontend {client.number} is not told what is known of request {request.key}, which waits"
                     )
-        for request in replica.planner.running():
+        for request in core.planner.running():
             self._statistics["rule: no page more than a request can use"] += 1
-            held = int(replica.slots.num_pages[request.slot])
+            held = int(core.slots.num_pages[request.slot])
             assert (held - 1) * s.page_size < request.max_tokens, f"request {request.key} has {held} pages"
-        for node in replica.memory.tree.nodes():
+        for node in core.memory.tree.nodes():
             self._statistics["rule: a prefix is used as often as what follows it"] += bool(node.children)
             assert all(node.parent is None or child.num_hits <= node.num_hits for child in node.children.values()), (
                 "a prefix was used more often than what comes before it"
             )
 
-    def _leaves(self, replica: Replica) -> Leaves:
+    def _leaves(self, core: SchedulerCore) -> Leaves:
         is_lfu = self._settings.eviction == "lfu"
         return {
             node.serial: (node.num_hits if is_lfu else 0, node.last_used)
-            for node in replica.memory.tree.nodes()
+            for node in core.memory.tree.nodes()
             if not node.pins and not node.children and node.parent is not None
         }
 
-    def _check_evicted(self, replica: Replica, before: Leaves) -> None:
+    def _check_evicted(self, core: SchedulerCore, before: Leaves) -> None:
         """Of those that could be evicted before, whoever is untouched was worth as much as anyone who is gone, or more."""
-        there, after = {node.serial for node in replica.memory.tree.nodes()}, self._leaves(replica)
+        there, after = {node.serial for node in core.memory.tree.nodes()}, self._leaves(core)
         gone = [worth for serial, worth in before.items() if serial not in there]
         untouched = [worth for serial, worth in before.items() if after.get(serial) == worth]
         self._statistics["rule: the least useful prefix is evicted"] += bool(gone and untouched)
@@ -213,18 +213,18 @@ class Fairness:
             f"a prefix worth {max(gone)} was evicted (hits, last use), one worth {min(untouched)} was kept"
         )
 
-    def first_waiting(self, scheduler: Scheduler, replica: Replica) -> Request | None:
+    def first_waiting(self, scheduler: Scheduler, core: SchedulerCore) -> Request | None:
         waiting = [
             request
             for client in scheduler._clients.values()
             for request in client.all_requests()
-            if request.status is Status.WAITING and replica.planner.preempted.find(request.incarnation) is not request
+            if request.status is Status.WAITING and core.planner.preempted.find(request.incarnation) is not request
         ]
         return min(waiting, key=self.rank, default=None)
 
-    def _check_admitted(self, scheduler: Scheduler, replica: Replica, admitted: list[Request]) -> None:
-        first = self.first_waiting(scheduler, replica)
-        if first is None or self.may_follow(replica, first):
+    def _check_admitted(self, scheduler: Scheduler, core: SchedulerCore, admitted: list[Request]) -> None:
+        first = self.first_waiting(scheduler, core)
+        if first is None or self.may_follow(core, first):
             return
         for request in admitted:
             self._statistics["rule: admitted in order"] += 1
@@ -233,16 +233,16 @@ class Fairness:
                 f"request {request.key} was admitted before {first.key}, which is before it"
             )
 
-    def _count_passing(self, scheduler: Scheduler, replica: Replica, admitted: list[Request]) -> None:
+    def _count_passing(self, scheduler: Scheduler, core: SchedulerCore, admitted: list[Request]) -> None:
         # Such a one may come back before the earliest, when its rows in flight are answered.
-        preempted = replica.counters.num_preempted, len(replica.planner.preempted._away)
+        preempted = core.counters.num_preempted, len(core.planner.preempted._away)
         if self._earliest is None or self._earliest.status is not Status.WAITING or preempted != self._preempted_then:
-            first = self.first_waiting(scheduler, replica)
+            first = self.first_waiting(scheduler, core)
             is_new, self._earliest, self._preempted_then = first is not self._earliest, first, preempted
             if is_new:  # these may have been admitted before the earliest was that
                 self._num_passed = 0
                 return
-        if self._earliest is None or self.may_follow(replica, self._earliest):
+        if self._earliest is None or self.may_follow(core, self._earliest):
             return
         if any(request.serial < self._earliest.serial for request in admitted):
             self._num_passed = 0  # one that had lost its slot was the earliest for a moment
@@ -251,9 +251,9 @@ class Fairness:
         self._statistics["rule: nobody is passed for ever (lpm)"] += num_passing > 0
         assert self._num_passed <= MAX_PASSED, f"request {self._earliest.key} was passed by {self._num_passed} others"
 
-    def check_sent(self, replica: Replica, frontend: int) -> None:
+    def check_sent(self, core: SchedulerCore, frontend: int) -> None:
         """After a tick, for a frontend that may be sent something."""
-        slots = replica.slots
+        slots = core.slots
         owed = ((slots.num_output > slots.sent) & (slots.frontend == frontend) & (slots.incarnation != 0)).nonzero()[0]
         self._statistics["rule: what is known is sent"] += bool((slots.frontend == frontend).any())
         assert not len(owed), f"frontend {frontend} is not told what is known of request {slots.rid[owed[0]]}"
@@ -268,10 +268,10 @@ class Fairness:
             f"{num_waiting} wait for {num_free} free slots, and a request was turned away"
         )
 
-    def check_distrusted(self, replica: Replica, failed: Request) -> None:
+    def check_distrusted(self, core: SchedulerCore, failed: Request) -> None:
         self._statistics["rule: what failed is not cached"] += self._settings.caches
         ids, salt = failed.bytes_with_outputs(), failed.salt.encode()
-        for leaf in replica.memory.tree.nodes():
+        for leaf in core.memory.tree.nodes():
             if leaf.pins or leaf.children or leaf.parent is None:
                 continue
             path, node = leaf.ids, leaf
@@ -281,17 +281,17 @@ class Fairness:
             is_of_it = ids.startswith(path) and node.key == salt + path[: len(node.key) - len(salt)]
             assert not is_of_it, f"what was computed for request {failed.key}, which failed, is cached for others"
 
-    def check_load(self, replica: Replica, told: dict[int, tuple[float, Load]], now: float) -> None:
-        load = replica.load()
+    def check_load(self, core: SchedulerCore, told: dict[int, tuple[float, Load]], now: float) -> None:
+        load = core.load()
         for number, (told_at, last) in told.items():
             self._statistics["rule: the load is told"] += now - told_at >= LOAD_INTERVAL_S
             assert last == load or now - told_at < LOAD_INTERVAL_S, (
                 f"frontend {number} was last told {last}, not {load}"
             )
 
-    def look_for_stale_load(self, replica: Replica, told: dict[int, tuple[float, Load]]) -> None:
+    def look_for_stale_load(self, core: SchedulerCore, told: dict[int, tuple[float, Load]]) -> None:
         """Now and then, also when no message comes: who was told another load than is now is told that before long."""
-        load = replica.load()
+        load = core.load()
         stale = {number: when for number, (when, last) in told.items() if last != load}
         self._num_stale = self._num_stale + 1 if stale and stale == self._stale else 0
         self._stale = stale

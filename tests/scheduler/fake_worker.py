@@ -39,7 +39,7 @@ _Chosen = tuple[
 
 
 class FakeWorker:
-    """All ranks of one replica, which say the same. It knows who is admitted by the seed."""
+    """All ranks of one core, which say the same. It knows who is admitted by the seed."""
 
     def __init__(self, settings: Settings, by_seed: dict[int, Choice]) -> None:
         self._settings = s = settings
@@ -259,7 +259,7 @@ class FakeWorker:
             )
         elif choice.num_cached < 0:
             choice.num_cached = admission.cached
-        self.rules["rule: admitted with its tokens and wishes"] += 1
+        self.rules["rule: admitted with its tokens and adjustments"] += 1
         self.rules["rule: a new server gets the tokens of the old one"] += (
             choice.num_delivered > 0 and choice.num_sent < 0
         )

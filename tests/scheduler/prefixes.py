@@ -19,7 +19,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from srt.managers.scheduler.core import Replica
+from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.request import Request
 from srt.mem_cache.radix_cache import ITEM
 from srt.protocol.messages import Int32Array, StepPlan
@@ -47,10 +47,10 @@ class Prefixes:
         self._admitted: set[int] = set()  # by seed
         self._counts = Counter(num_prompt_tokens=0, num_cached_tokens=0, num_recomputed_tokens=0)
 
-    def begin(self, replica: Replica) -> None:
+    def begin(self, core: SchedulerCore) -> None:
         """A tick. Who has left since the last is known."""
         self._turn += 1
-        self._forget_evicted(replica)
+        self._forget_evicted(core)
 
     def leave(self, slot: int, request: Request) -> None:
         """It has lost its slot, or ended. The worker has all plans that it was in but those of this tick."""
@@ -69,19 +69,19 @@ class Prefixes:
         self._left_at[worker._pages[slot, count : worker._num_pages[slot]]] = 0
         self._left_at[np.isin(worker._page_hash, hashes)] = self._turn
 
-    def judge(self, replica: Replica, kept: list[int], plans: list[StepPlan], *, have_all_stayed: bool) -> None:
+    def judge(self, core: SchedulerCore, kept: list[int], plans: list[StepPlan], *, have_all_stayed: bool) -> None:
         """`kept` are the slots whose requests have stayed."""
         for plan in plans:
             for admission in cast("list[AdmissionView]", plan.sections[0].admissions):
                 self._count(admission)
         if not self._settings.caches:
             return
-        is_evicting = self._forget_evicted(replica)
+        is_evicting = self._forget_evicted(core)
         if plans and plans[0].sections[0].admissions and not is_evicting:
             self._check_admissions(kept, plans[0])
         if is_evicting and have_all_stayed:
-            self._check_evicted(replica, plans)
-        if replica.planner.num_waiting:
+            self._check_evicted(core, plans)
+        if core.planner.num_waiting:
             self._waited_at = self._turn
 
     def _count(self, admission: AdmissionView) -> None:
@@ -94,9 +94,9 @@ class Prefixes:
         self._counts["num_prompt_tokens"] += num_known
         self._counts["num_cached_tokens"] += admission.cached
 
-    def check_books(self, replica: Replica) -> None:
+    def check_books(self, core: SchedulerCore) -> None:
         """Hits and times as the tree has them, and tokens as they are counted."""
-        tree, values = replica.memory.tree, replica.counters.values()
+        tree, values = core.memory.tree, core.counters.values()
         self._statistics["rule: tokens of prompts are counted right"] += bool(self._admitted)
         for name, count in self._counts.items():
             assert values[name] == count, f"{name} is {values[name]}, not {count}"
@@ -119,10 +119,10 @@ class Prefixes:
                 before = latest
             assert next_used > before, f"what was left in tick {next_turn} counts as used before others"
 
-    def _forget_evicted(self, replica: Replica) -> bool:
+    def _forget_evicted(self, core: SchedulerCore) -> bool:
         """Whether anything was evicted since. What failed is not trusted: with it may go what others have left."""
-        before, num_failed = (self._num_evicted, self._num_failed), replica.counters.num_failed
-        self._num_evicted, self._num_failed = replica.memory.tree.num_evicted, num_failed
+        before, num_failed = (self._num_evicted, self._num_failed), core.counters.num_failed
+        self._num_evicted, self._num_failed = core.memory.tree.num_evicted, num_failed
         if before != (self._num_evicted, num_failed):
             self._left.clear()
         if before[1] != num_failed:
@@ -174,9 +174,9 @@ class Prefixes:
         most, start = len(admission.ids) // ITEM - 1, admission.logprobs.prompt_start
         return most if start < 0 else min(most, start - 1)
 
-    def _check_evicted(self, replica: Replica, plans: list[StepPlan]) -> None:
+    def _check_evicted(self, core: SchedulerCore, plans: list[StepPlan]) -> None:
         s = self._settings
         num_tokens = sum(int(plan.sections[0].extend_counts.sum()) for plan in plans)
         most = max(s.num_pages // 256, min(s.num_pages // 32, 64)) + num_tokens // s.page_size + len(plans)
         self._statistics["rule: no more is evicted than is needed"] += 1
-        assert replica.memory.num_free <= most, f"after an eviction {replica.memory.num_free} pages are free"
+        assert core.memory.num_free <= most, f"after an eviction {core.memory.num_free} pages are free"

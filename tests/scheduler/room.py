@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from srt.managers.scheduler.core import Replica
+from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.request import Request, Status
 from srt.mem_cache.radix_cache import ITEM
 from srt.protocol.messages import Int32Array, StepPlan, int32_array
@@ -129,32 +129,34 @@ class Room:
 
     # ---- A tick
 
-    def look(self, replica: Replica, live: Callable[[], list[Request]]) -> Glance:
+    def look(self, core: SchedulerCore, live: Callable[[], list[Request]]) -> Glance:
         """Before it."""
         self._turn += 1
-        self.sync(replica)
-        self._prefixes.begin(replica)
+        self.sync(core)
+        self._prefixes.begin(core)
         seats, displacer = list(self._seats.values()), None
         for seat in seats:
             seat.twice = len(seat.request.own_copies) // ITEM
-        if replica.planner.num_waiting and seats and self._turn % self._look_every == 0:
+        if core.planner.num_waiting and seats and self._turn % self._look_every == 0:
             everybody = live()
             if self._settings.policy != "priority":
                 everybody = [request for request in everybody if request.urgent]
-            first = self._first_waiting(replica, everybody)
-            if first is not None and self._must_displace(first, seats) and not self._may_follow(replica, first):
+            first = self._first_waiting(core, everybody)
+            if first is not None and self._must_displace(first, seats) and not self._may_follow(core, first):
                 displacer = first
-        return Glance(seats, displacer, replica.planner.has_trials)
+        return Glance(seats, displacer, core.planner.has_trials)
 
-    def judge(self, replica: Replica, before: Glance, plans: list[StepPlan], live: Callable[[], list[Request]]) -> bool:
+    def judge(
+        self, core: SchedulerCore, before: Glance, plans: list[StepPlan], live: Callable[[], list[Request]]
+    ) -> bool:
         """Behind it, when the worker has not heard of these plans. Whether all stayed who were there."""
         if len(plans) > 1:
-            self._note_short_stays(replica, plans)
-        gone = self.sync(replica)
+            self._note_short_stays(core, plans)
+        gone = self.sync(core)
         victims = [seat for seat in gone if seat.request.status is not Status.ENDED]
         stayed = [seat.slot for seat in before.seats if seat not in gone]
-        self._prefixes.judge(replica, stayed, plans, have_all_stayed=not gone)
-        if not plans or before.is_of_trial or replica.planner.has_trials:
+        self._prefixes.judge(core, stayed, plans, have_all_stayed=not gone)
+        if not plans or before.is_of_trial or core.planner.has_trials:
             return False
         kept = [seat for seat in before.seats if seat not in gone]
         is_admitting = any(plan.sections[0].admissions for plan in plans)
@@ -165,7 +167,7 @@ class Room:
             return False
         if victims:
             if len(plans) == 1:
-                self._check_need(replica, before, victims, live())
+                self._check_need(core, before, victims, live())
             return False
         if before.displacer is not None:
             is_left_out = before.displacer.status is Status.WAITING
@@ -174,13 +176,13 @@ class Room:
             what = "takes nobody's place, though it may"
             self._note(what, is_left_out, plans, before.displacer, is_excused=not is_full)
         self._statistics["rule: nobody waits where there is room"] += (
-            is_admitting and replica.counters.num_steps % CHECK_EVERY == 0
+            is_admitting and core.counters.num_steps % CHECK_EVERY == 0
         )
         if len(plans) == 1 and self._settings.num_stages == 1 and (self._turn + 1) % self._look_every == 0:
             self._check_prompts(kept, plans[0])
         return True
 
-    def check_waiting(self, replica: Replica, plan: StepPlan, first: Request, waiting: list[Request]) -> None:
+    def check_waiting(self, core: SchedulerCore, plan: StepPlan, first: Request, waiting: list[Request]) -> None:
         """The worker has heard of the plan, the last, and nobody has lost its slot. `first` is first of those that still wait."""
         s, seats = self._settings, list(self._seats.values())
         if len(seats) == s.num_slots or not self._has_budget(plan):
@@ -199,10 +201,10 @@ class Room:
         is_long = (left > chunk) & ~np.isin(section.extend_slots, new)
         return chunk < 0 or int(section.extend_counts[~is_long].sum()) < chunk // 2
 
-    def check_figures(self, replica: Replica) -> None:
+    def check_figures(self, core: SchedulerCore) -> None:
         """What the scheduler says of what it expects, and what the prefix cache has counted."""
-        self._prefixes.check_books(replica)
-        values = replica.state()
+        self._prefixes.check_books(core)
+        values = core.state()
         promised = self._promised(list(self._seats.values()))
         self._statistics["rule: as much is promised as is expected"] += promised > 0
         assert values["num_promised_pages"] == promised or not self._is_sure(), (
@@ -213,13 +215,13 @@ class Room:
 
     # ---- Who has which slot
 
-    def sync(self, replica: Replica) -> list[Seat]:
+    def sync(self, core: SchedulerCore) -> list[Seat]:
         """Enter those that have got a slot since this was asked last. Returns those that have left theirs."""
-        incarnations = replica.slots.incarnation.tobytes()
+        incarnations = core.slots.incarnation.tobytes()
         if incarnations == self._incarnations:
             return []
         self._incarnations = incarnations
-        numbers = replica.slots.incarnation.tolist()
+        numbers = core.slots.incarnation.tolist()
         gone = [seat for seat in self._seats.values() if numbers[seat.slot] != seat.incarnation]
         for seat in gone:
             del self._seats[seat.slot]
@@ -230,20 +232,20 @@ class Room:
         self._expectation.note([(request.num_output, request.max_new) for request in ended])
         for slot, number in enumerate(numbers):
             if number and slot not in self._seats:
-                request = replica.planner.request_in(slot)
+                request = core.planner.request_in(slot)
                 most = self._pages_for(request.max_tokens)
                 self._seats[slot] = Seat(request, slot, number, *self._expected_pages(request), most)
         return gone
 
-    def _note_short_stays(self, replica: Replica, plans: list[StepPlan]) -> None:
+    def _note_short_stays(self, core: SchedulerCore, plans: list[StepPlan]) -> None:
         """Who got a slot with one plan may have lost it with the next."""
-        there = {request.seed for request in replica.planner.running()}
+        there = {request.seed for request in core.planner.running()}
         seeds = {admission.seed for plan in plans for admission in plan.sections[0].admissions}
         self._have_lost |= seeds - there
 
-    def _first_waiting(self, replica: Replica, live: list[Request]) -> Request | None:
+    def _first_waiting(self, core: SchedulerCore, live: list[Request]) -> Request | None:
         """Of those that could have a slot now."""
-        find = replica.planner.preempted.find
+        find = core.planner.preempted.find
         waiting = [r for r in live if r.status is Status.WAITING and not r.suspect and find(r.incarnation) is not r]
         return min(waiting, key=self._rank, default=None)
 
@@ -359,7 +361,7 @@ class Room:
         is_enough = one.priority - other.priority >= self._settings.threshold
         return self._settings.policy == "priority" and is_enough and self._rank(one) < self._rank(other)
 
-    def _check_need(self, replica: Replica, before: Glance, victims: list[Seat], live: list[Request]) -> None:
+    def _check_need(self, core: SchedulerCore, before: Glance, victims: list[Seat], live: list[Request]) -> None:
         """Had the best of the victims stayed, the step would have lacked pages, or one that goes before it its place."""
         best = min(victims, key=lambda seat: self._rank(seat.request))
         stayed = [seat for seat in before.seats if seat not in victims] + [best]
@@ -369,7 +371,7 @@ class Room:
             return
         lost, there = {seat.request.serial for seat in victims}, {seat.request.serial for seat in before.seats}
         coming = [r for r in live if r.serial not in there and r.status is Status.RUNNING]
-        waiting = self._first_waiting(replica, [r for r in live if r.serial not in lost])
+        waiting = self._first_waiting(core, [r for r in live if r.serial not in lost])
         first = min([*coming, *([waiting] if waiting else [])], key=self._rank, default=None)
         name = f"request {best.request.key} lost its slot"
         assert first is not None and all(self._may_displace(first, seat.request) for seat in victims), (

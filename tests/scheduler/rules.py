@@ -27,7 +27,7 @@ RULES: tuple[str, ...] = (
     "what failed is not cached",  # unless others use it
     "no page more than a request can use",
     # ---- fake_worker.py: what a worker silently relies on
-    "admitted with its tokens and wishes",
+    "admitted with its tokens and adjustments",
     "a new server gets the tokens of the old one",  # it goes on behind them
     "the preempted come back with all their tokens",
     "cached pages hold the request's tokens",  # and were written by an earlier plan

@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from srt.managers.scheduler.core import Replica
+from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.effects import Effect, Frontend, HandshakeDone, Source, Worker
 from srt.managers.scheduler.effects import ToFrontend as SendToFrontend
 from srt.managers.scheduler.effects import ToWorkers as SendToWorkers
@@ -199,9 +199,9 @@ class Server:
         statistics["prefix hits"] += worker.num_prefix_hits
         statistics["preemptions"] += worker.num_readmissions
         statistics.update(worker.rules)
-        replica = self._scheduler._replica
-        if replica is not None:
-            values = replica.state()
+        core = self._scheduler._core
+        if core is not None:
+            values = core.state()
             statistics.update({name: int(values[name] or 0) for name in COUNTED if name in values})
 
     # ---- Messages in
@@ -269,10 +269,10 @@ class Server:
 
     def _check_idle(self) -> None:
         """What time alone brings, without a message."""
-        replica = self._scheduler._replica
-        if replica is None or self._is_mute:
+        core = self._scheduler._core
+        if core is None or self._is_mute:
             return
-        self._fairness.look_for_stale_load(replica, self._told_load)
+        self._fairness.look_for_stale_load(core, self._told_load)
         if not self.control.books.num_live and not self._num_in_flight:
             self._captures.check_idle(self._world.now, self._busy_at)
 
@@ -319,11 +319,11 @@ class Server:
         self._tick_by(self._world.now + (within or self._world.rng.choice((0.0, 0.0, 0.002))))
 
     def _look_for_preempted(self) -> None:
-        replica = self._scheduler._replica
-        if replica is not None and replica.counters.num_preempted != self._num_preempted:
-            self._num_preempted = replica.counters.num_preempted
+        core = self._scheduler._core
+        if core is not None and core.counters.num_preempted != self._num_preempted:
+            self._num_preempted = core.counters.num_preempted
             self._obligations.see_preemptions(self._requests())
-            self._room.sync(replica)
+            self._room.sync(core)
 
     def _requests(self) -> list[Request]:
         """All that the scheduler has, with those that ended and are not forgotten yet."""
@@ -339,54 +339,48 @@ class Server:
         if not self.is_alive or world.now < self._tick_at:
             return  # it was done earlier
         self._tick_at = math.inf
-        replica = self._scheduler._replica
-        if replica is None:
+        core = self._scheduler._core
+        if core is None:
             return
         is_checked = world.rng.random() * world.check_every < 1.0
-        before = self._fairness.before(replica, with_tree=is_checked)
+        before = self._fairness.before(core, with_tree=is_checked)
         world.statistics["rule: no plans in a pause"] += bool(self.control.paused_by and before.num_live)
         may_be_sent = [n for n in self._connected if self._next_batch[n] - self._last_ack[n] <= MAX_UNACKNOWLEDGED]
         must_capture = self._captures.is_missed and self._captures.may_begin(world.now)
-        glance = self._room.look(replica, self._requests)
+        glance = self._room.look(core, self._requests)
         effects = self._scheduler.tick(world.now)
         plans = [e.message for e in effects if isinstance(e, SendToWorkers) and isinstance(e.message, StepPlan)]
-        is_calm = self._room.judge(replica, glance, plans, self._requests)
+        is_calm = self._room.judge(core, glance, plans, self._requests)
         self._apply(effects)
         self._look_for_preempted()
-        self._check_waiting(replica, plans, is_calm=is_calm)
+        self._check_waiting(core, plans, is_calm=is_calm)
         self._captures.check_begun(must_begin=must_capture)
         self.control.ticked(_said(effects), self._num_in_flight, min(self._next_answer) > self._last_sent)
         self.control.check_drained(self._scheduler.is_drained, self._num_in_flight)
-        self._fairness.after(self._scheduler, replica, before, world.now)
-        for number in may_be_sent if replica.counters.num_steps % CHECK_EVERY == 1 else ():
-            self._fairness.check_sent(replica, number)
+        self._fairness.after(self._scheduler, core, before, world.now)
+        for number in may_be_sent if core.counters.num_steps % CHECK_EVERY == 1 else ():
+            self._fairness.check_sent(core, number)
         if is_checked:
             self._scheduler.check()
-            self._room.check_figures(replica)
-            self._fairness.check_load(replica, self._told_load, world.now)
-            self._worker.check_written([bytes(node.pages) for node in replica.memory.tree.nodes()])
-            self._fairness.check_all(self._scheduler, replica, may_be_sent, world.now)
+            self._room.check_figures(core)
+            self._fairness.check_load(core, self._told_load, world.now)
+            self._worker.check_written([bytes(node.pages) for node in core.memory.tree.nodes()])
+            self._fairness.check_all(self._scheduler, core, may_be_sent, world.now)
 
-    def _check_waiting(self, replica: Replica, plans: list[StepPlan], *, is_calm: bool) -> None:
+    def _check_waiting(self, core: SchedulerCore, plans: list[StepPlan], *, is_calm: bool) -> None:
         """Who waits behind a tick has to; and if no step is under way, nobody is there."""
-        planner = replica.planner
-        if (
-            not self.control.paused_by
-            and not self._num_in_flight
-            and (replica.stream.is_empty or not planner.has_trials)
-        ):
+        planner = core.planner
+        if not self.control.paused_by and not self._num_in_flight and (core.stream.is_empty or not planner.has_trials):
             self._world.statistics["rule: who is there is worked on"] += 1
-            assert not planner.num_waiting and not replica.slots.num_used, (
-                "nothing is under way, and requests are there"
-            )
-        if is_calm and planner.num_waiting and replica.slots.num_free:
+            assert not planner.num_waiting and not core.slots.num_used, "nothing is under way, and requests are there"
+        if is_calm and planner.num_waiting and core.slots.num_free:
             waiting = [request for request in self._requests() if request.status is Status.WAITING]
-            first = self._fairness.first_waiting(self._scheduler, replica)
+            first = self._fairness.first_waiting(self._scheduler, core)
             if first is None:
                 return
             examined = [first] if self._settings.policy != "lpm" else waiting  # before it, and they may stand aside
-            if not any(self._fairness.may_follow(replica, request) for request in examined):
-                self._room.check_waiting(replica, plans[-1], first, waiting)
+            if not any(self._fairness.may_follow(core, request) for request in examined):
+                self._room.check_waiting(core, plans[-1], first, waiting)
 
     # ---- Effects out
 
@@ -515,9 +509,9 @@ class Server:
                 world.at(world.now, partial(world.die_of_request, self))
 
     def _check_capture(self) -> None:
-        replica = self._scheduler._replica
-        assert replica is not None
-        state = replica.state()
+        core = self._scheduler._core
+        assert core is not None
+        state = core.state()
         is_there = not self.control.paused_by and (state["num_running"] or state["num_waiting"])
         self._captures.begin(self._world.now, is_busy=bool(self._num_in_flight or is_there))
 
@@ -549,8 +543,8 @@ class Server:
         elif isinstance(message, WorkDone):
             self._next_answer[rank] = message.step + 1
             if "num_left" in message.values:
-                replica = self._scheduler._replica
-                is_compiling = replica is not None and message.values["num_left"] == replica.stream.num_graphs_left
+                core = self._scheduler._core
+                is_compiling = core is not None and message.values["num_left"] == core.stream.num_graphs_left
                 self._captures.end(rank, self._world.now, is_compiling=is_compiling)
         if isinstance(message, StepResult) and message.counts.min(initial=0) < 0:
             self._hear_failure(rank, message)
@@ -582,14 +576,14 @@ class Server:
 
     def _hear_failure(self, rank: int, result: StepResult) -> None:
         """The model gave no finite logits for some rows."""
-        replica = self._scheduler._replica
-        assert replica is not None
-        started = replica.planner.started()
+        core = self._scheduler._core
+        assert core is not None
+        started = core.planner.started()
         self._apply(self._handle(Worker(rank), result))
         self._tick_soon(0.0)
         for request in started:
             if request.done is not None and request.done.status == 500:
-                self._fairness.check_distrusted(replica, request)
+                self._fairness.check_distrusted(core, request)
 
     def _of_rank(self, answer: StepResult | WorkDone, rank: int) -> StepResult | StepAck | WorkDone:
         if isinstance(answer, WorkDone):

@@ -62,7 +62,7 @@ class Step:
 
 
 @dataclass
-class Replica:
+class SchedulerCore:
     """One scheduler and its GPU, which begins a step when the one before has ended and its plan is there. Time is in µs."""
 
     gpu: Gpu
@@ -158,12 +158,12 @@ def kept_us(gpu: Gpu) -> float:
 
 @pytest.mark.parametrize("gpu", [Gpu(), Gpu(base=1_500.0, per_row=10.0), Gpu(per_token=100.0, per_pair=0.0)])
 def test_a_prompt_of_100_000_tokens_delays_none_of_32_streams_by_more_than_one_chunks_step(gpu: Gpu) -> None:
-    replica = Replica(gpu)
+    core = SchedulerCore(gpu)
     for rid in range(32):
-        replica.ask(rid, 200, 2_000)
-    replica.run(60)
-    replica.ask(99, LONG, 4)
-    steps = replica.run(1200)
+        core.ask(rid, 200, 2_000)
+    core.run(60)
+    core.ask(99, LONG, 4)
+    steps = core.run(1200)
     assert sum(step.num_prompt_tokens for step in steps) == LONG
     gaps = gaps_us(steps)
     assert len(gaps) >= 32
@@ -176,12 +176,12 @@ def test_a_prompt_of_100_000_tokens_delays_none_of_32_streams_by_more_than_one_c
 def test_streams_go_on_while_prompts_never_pause() -> None:
     """Each step has prompts to compute, from the first on: what decodes take alone is found out all the same."""
     gpu = Gpu()
-    replica = Replica(gpu)
+    core = SchedulerCore(gpu)
     steps: list[Step] = []
     for rid in range(0, 3000, 3):
         for more in range(3):
-            replica.ask(rid + more, 300, 40)
-        steps += replica.run(2)
+            core.ask(rid + more, 300, 40)
+        steps += core.run(2)
     late = [step for step in steps[200:] if step.rows]
     assert sum(1 for step in late if step.num_prompt_tokens == 0) < 0.1 * len(late), "prompts are seldom left out"
     assert max(len(step.rows) for step in late) > 32
@@ -192,35 +192,38 @@ def test_streams_go_on_while_prompts_never_pause() -> None:
 def test_before_anything_is_known_a_prompt_takes_little() -> None:
     """The first stream of a server's life meets its first long prompt."""
     gpu = Gpu(per_token=2_000.0)
-    replica = Replica(gpu)
-    replica.ask(1, 20, 500)
-    replica.run(1)
-    replica.ask(99, LONG, 4)
-    for step in replica.run(200):
+    core = SchedulerCore(gpu)
+    core.ask(1, 20, 500)
+    core.run(1)
+    core.ask(99, LONG, 4)
+    for step in core.run(200):
         assert step.prompts_us <= step.decodes_us + STALL_US + kept_us(gpu)
 
 
 def test_prompts_use_the_time_that_they_may_take() -> None:
     gpu = Gpu()
-    replica = Replica(gpu)
+    core = SchedulerCore(gpu)
     for rid in range(32):
-        replica.ask(rid, 200, 2_000)
-    replica.run(60)
-    replica.ask(99, LONG, 4)
-    mixed = [step for step in replica.run(200) if step.num_prompt_tokens]
+        core.ask(rid, 200, 2_000)
+    core.run(60)
+    core.ask(99, LONG, 4)
+    mixed = [step for step in core.run(200) if step.num_prompt_tokens]
     used = sum(step.prompts_us for step in mixed[8:])
     assert used >= 0.85 * sum(step.decodes_us + STALL_US for step in mixed[8:])
 
 
 def test_a_batch_that_nobody_watches_is_computed_in_as_few_steps_as_its_prompts_fill() -> None:
     """Small chunks beside decodes would keep the last ones waiting, for nobody's sake."""
-    watched, unwatched = Replica(Gpu(), num_slots=128, chunk=8192), Replica(Gpu(), num_slots=128, chunk=8192)
+    watched, unwatched = (
+        SchedulerCore(Gpu(), num_slots=128, chunk=8192),
+        SchedulerCore(Gpu(), num_slots=128, chunk=8192),
+    )
     lengths = np.random.default_rng(0).integers(100, 1025, 128).tolist()
-    for replica in (watched, unwatched):
+    for core in (watched, unwatched):
         for rid, length in enumerate(lengths):
-            replica.ask(rid, length, 100, stream=replica is watched)
+            core.ask(rid, length, 100, stream=core is watched)
     num_steps = {}
-    for replica in (watched, unwatched):
-        num_steps[replica is watched] = sum(1 for step in replica.run(10_000) if step.num_prompt_tokens)
+    for core in (watched, unwatched):
+        num_steps[core is watched] = sum(1 for step in core.run(10_000) if step.num_prompt_tokens)
     assert num_steps[False] == -(-sum(lengths) // 8192)
     assert num_steps[True] > 2 * num_steps[False]

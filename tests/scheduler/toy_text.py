@@ -75,10 +75,10 @@ class ToyTokenizer:
         """Of words."""
         return "".join([WORDS[token_id % len(WORDS)] for token_id in ids]).replace("▁", " ").removeprefix(" ")
 
-    def stream(self, prompt_ids: Sequence[int], wish: Wish) -> TextStream:
-        if wish.is_of_words:
+    def stream(self, prompt_ids: Sequence[int], text_request: TextRequest) -> TextStream:
+        if text_request.is_of_words:
             return WindowStream(self, prompt_ids, True, frozenset())
-        bytes_of, texts = self._tables[wish.params.skip_special_tokens]
+        bytes_of, texts = self._tables[text_request.params.skip_special_tokens]
         unfinished = self._tables[False][0].unfinished(prompt_ids)
         return CompletingStream(bytes_of, texts, unfinished) if unfinished else ByteLevelStream(bytes_of, texts)
 
@@ -89,7 +89,7 @@ def toy_tokenizer() -> ToyTokenizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TextRequest:
     """What a client asks of the text of a request."""
 
     params: SamplingParams
@@ -105,25 +105,25 @@ class Wish:
 class ToyAnswer:
     """The text of a choice of which all ids are known."""
 
-    __slots__ = ("_before", "_ends", "_parts", "_text", "_wish", "begin", "stop", "stop_tokens", "text_to_stop")
+    __slots__ = ("_before", "_ends", "_parts", "_text", "_text_request", "begin", "stop", "stop_tokens", "text_to_stop")
 
-    def __init__(self, choice: Choice, wish: Wish) -> None:
-        self._wish = wish
-        silent = () if wish.params.no_stop_trim else choice.request.sampling.stop_ids.tolist()
-        table = _table(wish.is_of_words, wish.params.skip_special_tokens)
+    def __init__(self, choice: Choice, text_request: TextRequest) -> None:
+        self._text_request = text_request
+        silent = () if text_request.params.no_stop_trim else choice.request.sampling.stop_ids.tolist()
+        table = _table(text_request.is_of_words, text_request.params.skip_special_tokens)
         if silent:
             table = table.copy()
             for token_id in silent:
                 table[token_id] = b""
         self._parts = [table[token_id] for token_id in choice.answer.ids]
-        self._before = b"" if wish.is_of_words else _unfinished(choice.request.prompt_ids[-4:].tolist())
+        self._before = b"" if text_request.is_of_words else _unfinished(choice.request.prompt_ids[-4:].tolist())
         self._ends: list[int] = []  # of the text that is certain with so many tokens
         self._text = ""
         self.begin = 0  # of the text in which stops count
         self.stop: str | None = None
         self.stop_tokens = -1  # with so many of the tokens it is complete
         self.text_to_stop = ""
-        if wish.has_stops:
+        if text_request.has_stops:
             self._find_stop(len(choice.answer.ids))
 
     @property
@@ -155,11 +155,11 @@ class ToyAnswer:
     def shown(self, num_tokens: int) -> str | None:
         """What may be seen of so many tokens, while others may follow; None where an expression may hold back more or less."""
         end = self._end(num_tokens)
-        if self._wish.params.stop_regex:
+        if self._text_request.params.stop_regex:
             return None
         text, longest = self.text[self.begin : end], 0
-        if num_tokens > self._wish.params.min_new_tokens:
-            for stop in self._wish.params.stop:
+        if num_tokens > self._text_request.params.min_new_tokens:
+            for stop in self._text_request.params.stop:
                 sizes = range(1, min(len(stop), len(text) + 1))
                 longest = max([longest, *(size for size in sizes if text.endswith(stop[:size]))])
         return self.text[: end - longest]
@@ -167,10 +167,10 @@ class ToyAnswer:
     def whole(self, num_tokens: int) -> tuple[str, str | None]:
         """Of so many tokens behind which there are no more; and the stop that was found with the end of the text."""
         text = self.text if num_tokens == len(self._parts) else self._decode(num_tokens)
-        if len(text) > self._end(num_tokens) and num_tokens >= self._wish.params.min_new_tokens:
+        if len(text) > self._end(num_tokens) and num_tokens >= self._text_request.params.min_new_tokens:
             found = self._stop_at(text, len(text))  # by the character that was broken off
             if found is not None:
-                return text if self._wish.params.no_stop_trim else text[: found[0]], found[1]
+                return text if self._text_request.params.no_stop_trim else text[: found[0]], found[1]
         return text, None
 
     def _decode(self, num_tokens: int) -> str:
@@ -178,41 +178,41 @@ class ToyAnswer:
         return text.removeprefix(BROKEN) if self._before else text  # what the prompt broke off is not the answer's
 
     def _find_stop(self, num_ids: int) -> None:
-        self.begin = self._end(min(self._wish.params.min_new_tokens, num_ids))
-        for num_tokens in range(self._wish.params.min_new_tokens + 1, num_ids + 1):
+        self.begin = self._end(min(self._text_request.params.min_new_tokens, num_ids))
+        for num_tokens in range(self._text_request.params.min_new_tokens + 1, num_ids + 1):
             for end in range(self._end(num_tokens - 1) + 1, self._end(num_tokens) + 1):
                 found = self._stop_at(self.text, end)
                 if found is not None:
                     start, self.stop = found
                     self.stop_tokens = num_tokens
-                    self.text_to_stop = self.text[: end if self._wish.params.no_stop_trim else start]
+                    self.text_to_stop = self.text[: end if self._text_request.params.no_stop_trim else start]
                     return
 
     def _stop_at(self, text: str, end: int) -> tuple[int, str] | None:
         """Of the stops that are complete at this end of the text: where the longest begins."""
         found: list[tuple[int, str]] = []
-        for stop in self._wish.params.stop:
+        for stop in self._text_request.params.stop:
             if text[self.begin : end].endswith(stop):
                 found.append((end - len(stop), stop))
-        for stop in self._wish.params.stop_regex:
+        for stop in self._text_request.params.stop_regex:
             match = _expression(stop).search(text, self.begin, end)
             if match is not None:
                 found.append((match.start(), stop))
         return min(found, key=lambda one: one[0], default=None)
 
 
-def draw_wish(rng: random.Random, choices: list[Choice], stop_share: float) -> Wish:
+def draw_text_request(rng: random.Random, choices: list[Choice], stop_share: float) -> TextRequest:
     """Stops are mostly pieces of what the first choice says."""
     sampling = choices[0].request.sampling
     plain = SamplingParams(max_new_tokens=sampling.max_new_tokens, min_new_tokens=sampling.min_new_tokens)
     if rng.random() >= 0.6:
-        return PLAIN if not sampling.min_new_tokens else Wish(plain)
+        return PLAIN if not sampling.min_new_tokens else TextRequest(plain)
     is_of_words = rng.random() < 0.1
     wants_prompt_ids = rng.random() < 0.2
     wants_tokens = sampling.max_new_tokens > 1 or rng.random() < 0.5
     stops, expressions = list[str](), list[str]()
     if rng.random() < stop_share:
-        text = ToyAnswer(choices[0], Wish(plain, is_of_words)).text
+        text = ToyAnswer(choices[0], TextRequest(plain, is_of_words)).text
         for _ in range(rng.choice((1, 1, 2, 4))):
             first = rng.randrange(len(text) + 1)
             stops.append(text[first : first + rng.choice((1, 2, 3, 5))] or "never")
@@ -226,10 +226,10 @@ def draw_wish(rng: random.Random, choices: list[Choice], stop_share: float) -> W
         no_stop_trim=rng.random() < 0.3,
         skip_special_tokens=rng.random() < 0.5,
     )
-    return Wish(params, is_of_words, wants_tokens, wants_prompt_ids)
+    return TextRequest(params, is_of_words, wants_tokens, wants_prompt_ids)
 
 
-PLAIN = Wish(SamplingParams())
+PLAIN = TextRequest(SamplingParams())
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from srt.kernels.build.cuda_source import checked, compile_source, cuda, machine_code
-from srt.kernels.build.precompile import is_rehearsed
+from srt.kernels.build.precompile import is_precompiled
 from srt.kernels.build.shared_memory import SHARED_BYTES
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def launch(
     is_dependent: bool = False,
 ) -> None:
     """Pass maps, then the arguments. A dependent kernel may begin before the one before it has ended."""
-    if is_rehearsed(variant, lambda: machine_code(variant.source, variant.constants, ARCHITECTURE)):
+    if is_precompiled(variant, lambda: machine_code(variant.source, variant.constants, ARCHITECTURE)):
         return
     driver, _ = cuda()
     values = [_value(argument) for argument in arguments]

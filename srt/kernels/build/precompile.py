@@ -25,7 +25,7 @@ _UNWRITTEN: Final = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 
 
 class Compilers:
-    """Threads that compile, each kernel once, into the caches on the disk. They go on when a rehearsal has ended."""
+    """Threads that compile, each kernel once, into the caches on the disk. They go on when a precompiling has ended."""
 
     def __init__(self, num_threads: int, begin: Event | None = None) -> None:
         """Which they begin with at once, or when they are told so."""
@@ -82,14 +82,14 @@ class Compilers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """Stands among Triton's caches for a kernel while rehearsals go on."""
+    """Stands among Triton's caches for a kernel while precompiling go on."""
 
     future: Future[Any]
     finish: Callable[[Any], None]  # puts the kernel there
 
 
 @contextmanager
-def rehearsal(compilers: Compilers) -> Iterator[None]:
+def precompiling(compilers: Compilers) -> Iterator[None]:
     """Inside, no kernel of ours is launched: it is compiled meanwhile.
 
     PyTorch and the libraries work as ever, on what ours would have written. Indices among that have to exist: memory from torch.empty
@@ -116,13 +116,13 @@ def rehearsal(compilers: Compilers) -> Iterator[None]:
             _forget_pending(kernels)
 
 
-def is_rehearsing() -> bool:
+def is_precompiling() -> bool:
     """Whether kernels are compiled at present, and not launched."""
     return _compilers.get() is not None
 
 
-def is_rehearsed(kernel: Hashable, compile_it: Callable[[], object]) -> bool:
-    """Whether this is a rehearsal, where kernels that are not Triton's are compiled and not launched either."""
+def is_precompiled(kernel: Hashable, compile_it: Callable[[], object]) -> bool:
+    """Whether this is a precompiling, where kernels that are not Triton's are compiled and not launched either."""
     compilers = _compilers.get()
     if compilers is not None:
         compilers.compile(kernel, compile_it)
@@ -158,7 +158,7 @@ def _conclude(futures: dict[Hashable, Future[Any]], pending: list[_Pending], are
     pending.clear()
 
 
-_compilers: ContextVar[Compilers | None] = ContextVar("rehearsal", default=None)
+_compilers: ContextVar[Compilers | None] = ContextVar("precompiling", default=None)
 
 
 def _compile_with_launcher(compile_it: Callable[[], Any]) -> Any:

@@ -31,7 +31,7 @@ from srt.kernels.build.hopper import (
     tensor_map,
     with_alignment,
 )
-from srt.kernels.build.precompile import is_rehearsed
+from srt.kernels.build.precompile import is_precompiled
 from srt.kernels.build.shared_memory import SHARED_BYTES
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class ResidentLayers:
         variant = _variant_of(layers, kv_pool, tables.page_size, device, rows)
         if variant is None:
             return None
-        is_compiled_elsewhere = is_rehearsed(
+        is_compiled_elsewhere = is_precompiled(
             variant, lambda: machine_code(variant.source, variant.constants, ARCHITECTURE)
         )
         if not is_compiled_elsewhere and not _runs_at_once(variant, device):

@@ -37,7 +37,7 @@ _STORE_BLOCK: Final = 256
 )
 def gather_decode_kernel(
     row_slots_ptr: tl.tensor,
-    page_words_ptr: tl.tensor,  # [RING, rows] int64, in memory of the host, as a PageBoard has it
+    page_words_ptr: tl.tensor,  # [RING, rows] int64, in memory of the host, as a PageMailbox has it
     last_ptr: tl.tensor,  # [1] int64: the number of the last store; this step ends with the next
     page_table_ptr: tl.tensor,
     token_table_ptr: tl.tensor,
@@ -162,7 +162,7 @@ def gather_decode(
     """`out`: input ids, positions, locations and lengths after the step; `row_draws`: how the rows draw.
 
     Slots are distinct but for the dummy. A new page begins at its row's next position. `page_words`, in page-locked memory of the
-    host, with so many bits for a page and a number, are a PageBoard's, and `last_store` is its DrawStore's.
+    host, with so many bits for a page and a number, are a PageMailbox's, and `last_store` is its DrawStore's.
     """
     num_rows = len(row_slots)
     gather_decode_kernel[(triton.cdiv(num_rows, _BLOCK),)](

@@ -15,7 +15,7 @@ import triton.language as tl
 from srt.kernels.build.jit import IS_INTERPRETED, jit, kernel
 
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Penalties, limits, bias ids, bias values and stop ids by slot: WishTables of `srt.mem_cache.memory_pool`."""
+"""Penalties, limits, bias ids, bias values and stop ids by slot: AdjustmentTables of `srt.mem_cache.memory_pool`."""
 MOST_ROWS: Final = 256  # that the scratch has room for; more are served in turns
 BLOCK: Final = 256  # tokens at a time
 _PARTS: Final = 8  # programs that share a row's tokens
@@ -165,13 +165,13 @@ def bias_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class WishKernels:
+class AdjustmentKernels:
     """Launches depend on the number of rows alone, so that a graph can hold them."""
 
     counts: torch.Tensor  # [rows, columns] int32: zero between two uses
 
     @classmethod
-    def take(cls, num_slots: int, num_columns: int, device: torch.device) -> WishKernels:
+    def take(cls, num_slots: int, num_columns: int, device: torch.device) -> AdjustmentKernels:
         return cls(torch.zeros((min(num_slots, MOST_ROWS), num_columns), dtype=torch.int32, device=device))
 
     def __call__(
@@ -180,18 +180,18 @@ class WishKernels:
         slots: torch.Tensor,
         positions: torch.Tensor,
         token_table: torch.Tensor,
-        wishes: Tables,
+        adjustments: Tables,
         shard_start: int,
     ) -> None:
         """Change `logits` [R, columns] float32, the token ids from `shard_start` on, to what the rows' slots ask for."""
         num_columns = logits.shape[1]
         assert logits.dtype is torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
         assert self.counts.shape[1] == num_columns, (self.counts.shape, num_columns)
-        _, limits, bias_ids, bias_values, stop_ids = wishes
+        _, limits, bias_ids, bias_values, stop_ids = adjustments
         most = len(self.counts)
         for begin in range(0, len(logits), most):
             rows = slice(begin, begin + most)
-            self._penalise(logits[rows], slots[rows], positions[rows], token_table, wishes, shard_start)
+            self._penalise(logits[rows], slots[rows], positions[rows], token_table, adjustments, shard_start)
         if len(logits):
             bias_kernel[(len(logits),)](
                 logits, slots, positions, limits, bias_ids, bias_values, stop_ids,
@@ -205,10 +205,10 @@ class WishKernels:
         slots: torch.Tensor,
         positions: torch.Tensor,
         token_table: torch.Tensor,
-        wishes: Tables,
+        adjustments: Tables,
         shard_start: int,
     ) -> None:
-        penalties, limits, *_ = wishes
+        penalties, limits, *_ = adjustments
         sizes = (logits.shape[1], shard_start, token_table.stride(0))
         grid = (_PARTS, len(logits))
         count_tokens_kernel[grid](slots, positions, penalties, limits, token_table, self.counts, *sizes, BLOCK=BLOCK)

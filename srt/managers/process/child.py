@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from srt.managers.process.child_process import CHILD_FD, HTTP_FD, PARENT_PID
 from srt.managers.process.heartbeats import BEAT_S as HEARTBEAT_S
-from srt.managers.process.heartbeats import VitalsWriter
+from srt.managers.process.heartbeats import HeartbeatWriter
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.tracer import Tracer
 from srt.protocol.link_errors import LinkBroken, PeerGone
@@ -127,7 +127,7 @@ class Child:
         threading.Thread(target=self._beat, args=(progress_age_s, is_overdue), name="heartbeat", daemon=True).start()
 
     def _beat(self, progress_age_s: Callable[[], float], is_overdue: Callable[[], bool]) -> None:
-        vitals = VitalsWriter(self.start.run_dir, self.name)
+        heartbeat = HeartbeatWriter(self.start.run_dir, self.name)
         gc_freezes = self.control.gc_freezes
         awake = AwakeTime(time.monotonic())
         while True:
@@ -135,7 +135,7 @@ class Child:
             age_s = min(
                 progress_age_s(), awake.seconds(now_s)
             )  # nobody makes progress while the whole process is stopped
-            vitals.beat(now_s, age_s, is_overdue())
+            heartbeat.beat(now_s, age_s, is_overdue())
             try:
                 self.send(Heartbeat(age_s))
             except SupervisorGone:

@@ -16,11 +16,11 @@ from srt.utils.shared_numbers import NumberFiles, SharedNumbers
 BEAT_S = 1.0
 SILENT_S = 5.0  # signs come every second, from a thread that nothing keeps busy
 STUCK_S = 10.0  # of processes whose work comes in small pieces
-_PREFIX = "vitals-"
+_PREFIX = "heartbeat-"
 _NAMES = ("pid", "beat_s", "age_s", "is_overdue", "num_replaced")
 
 
-class VitalsWriter:
+class HeartbeatWriter:
     """Of one process, named like `worker 0`. Without a folder that can be written to, nobody sees it."""
 
     def __init__(self, run_dir: str | Path, process: str) -> None:
@@ -39,7 +39,7 @@ class VitalsWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class Vital:
+class ProcessStatus:
     process: str
     pid: int
     silent_s: float  # since it last gave a sign
@@ -59,7 +59,7 @@ class Vital:
         return None
 
 
-class VitalsReader:
+class HeartbeatReader:
     """Of all processes of a server."""
 
     def __init__(self, run_dir: str | Path, worker_stuck_s: float) -> None:
@@ -67,10 +67,10 @@ class VitalsReader:
         self._files = NumberFiles(Path(run_dir), _PREFIX)
         self._worker_stuck_s = worker_stuck_s
 
-    def read(self, now_s: float) -> list[Vital]:
+    def read(self, now_s: float) -> list[ProcessStatus]:
         """Those who have given a sign at all."""
         return [
-            Vital(
+            ProcessStatus(
                 name.replace("-", " "),
                 int(values["pid"]),
                 max(0.0, now_s - values["beat_s"]),
@@ -82,34 +82,34 @@ class VitalsReader:
             if values["beat_s"] > 0
         ]
 
-    def trouble(self, vitals: list[Vital], frontend: str, expected: Sequence[str] = ()) -> str | None:
+    def trouble(self, statuses: list[ProcessStatus], frontend: str, expected: Sequence[str] = ()) -> str | None:
         """Why requests of this frontend cannot be served now; None if nothing speaks against it. Other frontends do not matter.
         Of those that are `expected` there must be a sign at all."""
-        seen = {vital.process for vital in vitals}
+        seen = {status.process for status in statuses}
         for process in expected:
             if process not in seen:
                 return f"{process.capitalize()} has left no sign of life."
-        for vital in vitals:
-            role = vital.process.partition(" ")[0]
-            if role != "frontend" or vital.process == frontend:
-                found = self.trouble_of(vital)
+        for status in statuses:
+            role = status.process.partition(" ")[0]
+            if role != "frontend" or status.process == frontend:
+                found = self.trouble_of(status)
                 if found is not None:
                     return found
         return None
 
-    def trouble_of(self, vital: Vital) -> str | None:
+    def trouble_of(self, status: ProcessStatus) -> str | None:
         """Why this process cannot be relied upon now."""
-        return vital.trouble(self._worker_stuck_s if vital.process.startswith("worker") else STUCK_S)
+        return status.trouble(self._worker_stuck_s if status.process.startswith("worker") else STUCK_S)
 
 
-def as_json(vitals: list[Vital]) -> dict[str, Any]:
+def as_json(statuses: list[ProcessStatus]) -> dict[str, Any]:
     return {
-        vital.process: {
-            "pid": vital.pid,
-            "silent_s": round(vital.silent_s, 3),
-            "progress_age_s": round(vital.age_s, 3),
+        status.process: {
+            "pid": status.pid,
+            "silent_s": round(status.silent_s, 3),
+            "progress_age_s": round(status.age_s, 3),
         }
-        for vital in vitals
+        for status in statuses
     }
 
 

@@ -27,7 +27,7 @@ from srt.server_args import ServerArgs
 FLOAT32_CODE: Final = CODES[FLOAT32]
 
 
-class Replica:
+class SchedulerCore:
     """The parts, built from what all ranks agree on; and the answers to questions about their limits and their state."""
 
     def __init__(self, args: ServerArgs, hello: WorkerHello) -> None:
@@ -171,7 +171,7 @@ def _what_is_broken(message: RequestView, requests: list[Request]) -> str | None
 
 
 def _can_workers_decode(request: Request) -> bool:
-    """A part of an id in what they are sent unseen would be the end of the replica."""
+    """A part of an id in what they are sent unseen would be the end of the core."""
     sampling = request.sampling
     values = sampling.bias_values
     biases: bytes = sampling.bias_ids

@@ -10,7 +10,7 @@ SHARE = 8  # an eighth of those that wait is gone when a client comes again
 MOST_S = 60
 
 
-class Pace:
+class EndRate:
     """The times of the last ends."""
 
     def __init__(self) -> None:

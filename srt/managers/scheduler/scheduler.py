@@ -1,4 +1,4 @@
-"""The scheduler of one replica, as a state machine: messages in, effects out. No clock, no sockets, no randomness.
+"""The scheduler of one core, as a state machine: messages in, effects out. No clock, no sockets, no randomness.
 
     effects = scheduler.handle(source, message, now)      for every message that has arrived
     effects = scheduler.tick(now)                         when there are no more: plans the next steps, sends what is due
@@ -15,12 +15,12 @@ from typing import assert_never
 import numpy as np
 
 from srt.managers.scheduler.clients import Client, Labels
-from srt.managers.scheduler.core import Replica
+from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.deadlines import Deadlines
 from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers
 from srt.managers.scheduler.request import Request, Status, expand, id_at
 from srt.managers.scheduler.results import is_stop
-from srt.managers.scheduler.retry_after import Pace
+from srt.managers.scheduler.retry_after import EndRate
 from srt.managers.scheduler.worker_stream import BrokenReplica, Handshake, Inspection
 from srt.protocol.messages import (
     Abort,
@@ -72,13 +72,13 @@ _FROM_WORKER = (WorkerHello, StepResult, StepAck, WorkDone, WorkerFault)
 
 
 class Scheduler:
-    """All decisions about all requests of a replica."""
+    """All decisions about all requests of a core."""
 
     def __init__(self, args: ServerArgs, protocol_hash: str) -> None:
         self._args = args
         self._protocol_hash = protocol_hash
         self._handshake = Handshake(args.tp_size, protocol_hash)
-        self._replica: Replica | None = None
+        self._core: SchedulerCore | None = None
         self._clients: dict[int, Client] = {}
         self._labels = Labels()
         self._early: list[tuple[int, FromFrontendView]] = []  # came before the workers were ready
@@ -87,7 +87,7 @@ class Scheduler:
         self._is_draining = False
         self._paused_by: set[int] = set()  # frontends: a pause ends with the one that asked for it
         self._now = 0.0
-        self._pace = Pace()
+        self._end_rate = EndRate()
         self._asked_to_pause: list[tuple[Client, int]] = []  # with the call, until no step is in flight
         self._asked_deep: list[tuple[Client, int]] = []  # with the call
         self._last_load: tuple[float, Load] | None = None
@@ -99,38 +99,38 @@ class Scheduler:
 
     @property
     def is_ready(self) -> bool:
-        return self._replica is not None
+        return self._core is not None
 
     @property
     def is_drained(self) -> bool:
         """Nothing waits or runs, no step is out, and all that frontends are owed was sent."""
-        if self._replica is None:
+        if self._core is None:
             return not self._early
-        return self._replica.is_idle and all(client.outbox.is_sent for client in self._clients.values())
+        return self._core.is_idle and all(client.outbox.is_sent for client in self._clients.values())
 
     @property
     def next_tick_s(self) -> float | None:
         """When `tick` has something to do though no message has come; None: not before one comes."""
-        if self._replica is None:
+        if self._core is None:
             return None
         times: list[float | None] = []
         if self._deadlines.are_set:
-            times.append(self._deadlines.next_s(self._replica.planner.started()))
-        if self._replica.stream.can_capture and self._has_nothing_to_do(self._replica):
+            times.append(self._deadlines.next_s(self._core.planner.started()))
+        if self._core.stream.can_capture and self._has_nothing_to_do(self._core):
             times.append(self._capture_from_s)
         if self._last_load is not None and self._clients:
             told_at, told = self._last_load
-            times.append(None if told == self._replica.load() else told_at + LOAD_INTERVAL_S)
+            times.append(None if told == self._core.load() else told_at + LOAD_INTERVAL_S)
         return min((at for at in times if at is not None), default=None)
 
     def counters(self) -> dict[str, Scalar] | None:
         """All that is counted; None before the workers are ready."""
-        return None if self._replica is None else self._replica.state()
+        return None if self._core is None else self._core.state()
 
     def request_in(self, slot: int) -> Request:
         """Who runs in a slot that the latest plan has used."""
-        assert self._replica is not None, "there are no slots yet"
-        return self._replica.planner.request_in(slot)
+        assert self._core is not None, "there are no slots yet"
+        return self._core.planner.request_in(slot)
 
     def handle(self, source: Source, message: Message | RequestView, now: float) -> list[Effect]:
         """Take in one message. Its consequences are sent at once where it asks for an answer, else by the next `tick`."""
@@ -154,14 +154,14 @@ class Scheduler:
         `watch` is shown each plan while `request_in` still says who is in it.
         """
         self._now = now
-        if self._replica is None:
+        if self._core is None:
             return []
-        effects = self._refuse_unknown_ids(self._replica)
+        effects = self._refuse_unknown_ids(self._core)
         if self._deadlines.are_set:
-            self._end_overdue(self._replica, now)
-        effects += self._plan(self._replica, now, watch)
-        effects += self._send_batches(self._replica)
-        effects += self._tell_load(self._replica, now)
+            self._end_overdue(self._core, now)
+        effects += self._plan(self._core, now, watch)
+        effects += self._send_batches(self._core)
+        effects += self._tell_load(self._core, now)
         return effects
 
     def frontend_gone(self, number: int) -> None:
@@ -175,12 +175,12 @@ class Scheduler:
 
     def last_words(self) -> list[Effect]:
         """The engine ends before its time: what frontends are owed, and whose rows the workers were at."""
-        replica = self._replica
-        if replica is None:
+        core = self._core
+        if core is None:
             return []
-        incarnations = replica.stream.incarnations_in_flight()
-        suspects = replica.planner.in_flight(incarnations)
-        effects = self._send_batches(replica, is_last=True)
+        incarnations = core.stream.incarnations_in_flight()
+        suspects = core.planner.in_flight(incarnations)
+        effects = self._send_batches(core, is_last=True)
         for number in self._clients:
             own = [request for request in suspects if request.frontend == number]
             rids = np.array([request.rid for request in own], np.int64)
@@ -200,21 +200,21 @@ class Scheduler:
     def break_off(self) -> list[Effect]:
         """Abort everything at once, and tell all frontends all ends, however many batches they have not acknowledged."""
         self.abort_all()
-        return [] if self._replica is None else self._send_batches(self._replica, is_last=True)
+        return [] if self._core is None else self._send_batches(self._core, is_last=True)
 
     def check(self) -> None:
         """AssertionError if anything that this object holds contradicts itself."""
-        replica = self._replica
-        if replica is None:
+        core = self._core
+        if core is None:
             return
-        replica.planner.check()
+        core.planner.check()
         requests = [request for client in self._clients.values() for request in client.all_requests()]
         waiting = [request for request in requests if request.status is Status.WAITING]
         running = [request for request in requests if request.status is Status.RUNNING]
-        assert len(waiting) == replica.planner.num_waiting, (
-            f"{len(waiting)} wait, planner counts {replica.planner.num_waiting}"
+        assert len(waiting) == core.planner.num_waiting, (
+            f"{len(waiting)} wait, planner counts {core.planner.num_waiting}"
         )
-        assert sorted(r.slot for r in running) == replica.slots.used_slots(), (
+        assert sorted(r.slot for r in running) == core.slots.used_slots(), (
             "a slot is used for a request that is forgotten"
         )
 
@@ -226,11 +226,11 @@ class Scheduler:
         client = self._clients.get(number)
         if client is None:
             return [ToFrontend(number, Rejected("The first message must be FrontendHello."))]
-        if self._replica is None:
+        if self._core is None:
             self._early.append((number, message))
             return []
         if isinstance(message, RequestView):
-            return self._accept(self._replica, client, message, now)
+            return self._accept(self._core, client, message, now)
         match message:
             case Abort(rid, choice):
                 self._abort_live([r for r in client.choices(rid) if choice in (-1, r.choice)])
@@ -245,17 +245,17 @@ class Scheduler:
                     client.forget(request)
                 return []
             case AskRange():
-                return self._send_again(self._replica, client, message)
+                return self._send_again(self._core, client, message)
             case FlushCache(call):
-                return [ToFrontend(number, self._replica.flush(call, is_paused=bool(self._paused_by)))]
+                return [ToFrontend(number, self._core.flush(call, is_paused=bool(self._paused_by)))]
             case PauseGeneration(call, mode):
-                return self._pause(self._replica, client, call, mode)
+                return self._pause(self._core, client, call, mode)
             case ContinueGeneration(call):
                 self._paused_by.clear()
                 return [ToFrontend(number, ControlReply(call, True, "", {}))]
             case GetState(call, deep):
                 if not deep:
-                    return [ToFrontend(number, self._state(self._replica, call, []))]
+                    return [ToFrontend(number, self._state(self._core, call, []))]
                 self._asked_deep.append((client, call))
                 return []
             case _:
@@ -277,60 +277,60 @@ class Scheduler:
         self.frontend_gone(number)
         self._clients[number] = Client(number)
         self._last_load = None  # what this one is told now the others are told with the next tick
-        return [] if self._replica is None else self._replica.greeting(number)
+        return [] if self._core is None else self._core.greeting(number)
 
-    def _accept(self, replica: Replica, client: Client, message: RequestView, now: float) -> list[Effect]:
+    def _accept(self, core: SchedulerCore, client: Client, message: RequestView, now: float) -> list[Effect]:
         if client.knows(message.rid):
             return [ToFrontend(client.number, Rejected(f"Request {message.rid} is here already."))]
         requests = expand(client.number, message, self._next_serial, now)
-        refusal = self._reason_to_refuse(replica, message, requests)
+        refusal = self._reason_to_refuse(core, message, requests)
         if refusal is not None:
-            replica.counters.num_refused += 1
-            retry_after_s = self._retry_after_s(replica) if refusal[0] == 429 else 0
+            core.counters.num_refused += 1
+            retry_after_s = self._retry_after_s(core) if refusal[0] == 429 else 0
             return [ToFrontend(client.number, Refused(message.rid, *refusal, retry_after_s))]
         self._next_serial += len(requests)
         client.enter(requests)
         self._labels.enter(requests)
         self._arrived += requests
         for request in requests:
-            replica.planner.add(request)
+            core.planner.add(request)
             self._deadlines.add(request)
             if request.outputs:
                 self._end_if_complete(request)
         return []
 
     def _reason_to_refuse(
-        self, replica: Replica, message: RequestView, requests: list[Request]
+        self, core: SchedulerCore, message: RequestView, requests: list[Request]
     ) -> tuple[int, str] | None:
         """Status and sentence, or None: welcome."""
         if self._is_draining and not message.resumed:
             return 503, "The server is shutting down."
         if self._labels.is_taken(message.label) and not message.resumed:
             return 400, f"A request with the id {message.label!r} is being processed already."
-        return replica.reason_to_refuse(message, requests)
+        return core.reason_to_refuse(message, requests)
 
-    def _refuse_unknown_ids(self, replica: Replica) -> list[Effect]:
+    def _refuse_unknown_ids(self, core: SchedulerCore) -> list[Effect]:
         """Of those that have arrived since the last tick: looked at one by one only if there is any such id."""
         arrived, self._arrived = self._arrived, []
-        if not arrived or replica.reason_to_refuse_ids(b"".join([request.id_bytes for request in arrived])) is None:
+        if not arrived or core.reason_to_refuse_ids(b"".join([request.id_bytes for request in arrived])) is None:
             return []
         effects: list[Effect] = []
         for request in arrived:
-            reason = replica.reason_to_refuse_ids(request.id_bytes)
+            reason = core.reason_to_refuse_ids(request.id_bytes)
             client = self._clients.get(request.frontend)
             # Ended: aborted meanwhile, which is told as that, or refused with another choice.
             if reason is None or client is None or request.status is Status.ENDED:
                 continue
             effects.append(ToFrontend(client.number, Refused(request.rid, 400, reason)))
-            replica.counters.num_refused += 1
+            core.counters.num_refused += 1
             for choice in client.choices(request.rid):
                 if choice.status is not Status.ENDED:
                     self._end(choice, "error", tell=False)
                     client.forget(choice)
         return effects
 
-    def _retry_after_s(self, replica: Replica) -> int:
-        return self._pace.retry_after_s(replica.planner.num_waiting, self._now)
+    def _retry_after_s(self, core: SchedulerCore) -> int:
+        return self._end_rate.retry_after_s(core.planner.num_waiting, self._now)
 
     def _end_if_complete(self, request: Request) -> None:
         """A resumed request may have all its tokens already: only the word that it ended was lost."""
@@ -340,7 +340,7 @@ class Scheduler:
         elif count >= request.max_new:
             self._end(request, "length")
 
-    def _send_again(self, replica: Replica, client: Client, ask: AskRange) -> list[Effect]:
+    def _send_again(self, core: SchedulerCore, client: Client, ask: AskRange) -> list[Effect]:
         request = client.find(ask.rid, ask.choice)
         if request is None:
             return []  # it was aborted, or its end acknowledged, as the question travelled
@@ -349,7 +349,7 @@ class Scheduler:
         if request.has_unsent_logs:
             client.outbox.add_logs(request)
         if request.status is Status.RUNNING:
-            replica.slots.sent_at[request.slot] = min(first, replica.slots.sent_at[request.slot])
+            core.slots.sent_at[request.slot] = min(first, core.slots.sent_at[request.slot])
         else:
             request.sent = min(first, request.sent)
         if request.status is Status.WAITING:
@@ -364,11 +364,11 @@ class Scheduler:
         self, request: Request, reason: str, matched: int = -1, status: int = 0, message: str = "", *, tell: bool = True
     ) -> None:
         """The one place where a choice ends: it leaves the planner, and its frontend is told."""
-        assert self._replica is not None
-        self._replica.planner.end(request, keep_prefix=status != 500)
+        assert self._core is not None
+        self._core.planner.end(request, keep_prefix=status != 500)
         self._labels.leave(request)
         if not request.urgent:
-            self._pace.note_end(self._now)
+            self._end_rate.note_end(self._now)
         if not tell:
             return
         started_s = request.started_s
@@ -382,7 +382,7 @@ class Scheduler:
             status,
             message,
             request.num_preempted,
-            self._retry_after_s(self._replica) if status == 503 else 0,
+            self._retry_after_s(self._core) if status == 503 else 0,
             -1.0 if started_s is None else started_s - request.arrived_s,
         )
         self._clients[request.frontend].outbox.add_end(request)
@@ -397,8 +397,8 @@ class Scheduler:
         """It is in no plan made after this. A request that has ended stays as it ended."""
         if request.status is Status.ENDED:
             return
-        assert self._replica is not None
-        counters = self._replica.counters
+        assert self._core is not None
+        counters = self._core.counters
         counters.num_aborted += 1
         if request.status is Status.WAITING:
             counters.num_aborted_waiting += 1
@@ -415,16 +415,16 @@ class Scheduler:
             return self._take_hello(message, now)
         if isinstance(message, WorkerFault):
             raise BrokenReplica(f"Worker {message.rank} failed at step {message.step}: {message.message}")
-        replica = self._replica
-        if replica is None:
+        core = self._core
+        if core is None:
             raise BrokenReplica(f"Worker {rank} sent {type(message).__name__} before all workers were ready.")
         match message:
             case StepResult():
-                self._take_result(replica, rank, message)
+                self._take_result(core, rank, message)
             case StepAck():
-                replica.stream.take_ack(rank, message)
+                core.stream.take_ack(rank, message)
             case WorkDone():
-                return self._take_work(replica, rank, message)
+                return self._take_work(core, rank, message)
             case _:
                 assert_never(message)
         return []
@@ -433,72 +433,72 @@ class Scheduler:
         agreed = self._handshake.take(hello)
         if agreed is None:
             return []
-        replica = self._replica = Replica(self._args, agreed)
+        core = self._core = SchedulerCore(self._args, agreed)
         self._capture_from_s = now + CAPTURE_AFTER_S
-        effects: list[Effect] = [HandshakeDone(replica.facts())]
+        effects: list[Effect] = [HandshakeDone(core.facts())]
         for number in self._clients:
-            effects += replica.greeting(number)
+            effects += core.greeting(number)
         early, self._early = self._early, []
         for number, message in early:
             effects += self._from_frontend(number, message, now)
         return effects
 
-    def _take_result(self, replica: Replica, rank: int, result: StepResult) -> None:
-        planned = replica.stream.take_result(rank, result)
+    def _take_result(self, core: SchedulerCore, rank: int, result: StepResult) -> None:
+        planned = core.stream.take_result(rank, result)
         self._capture_from_s = self._now + CAPTURE_REST_S
-        outcome = replica.results.take(planned, result)
+        outcome = core.results.take(planned, result)
         for request in outcome.logged:
             self._clients[request.frontend].outbox.add_logs(request)
         for end in outcome.ends:
             if end.reason == "error":
-                replica.counters.num_failed += 1
+                core.counters.num_failed += 1
             else:
-                replica.counters.num_finished += 1
+                core.counters.num_finished += 1
             self._end(end.request, end.reason, end.matched, end.status, end.message)
         for request in outcome.late:
             self._clients[request.frontend].outbox.add_waiting(request)
-        replica.planner.note_answered(planned, result.step_us)
+        core.planner.note_answered(planned, result.step_us)
 
     # ---- What a tick does
 
-    def _end_overdue(self, replica: Replica, now: float) -> None:
-        for request, reason in list(self._deadlines.overdue(replica.planner.started(), now)):
-            replica.counters.num_timed_out += 1
+    def _end_overdue(self, core: SchedulerCore, now: float) -> None:
+        for request, reason in list(self._deadlines.overdue(core.planner.started(), now)):
+            core.counters.num_timed_out += 1
             self._end(request, "error", status=503 if request.started_s is None else 504, message=reason)
 
-    def _plan(self, replica: Replica, now: float, watch: Callable[[StepPlan], None] | None) -> list[Effect]:
+    def _plan(self, core: SchedulerCore, now: float, watch: Callable[[StepPlan], None] | None) -> list[Effect]:
         effects: list[Effect] = []
-        while replica.stream.num_in_flight < replica.window and not self._paused_by:
-            if replica.planner.has_trials and not replica.stream.is_empty:
+        while core.stream.num_in_flight < core.window and not self._paused_by:
+            if core.planner.has_trials and not core.stream.is_empty:
                 break
-            planned = replica.planner.plan(replica.stream.next_step, now)
+            planned = core.planner.plan(core.stream.next_step, now)
             if planned is None:
                 break
-            replica.stream.submit(planned)
+            core.stream.submit(planned)
             effects.append(ToWorkers(planned.plan))
             if watch is not None:
                 watch(planned.plan)
-        for request in replica.planner.preempted.take_new():
+        for request in core.planner.preempted.take_new():
             self._clients[request.frontend].outbox.add_waiting(request)
-        if self._asked_to_pause and (replica.stream.num_in_flight == 0 or not self._paused_by):
+        if self._asked_to_pause and (core.stream.num_in_flight == 0 or not self._paused_by):
             effects += self._answer_pauses()
         for client, call in self._asked_deep:
             if not self._is_here(client):
                 continue
-            effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "inspect")))
-            replica.stream.submit_inspection(Inspection(client, call, replica.slots.tables_hash()))
+            effects.append(ToWorkers(WorkPlan(core.stream.next_step, "inspect")))
+            core.stream.submit_inspection(Inspection(client, call, core.slots.tables_hash()))
         self._asked_deep.clear()
-        if now >= self._compiling_until_s and (replica.stream.wants_capture or self._may_capture(replica, now)):
-            effects.append(ToWorkers(WorkPlan(replica.stream.next_step, "capture")))
-            replica.stream.submit_capture()
+        if now >= self._compiling_until_s and (core.stream.wants_capture or self._may_capture(core, now)):
+            effects.append(ToWorkers(WorkPlan(core.stream.next_step, "capture")))
+            core.stream.submit_capture()
         return effects
 
-    def _may_capture(self, replica: Replica, now: float) -> bool:
+    def _may_capture(self, core: SchedulerCore, now: float) -> bool:
         """Whether nobody would wait for it now. Who comes while it is under way waits for this one alone."""
-        return replica.stream.can_capture and now >= self._capture_from_s and self._has_nothing_to_do(replica)
+        return core.stream.can_capture and now >= self._capture_from_s and self._has_nothing_to_do(core)
 
-    def _has_nothing_to_do(self, replica: Replica) -> bool:
-        return replica.is_idle or (bool(self._paused_by) and not replica.stream.num_in_flight)
+    def _has_nothing_to_do(self, core: SchedulerCore) -> bool:
+        return core.is_idle or (bool(self._paused_by) and not core.stream.num_in_flight)
 
     def _answer_pauses(self) -> list[Effect]:
         """No step is in flight, or somebody has let generation go on before that."""
@@ -512,8 +512,8 @@ class Scheduler:
             if self._is_here(client)
         ]
 
-    def _send_batches(self, replica: Replica, *, is_last: bool = False) -> list[Effect]:
-        slots = replica.slots
+    def _send_batches(self, core: SchedulerCore, *, is_last: bool = False) -> list[Effect]:
+        slots = core.slots
         rows = (slots.num_output > slots.sent).nonzero()[0]
         effects: list[Effect] = []
         for number, client in self._clients.items():
@@ -525,8 +525,8 @@ class Scheduler:
                 effects.append(ToFrontend(number, outbox.make_batch(slots, own)))
         return effects
 
-    def _tell_load(self, replica: Replica, now: float) -> list[Effect]:
-        load = replica.load()
+    def _tell_load(self, core: SchedulerCore, now: float) -> list[Effect]:
+        load = core.load()
         if self._last_load is not None:
             told_at, told = self._last_load
             if load == told or now - told_at < LOAD_INTERVAL_S:
@@ -540,7 +540,7 @@ class Scheduler:
         """False for one that has gone, also where another came under its number: that one numbers its calls anew."""
         return self._clients.get(client.number) is client
 
-    def _pause(self, replica: Replica, client: Client, call: int, mode: str) -> list[Effect]:
+    def _pause(self, core: SchedulerCore, client: Client, call: int, mode: str) -> list[Effect]:
         number = client.number
         if mode not in PAUSE_MODES:
             return [ToFrontend(number, ControlReply(call, False, f"mode must be one of {', '.join(PAUSE_MODES)}.", {}))]
@@ -549,13 +549,13 @@ class Scheduler:
         if mode == "abort":
             self.abort_all()
         elif mode == "retract":
-            replica.planner.preempt_all()
+            core.planner.preempt_all()
         self._asked_to_pause.append((client, call))
         return []
 
-    def _take_work(self, replica: Replica, rank: int, done: WorkDone) -> list[Effect]:
-        num_graphs = replica.stream.num_graphs_left
-        inspection = replica.stream.take_done(rank, done)
+    def _take_work(self, core: SchedulerCore, rank: int, done: WorkDone) -> list[Effect]:
+        num_graphs = core.stream.num_graphs_left
+        inspection = core.stream.take_done(rank, done)
         if done.values.get("num_left") == num_graphs:  # the workers are still compiling
             self._capture_from_s = self._compiling_until_s = self._now + CAPTURE_REST_S
         if inspection is None or not self._is_here(inspection.client):
@@ -565,12 +565,12 @@ class Scheduler:
             self.check()
         except AssertionError as error:
             findings.append(f"the scheduler's own books are wrong: {error}")
-        reply = self._state(replica, inspection.call, findings)
+        reply = self._state(core, inspection.call, findings)
         reply.values.update(inspection.values)
         return [ToFrontend(inspection.client.number, reply)]
 
-    def _state(self, replica: Replica, call: int, findings: list[str]) -> ControlReply:
-        values = replica.state()
+    def _state(self, core: SchedulerCore, call: int, findings: list[str]) -> ControlReply:
+        values = core.state()
         values["is_draining"] = self._is_draining
         values["is_paused"] = bool(self._paused_by)
         for number, client in self._clients.items():

@@ -60,7 +60,7 @@ class StepDeadline:
         return now_s - self._begun_s > limit_s * 2 / 3
 
     def complaint(self, now_s: float) -> str | None:
-        """The sentence that ends the replica, once the time is over."""
+        """The sentence that ends the core, once the time is over."""
         due_s = self.due_s
         if due_s is None or now_s < due_s:
             return None

@@ -1,4 +1,4 @@
-"""The numbered stream of work to the ranks of a replica, and their answers: each rank answers every item once, in order."""
+"""The numbered stream of work to the ranks of a core, and their answers: each rank answers every item once, in order."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class WorkerStream:
 
 
 class Handshake:
-    """Collects the ranks' first messages, and finds out whether they are one replica."""
+    """Collects the ranks' first messages, and finds out whether they are one core."""
 
     def __init__(self, num_ranks: int, protocol_hash: str) -> None:
         self._num_ranks = num_ranks

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import assert_never
 
 from srt.managers.process.child_process import ChildKey, ChildProcess
-from srt.managers.process.heartbeats import VitalsWriter
+from srt.managers.process.heartbeats import HeartbeatWriter
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.startup_report import STARTUP_FILE, StartupReport
 from srt.managers.process.watchdog import longest_step_s
@@ -98,7 +98,7 @@ class Supervisor:
         )
         self._report = StartupReport(started_s, {child.key: child.spawned_s for child in children})
         self._selector = selectors.DefaultSelector()
-        self._vitals = VitalsWriter(run_dir.path, "supervisor")
+        self._heartbeat = HeartbeatWriter(run_dir.path, "supervisor")
         self._checkpoint_version = version_of(plan.model_folder)
         with _must_be_written(run_dir.path):
             ControlWords.create(run_dir.path, plan.args)
@@ -162,7 +162,7 @@ class Supervisor:
 
     def _wait_and_handle(self) -> None:
         now_s = time.monotonic()
-        self._vitals.beat(now_s)
+        self._heartbeat.beat(now_s)
         self._service_manager.beat(now_s)
         # Messages before deaths: what a child said last explains why it ended.
         timeout_s, asleep_since_s = self._timeout_s(), time.monotonic()
@@ -309,7 +309,7 @@ class Supervisor:
             except StartError as error:
                 self._unborn[key] = time.monotonic() + UNBORN_S, str(error)
                 continue
-            self._vitals.count_replacement()
+            self._heartbeat.count_replacement()
             self._tell_who_it_is(key, generation)
 
     def _bury_unborn(self) -> None:

@@ -208,7 +208,7 @@ class DecodeRunner:
                 self._tell_padding(size, self._parts.attn_backend.init_forward_metadata)
                 self._run_forward(size)
 
-    def rehearse(self) -> Iterator[tuple[Reading, int]]:
+    def precompile(self) -> Iterator[tuple[Reading, int]]:
         """The work of one graph after the other, each before it is named, in the order in which they are captured at first."""
         for reading, sizes in self._sizes_of.items():
             for size in reversed(sizes):
@@ -228,7 +228,7 @@ class DecodeRunner:
 
     @property
     def next_graph(self) -> tuple[Reading, int]:
-        """As `rehearse` names it."""
+        """As `precompile` names it."""
         chosen = self._next_graphs
         return next(reading for reading, graphs in self.graphs.items() if graphs is chosen), chosen.next_size
 
@@ -293,7 +293,7 @@ class DecodeRunner:
         return {
             SamplingKind.PLAIN: self._run_sample,
             SamplingKind.FILTERED: self._run_filtered_sample,
-            SamplingKind.WISHING: self._run_wished_sample,
+            SamplingKind.ADJUSTED: self._run_adjusted_sample,
         }
 
     def _run_sample(self, size: int) -> None:
@@ -306,9 +306,9 @@ class DecodeRunner:
         draws = self._parts.sampler.draw_filtered(self.logits[:size], rows, positions)
         self.store(draws)
 
-    def _run_wished_sample(self, size: int) -> None:
+    def _run_adjusted_sample(self, size: int) -> None:
         slots, positions = self.buffers.row_slots[:size], self.buffers.seq_lens[:size]
-        draws = self._parts.sampler.draw_wished(self.logits[:size], slots, self.buffers.draws.first(size), positions)
+        draws = self._parts.sampler.draw_adjusted(self.logits[:size], slots, self.buffers.draws.first(size), positions)
         self.store(draws)
 
     def _pad_host_rows(self, batch: ForwardBatch, slots: Ints, seq_lens: Ints) -> None:

@@ -132,7 +132,7 @@ class PiecewiseCudaGraphRunner:
         most_whole: int = 0,
     ) -> None:
         """`sizes` are numbers of tokens, and not none. Those of up to `most_whole` are captured with their attention. Without a
-        `capture` they can only be rehearsed."""
+        `capture` they can only be precompiled."""
         self._sizes = tuple(sorted(sizes))
         self._model = model
         self._attn_backend = attn_backend
@@ -188,7 +188,7 @@ class PiecewiseCudaGraphRunner:
 
     @property
     def next_graph(self) -> int:
-        """As `rehearse` names it."""
+        """As `precompile` names it."""
         return self.next_size
 
     @property
@@ -226,7 +226,7 @@ class PiecewiseCudaGraphRunner:
 
         return _Pieces(self._capture.pieces(work), breaks[-1].layers)
 
-    def rehearse(self) -> Iterator[int]:
+    def precompile(self) -> Iterator[int]:
         """The work of one size after the other, each before it is named."""
         for size in reversed(self._sizes):
             self._tell_padding(size)

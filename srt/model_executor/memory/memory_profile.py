@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from srt.mem_cache.memory_pool import WISH_BYTES
+from srt.mem_cache.memory_pool import ADJUSTMENT_BYTES
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.host import available_memory_bytes
@@ -82,7 +82,7 @@ def graph_bytes(args: ServerArgs, config: ModelConfig) -> int:
     """To be kept free for graphs."""
     if args.disable_cuda_graph:
         return 0
-    # Rows with wishes are sampled from a copy of their logits.
+    # Rows with adjustments are sampled from a copy of their logits.
     copied_logits = 4 * config.vocab_size * most_graph_rows(args)
     return GRAPHS_BYTES + GRAPHS_BYTES_PER_CHANNEL * config.num_layers * config.hidden_size + copied_logits
 
@@ -113,8 +113,8 @@ def out_of_step_memory(num_tokens: int, num_slots: int, device: torch.device) ->
 
 
 def table_bytes(num_slots: int, max_request_tokens: int, page_size: int) -> int:
-    """Of the tables of so many slots: an entry for each token and page, and wishes."""
-    return num_slots * (4 * (max_request_tokens + max_request_tokens // page_size) + WISH_BYTES)
+    """Of the tables of so many slots: an entry for each token and page, and adjustments."""
+    return num_slots * (4 * (max_request_tokens + max_request_tokens // page_size) + ADJUSTMENT_BYTES)
 
 
 def check_tables(num_slots: int, max_request_tokens: int, page_size: int, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
 REPORTED_TOKENS = 64  # of the prompt: logprobs are computed in blocks, and two blocks need as much as all
 
 
-def worst_section(num_slots: int, prompt_tokens: int, longest: int, page_size: int, vocab_size: int) -> PlanSection:
+def peak_section(num_slots: int, prompt_tokens: int, longest: int, page_size: int, vocab_size: int) -> PlanSection:
     """A chunk of `prompt_tokens` from one request, and one token each from all others, one of them `longest` tokens long.
 
     Every row samples, and asks for whatever can be asked for. All pages are page 0, so what is computed means nothing.
@@ -21,7 +21,7 @@ def worst_section(num_slots: int, prompt_tokens: int, longest: int, page_size: i
     num_pages = int32_array([-(-(length + 1) // page_size) for length in lengths])
     slots = int32_array(range(len(lengths)))
     admissions = [
-        Admission(slot, int32_array([1] * length), length, done, slot, _all_wishes(vocab_size), _all_logprobs(length))
+        Admission(slot, int32_array([1] * length), length, done, slot, _all_sampling(vocab_size), _all_logprobs(length))
         for slot, (length, done) in enumerate(zip(lengths, cached, strict=True))
     ]
     return PlanSection(
@@ -35,7 +35,7 @@ def worst_section(num_slots: int, prompt_tokens: int, longest: int, page_size: i
     )
 
 
-def _all_wishes(vocab_size: int) -> SamplingSpec:
+def _all_sampling(vocab_size: int) -> SamplingSpec:
     one_id = int32_array([min(1, vocab_size - 1)])
     return SamplingSpec(
         max_new_tokens=8,

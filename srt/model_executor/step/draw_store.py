@@ -32,7 +32,7 @@ class DrawStore:
     so a row's id is there when its word has the number that is expected.
 
     Both sides count the same. There are two ways to launch a store, `store` and `replay`, and each counts where it launches: warm-ups
-    and padding too, but not what a graph records or a rehearsal compiles. Whose ids are never read was counted all the same. Stores
+    and padding too, but not what a graph records or a precompiling compiles. Whose ids are never read was counted all the same. Stores
     run one after the other, in the order of their launches. A fault in this is found: whoever waits for ids asserts when the device is
     idle, and whoever launches a store asserts that the device has not run one of that number.
     """
@@ -146,14 +146,14 @@ class StepIds:
 
 
 def cuda_launch() -> Launch:
-    """The kernel. A store that a graph records or a rehearsal compiles does not run."""
+    """The kernel. A store that a graph records or a precompiling compiles does not run."""
     # Triton is not there on every host: it is imported where there is a GPU.
-    from srt.kernels.build.precompile import is_rehearsing
+    from srt.kernels.build.precompile import is_precompiling
     from srt.kernels.elementwise.gather_decode import store_draws
 
     def launch(*tensors: torch.Tensor) -> bool:
         store_draws(*tensors)
-        return not (is_rehearsing() or torch.cuda.is_current_stream_capturing())
+        return not (is_precompiling() or torch.cuda.is_current_stream_capturing())
 
     return launch
 

@@ -9,12 +9,12 @@ import torch
 
 from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 from srt.model_executor.step.draw_store import DrawStore
-from srt.model_executor.step.page_mailbox import NUMBER_BITS, PAGE_BITS, PageBoard
+from srt.model_executor.step.page_mailbox import NUMBER_BITS, PAGE_BITS, PageMailbox
 from srt.model_executor.step.slot_mirror import Ints, NewPages
 
 
 class GraphInputBuffers:
-    """A step is told its slots, and what pages they begin by a PageBoard; everything else is gathered from the tables on the device.
+    """A step is told its slots, and what pages they begin by a PageMailbox; everything else is gathered from the tables on the device.
 
     `row_slots` [max_rows] int64 are padded with the dummy slot. Behind a step's rows the arrays hold padding: tokens of the dummy slot,
     which never grows and writes into the dummy page.
@@ -26,7 +26,7 @@ class GraphInputBuffers:
         assert tables.num_pages < 1 << PAGE_BITS, f"{tables.num_pages} pages"
         self.max_rows = max_rows
         self._tables = tables
-        self._board = PageBoard(draw_store, max_rows, device)
+        self._mailbox = PageMailbox(draw_store, max_rows, device)
         self._last_store = draw_store.last
         self.row_slots = torch.full((max_rows,), tables.dummy_slot, dtype=torch.int64, device=device)
         self.input_ids, self.positions, self.out_cache_loc, self.seq_lens = (
@@ -45,7 +45,7 @@ class GraphInputBuffers:
         `slots` must not be written to from then on: the same array says the same.
         """
         if new_pages is not None:
-            self._board.write(new_pages)
+            self._mailbox.write(new_pages)
         told, self._slots_told = self._slots_told, slots
         if slots is told or (told is not None and slots.tobytes() == told.tobytes()):
             return False
@@ -74,7 +74,7 @@ class GraphInputBuffers:
         tables = self._tables
         self._gather(
             self.row_slots[rows],
-            self._board.words,
+            self._mailbox.words,
             self._last_store,
             tables.page_table,
             tables.token_table,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from srt.layers.logits_processor import LogprobArrays
-from srt.model_executor.step.slot_mirror import LogprobWish
+from srt.model_executor.step.slot_mirror import SlotLogprobs
 from srt.protocol.messages import Float32Array, RowLogprobs
 
 HostArray = NDArray[Any]
@@ -45,22 +45,22 @@ class LogprobPlan:
         """The most best tokens that a segment wants."""
         return max((segment.top for segment in self.segments), default=0)
 
-    def add_prompt(self, slot: int, wish: LogprobWish, rows: Ints, first: int, has_first_token: bool) -> None:
-        begin, end = self._add_rows(wish, rows)
+    def add_prompt(self, slot: int, wanted: SlotLogprobs, rows: Ints, first: int, has_first_token: bool) -> None:
+        begin, end = self._add_rows(wanted, rows)
         self.segments.append(
-            LogprobSegment(slot, True, first, begin, end, wish.spec.top, len(wish.spec.ids), has_first_token)
+            LogprobSegment(slot, True, first, begin, end, wanted.spec.top, len(wanted.spec.ids), has_first_token)
         )
 
-    def add_output(self, slot: int, wish: LogprobWish, sample: int, index: int) -> None:
-        begin, end = self._add_rows(wish, np.array([sample]))
+    def add_output(self, slot: int, wanted: SlotLogprobs, sample: int, index: int) -> None:
+        begin, end = self._add_rows(wanted, np.array([sample]))
         self.segments.append(
-            LogprobSegment(slot, False, index, begin, end, wish.spec.top, len(wish.spec.ids), sample=sample)
+            LogprobSegment(slot, False, index, begin, end, wanted.spec.top, len(wanted.spec.ids), sample=sample)
         )
 
-    def _add_rows(self, wish: LogprobWish, rows: Ints) -> tuple[int, int]:
+    def _add_rows(self, wanted: SlotLogprobs, rows: Ints) -> tuple[int, int]:
         begin, self._num_rows = self._num_rows, self._num_rows + len(rows)
         self._rows.append(rows)
-        self._of_ids.append(wish.spec.ids)
+        self._of_ids.append(wanted.spec.ids)
         return begin, self._num_rows
 
     def arrays(self) -> LogprobArrays[HostArray]:
@@ -73,45 +73,45 @@ class LogprobPlan:
 
 
 def plan_prompt_logprobs(
-    wishes: dict[int, LogprobWish], slots: Ints, starts: Ints, counts: Ints, first_tokens: Ints
+    asked: dict[int, SlotLogprobs], slots: Ints, starts: Ints, counts: Ints, first_tokens: Ints
 ) -> LogprobPlan:
     """Positions `start` … `start + count - 1` of a chunk tell the logprobs of prompt tokens `start + 1` … `start + count`.
 
     The prompt's token 0 is told by nobody: it is reported as NaN with the chunk that begins there.
     """
     plan = LogprobPlan()
-    if not wishes:
+    if not asked:
         return plan
     for slot, start, count, token in zip(
         slots.tolist(), starts.tolist(), counts.tolist(), first_tokens.tolist(), strict=True
     ):
-        wish = wishes.get(slot)
-        if wish is None or wish.spec.prompt_start < 0:
+        wanted = asked.get(slot)
+        if wanted is None or wanted.spec.prompt_start < 0:
             continue
-        begin = max(start + 1, wish.spec.prompt_start)
-        end = min(start + count + 1, wish.prompt_len)
+        begin = max(start + 1, wanted.spec.prompt_start)
+        end = min(start + count + 1, wanted.prompt_len)
         rows = token + np.arange(begin, max(begin, end)) - 1 - start
-        has_first_token = start == 0 and wish.spec.prompt_start == 0
+        has_first_token = start == 0 and wanted.spec.prompt_start == 0
         if len(rows) or has_first_token:
-            plan.add_prompt(slot, wish, rows, 0 if has_first_token else begin, has_first_token)
+            plan.add_prompt(slot, wanted, rows, 0 if has_first_token else begin, has_first_token)
     return plan
 
 
-def plan_output_logprobs(wishes: dict[int, LogprobWish], slots: Ints, positions: Ints) -> LogprobPlan:
+def plan_output_logprobs(asked: dict[int, SlotLogprobs], slots: Ints, positions: Ints) -> LogprobPlan:
     """One row for each row that samples and wants it; `positions` are those of the tokens that the rows draw."""
     plan = LogprobPlan()
-    if not wishes:
+    if not asked:
         return plan
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        wish = wishes.get(slot)
-        if wish is not None and wish.spec.output:
-            plan.add_output(slot, wish, row, position - wish.prompt_len)
+        wanted = asked.get(slot)
+        if wanted is not None and wanted.spec.output:
+            plan.add_output(slot, wanted, row, position - wanted.prompt_len)
     return plan
 
 
-def wants_output_logprobs(wishes: dict[int, LogprobWish], slots: Ints) -> bool:
+def wants_output_logprobs(asked: dict[int, SlotLogprobs], slots: Ints) -> bool:
     """Whether `plan_output_logprobs` finds anything to report."""
-    return bool(wishes) and any(slot in wishes and wishes[slot].spec.output for slot in slots.tolist())
+    return bool(asked) and any(slot in asked and asked[slot].spec.output for slot in slots.tolist())
 
 
 def row_logprobs(

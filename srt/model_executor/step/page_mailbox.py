@@ -17,7 +17,7 @@ PAGE_BITS: Final = 28
 NUMBER_BITS: Final = 35  # of a store's number: so many stores take half a year
 
 
-class PageBoard:
+class PageMailbox:
     """`words` [RING, max_rows] int64, page-locked where there is a GPU: a row's word in entry `number % RING` is
     `number % 2 ** NUMBER_BITS << PAGE_BITS | page` where it begins that page in the step that ends with the store of this number; any other
     word means that it begins none.

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from srt.layers.logits_processor import LogprobArrays
-from srt.sampling.logit_adjustments import WishArrays
+from srt.sampling.logit_adjustments import AdjustmentArrays
 from srt.sampling.sampling_batch_info import DrawArrays, SamplingArrays
 
 A = TypeVar("A")
@@ -27,7 +27,7 @@ class PlanArrays(Generic[A]):
     admitted_slots: A
     admitted_lens: A  # positions that are cached
     admitted_draws: DrawArrays[A]
-    wishes: WishArrays[A]  # of those admitted that have any, or whose slots had
+    adjustments: AdjustmentArrays[A]  # of those admitted that have any, or whose slots had
     id_slots: A  # known ids of the admitted, one entry each
     id_positions: A
     ids: A

@@ -17,7 +17,7 @@ ONE = int32_bytes([1])
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobWish:
+class SlotLogprobs:
     """What the request in a slot wants reported."""
 
     prompt_len: int
@@ -109,7 +109,7 @@ class SlotMirror:
         self._first_page: Ints = np.zeros(num_slots, np.int64)
         self._was_admitted: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self._ahead: DecodeRows | None = None  # have gone on since `_lengths` and `_room` were written
-        self.logprob_wishes: dict[int, LogprobWish] = {}  # of the slots whose requests want any
+        self.slot_logprobs: dict[int, SlotLogprobs] = {}  # of the slots whose requests want any
 
     def admit(self, admission: Admission) -> None:
         """The slot begins anew: no pages, `cached` positions computed."""
@@ -120,9 +120,9 @@ class SlotMirror:
         self._lengths[slot] = self._num_cached[slot] = admission.cached
         self._room[slot] = 0
         self._was_admitted[slot] = True
-        self.logprob_wishes.pop(slot, None)
+        self.slot_logprobs.pop(slot, None)
         if admission.logprobs.output or admission.logprobs.prompt_start >= 0:
-            self.logprob_wishes[slot] = LogprobWish(admission.prompt_len, admission.logprobs)
+            self.slot_logprobs[slot] = SlotLogprobs(admission.prompt_len, admission.logprobs)
 
     def append_pages(self, delta: PageDelta) -> tuple[Ints, Ints]:
         """For every page of the delta its slot and its number within the slot."""

@@ -100,7 +100,7 @@ class StepPlanner:
         self._standing = standing
         rows, logprobs = standing.rows, NO_LOGPROBS
         if standing.wants_logprobs:
-            logprobs = plan_output_logprobs(self.slots.logprob_wishes, rows.slots, rows.lengths + rows.num_steps)
+            logprobs = plan_output_logprobs(self.slots.slot_logprobs, rows.slots, rows.lengths + rows.num_steps)
         return DecodeStep(
             rows.slots,
             rows.lengths,
@@ -116,7 +116,7 @@ class StepPlanner:
         rows = self.slots.decode_rows(slots)
         if rows is None:
             return None
-        wants_logprobs = wants_output_logprobs(self.slots.logprob_wishes, slots)
+        wants_logprobs = wants_output_logprobs(self.slots.slot_logprobs, slots)
         kind = SamplingKind.OTHER if wants_logprobs else self._sampling.kind_of(slots)
         longest, total = int(rows.lengths.max()), int(rows.lengths.sum())
         return _Standing(sent, rows, kind, wants_logprobs, self._reading_of(slots), longest, total)
@@ -135,11 +135,11 @@ class StepPlanner:
         """Take over the delta, then the rows; both count as done from now on."""
         self._standing = None
         self.slots.catch_up()
-        wishing = []
+        adjusted = []
         for admission in section.admissions:
             self.slots.admit(admission)
             if self._sampling.admit(admission):
-                wishing.append(admission.slot)
+                adjusted.append(admission.slot)
         page_slots, page_columns, pages = self._append_pages(section.pages)
         rows = self._advance(section)
         first_tokens = np.cumsum(rows.extend_lens) - rows.extend_lens
@@ -154,7 +154,7 @@ class StepPlanner:
             admitted_slots=admitted_slots,
             admitted_lens=np.array([a.cached for a in admitted], np.int64),
             admitted_draws=self._sampling.draws_of(admitted_slots),
-            wishes=self._sampling.wishes_of(wishing),
+            adjustments=self._sampling.adjustments_of(adjusted),
             **_ids_of(admitted),
             page_slots=page_slots,
             page_columns=page_columns,
@@ -194,12 +194,10 @@ class StepPlanner:
         )
 
     def _plan_logprobs(self, rows: HostRows, first_tokens: Ints) -> tuple[LogprobPlan, LogprobPlan]:
-        wishes, num_extends = self.slots.logprob_wishes, len(rows.extend_lens)
-        prompt = plan_prompt_logprobs(
-            wishes, rows.slots[:num_extends], rows.prefix_lens, rows.extend_lens, first_tokens
-        )
+        asked, num_extends = self.slots.slot_logprobs, len(rows.extend_lens)
+        prompt = plan_prompt_logprobs(asked, rows.slots[:num_extends], rows.prefix_lens, rows.extend_lens, first_tokens)
         sampled = rows.sample_rows
-        return prompt, plan_output_logprobs(wishes, rows.slots[sampled], rows.seq_lens[sampled])
+        return prompt, plan_output_logprobs(asked, rows.slots[sampled], rows.seq_lens[sampled])
 
 
 def _reading_by_lengths(longest: int, total: int, num_rows: int) -> Reading:

@@ -164,7 +164,7 @@ def test_more_ranks_than_the_kernel_knows_use_nccl(tmp_path: Path) -> None:
     assert open_on(9, tmp_path, host, lambda rank: FakeMemory(host, rank)) == [False] * 9
 
 
-def test_peers_add_what_is_small_in_a_rehearsal_too(tmp_path: Path) -> None:
+def test_peers_add_what_is_small_in_precompiling_too(tmp_path: Path) -> None:
     class Recorder:
         """Of what is asked."""
 

@@ -17,7 +17,7 @@ import pytest
 from srt.entrypoints import http_protocol
 from srt.entrypoints.http_server import Frontend
 from srt.managers.process.child import Child, SupervisorGone
-from srt.managers.process.heartbeats import VitalsWriter
+from srt.managers.process.heartbeats import HeartbeatWriter
 from srt.managers.process.tracer import Tracer
 from srt.managers.tokenizer_manager.api_types import EngineDied, RequestError
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
@@ -35,7 +35,7 @@ class FakeSupervisor:
         args = ServerArgs(model_path="/m")
         self._run_dir = tempfile.TemporaryDirectory()
         for name in ("supervisor", "scheduler 0", "worker 0"):
-            VitalsWriter(self._run_dir.name, name).beat(time.monotonic() + 3600)  # alive, however long a test takes
+            HeartbeatWriter(self._run_dir.name, name).beat(time.monotonic() + 3600)  # alive, however long a test takes
         self.start = ChildStart("frontend", 3, 1, self._run_dir.name, "/m", 1, args)
         self.tracer = Tracer()
         self.phases: list[str] = []
@@ -486,8 +486,8 @@ def test_a_stream_to_http_1_0_has_no_chunks_and_ends_with_the_connection(monkeyp
         async with running(monkeypatch) as process:
             await process.begin()
             for body in (b'{"text": "hi", "stream": true}', b'{"text": "hi"}', b"{}"):
-                wish = b"connection: keep-alive\r\n" if b"stream" in body else b""
-                head = b"POST /generate HTTP/1.0\r\ncontent-length: %d\r\n" + wish + b"\r\n%b"
+                connection_header = b"connection: keep-alive\r\n" if b"stream" in body else b""
+                head = b"POST /generate HTTP/1.0\r\ncontent-length: %d\r\n" + connection_header + b"\r\n%b"
                 answer = await everything(process, head % (len(body), body))
                 headers, _, told = answer.partition(b"\r\n\r\n")
                 assert b"transfer-encoding" not in headers and b"connection: close" in headers

@@ -9,7 +9,7 @@ import pytest
 
 from srt.entrypoints import live_feed
 from srt.entrypoints.live_feed import HISTORY, LiveFeed, difference
-from srt.managers.process.heartbeats import Vital
+from srt.managers.process.heartbeats import ProcessStatus
 from tests.support.page_server import COUNTERS
 from tests.unit.entrypoints.fake_engine import World
 
@@ -111,12 +111,12 @@ def test_an_observation_that_fails_fails_its_watchers(monkeypatch: pytest.Monkey
 
 def test_each_process_is_told_with_its_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world()
-    vitals = [
-        Vital("frontend 1", 11, 30.0, 0.0, False),
-        Vital("scheduler 0", 12, 0.2, 0.0, False),
-        Vital("worker 0", 13, 0.2, 0.1, False),
+    process_statuses = [
+        ProcessStatus("frontend 1", 11, 30.0, 0.0, False),
+        ProcessStatus("scheduler 0", 12, 0.2, 0.0, False),
+        ProcessStatus("worker 0", 13, 0.2, 0.1, False),
     ]
-    monkeypatch.setattr(world.service, "vitals", lambda: vitals)
+    monkeypatch.setattr(world.service, "process_statuses", lambda: process_statuses)
 
     async def go() -> dict[str, Any]:
         return await live_feed.snapshot(world.service)
@@ -132,7 +132,7 @@ def test_each_process_is_told_with_its_trouble(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_process_in_trouble_makes_the_server_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world()
-    monkeypatch.setattr(world.service, "trouble", lambda vitals: "Worker 0 hangs.")
+    monkeypatch.setattr(world.service, "trouble", lambda process_statuses: "Worker 0 hangs.")
 
     async def go() -> dict[str, Any]:
         return await live_feed.snapshot(world.service)

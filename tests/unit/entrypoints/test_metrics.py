@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from srt.entrypoints.metrics import CONTENT_TYPE, Page, render
 from srt.entrypoints.service import Service
-from srt.managers.process.heartbeats import VitalsWriter
+from srt.managers.process.heartbeats import HeartbeatWriter
 from srt.managers.scheduler.engine_status import EngineStatus
 from srt.managers.tokenizer_manager.frontend_metrics import FrontendMetrics
 from srt.server_args import ServerArgs
@@ -110,18 +110,18 @@ def test_a_histogram_counts_up_to_its_bounds_and_all() -> None:
 
 
 def test_a_frozen_process_is_seen_and_the_server_is_not_ready(tmp_path: Path) -> None:
-    VitalsWriter(tmp_path, "worker 0").beat(1.0)
+    HeartbeatWriter(tmp_path, "worker 0").beat(1.0)
     found = families(render(server(tmp_path)))
     assert value(found["srt:process_silent_seconds"], process="worker 0") > 5
     assert value(found["srt:is_ready"]) == 0
 
 
 def test_processes_that_were_replaced_are_counted(tmp_path: Path) -> None:
-    supervisor = VitalsWriter(tmp_path, "supervisor")
+    supervisor = HeartbeatWriter(tmp_path, "supervisor")
     supervisor.beat(1.0)
     for _ in range(3):
         supervisor.count_replacement()
-    VitalsWriter(tmp_path, "worker 0").beat(1.0)
+    HeartbeatWriter(tmp_path, "worker 0").beat(1.0)
     assert value(families(render(server(tmp_path)))["srt:replaced_processes"], "_total") == 3
 
 

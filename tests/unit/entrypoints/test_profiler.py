@@ -13,7 +13,7 @@ import pytest
 
 from srt.entrypoints import profiler as profiler_module
 from srt.entrypoints.profiler import Profiler
-from srt.managers.process.heartbeats import Vital
+from srt.managers.process.heartbeats import ProcessStatus
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.tracer import Tracer
 from srt.managers.tokenizer_manager.api_types import RequestError
@@ -34,7 +34,9 @@ class Server:
         self.silent_s = 0.0
         self.frontends = [
             Profiler(
-                run_dir, ControlWords.open(run_dir, ARGS), lambda: [Vital("worker 0", 9, self.silent_s, 0.0, False)]
+                run_dir,
+                ControlWords.open(run_dir, ARGS),
+                lambda: [ProcessStatus("worker 0", 9, self.silent_s, 0.0, False)],
             )
             for _ in range(2)
         ]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from srt.kernels.sampling.adjust_logits import BLOCK, MOST_ROWS, WishKernels
-from srt.layers.logit_adjustments import apply_wishes
+from srt.kernels.sampling.adjust_logits import BLOCK, MOST_ROWS, AdjustmentKernels
+from srt.layers.logit_adjustments import adjust_logits
 from srt.mem_cache.memory_pool import ReqToTokenPool
 from srt.protocol.messages import Admission, LogprobSpec, SamplingSpec, int32_array
-from srt.sampling.logit_adjustments import WishArrays
+from srt.sampling.logit_adjustments import AdjustmentArrays
 from srt.sampling.sampling_batch_info import SamplingTable
 
 CPU = torch.device("cpu")
@@ -52,18 +52,22 @@ class World:
             prompt_len = int(rng.integers(1, length))
             table.admit(Admission(slot, int32_array(ids[:length]), prompt_len, 0, 0, spec, LogprobSpec()))
             self.tables.token_table[slot] = torch.from_numpy(ids)  # what is behind the length is of an earlier request
-        wishes = table.wishes_of(self.slots.tolist())
-        self.tables.wishes.admit(WishArrays(*[torch.from_numpy(getattr(wishes, n)) for n in wishes.__slots__]))
+        adjustments = table.adjustments_of(self.slots.tolist())
+        self.tables.adjustments.admit(
+            AdjustmentArrays(*[torch.from_numpy(getattr(adjustments, n)) for n in adjustments.__slots__])
+        )
 
-    def differences(self, kernels: WishKernels, rows: torch.Tensor, shard_start: int, columns: int) -> torch.Tensor:
+    def differences(
+        self, kernels: AdjustmentKernels, rows: torch.Tensor, shard_start: int, columns: int
+    ) -> torch.Tensor:
         """Which logits of these rows the kernels change; they are asserted to be those of the reference."""
         torch.manual_seed(0)
         before = torch.randn(len(rows), columns) * 4
         before[:, 3] = 0.0
         before[0, 5] = float("-inf")
         expected, found = before.clone(), before.clone()
-        rest = (self.tables.token_table, self.tables.wishes, shard_start)
-        apply_wishes(expected, self.slots[rows], self.lengths[rows], *rest)
+        rest = (self.tables.token_table, self.tables.adjustments, shard_start)
+        adjust_logits(expected, self.slots[rows], self.lengths[rows], *rest)
         kernels(found, self.slots[rows], self.lengths[rows], *rest)
         assert torch.equal(found, expected)
         assert not kernels.counts.any(), "the scratch is not as it was"
@@ -75,9 +79,9 @@ class World:
 def test_logits_are_those_of_the_reference(shard_start: int, columns: int, num_distinct: int) -> None:
     world = World(num_distinct)
     rows = torch.arange(len(specs()))
-    kernels = WishKernels.take(len(rows), columns, CPU)
+    kernels = AdjustmentKernels.take(len(rows), columns, CPU)
     changed = world.differences(kernels, rows, shard_start, columns).any(dim=1)
-    assert not changed[[WITHOUT, 7]].any(), "a row without wishes, or with stops that may come"
+    assert not changed[[WITHOUT, 7]].any(), "a row without adjustments, or with stops that may come"
     if num_distinct > 1:
         assert changed.sum() == len(rows) - 2
     world.differences(kernels, rows.flip(0), shard_start, columns)
@@ -86,6 +90,6 @@ def test_logits_are_those_of_the_reference(shard_start: int, columns: int, num_d
 def test_more_rows_than_the_scratch_holds_take_turns() -> None:
     world = World(40)
     count = len(specs())
-    kernels = WishKernels(torch.zeros((4, VOCABULARY), dtype=torch.int32))
+    kernels = AdjustmentKernels(torch.zeros((4, VOCABULARY), dtype=torch.int32))
     world.differences(kernels, torch.arange(count), 0, VOCABULARY)
-    assert len(WishKernels.take(MOST_ROWS + 9, 7, CPU).counts) == MOST_ROWS
+    assert len(AdjustmentKernels.take(MOST_ROWS + 9, 7, CPU).counts) == MOST_ROWS

@@ -12,7 +12,7 @@ from tests.unit.kernels.interpreted import run_interpreted
 @pytest.mark.parametrize(
     "kernel",
     [
-        "apply_wishes",
+        "adjust_logits",
         "decode_attention",
         "even_attention",
         "extend_attention",

@@ -94,14 +94,14 @@ def test_it_compiles_for_hopper(kernel: PeerKernel) -> None:
     assert compile_source(kernel.source, kernel.constants, ARCHITECTURE).startswith(b"\x7fELF")
 
 
-def test_a_rehearsal_compiles_the_kernel_of_each_size_and_launches_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precompiling_compiles_the_kernel_of_each_size_and_launches_none(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[PeerKernel] = []
 
-    def is_rehearsed(kernel: PeerKernel, compile_it: object) -> bool:
+    def is_precompiled(kernel: PeerKernel, compile_it: object) -> bool:
         compiled.append(kernel)
         return True
 
-    monkeypatch.setattr(hopper, "is_rehearsed", is_rehearsed)
+    monkeypatch.setattr(hopper, "is_precompiled", is_precompiled)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     mail = Mail()
     for rows in (1, 64, 65, 256):

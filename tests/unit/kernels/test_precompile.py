@@ -21,9 +21,9 @@ from triton.runtime import driver
 
 from srt.kernels.attention.gather_pages import gather_pages
 from srt.kernels.build import hopper
-from srt.kernels.build import precompile as rehearsal_module
+from srt.kernels.build import precompile as precompile_module
 from srt.kernels.build.jit import kernel
-from srt.kernels.build.precompile import Compilers, is_rehearsed, rehearsal
+from srt.kernels.build.precompile import Compilers, is_precompiled, precompiling
 from srt.kernels.elementwise.silu_and_mul import silu_and_mul
 from srt.kernels.gemm.stream_gemm import SMALLEST
 from srt.kernels.sampling.draw_rows import DrawRows
@@ -77,9 +77,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @contextmanager
 def waited_for() -> Iterator[None]:
-    """A rehearsal whose kernels are all compiled at its end."""
+    """A precompiling whose kernels are all compiled at its end."""
     compilers = Compilers(2)
-    with rehearsal(compilers):
+    with precompiling(compilers):
         yield
     compilers.wait(compilers.take_asked())
 
@@ -109,10 +109,10 @@ def test_a_kernel_is_compiled_once_and_launched_afterwards(gpu: FakeGpu, compile
     assert gpu.launched == ["gather_pages_kernel", "silu_and_mul_kernel"]
     assert len(compiled) == 2
     gate(torch.float16)
-    assert len(compiled) == 3, "what was not rehearsed is compiled when it is launched"
+    assert len(compiled) == 3, "what was not precompiled is compiled when it is launched"
 
 
-def test_a_rehearsal_ends_before_its_kernels_are_there_and_says_who_needs_which(
+def test_precompiling_ends_before_its_kernels_are_there_and_says_who_needs_which(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_compile, hits = threading.Event(), list[bool]()
@@ -123,13 +123,13 @@ def test_a_rehearsal_ends_before_its_kernels_are_there_and_says_who_needs_which(
 
     monkeypatch.setattr(knobs.compilation, "listener", compile_late)
     compilers = Compilers(3)
-    with rehearsal(compilers):
+    with precompiling(compilers):
         silu_and_mul(torch.ones(2, 320))  # sizes that no other test has
         first = compilers.take_asked()
         silu_and_mul(torch.ones(2, 320))
         silu_and_mul(torch.ones(2, 448))
         both = compilers.take_asked()
-        is_rehearsed("not of Triton's", lambda: None)
+        is_precompiled("not of Triton's", lambda: None)
         (other,) = compilers.take_asked()
     assert len(first) == 1
     assert len(both) == 2
@@ -191,8 +191,8 @@ def test_a_compilation_that_takes_too_long_is_told_and_may_still_end(monkeypatch
         said.append(words % values)
         is_said.set()
 
-    monkeypatch.setattr(rehearsal_module, "LONG_S", 0.0)
-    monkeypatch.setattr(rehearsal_module.logger, "warning", say)
+    monkeypatch.setattr(precompile_module, "LONG_S", 0.0)
+    monkeypatch.setattr(precompile_module.logger, "warning", say)
     compilers = Compilers(2)
     compilers.compile("one", lambda: None).result(30)
     compilers.compile("that hangs until somebody notices", lambda: is_said.wait(30))
@@ -207,7 +207,7 @@ def test_kernels_are_compiled_at_the_same_time(gpu: FakeGpu, monkeypatch: pytest
     monkeypatch.setattr(knobs.compilation, "listener", lambda **rest: both.wait())
     with waited_for():
         gate(torch.float32)
-        is_rehearsed("not of Triton's", both.wait)
+        is_precompiled("not of Triton's", both.wait)
     assert not both.broken
 
 
@@ -216,7 +216,7 @@ def test_their_sources_are_parsed_one_after_the_other(gpu: FakeGpu, monkeypatch:
     parse, were_alone = ast.parse, list[bool]()
 
     def parse_and_note(*args: Any, **options: Any) -> Any:
-        were_alone.append(rehearsal_module._parsing.locked())
+        were_alone.append(precompile_module._parsing.locked())
         return parse(*args, **options)
 
     monkeypatch.setattr(ast, "parse", parse_and_note)
@@ -243,7 +243,7 @@ def broken_kernel(out_ptr: tl.tensor) -> None:
     out_ptr.no_such_method()
 
 
-def rehearse_broken_and_sound() -> None:
+def precompile_broken_and_sound() -> None:
     with waited_for():
         broken_kernel[(1,)](numbers(1))
         gate(torch.float64)
@@ -251,7 +251,7 @@ def rehearse_broken_and_sound() -> None:
 
 def test_what_cannot_be_compiled_is_told_at_the_end_and_harms_no_other(gpu: FakeGpu, compiled: list[str]) -> None:
     with pytest.raises(triton.CompilationError, match="no_such_method"):
-        rehearse_broken_and_sound()
+        precompile_broken_and_sound()
     assert compiled == ["silu_and_mul_kernel"]
     gate(torch.float64)
     assert gpu.launched == ["silu_and_mul_kernel"]
@@ -279,7 +279,7 @@ def test_kernels_in_cuda_are_compiled_once_and_not_launched(monkeypatch: pytest.
         for _ in range(3):
             hopper.launch(SMALLEST, (1, 1, 1), (), ())
     assert compiled == ["sm_90a"]
-    assert not is_rehearsed(SMALLEST, lambda: compiled.append("afterwards"))
+    assert not is_precompiled(SMALLEST, lambda: compiled.append("afterwards"))
     assert compiled == ["sm_90a"]
 
 

@@ -139,7 +139,7 @@ def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
     assert codes() == compiled
 
 
-def test_the_batches_that_are_rehearsed_need_all_variants_that_graphs_do() -> None:
+def test_the_batches_that_are_precompiled_need_all_variants_that_graphs_do() -> None:
     def variants(sizes: Iterable[int]) -> set[StreamTiles | None]:
         return {choose(size, *projection) for size in sizes for projection in PROJECTIONS}
 

@@ -70,7 +70,7 @@ class SamplingWorld:
             params.admit(Admission(slot, ids, PROMPT_LEN, 0, self.seeds[row], self.specs[row], LogprobSpec()))
             tables.token_table[slot, : len(ids)] = torch.from_numpy(ids)
             tables.token_table[slot, len(ids) :] = 1  # of an earlier request
-        tables.wishes.admit(as_tensors(params.wishes_of(slots.tolist())))
+        tables.adjustments.admit(as_tensors(params.adjustments_of(slots.tolist())))
         arrays = as_tensors(params.arrays(slots))
         length = self.ids.shape[1]
         positions = torch.full((len(rows),), length)
@@ -83,7 +83,7 @@ class SamplingWorld:
             draws = DrawTables(
                 *(torch.from_numpy(getattr(params.draws_of(slots), name)) for name in DrawTables._fields)
             )
-            return sampler.draw_wished(logits, info.slots, draws, positions)
+            return sampler.draw_adjusted(logits, info.slots, draws, positions)
         return sampler.draw(logits, info)
 
     def expected(self, row: int) -> int:

@@ -275,7 +275,7 @@ def _tell_in_turn(buffers: GraphInputBuffers, slots: Ints, decodes: DecodeRunner
 def _told(buffers: GraphInputBuffers, decodes: DecodeRunner) -> list[list[int]]:
     """The slots and the pages that rows begin, as the device finds them in the next step."""
     number = int(decodes._parts.draw_store.last) + 1
-    words = buffers._board.words[number % RING, :2].tolist()
+    words = buffers._mailbox.words[number % RING, :2].tolist()
     pages = [word & ((1 << PAGE_BITS) - 1) if word >> PAGE_BITS == number else -1 for word in words]
     return [buffers.row_slots[:2].tolist(), pages]
 

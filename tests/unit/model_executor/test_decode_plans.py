@@ -25,7 +25,13 @@ SPECS = [
     SamplingSpec(9, temperature=0.7, top_p=0.9),
     SamplingSpec(9, repetition_penalty=1.2),
 ]
-WISHES = [LogprobSpec(), LogprobSpec(), LogprobSpec(), LogprobSpec(output=True, top=1), LogprobSpec(prompt_start=1)]
+LOGPROB_SPECS = [
+    LogprobSpec(),
+    LogprobSpec(),
+    LogprobSpec(),
+    LogprobSpec(output=True, top=1),
+    LogprobSpec(prompt_start=1),
+]
 
 
 class Planned(NamedTuple):
@@ -107,7 +113,7 @@ class Requests:
         ids, spec = list(range(length)), rng.choice(SPECS)
         beside = self._decoding if rng.random() < 0.7 else []
         made = section(
-            [admission(slot, ids, cached, sampling=spec, logprobs=rng.choice(WISHES))],
+            [admission(slot, ids, cached, sampling=spec, logprobs=rng.choice(LOGPROB_SPECS))],
             [(slot, pages), *(self._grow() if beside else [])],
             [(slot, cached, length - cached, 1)],
             beside,

@@ -216,7 +216,7 @@ def test_whatever_is_recorded_forgotten_or_fails_later_steps_have_their_own_ids(
 
 
 def test_where_nothing_was_ever_stored_ids_are_zeros(device: LateDevice) -> None:
-    """As in a rehearsal, which launches nothing and waits for nothing."""
+    """As in a precompiling, which launches nothing and waits for nothing."""
     device.only_records = True
     assert device.launch(5, 6, 7).wait().tolist() == [0, 0, 0]
 

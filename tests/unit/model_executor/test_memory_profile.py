@@ -20,7 +20,7 @@ from srt.model_executor.memory.memory_profile import (
     mlp_bytes,
     profile_max_num_token,
 )
-from srt.model_executor.startup.peak_step import worst_section
+from srt.model_executor.startup.peak_step import peak_section
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
@@ -145,7 +145,7 @@ def test_the_worst_step_is_a_step_that_a_runner_can_run(
 ) -> None:
     """A chunk and a token from everybody else, every row sampling, on a memory of one page."""
     runner = make_runner(qwen3_checkpoint, 16, max_running_requests=num_slots)
-    section = worst_section(num_slots, prompt_tokens, longest, 16, runner.config.vocab_size)
+    section = peak_section(num_slots, prompt_tokens, longest, 16, runner.config.vocab_size)
     chunk = min(prompt_tokens, longest)
     assert len(section.extend_slots) == num_slots
     assert int(section.extend_counts.sum()) == chunk + num_slots - 1

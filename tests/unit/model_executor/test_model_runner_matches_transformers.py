@@ -91,10 +91,12 @@ def test_two_ranks_give_the_tokens_and_logprobs_of_one(checkpoint: CheckpointFac
     folder = checkpoint("llama", vocab_size=515, tied=False)
     specs = sampled_specs()
     prompts = prompts_with_shared_prefixes(6, 2 * len(specs), 515)
-    wish = LogprobSpec(output=True, prompt_start=0, top=3, ids=int32_array([514, 0]))
+    logprob_spec = LogprobSpec(output=True, prompt_start=0, top=3, ids=int32_array([514, 0]))
 
     def work(tp: TensorParallel) -> list[Job]:
-        jobs = [Job(p, specs[i % len(specs)], 1000 + i, wish if i % 5 == 0 else None) for i, p in enumerate(prompts)]
+        jobs = [
+            Job(p, specs[i % len(specs)], 1000 + i, logprob_spec if i % 5 == 0 else None) for i, p in enumerate(prompts)
+        ]
         PlanDriver(make_runner(folder, 16, tp), 16, chunk=50).run(jobs)
         return jobs
 
@@ -120,13 +122,13 @@ def test_on_a_gpu_every_draw_is_the_same(checkpoint: CheckpointFactory, backend:
     oracle = Oracle(folder)
     specs = sampled_specs()
     wanted = []
-    wish = LogprobSpec(output=True, prompt_start=0, top=2, ids=int32_array([4]))
+    logprob_spec = LogprobSpec(output=True, prompt_start=0, top=2, ids=int32_array([4]))
     for index, prompt in enumerate(prompts_with_shared_prefixes(2, 3 * len(specs))):
         spec = specs[index % len(specs)]
         expected = oracle.expect(prompt, spec, index)
         # Sums are taken in another order there.
         if expected.margin > 1e-3:
-            wanted.append((Job(prompt, spec, index, wish), list(expected.ids)))
+            wanted.append((Job(prompt, spec, index, logprob_spec), list(expected.ids)))
     assert len(wanted) >= 18
     runner = make_runner(folder, page_size, device=torch.device("cuda", 0), attention_backend=backend)
     driver = PlanDriver(runner, page_size, chunk=50, share=True)
@@ -170,9 +172,9 @@ def test_logprobs_are_the_models_own_log_softmax(
     folder = checkpoint("llama")
     prompt = token_ids(np.random.default_rng(4), 45, VOCABULARY)
     asked = [5, 17, 300]
-    wish = LogprobSpec(output=True, prompt_start=prompt_start, top=4, ids=int32_array(asked))
+    logprob_spec = LogprobSpec(output=True, prompt_start=prompt_start, top=4, ids=int32_array(asked))
     spec = SamplingSpec(6, temperature=1.0, top_k=5, repetition_penalty=1.2)
-    job = Job(prompt, spec, 5, wish)
+    job = Job(prompt, spec, 5, logprob_spec)
     others = [Job(p, greedy(4)) for p in prompts_with_shared_prefixes(5, 4)]
     brief = Job(prompt[:9], greedy(3), 0, LogprobSpec(output=True, prompt_start=0))
     driver = PlanDriver(make_runner(folder, 16), 16, chunk, share=True)

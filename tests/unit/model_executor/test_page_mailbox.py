@@ -9,7 +9,7 @@ import torch
 
 from srt.layers.sampler import Draws
 from srt.model_executor.step.draw_store import RING, DrawStore
-from srt.model_executor.step.page_mailbox import NUMBER_BITS, PAGE_BITS, PageBoard
+from srt.model_executor.step.page_mailbox import NUMBER_BITS, PAGE_BITS, PageMailbox
 from srt.model_executor.step.slot_mirror import NewPages
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def finish_step(store: DrawStore) -> None:
     store.store(draws, torch.tensor([0]), torch.tensor([0]), torch.zeros(1, 1, dtype=torch.int32))
 
 
-def pages_of_next_step(store: DrawStore, board: PageBoard) -> dict[int, int]:
+def pages_of_next_step(store: DrawStore, board: PageMailbox) -> dict[int, int]:
     """As the device finds them."""
     number = int(store.last) + 1
     words, tag = board.words[number % RING].tolist(), number % (1 << NUMBER_BITS)
@@ -42,7 +42,7 @@ def pages_of_next_step(store: DrawStore, board: PageBoard) -> dict[int, int]:
 def test_a_step_finds_its_own_pages_and_none_of_another_step(last: int) -> None:
     """Behind any number of steps, also where their numbers begin anew."""
     rng, store = random.Random(1), store_behind(last)
-    board = PageBoard(store, MAX_ROWS, CPU)
+    board = PageMailbox(store, MAX_ROWS, CPU)
     num_begun = 0
     for _ in range(5 * RING):
         begun = {row: rng.randrange(1 << PAGE_BITS) for row in range(MAX_ROWS) if rng.random() < 0.4}
@@ -57,7 +57,7 @@ def test_a_step_finds_its_own_pages_and_none_of_another_step(last: int) -> None:
 def test_pages_that_a_step_may_still_read_are_not_overwritten() -> None:
     words, last = torch.zeros((RING, MAX_ROWS), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     store = DrawStore(words, last, lambda *tensors: True, lambda: False)  # a device that has not begun
-    board = PageBoard(store, MAX_ROWS, CPU)
+    board = PageMailbox(store, MAX_ROWS, CPU)
     for page in range(RING):
         board.write(NewPages([0], [page]))
         finish_step(store)

@@ -1,4 +1,4 @@
-"""A rehearsal of the first steps leaves no trace: the same tokens afterwards, whether it succeeds or not, and nobody waits for it."""
+"""A precompiling of the first steps leaves no trace: the same tokens afterwards, whether it succeeds or not, and nobody waits for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 import srt
 from srt.distributed.parallel_state import TensorParallel
-from srt.kernels.build import precompile as rehearsal
+from srt.kernels.build import precompile as precompiling
 from srt.kernels.build.precompile import Compilers
 from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
@@ -35,11 +35,11 @@ from tests.support.recorder import PlansAtOnce, Recorder
 from tests.support.runners import make_runner
 
 
-class RehearsingRunner(ModelRunner):
-    """Rehearses on a CPU too, where there is no kernel to compile."""
+class PrecompilingRunner(ModelRunner):
+    """Precompiles on a CPU too, where there is no kernel to compile."""
 
     def _profile_num_pages(self, num_tokens: int) -> int:
-        self._rehearse()
+        self._precompile()
         return super()._profile_num_pages(num_tokens)
 
 
@@ -56,14 +56,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def rehearsing_runner(
+def precompiling_runner(
     folder: Path, tp: TensorParallel | None = None, capture: Capture | None = None, **options: Any
-) -> RehearsingRunner:
+) -> PrecompilingRunner:
     args = ServerArgs(
         str(folder), device="cpu", max_total_tokens=8192, max_running_requests=24, dtype="float32", **options
     )
     config = ModelConfig.from_folder(folder)
-    return RehearsingRunner(args, config, str(folder), tp or single_rank(), CPU, capture=capture)
+    return PrecompilingRunner(args, config, str(folder), tp or single_rank(), CPU, capture=capture)
 
 
 def tokens_of(runner: ModelRunner) -> list[list[int]]:
@@ -72,11 +72,11 @@ def tokens_of(runner: ModelRunner) -> list[list[int]]:
     return [job.outputs for job in jobs]
 
 
-def test_a_rehearsal_leaves_no_trace(checkpoint: CheckpointFactory) -> None:
+def test_precompiling_leaves_no_trace(checkpoint: CheckpointFactory) -> None:
     folder = checkpoint("qwen3")
-    plain, rehearsed = make_runner(folder, 16, dtype="float32"), rehearsing_runner(folder)
-    assert tokens_of(rehearsed) == tokens_of(plain)
-    assert rehearsed.weight_bytes == plain.weight_bytes
+    plain, precompiled = make_runner(folder, 16, dtype="float32"), precompiling_runner(folder)
+    assert tokens_of(precompiled) == tokens_of(plain)
+    assert precompiled.weight_bytes == plain.weight_bytes
 
 
 def test_what_fails_in_it_is_told_once_and_the_start_goes_on(
@@ -90,7 +90,7 @@ def test_what_fails_in_it_is_told_once_and_the_start_goes_on(
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(model_runner, "warm_up_requests", fail)
-        runner = rehearsing_runner(folder)
+        runner = precompiling_runner(folder)
     assert [record.getMessage() for record in caplog.records] == [
         "Kernels are compiled one after the other, because of RuntimeError: no threads"
     ]
@@ -98,11 +98,11 @@ def test_what_fails_in_it_is_told_once_and_the_start_goes_on(
     assert tokens_of(runner) == expected
 
 
-def test_no_rank_waits_for_another_ones_rehearsal(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+def test_no_rank_waits_for_another_ones_precompiling(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
     folder = checkpoint("qwen3")
 
     def on_rank(tp: TensorParallel) -> list[list[int]]:
-        make: Callable[..., ModelRunner] = rehearsing_runner
+        make: Callable[..., ModelRunner] = precompiling_runner
         runner = make(folder, tp=tp) if tp.rank else make_runner(folder, 16, tp, dtype="float32")
         return tokens_of(runner)
 
@@ -120,7 +120,7 @@ def kernels_that_compile(runner: ModelRunner) -> dict[Graph, Future[None]]:
 @pytest.mark.usefixtures("captured_attention")
 def test_no_step_waits_for_a_graph_whose_kernels_are_being_compiled(checkpoint: CheckpointFactory) -> None:
     recorder = Recorder()
-    runner = rehearsing_runner(
+    runner = precompiling_runner(
         checkpoint("qwen3"), capture=recorder, cuda_graph_bs=[2, 8], piecewise_cuda_graph_max_tokens=0
     )
     kernels, num_graphs = kernels_that_compile(runner), runner.num_graphs_left
@@ -137,7 +137,7 @@ def test_no_step_waits_for_a_graph_whose_kernels_are_being_compiled(checkpoint: 
 
 @pytest.mark.usefixtures("captured_attention")
 def test_what_cannot_be_compiled_ahead_is_left_to_the_capture(checkpoint: CheckpointFactory) -> None:
-    runner = rehearsing_runner(
+    runner = precompiling_runner(
         checkpoint("qwen3"), capture=Recorder(), cuda_graph_bs=[8], piecewise_cuda_graph_max_tokens=0
     )
     for kernel in kernels_that_compile(runner).values():
@@ -186,12 +186,12 @@ def slow_compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlowCompile
         waited_for: ClassVar = list[int]()
 
     def with_kernels(runner: ModelRunner, compilers: OfThisTest) -> None:
-        rehearse_graphs(runner, compilers)
+        precompile_graphs(runner, compilers)
         compilers.compile_late("of a step without a graph")
 
-    rehearse_graphs: Callable[..., None] = ModelRunner._rehearse_graphs
-    monkeypatch.setattr(rehearsal, "Compilers", OfThisTest)
-    monkeypatch.setattr(ModelRunner, "_rehearse_graphs", with_kernels)
+    precompile_graphs: Callable[..., None] = ModelRunner._precompile_graphs
+    monkeypatch.setattr(precompiling, "Compilers", OfThisTest)
+    monkeypatch.setattr(ModelRunner, "_precompile_graphs", with_kernels)
     yield OfThisTest
     OfThisTest.may_compile.set()
 
@@ -199,8 +199,8 @@ def slow_compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlowCompile
 OPTIONS: dict[str, Any] = {"cuda_graph_bs": [1, 4, 8], "piecewise_cuda_graph_max_tokens": 64}
 
 
-def rehearsed(runner: ModelRunner) -> list[Graph] | None:
-    """The graphs that its start has rehearsed; None if it relies on the record."""
+def precompiled(runner: ModelRunner) -> list[Graph] | None:
+    """The graphs that its start has precompiled; None if it relies on the record."""
     return None if runner._compilers is None else list(runner._kernels_of)
 
 
@@ -209,31 +209,31 @@ def has_record(cache: Path) -> bool:
 
 
 @pytest.mark.usefixtures("captured_attention")
-def test_all_graphs_are_rehearsed_and_nothing_again_once_all_was_compiled(
+def test_all_graphs_are_precompiled_and_nothing_again_once_all_was_compiled(
     checkpoint: CheckpointFactory, cache: Path, slow_compilers: type[SlowCompilers], recorded: threading.Event
 ) -> None:
     folder = checkpoint("qwen3")
-    start = partial(rehearsing_runner, folder, capture=Recorder())
+    start = partial(precompiling_runner, folder, capture=Recorder())
     runner = start(**OPTIONS)
     graphs = [*((Reading.BY_ROW, size) for size in (8, 4, 1)), 64, 32]
-    assert rehearsed(runner) == graphs
+    assert precompiled(runner) == graphs
     assert [runner.capture_graph() for _ in range(runner.num_graphs_left)] == [8, 4, 1, 64, 32]
     assert runner._kernels_of == {}
     assert not has_record(cache), "a step without a graph needs one more"
-    assert rehearsed(start(**OPTIONS)) == graphs
+    assert precompiled(start(**OPTIONS)) == graphs
     slow_compilers.may_compile.set()
     assert recorded.wait(60)
-    assert rehearsed(start(**OPTIONS)) is None
+    assert precompiled(start(**OPTIONS)) is None
     for others in ({**OPTIONS, "cuda_graph_bs": [1, 8]}, {**OPTIONS, "page_size": 1}):
-        assert rehearsed(start(**others))
+        assert precompiled(start(**others))
 
 
 @pytest.mark.usefixtures("captured_attention")
 def test_a_start_without_graphs_has_a_record_too(checkpoint: CheckpointFactory, recorded: threading.Event) -> None:
-    runner = rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), disable_cuda_graph=True)
-    assert rehearsed(runner) == []
+    runner = precompiling_runner(checkpoint("qwen3"), capture=Recorder(), disable_cuda_graph=True)
+    assert precompiled(runner) == []
     assert recorded.wait(60)
-    assert rehearsed(rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), disable_cuda_graph=True)) is None
+    assert precompiled(precompiling_runner(checkpoint("qwen3"), capture=Recorder(), disable_cuda_graph=True)) is None
 
 
 @pytest.fixture
@@ -251,8 +251,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.usefixtures("captured_attention")
-@pytest.mark.parametrize("part", ["_rehearse_graphs", "_run_requests"])
-def test_where_later_steps_cannot_be_rehearsed_the_first_ones_are(
+@pytest.mark.parametrize("part", ["_precompile_graphs", "_run_requests"])
+def test_where_later_steps_cannot_be_precompiled_the_first_ones_are(
     checkpoint: CheckpointFactory,
     cache: Path,
     slow_compilers: type[SlowCompilers],
@@ -271,7 +271,7 @@ def test_where_later_steps_cannot_be_rehearsed_the_first_ones_are(
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(ModelRunner, part, fail)
-        runner = rehearsing_runner(checkpoint("qwen3"), capture=Recorder(), **OPTIONS)
+        runner = precompiling_runner(checkpoint("qwen3"), capture=Recorder(), **OPTIONS)
     assert is_later == [True]
     assert len(slow_compilers.waited_for) == 1
     assert [record.getMessage() for record in caplog.records] == [
@@ -294,7 +294,7 @@ def test_threads_compile_nothing_for_graphs_that_nobody_captures_any_more(
         def __call__(self, work: Work) -> Work:
             raise RuntimeError("no graphs here")
 
-    runner = rehearsing_runner(checkpoint("qwen3"), capture=Broken(), **OPTIONS)
+    runner = precompiling_runner(checkpoint("qwen3"), capture=Broken(), **OPTIONS)
     runner.capture_graph()
     assert runner.num_graphs_left == 0
     assert (runner._compilers, runner._kernels_of) == (None, {})

@@ -89,8 +89,8 @@ def test_a_chunk_tells_the_logprobs_of_the_tokens_behind_its_positions(
     prompt_start: int, start: int, count: int, first: int, rows: list[int], has_first_token: bool
 ) -> None:
     planner = StepPlanner(num_slots=2, num_pages=20, page_size=1)
-    wish = LogprobSpec(prompt_start=prompt_start, ids=int32_array([3]))
-    admit = admission(0, list(range(10)), cached=start, logprobs=wish)
+    logprob_spec = LogprobSpec(prompt_start=prompt_start, ids=int32_array([3]))
+    admit = admission(0, list(range(10)), cached=start, logprobs=logprob_spec)
     step = planner.plan(section([admit], [(0, list(range(10)))], [(0, start, count, 0)]))
     (segment,) = step.prompt_logprobs.segments
     assert (segment.first, segment.has_first_token) == (first, has_first_token)
@@ -101,8 +101,8 @@ def test_a_chunk_tells_the_logprobs_of_the_tokens_behind_its_positions(
 @pytest.mark.parametrize(("prompt_start", "start", "count"), [(9, 0, 4), (5, 0, 4), (-1, 0, 10), (0, 9, 1)])
 def test_a_chunk_outside_what_was_asked_for_tells_nothing(prompt_start: int, start: int, count: int) -> None:
     planner = StepPlanner(num_slots=2, num_pages=20, page_size=1)
-    wish = LogprobSpec(output=True, prompt_start=prompt_start)
-    admit = admission(0, list(range(10)), cached=start, logprobs=wish)
+    logprob_spec = LogprobSpec(output=True, prompt_start=prompt_start)
+    admit = admission(0, list(range(10)), cached=start, logprobs=logprob_spec)
     step = planner.plan(section([admit], [(0, list(range(10)))], [(0, start, count, 0)]))
     assert not step.prompt_logprobs.segments
     assert not step.output_logprobs.segments
@@ -118,27 +118,29 @@ def test_a_one_token_prompt_still_has_its_first_token() -> None:
 
 def test_staged_arrays_keep_values_types_and_shapes() -> None:
     planner = StepPlanner(num_slots=1, num_pages=2, page_size=4)
-    wish = LogprobSpec(output=True, top=2, ids=int32_array([4, 5]))
+    logprob_spec = LogprobSpec(output=True, top=2, ids=int32_array([4, 5]))
     spec = SamplingSpec(3, temperature=0.5, top_p=0.3, repetition_penalty=1.25)
-    host = planner.plan(section([admission(0, [5, 6], logprobs=wish, sampling=spec)], [(0, [1])], [(0, 0, 2, 1)]))
+    host = planner.plan(
+        section([admission(0, [5, 6], logprobs=logprob_spec, sampling=spec)], [(0, [1])], [(0, 0, 2, 1)])
+    )
     staged = Staging(torch.device("cpu"), window=2).copy(host.arrays)
     assert staged.ids.tolist() == [5, 6]
     assert staged.sampling.temperatures.dtype == torch.float32
     assert staged.sampling.top_ps.tolist() == [0.3]
     assert staged.output_logprobs.of_ids.tolist() == [[4, 5]]
-    assert staged.sampling.wish_rows.tolist() == [0]
-    assert staged.wishes.penalties.tolist() == [[1.25, 0.0, 0.0]]
-    assert staged.wishes.limits.tolist() == [[2, 2, 0, 0]]
+    assert staged.sampling.adjusted_rows.tolist() == [0]
+    assert staged.adjustments.penalties.tolist() == [[1.25, 0.0, 0.0]]
+    assert staged.adjustments.limits.tolist() == [[2, 2, 0, 0]]
     assert np.array_equal(staged.token_positions.numpy(), host.arrays.token_positions)
 
 
-def test_the_device_is_told_of_wishes_when_a_slot_gets_some_or_loses_them() -> None:
+def test_the_device_is_told_of_adjustments_when_a_slot_gets_some_or_loses_them() -> None:
     planner = StepPlanner(num_slots=1, num_pages=4, page_size=4)
     told = []
     for penalty in (1.0, 1.5, 1.0, 1.0):
         spec = SamplingSpec(3, repetition_penalty=penalty)
         arrays = planner.plan(section([admission(0, [5, 6], sampling=spec)], [(0, [1])], [(0, 0, 2, 1)])).arrays
-        told.append(arrays.wishes.penalties[:, 0].tolist())
+        told.append(arrays.adjustments.penalties[:, 0].tolist())
     assert told == [[], [1.5], [1.0], []]
 
 

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from srt.managers.process.heartbeats import SILENT_S, STUCK_S, VitalsReader, VitalsWriter, as_json
+from srt.managers.process.heartbeats import SILENT_S, STUCK_S, HeartbeatReader, HeartbeatWriter, as_json
 from tests.support.full_disk import fill_disk
 
 WORKER_STUCK_S = 100.0
 
 
 def trouble(run_dir: Path, now_s: float, frontend: str = "frontend 0") -> str | None:
-    reader = VitalsReader(run_dir, WORKER_STUCK_S)
+    reader = HeartbeatReader(run_dir, WORKER_STUCK_S)
     return reader.trouble(reader.read(now_s), frontend)
 
 
 def test_who_gives_signs_is_healthy_and_who_falls_silent_is_not(tmp_path: Path) -> None:
-    worker, scheduler = VitalsWriter(tmp_path, "worker 0"), VitalsWriter(tmp_path, "scheduler 0")
-    assert VitalsReader(tmp_path, WORKER_STUCK_S).read(5.0) == []
+    worker, scheduler = HeartbeatWriter(tmp_path, "worker 0"), HeartbeatWriter(tmp_path, "scheduler 0")
+    assert HeartbeatReader(tmp_path, WORKER_STUCK_S).read(5.0) == []
     worker.beat(100.0)
     scheduler.beat(100.0)
     assert trouble(tmp_path, 101.0) is None
@@ -30,7 +30,7 @@ def test_who_gives_signs_is_healthy_and_who_falls_silent_is_not(tmp_path: Path) 
 
 
 def test_who_gives_signs_but_makes_no_progress_is_not_healthy(tmp_path: Path) -> None:
-    worker, scheduler = VitalsWriter(tmp_path, "worker 0"), VitalsWriter(tmp_path, "scheduler 0")
+    worker, scheduler = HeartbeatWriter(tmp_path, "worker 0"), HeartbeatWriter(tmp_path, "scheduler 0")
     worker.beat(100.0, age_s=STUCK_S + 1)  # a step of many tokens
     scheduler.beat(100.0)
     assert trouble(tmp_path, 100.5) is None
@@ -45,12 +45,12 @@ def test_who_gives_signs_but_makes_no_progress_is_not_healthy(tmp_path: Path) ->
 
 
 def test_who_should_give_signs_and_has_left_none_is_in_trouble(tmp_path: Path) -> None:
-    VitalsWriter(tmp_path, "scheduler 0").beat(100.0)
-    VitalsWriter(tmp_path, "worker 0")
-    reader, expected = VitalsReader(tmp_path, WORKER_STUCK_S), ["scheduler 0", "worker 0"]
+    HeartbeatWriter(tmp_path, "scheduler 0").beat(100.0)
+    HeartbeatWriter(tmp_path, "worker 0")
+    reader, expected = HeartbeatReader(tmp_path, WORKER_STUCK_S), ["scheduler 0", "worker 0"]
     sentence = reader.trouble(reader.read(100.5), "frontend 0", expected)
     assert sentence == "Worker 0 has left no sign of life."
-    VitalsWriter(tmp_path, "worker 0").beat(100.0)
+    HeartbeatWriter(tmp_path, "worker 0").beat(100.0)
     assert reader.trouble(reader.read(100.5), "frontend 0", expected) is None
     for path in tmp_path.iterdir():
         path.unlink()
@@ -59,18 +59,18 @@ def test_who_should_give_signs_and_has_left_none_is_in_trouble(tmp_path: Path) -
 
 
 def test_other_frontends_do_not_matter(tmp_path: Path) -> None:
-    VitalsWriter(tmp_path, "frontend 0").beat(100.0)
-    VitalsWriter(tmp_path, "frontend 1").beat(1.0)
+    HeartbeatWriter(tmp_path, "frontend 0").beat(100.0)
+    HeartbeatWriter(tmp_path, "frontend 1").beat(1.0)
     assert trouble(tmp_path, 100.0, "frontend 0") is None
     assert trouble(tmp_path, 100.0, "frontend 1") is not None
 
 
 def test_a_process_that_takes_the_place_of_another_speaks_for_itself(tmp_path: Path) -> None:
-    VitalsWriter(tmp_path, "worker 0").beat(100.0)
-    reader = VitalsReader(tmp_path, WORKER_STUCK_S)
-    assert [vital.silent_s for vital in reader.read(150.0)] == [50.0]
-    VitalsWriter(tmp_path, "worker 0").beat(149.0)
-    assert [vital.silent_s for vital in reader.read(150.0)] == [1.0]
+    HeartbeatWriter(tmp_path, "worker 0").beat(100.0)
+    reader = HeartbeatReader(tmp_path, WORKER_STUCK_S)
+    assert [status.silent_s for status in reader.read(150.0)] == [50.0]
+    HeartbeatWriter(tmp_path, "worker 0").beat(149.0)
+    assert [status.silent_s for status in reader.read(150.0)] == [1.0]
     (told,) = as_json(reader.read(150.0)).values()
     assert (told["silent_s"], told["progress_age_s"]) == (1.0, 0.0)
 
@@ -78,15 +78,15 @@ def test_a_process_that_takes_the_place_of_another_speaks_for_itself(tmp_path: P
 def test_a_process_that_takes_the_place_of_another_is_seen_on_a_full_disk_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    VitalsWriter(tmp_path, "worker 0").beat(100.0, age_s=WORKER_STUCK_S + 1)
-    reader = VitalsReader(tmp_path, WORKER_STUCK_S)
+    HeartbeatWriter(tmp_path, "worker 0").beat(100.0, age_s=WORKER_STUCK_S + 1)
+    reader = HeartbeatReader(tmp_path, WORKER_STUCK_S)
     assert reader.trouble(reader.read(150.0), "frontend 0") is not None
     fill_disk(monkeypatch)
-    VitalsWriter(tmp_path, "worker 0").beat(149.0)
+    HeartbeatWriter(tmp_path, "worker 0").beat(149.0)
     assert reader.trouble(reader.read(150.0), "frontend 0") is None
     assert list(as_json(reader.read(150.0))) == ["worker 0"]
 
 
 def test_without_the_folder_nobody_sees_the_signs(tmp_path: Path) -> None:
-    VitalsWriter(tmp_path / "gone", "worker 0").beat(1.0)
-    assert VitalsReader(tmp_path / "gone", WORKER_STUCK_S).read(2.0) == []
+    HeartbeatWriter(tmp_path / "gone", "worker 0").beat(1.0)
+    assert HeartbeatReader(tmp_path / "gone", WORKER_STUCK_S).read(2.0) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from srt.managers.process.heartbeats import VitalsReader
+from srt.managers.process.heartbeats import HeartbeatReader
 from tests.support.server_process import ServerProcess, all_gone
 
 ALL = ["worker-0", "worker-1", "scheduler-0", "frontend-0", "frontend-1"]
@@ -191,7 +191,7 @@ def test_a_killed_worker_is_replaced_with_the_scheduler_and_all_workers(start: S
     )
     after = processes_of(server)
     (supervisor,) = [
-        vital for vital in VitalsReader(run_dirs(server)[0], 60.0).read(0.0) if vital.process == "supervisor"
+        status for status in HeartbeatReader(run_dirs(server)[0], 60.0).read(0.0) if status.process == "supervisor"
     ]
     assert supervisor.num_replaced == 3
     assert all_gone([before[name] for name in ALL[:3]])
