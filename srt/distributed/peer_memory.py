@@ -1,7 +1,7 @@
 """Few bytes between the ranks of one host, by way of memory that they write for each other: there before NCCL's would be.
 
-srt/kernels/collectives/peer_sum.cu says how that goes and why it is right. Here is who owns the memory, and how ranks agree on it. Importing this
-module imports Triton.
+srt/kernels/collectives/peer_sum.cu says how that goes and why it is right. Here is who owns the memory, and how ranks agree on
+it. Importing this module imports Triton.
 """
 
 from __future__ import annotations

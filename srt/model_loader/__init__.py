@@ -1,0 +1,1 @@
+"""Reading checkpoints: which part of which tensor each rank needs, and copying it in."""

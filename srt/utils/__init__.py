@@ -1,0 +1,1 @@
+"""Helpers with at least two users and no better home."""

@@ -51,7 +51,7 @@ class Variant(Protocol):
 
 
 def source_of(file: Path, columns: int = 0) -> str:
-    """Join what all such kernels share, the instruction that multiplies 64 rows with `columns` of the other operand, and the kernel's file."""
+    """Join the part that all such kernels share, the instruction that multiplies 64 rows with `columns` columns, and the kernel's file."""
     return "\n".join((_read(_SHARED), _multiply(columns) if columns else "", _read(file)))
 
 

@@ -1,0 +1,1 @@
+"""All layers of a decode step in one kernel, for one or two rows."""

@@ -1,0 +1,1 @@
+"""From logits to ids: penalties and biases, filters, and the draw."""

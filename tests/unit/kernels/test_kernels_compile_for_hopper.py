@@ -49,7 +49,7 @@ def test_a_kernel_becomes_a_hopper_binary_that_fits_into_shared_memory(
 
 def test_no_kernel_is_missing_from_the_list_of_builds(printed: str) -> None:
     defined = {
-        name for file in KERNELS.glob("*.py") for name in re.findall(r"^def (\w+)_kernel\(", file.read_text(), re.M)
+        name for file in KERNELS.rglob("*.py") for name in re.findall(r"^def (\w+)_kernel\(", file.read_text(), re.M)
     }
     assert defined == set(re.findall(r"^sm_90 (\w+)\[", printed, re.M))
 
