@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import limits
-from srt.distributed.parallel_state import Backend, TensorParallel, init_tensor_parallel
+from srt.distributed.parallel_state import TensorParallel
+from srt.distributed.rendezvous import Backend, init_tensor_parallel
 
 SUMS = 100  # in a graph
 REPLAYS = 30

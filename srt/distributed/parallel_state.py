@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from srt.distributed.errors import CollectiveError
 
 if TYPE_CHECKING:
     from srt.distributed.peer_memory import PeerMemory
-
-Backend = Literal["gloo", "nccl"]
 
 
 class Work(Protocol):
@@ -147,55 +143,3 @@ class TensorParallel:
                 reason = str(error).partition(". This is typically")[0].rstrip(".")  # gloo goes on to guess
                 raise CollectiveError(f"rank {self.rank} lost the others: {reason}") from error
         return gathered
-
-
-def init_tensor_parallel(
-    rank: int,
-    size: int,
-    rendezvous_file: str,
-    backend: Backend,
-    device: torch.device,
-    timeout_s: float = 300.0,
-    maps_peers: bool = True,
-) -> TensorParallel:
-    """Meet the other ranks at `rendezvous_file`, a path that they share and that no earlier group has used.
-
-    A collective whose peers do not come fails after `timeout_s`. With one rank there is nobody to meet. GPUs map each other's memory for
-    what is small, if they can and unless told not to.
-    """
-    if size == 1:
-        return TensorParallel(0, 1, None, device)
-    store = dist.FileStore(rendezvous_file, size)  # type: ignore[attr-defined]  # missing in torch's own stubs
-    group = _open_group(store, rank, size, backend, timedelta(seconds=timeout_s))
-    tp = TensorParallel(rank, size, group, device)
-    # Connect now: whoever is missing is found at start-up and not in the first step.
-    tp.min_int(rank)
-    if device.type != "cuda" or not maps_peers:
-        return tp
-    return TensorParallel(rank, size, group, device, _map_peers(tp, timeout_s))
-
-
-def _map_peers(tp: TensorParallel, timeout_s: float) -> PeerMemory | None:
-    # Triton is not there on every host; with PyTorch for CUDA it is.
-    from srt.distributed.mapped_memory import CudaMemory
-    from srt.distributed.peer_memory import open_peer_memory
-    from srt.kernels.build.hopper import runs_on
-    from srt.kernels.collectives.peer_sum import MOST_RANKS, PROGRAMS, PeerKernel
-
-    if tp.size > MOST_RANKS:
-        return None
-    # Programs that wait for other ranks' must all run at once: each has a processor.
-    has_room = torch.cuda.get_device_properties(tp.device).multi_processor_count >= PROGRAMS
-    has_kernel = has_room and runs_on(tp.device, PeerKernel(tp.size, None))
-    return open_peer_memory(tp, CudaMemory(tp.device) if has_kernel else None, timeout_s)
-
-
-def _open_group(store: Any, rank: int, size: int, backend: Backend, timeout: timedelta) -> Group:
-    """A group of our own: torch's global one would be state that two engines in one process share."""
-    kind: Any = dist.ProcessGroupGloo if backend == "gloo" else dist.ProcessGroupNCCL
-    options = kind._Options() if backend == "gloo" else kind.Options()
-    options._timeout = timeout
-    if backend == "gloo":
-        # All ranks are on this host: nothing listens on its other interfaces, and its name need not resolve.
-        options._devices = [kind.create_device(hostname="127.0.0.1")]
-    return cast("Group", kind(store, rank, size, options))

@@ -7,10 +7,8 @@ it. Importing this module imports Triton.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import HANDLE_BYTES, LOCATION_BYTES, MappedMemory
 from srt.kernels.collectives.peer_sum import (
     BOXES,
-    MOST_RANKS,
     Mail,
     add_parts,
     add_parts_and_norm,
@@ -31,12 +28,7 @@ from srt.kernels.collectives.peer_sum import (
     own_place,
 )
 
-if TYPE_CHECKING:
-    from srt.distributed.parallel_state import TensorParallel
-
-logger = logging.getLogger(__name__)
 _PROOF_BYTES: Final = 16
-_MESSAGE_BYTES: Final = 256
 
 
 class PeerMemory:
@@ -135,44 +127,3 @@ class Boxes:
         own, self.addresses[self.rank] = self.addresses[self.rank], 0
         if own:
             self._memory.free(own)  # type: ignore[union-attr]  # of which it was taken
-
-
-class _Disagreement(Exception):
-    """A rank cannot do what all have to."""
-
-
-def open_peer_memory(
-    tp: TensorParallel, memory: MappedMemory | None, timeout_s: float, first_run: int = 1
-) -> PeerMemory | None:
-    """Memory that all ranks can write to; or None on all, where one of them cannot: rank 0 says which and why.
-
-    Without `memory` this rank has no kernel for it. Who waits longer than `timeout_s` for a peer gives up. Runs count in 32 bits.
-    """
-    if tp.size > MOST_RANKS:
-        return None
-    boxes = Boxes(memory, tp.rank, tp.size, first_run)
-    try:
-        offers = _agree(tp, boxes.offer)
-        _agree(tp, lambda: boxes.map(offers))
-    except _Disagreement as error:
-        boxes.unmap()
-        tp.min_int(0)  # nobody maps ours any more
-        boxes.free()
-        if tp.rank == 0:
-            logger.info("Small sums over GPUs go through NCCL: %s", error)
-        return None
-    return PeerMemory(boxes, tp.device, timeout_s)
-
-
-def _agree(tp: TensorParallel, act: Callable[[], bytes]) -> list[bytes]:
-    """What it gave on every rank; _Disagreement on all of them where it failed on one."""
-    try:
-        said = b"+" + act()
-    except Exception as error:  # whatever it is: the others wait for the answer
-        said = b"-" + f"{type(error).__name__}: {error}".encode()
-    mine = torch.frombuffer(bytearray(said[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
-    all_said = [bytes(one.tolist()) for one in tp.all_gather(mine.to(tp.device).unsqueeze(0), dim=0).cpu()]
-    for rank, one in enumerate(all_said):
-        if one[:1] == b"-":
-            raise _Disagreement(f"rank {rank}: {one[1:].rstrip(bytes(1)).decode(errors='replace')}")
-    return [one[1:] for one in all_said]

@@ -147,13 +147,3 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = rotation.cos, rotation.sin
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def layer_ops(device: torch.device) -> LayerOps:
-    """Kernels where there is a GPU for them, else PyTorch."""
-    if device.type != "cuda":
-        return TORCH_OPS
-    # Triton is not there on every host; with PyTorch for CUDA it is.
-    from srt.layers.kernel_ops import KernelOps
-
-    return KernelOps(device)

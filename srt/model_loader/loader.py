@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.ops import layer_ops
+from srt.layers.ops_choice import layer_ops
 from srt.layers.weights import WeightPiece, model_weight_pieces
 from srt.model_loader.dummy_weights import DummyWeights
 from srt.model_loader.safetensors_weights import check_checkpoint

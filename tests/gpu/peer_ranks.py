@@ -14,8 +14,10 @@ import torch
 
 from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import CudaMemory
-from srt.distributed.parallel_state import TensorParallel, init_tensor_parallel
-from srt.distributed.peer_memory import PeerMemory, open_peer_memory
+from srt.distributed.parallel_state import TensorParallel
+from srt.distributed.peer_memory import PeerMemory
+from srt.distributed.peer_setup import open_peer_memory
+from srt.distributed.rendezvous import init_tensor_parallel
 from srt.kernels.collectives.peer_sum import MOST_BYTES, PROGRAMS
 from srt.kernels.elementwise.rms_norm import add_rms_norm
 

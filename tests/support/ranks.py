@@ -9,7 +9,8 @@ from typing import TypeVar, cast
 
 import torch
 
-from srt.distributed.parallel_state import Group, TensorParallel, init_tensor_parallel
+from srt.distributed.parallel_state import Group, TensorParallel
+from srt.distributed.rendezvous import init_tensor_parallel
 
 T = TypeVar("T")
 

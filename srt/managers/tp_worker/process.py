@@ -215,7 +215,7 @@ def load_runner(child: Child) -> ModelRunner:
     child.report_phase("imports")
     import torch
 
-    from srt.distributed.parallel_state import init_tensor_parallel
+    from srt.distributed.rendezvous import init_tensor_parallel
     from srt.model_executor.model_runner import ModelRunner, resolve_device
 
     # A worker's operations run one after the other: a second pool would only take cores.

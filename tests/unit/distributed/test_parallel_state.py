@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from srt.distributed.errors import CollectiveError
-from srt.distributed.parallel_state import TensorParallel, init_tensor_parallel
+from srt.distributed.parallel_state import TensorParallel
+from srt.distributed.rendezvous import init_tensor_parallel
 from tests.support.ranks import CPU, run_ranks, single_rank
 
 RANK_PROGRAM = """
 import sys
 import torch
-from srt.distributed.parallel_state import init_tensor_parallel
+from srt.distributed.rendezvous import init_tensor_parallel
 
 rank, size, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 tp = init_tensor_parallel(rank, size, rendezvous, "gloo", torch.device("cpu"), timeout_s=60)

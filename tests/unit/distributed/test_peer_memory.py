@@ -13,7 +13,8 @@ import torch
 from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import HANDLE_BYTES, LOCATION_BYTES
 from srt.distributed.parallel_state import TensorParallel
-from srt.distributed.peer_memory import PeerMemory, open_peer_memory
+from srt.distributed.peer_memory import PeerMemory
+from srt.distributed.peer_setup import open_peer_memory
 from srt.kernels.collectives.peer_sum import memory_bytes
 from tests.support.ranks import run_ranks
 

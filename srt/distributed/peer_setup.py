@@ -1,0 +1,58 @@
+"""How the ranks of one host agree to map each other's memory. Importing this module imports Triton."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from srt.distributed.mapped_memory import MappedMemory
+from srt.distributed.parallel_state import TensorParallel
+from srt.distributed.peer_memory import Boxes, PeerMemory
+from srt.kernels.collectives.peer_sum import MOST_RANKS
+
+logger = logging.getLogger(__name__)
+_MESSAGE_BYTES: Final = 256
+
+
+class _Disagreement(Exception):
+    """A rank cannot do what all have to."""
+
+
+def open_peer_memory(
+    tp: TensorParallel, memory: MappedMemory | None, timeout_s: float, first_run: int = 1
+) -> PeerMemory | None:
+    """Memory that all ranks can write to; or None on all, where one of them cannot: rank 0 says which and why.
+
+    Without `memory` this rank has no kernel for it. Who waits longer than `timeout_s` for a peer gives up. Runs count in 32 bits.
+    """
+    if tp.size > MOST_RANKS:
+        return None
+    boxes = Boxes(memory, tp.rank, tp.size, first_run)
+    try:
+        offers = _agree(tp, boxes.offer)
+        _agree(tp, lambda: boxes.map(offers))
+    except _Disagreement as error:
+        boxes.unmap()
+        tp.min_int(0)  # nobody maps ours any more
+        boxes.free()
+        if tp.rank == 0:
+            logger.info("Small sums over GPUs go through NCCL: %s", error)
+        return None
+    return PeerMemory(boxes, tp.device, timeout_s)
+
+
+def _agree(tp: TensorParallel, act: Callable[[], bytes]) -> list[bytes]:
+    """What it gave on every rank; _Disagreement on all of them where it failed on one."""
+    try:
+        said = b"+" + act()
+    except Exception as error:  # whatever it is: the others wait for the answer
+        said = b"-" + f"{type(error).__name__}: {error}".encode()
+    mine = torch.frombuffer(bytearray(said[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
+    all_said = [bytes(one.tolist()) for one in tp.all_gather(mine.to(tp.device).unsqueeze(0), dim=0).cpu()]
+    for rank, one in enumerate(all_said):
+        if one[:1] == b"-":
+            raise _Disagreement(f"rank {rank}: {one[1:].rstrip(bytes(1)).decode(errors='replace')}")
+    return [one[1:] for one in all_said]
