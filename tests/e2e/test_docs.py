@@ -1,4 +1,4 @@
-"""Every command of README.md and docs/*.md is run here, or is marked as not run, with the reason, and counted.
+"""Every command of README.md and docs/**/*.md is run here, or is marked as not run, with the reason, and counted.
 
 In a page, ```sh and ```python are run; the other languages are only shown. The line before a block may say how:
 
@@ -30,7 +30,7 @@ from tests.support.server_process import ROOT, ServerProcess
 
 pytestmark = pytest.mark.e2e
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHOWN = {"text", "json", "jinja", "toml", "ini", "yaml", "html", "http", "diff", "promql", "nginx"}
 DIRECTIVE = re.compile(r"<!-- (not run: \S.*|run: server) -->")
 ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):30000")
@@ -46,7 +46,7 @@ class Block:
     directive: str
 
     def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{name_of(self.page)}:{self.line}"
 
     @property
     def is_run(self) -> bool:
@@ -85,6 +85,10 @@ def blocks_of(page: Path) -> list[Block]:
             blocks.append(Block(page, number, opening[2], "\n".join(inside), directive[1] if directive else ""))
         before = line if line.strip() else before
     return blocks
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -156,7 +160,7 @@ def test_every_mark_stands_before_a_block() -> None:
     assert marks == sum(bool(block.directive) for block in BLOCKS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_no_command_hides_in_an_indented_block(page: Path) -> None:
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     starts = re.findall(r"(?:^|\n)\n {4}(\S+) \S.*", text)
@@ -164,7 +168,7 @@ def test_no_command_hides_in_an_indented_block(page: Path) -> None:
     assert commands == [], "fence it as sh, so that it is run"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_named_in_the_text_exist(page: Path) -> None:
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
@@ -185,7 +189,7 @@ def test_options_named_in_the_readme_exist() -> None:
         assert f"{name} " in known or f"{name}," in known or f"{name}\n" in known or name == "--help", name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text("utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

@@ -198,7 +198,7 @@ class AttentionBackend(ABC):
         return out
 
     def attend_views(self, views: Views, layer: RadixAttention, batch: ForwardBatch) -> None:
-        """The same for one layer, in two launches: tiles of prompts are wasted on one token (docs/architecture.md has the figures)."""
+        """Do the same for one layer, in two launches: see docs/decisions/decodes-have-their-own-launch.md."""
         if views.extends is not None:
             q, k, v, out = views.extends
             self.forward_extend(q, k, v, layer, batch, out)
