@@ -1,4 +1,4 @@
-"""The compiled forms of Python's sources, where Python would keep none: to compile those of torch takes 2 to 3 s of each start."""
+"""Keep Python's bytecode where Python itself would keep none: compiling torch's sources takes 2 to 3 s of each start."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from pathlib import Path
 from srt.utils.cache_folders import own_folder
 
 OFF, MOVED = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
-HEAVIEST = "torch"  # of what is imported
+HEAVIEST = "torch"  # the imported package with the most sources
 
 
 def bytecode_environment(environment: Mapping[str, str], package: str = HEAVIEST) -> dict[str, str]:
-    """The variables by which processes that are started from now on keep them among our caches. None where an installation has left
-    them, or Python may write them: elsewhere it finds none then. What the user has moved stays."""
+    """Return the variables that make processes started from now on keep bytecode in our cache folder.
+
+    Empty if the installation already has bytecode or Python may write it, because Python would not look for it elsewhere any more;
+    and empty if the user has already moved the bytecode.
+    """
     spec = importlib.util.find_spec(package)
     if MOVED in environment or spec is None or spec.origin is None:
         return {}

@@ -1,13 +1,13 @@
-"""Where libraries keep what they have downloaded or compiled: where they always do, unless that cannot be written or was moved.
+"""Choose the folders for what libraries download or compile: their usual ones, unless those are not writable or were moved.
 
 SRT_CACHE_DIR/huggingface   checkpoints (HF_HOME)
 SRT_CACHE_DIR/triton        compiled kernels (TRITON_CACHE_DIR)
 SRT_CACHE_DIR/inductor      compiled graphs (TORCHINDUCTOR_CACHE_DIR)
 SRT_CACHE_DIR/cuda          kernels that the driver compiled (CUDA_CACHE_PATH)
-SRT_CACHE_DIR/tokenizers    those that were converted (own_folder)
-SRT_CACHE_DIR/kernels       compiled kernels in CUDA's C++ (own_folder)
-SRT_CACHE_DIR/bytecode      compiled Python, where nobody else keeps any (own_folder)
-SRT_CACHE_DIR               flashinfer makes a folder of its own in it (FLASHINFER_WORKSPACE_BASE)
+SRT_CACHE_DIR/tokenizers    converted tokenizers (own_folder)
+SRT_CACHE_DIR/kernels       compiled CUDA C++ kernels (own_folder)
+SRT_CACHE_DIR/bytecode      Python bytecode, if Python keeps none beside its sources (own_folder)
+SRT_CACHE_DIR               parent of the folder that flashinfer makes (FLASHINFER_WORKSPACE_BASE)
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ FOLDERS = {
 
 
 def cache_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that lead them elsewhere; none if they may stay. What the user has set stays too. StartError if there is no place."""
+    """Return the variables that move the libraries' caches; empty if the caches may stay where they are.
+
+    A variable that the user has set is left out. StartError if no folder is writable.
+    """
     chosen = environment.get(VARIABLE)
     if not chosen and _can_write(Path(environment.get("HOME") or "~").expanduser()):
         return {}
@@ -41,7 +44,7 @@ def cache_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def own_folder(name: str, environment: Mapping[str, str]) -> Path:
-    """A folder of ours among the caches, by the same rule; it is made if need be. StartError if there is no place."""
+    """Return our folder `name` among the caches, chosen by the same rule, and create it if needed. StartError if no folder is writable."""
     if chosen := environment.get(VARIABLE):
         return _made(_made(Path(chosen)) / name)
     home = Path(environment.get("HOME") or "~").expanduser()
@@ -54,7 +57,7 @@ def own_folder(name: str, environment: Mapping[str, str]) -> Path:
 
 
 def _can_write(home: Path) -> bool:
-    """Also where its cache folder is a mount of its own."""
+    """Return whether the cache folder in `home` is writable, even if it is a mount of its own in a read-only home."""
     cache = home / ".cache"
     return os.access(cache if cache.exists() else home, os.W_OK | os.X_OK)
 
@@ -70,7 +73,7 @@ def _made(base: Path) -> Path:
 
 
 def _temporary() -> Path:
-    """The same one for all servers of this user; one of its own if somebody else has taken that name."""
+    """Return the cache folder in /tmp that all servers of this user share; a fresh one if another user has taken its name."""
     base = Path(tempfile.gettempdir()) / f"srt-cache-{os.getuid()}"
     try:
         base.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja text that a model's authors wrote, rendered in a sandbox, with the helpers that such texts expect."""
+"""Chat templates: render the Jinja text of a model's authors in a sandbox, with the helpers that such texts expect."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"
 
 
 class ChatTemplateError(ValueError):
-    """The conversation cannot be rendered; the text is one sentence."""
+    """The conversation cannot be rendered; the message is one sentence."""
 
 
 class ChatTemplate:
-    """One or several named templates of a model (`default`, and `tool_use` where tools have one of their own)."""
+    """A model's chat templates by name: `default`, and `tool_use` if conversations with tools have their own."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """ChatTemplateError if a source is no template."""
+        """Compile the templates; ChatTemplateError if one of them is not valid."""
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
@@ -42,7 +42,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. With `continue_final_message` it ends where the last message's content does, for the model to go on there."""
+        """Return the prompt. With `continue_final_message` it ends after the last message's content, for the model to continue there."""
         taken = sorted(_RESERVED & set(variables or ()))
         if taken:
             raise ChatTemplateError(f"The chat template's variable {taken[0]} cannot be set this way.")
@@ -58,7 +58,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except Exception as error:  # the template is a foreign program, and may fail in any way a program can
+        except Exception as error:  # the template is someone else's program and may fail in any way a program can
             raise ChatTemplateError(f"The chat template does not take this conversation: {error}.") from error
         return text if final is None else final.cut_behind(text)
 
@@ -73,7 +73,7 @@ class ChatTemplate:
 
 
 class _FinalMessage:
-    """The message to go on with. It is rendered with a mark behind its last word: what it says may occur in the template's own text too."""
+    """The message to continue. It is rendered with a random mark after its last word, because the template may contain the same words."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
         content = messages[-1].get("content") if messages else None
@@ -85,12 +85,12 @@ class _FinalMessage:
         self._mark = uuid.uuid4().hex
 
     def marked(self) -> list[Mapping[str, Any]]:
-        """The messages, for the template."""
+        """Return the messages for the template, the final one with the mark in it."""
         *others, final = self._messages
         return [*others, {**final, "content": self._content + self._mark + self._trailing}]
 
     def cut_behind(self, text: str) -> str:
-        """What was rendered, up to the message's end. Space there stays where the template lets it stay, or goes on with the same."""
+        """Return the rendered text up to the end of the message. Trailing space stays if the template keeps it unchanged."""
         before, mark, after = text.rpartition(self._mark)
         if not mark or not before.endswith(self._content.lstrip()):
             raise ChatTemplateError("The chat template changes the final message, so it cannot be continued.")
@@ -98,7 +98,7 @@ class _FinalMessage:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks training targets; for a prompt it is its content."""
+    """The tag `{% generation %}…{% endgeneration %}`, which marks training targets; in a prompt it renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja reads it from the class
 
@@ -124,7 +124,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own: no HTML escapes, which a model was not trained on."""
+    """Return `value` as JSON without the HTML escapes of Jinja's own filter, because models were not trained on those."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -133,4 +133,4 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)  # local time, as model cards mean it
+    return datetime.now().strftime(pattern)  # local time, which is what model cards mean

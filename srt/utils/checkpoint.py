@@ -1,4 +1,4 @@
-"""Finding a checkpoint and reading its safetensors headers. No torch: start-up estimates memory and refuses broken files with it."""
+"""Find a checkpoint and read its safetensors headers. Without torch, so that start-up can estimate memory and refuse broken files early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from srt.utils.model_error import ModelError
 
 SHIPPED_MODELS = Path(__file__).resolve().parent.parent / "assets" / "models"
-DEFAULT_MODEL = "tiny"  # of those; what a program or a person at the terminal gets who names none
+DEFAULT_MODEL = "tiny"  # the shipped model used when none is named
 
 HUB_PATTERNS = (
     "config.json",
@@ -31,18 +31,18 @@ HUB_PATTERNS = (
     "*.tiktoken",
     "chat_template*",
 )
-"""What is read of a folder, and downloaded of a hub repository: no .bin twins of the weights, no training state."""
+"""Files read from a folder and downloaded from a hub repository: no .bin duplicates of the weights, no training state."""
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The element types that can be loaded, by their safetensors name."""
+"""Sizes of the loadable element types, by their safetensors name."""
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
-COMPARED_BYTES = 1 << 18  # at once: both parts stay in a core's cache
+COMPARED_BYTES = 1 << 18  # read at a time: both tensors' parts fit in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor of a checkpoint: what it is and where its bytes lie."""
+    """Type, shape and location of one tensor of a checkpoint."""
 
     name: str
     dtype: str
@@ -58,13 +58,13 @@ class TensorHeader:
 
 
 def resolve_model_path(model_path: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The folder that `--model-path` means: an existing folder, else a shipped name, else a hub id in the local cache.
+    """Return the folder that `--model-path` names: an existing folder, else a shipped model, else a hub id in the local cache.
 
-    A hub id is downloaded unless HF_HUB_OFFLINE is set or the cache has it. ModelError says in a sentence what is wrong.
+    A hub id is downloaded unless the cache has it or HF_HUB_OFFLINE is set. ModelError says in one sentence what is wrong.
     """
     try:
         path = Path(model_path).expanduser()
-    except RuntimeError:  # ~somebody who has no home
+    except RuntimeError:  # "~name" of a user without a home
         path = Path(model_path)
     if not model_path:
         raise ModelError("--model-path is empty.")
@@ -80,8 +80,8 @@ def resolve_model_path(model_path: str, revision: str | None = None, download_di
 
 
 def _download(hub_id: str, revision: str | None, download_dir: str | None) -> Path:
-    """The snapshot of a hub repository, complete as far as the cache or the hub can tell."""
-    # Here, because only hub ids need it, and it takes a moment to import.
+    """Return the snapshot of a hub repository, complete as far as the cache or the hub can tell."""
+    # Imported here because only hub ids need it, and the import is slow.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -111,15 +111,15 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None) -> Pa
             " (or HF_HUB_OFFLINE is set)."
         ) from error
     except Exception as error:
-        # Full disks, proxies, broken certificates: the classes depend on the HTTP library below, which has changed before.
+        # Full disks, proxies, broken certificates: the error classes depend on the HTTP library, which has changed before.
         raise ModelError(f"The model {where} could not be downloaded: {_first_line(error)}.") from error
     return Path(folder)
 
 
 def read_headers(folder: str | Path) -> dict[str, TensorHeader]:
-    """Every tensor of the checkpoint by name, in the order of the files. Reads headers only.
+    """Return the header of every tensor by name, in the order of the files. Reads no data.
 
-    ModelError names the file that is missing, cut short or not a safetensors file.
+    ModelError names a file that is missing, cut short or not a safetensors file.
     """
     folder = Path(folder)
     headers: dict[str, TensorHeader] = {}
@@ -136,7 +136,7 @@ def read_headers(folder: str | Path) -> dict[str, TensorHeader]:
 
 
 def estimate_weight_bytes(folder: str | Path, dtype: str | None = None) -> int:
-    """The bytes that the weights take, all ranks together: as stored, or as `dtype` (float32, bfloat16, float16)."""
+    """Return the size of the weights over all ranks: as stored, or converted to `dtype` (float32, bfloat16, float16)."""
     headers = read_headers(folder).values()
     if dtype is None:
         return sum(header.num_bytes for header in headers)
@@ -144,15 +144,17 @@ def estimate_weight_bytes(folder: str | Path, dtype: str | None = None) -> int:
 
 
 def is_copy(one: TensorHeader, other: TensorHeader) -> bool:
-    """Whether two tensors are the same to the byte. Two of 600 MB take 0.1 to 0.3 s where the page cache has them, else the
-    time of the disk for both."""
+    """Return whether two tensors are equal to the byte.
+
+    Comparing two of 600 MB takes 0.1 to 0.3 s from the page cache, otherwise the time to read both from disk.
+    """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return all(part == twin for part, twin in zip(_read_parts(one), _read_parts(other), strict=True))
 
 
 def data_start(file: Path) -> int:
-    """Where the data of a safetensors file begins: behind its header and the header's length."""
+    """Return the offset of a safetensors file's data, which follows the header's length and the header."""
     try:
         with file.open("rb") as stream:
             return 8 + int(struct.unpack("<Q", stream.read(8))[0])
@@ -161,14 +163,14 @@ def data_start(file: Path) -> int:
 
 
 def version_of(folder: str | Path) -> str:
-    """A hash of the files' names, sizes and times of writing: another one once somebody has changed the checkpoint."""
+    """Return a hash of the files' names, sizes and modification times, which changes if the checkpoint is changed."""
     files = sorted({file for pattern in HUB_PATTERNS for file in Path(folder).glob(pattern) if file.is_file()})
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files to read, and which tensor the index promises in which (empty without an index)."""
+    """Return the files to read, and the file of each tensor according to the index (empty without an index)."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single], {}
@@ -179,7 +181,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         if missing:
             raise ModelError(f"{folder} lacks {some(missing)}, which {index.name} names.")
         return files, weight_map
-    # Some repositories hold the same weights twice, the second time in the layout of their authors' own code.
+    # Some repositories hold the same weights twice: the second copy has the layout of the authors' own code.
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
     if files:
         return files, {}
@@ -202,7 +204,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _read_file_headers(file: Path) -> Iterable[TensorHeader]:
-    """Layout: 8 bytes little-endian length of the header, the header in JSON, the data."""
+    """Read the headers of one file: 8 bytes little-endian header length, the header in JSON, the data."""
     try:
         with file.open("rb") as stream:
             prefix = stream.read(8)
@@ -226,7 +228,7 @@ def _read_file_headers(file: Path) -> Iterable[TensorHeader]:
 
 
 def _read_parts(header: TensorHeader) -> Iterator[bytes]:
-    """The bytes of a tensor, COMPARED_BYTES at a time."""
+    """Yield the bytes of a tensor, COMPARED_BYTES at a time."""
     start, left = data_start(header.file) + header.start, header.num_bytes
     try:
         with header.file.open("rb") as stream:
@@ -242,7 +244,7 @@ def _read_parts(header: TensorHeader) -> Iterator[bytes]:
 
 
 def _parse_entry(file: Path, name: str, entry: Mapping[str, Any]) -> TensorHeader:
-    """The entry as a header; ValueError or its like if it is not one."""
+    """Return the entry as a header; raise ValueError, KeyError or TypeError if it is malformed."""
     start, end = entry["data_offsets"]
     header = TensorHeader(name, str(entry["dtype"]), tuple(entry["shape"]), file, start, end - start)
     numbers = (start, end, *header.shape)
@@ -255,7 +257,7 @@ def _parse_entry(file: Path, name: str, entry: Mapping[str, Any]) -> TensorHeade
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """The first few of the names and how many more there are."""
+    """Return the first `most` names and the number of the remaining ones."""
     names = list(names)
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest

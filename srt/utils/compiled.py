@@ -1,9 +1,9 @@
-"""The compiled form of what the scheduler does for every request and step: the same sources, through mypyc, where they were built.
+"""Load the mypyc-compiled form of the scheduler's modules, if it was built from exactly these sources.
 
-    python -m scripts.compile_scheduler        builds it; so does an installation, where there is a C compiler
+    python -m scripts.compile_scheduler        builds it; an installation builds it too if there is a C compiler
 
-What was built lies in `srt/compiled/`, in a folder named after a hash of the sources and of the interpreter. It is used only if that
-hash is still right, so it can never be out of date: whoever edits one of the sources runs them as they are.
+The result is in `srt/compiled/`, in a folder named after a hash of the sources and of the interpreter. It is used only if that hash
+still matches, so it cannot be out of date: after an edit the sources run uncompiled.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-SWITCH = "SRT_COMPILED"  # 0: never; a folder: what was built there, whatever the sources say
-GROUP = "srt_scheduler__mypyc"  # the library that holds all of them; a module's own file only refers to it
+SWITCH = "SRT_COMPILED"  # 0: never use the compiled form; a folder: use the build in it, whatever the sources are
+GROUP = "srt_scheduler__mypyc"  # the library with all of the code; each module's own file only refers to it
 SUFFIX = EXTENSION_SUFFIXES[0]  # names the interpreter's version and the machine
 PACKAGE = Path(__file__).parents[1]
 MODULES = (
@@ -52,17 +52,17 @@ def source(name: str) -> Path:
 
 
 def built_folder() -> Path:
-    """Where the compiled form of these very sources lies, for this interpreter, if it was built."""
-    import hashlib  # everybody imports this module, few ask
+    """Return the folder for the compiled form of these exact sources and this interpreter; it exists only if it was built."""
+    import hashlib  # imported here because every process imports this module and few call this function
 
     digest = hashlib.blake2b(SUFFIX.encode(), digest_size=8)
-    for name in (*MODULES, "srt.protocol.messages", "srt.protocol.views"):  # whose types are compiled in
+    for name in (*MODULES, "srt.protocol.messages", "srt.protocol.views"):  # the last two: their types are compiled in
         digest.update(source(name).read_bytes())
     return PACKAGE / "compiled" / digest.hexdigest()
 
 
 class CompiledFinder(MetaPathFinder):
-    """Finds the compiled form of a module, if there is one. The sources are looked at when the first of them is imported."""
+    """Finds the compiled form of a module, if there is one. The sources are hashed at the first import of a listed module."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
@@ -83,7 +83,7 @@ class CompiledFinder(MetaPathFinder):
 
 
 def install_finder() -> None:
-    """From now on these modules are imported in their compiled form, where it fits."""
+    """Make later imports of these modules use their compiled form if it matches the sources."""
     sys.meta_path.insert(0, CompiledFinder())
 
 

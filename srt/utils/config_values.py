@@ -1,4 +1,4 @@
-"""Typed access to config.json: a value that is not what it should be is a ModelError that names its key."""
+"""Typed access to config.json: a value of the wrong type or range raises a ModelError that names its key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from srt.utils.model_error import ModelError
 
 LARGEST = 2**31 - 1
-"""No count or token id in a model is larger; a larger number is a mistake."""
+"""Upper limit of every count and token id; a larger number is a mistake."""
 
 
 def positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -26,7 +26,7 @@ def positive_number(raw: Mapping[str, Any], key: str, default: float | None = No
 
 
 def flag(raw: Mapping[str, Any], key: str) -> bool:
-    """False where the file does not say."""
+    """Return the boolean at `key`; False if it is absent."""
     value = _stated(raw, key, False)
     if not isinstance(value, bool):
         raise ModelError(f"config.json: {key} must be true or false, not {shown(value)}.")
@@ -34,7 +34,7 @@ def flag(raw: Mapping[str, Any], key: str) -> bool:
 
 
 def mapping(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Empty where the file does not say."""
+    """Return the object at `key`; empty if it is absent."""
     value = _stated(raw, key, {})
     if not isinstance(value, dict):
         raise ModelError(f"config.json: {key} must be an object, not {shown(value)}.")
@@ -42,7 +42,7 @@ def mapping(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def names(raw: Mapping[str, Any], key: str) -> list[str]:
-    """Empty where the file does not say."""
+    """Return the list of names at `key`; empty if it is absent."""
     value = _stated(raw, key, [])
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ModelError(f"config.json: {key} must be a list of names, not {shown(value)}.")
@@ -50,7 +50,7 @@ def names(raw: Mapping[str, Any], key: str) -> list[str]:
 
 
 def token_ids(file: str, raw: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """One id or a list of them, each once; empty where `file` does not say."""
+    """Return the token id or list of token ids at `key` without duplicates; empty if `file` has none."""
     value = _stated(raw, key, [])
     ids = value if isinstance(value, list) else [value]
     for token_id in ids:
@@ -60,7 +60,7 @@ def token_ids(file: str, raw: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def shown(value: object) -> str:
-    """The value as the user wrote it, if that is short."""
+    """Return the value as the user wrote it, shortened to 60 characters."""
     try:
         text = repr(value)
     except ValueError:  # an integer with too many digits to print
@@ -69,7 +69,7 @@ def shown(value: object) -> str:
 
 
 def _stated(raw: Mapping[str, Any], key: str, default: Any) -> Any:
-    """The value, or the default where it is absent or null; ModelError if there is neither."""
+    """Return the value, or `default` if it is absent or null; ModelError if both are missing."""
     value = raw.get(key)
     if value is None:
         value = default

@@ -1,8 +1,8 @@
-"""Write a tokenizer.json for a checkpoint that has none, with `transformers`: a process of its own, so that its caller stays small.
+"""Write a tokenizer.json for a checkpoint that has none, using `transformers` in a separate process to keep the caller small.
 
     python -m srt.utils.convert_tokenizer CHECKPOINT TARGET_FILE
 
-Exit code 1 and one line on stderr if it cannot be done.
+Exits with code 1 and one line on stderr if the tokenizer cannot be converted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main(folder: str, target: str) -> None:
-    """The target appears whole or not at all, whoever else writes it at the same time."""
+    """Convert the tokenizer in `folder`. `target` appears complete or not at all, even if several processes write it at once."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -28,6 +28,6 @@ def main(folder: str, target: str) -> None:
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except Exception as error:  # whatever a foreign library raises is the reason that the caller shows
+    except Exception as error:  # the caller shows the foreign library's message as the reason
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         sys.exit(1)

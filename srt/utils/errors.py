@@ -1,12 +1,12 @@
-"""Errors that more than one process speaks of."""
+"""Errors that more than one process raises or handles."""
 
 
 class StartError(Exception):
-    """The server cannot start, for a reason that the user can change: the text is one clear sentence with the figure and the option."""
+    """The server cannot start, for a reason that the user can change. The message is one clear sentence with the figure and the option."""
 
 
 class CheckpointChanged(StartError):
-    """A process that is to take another one's place would answer with another model."""
+    """The checkpoint on disk has changed, so a restarted process would serve another model than the rest of the server."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(f"The files in {folder} have changed since the server was started: start it anew.")

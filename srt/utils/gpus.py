@@ -1,4 +1,4 @@
-"""What the GPU driver says of its memory, asked without CUDA: processes that never load torch may ask."""
+"""Ask the GPU driver about its memory without CUDA, so that processes that never load torch may ask."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ctypes
 import os
 from dataclasses import dataclass
 
-NVML = "libnvidia-ml.so.1"  # comes with the driver
+NVML = "libnvidia-ml.so.1"  # part of the driver
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """In bytes."""
+    """The memory of one GPU in bytes."""
 
     total: int
     free: int
@@ -22,7 +22,7 @@ class _Memory(ctypes.Structure):
 
 
 def gpu_memory(index: int) -> GpuMemory | None:
-    """Of the GPU that CUDA counts as `index`; None where the driver does not tell."""
+    """Return the memory of the GPU with CUDA's number `index`; None if the driver does not report it."""
     name = _visible_name(index, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if name is None:
         return None
@@ -46,7 +46,7 @@ def gpu_memory(index: int) -> GpuMemory | None:
 
 
 def _visible_name(index: int, visible: str | None) -> str | None:
-    """What the driver calls it: a number or a UUID; None if it cannot be seen. Numbers of CUDA's are the driver's as a rule."""
+    """Return the driver's name of a GPU, a number or a UUID; None if it is not visible. CUDA's numbers are normally the driver's."""
     if visible is None:
         return str(index)
     names = [name.strip() for name in visible.split(",")]

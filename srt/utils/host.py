@@ -1,4 +1,4 @@
-"""What this process may use of its host: cores and memory, with the limits of a container counted in."""
+"""The cores and memory of the host that this process may use, within the limits of its container."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
-PF_EXITING = 4  # a flag of the kernel's
+PF_EXITING = 4  # a flag of the Linux kernel
 
 
 def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
-    """Cores that this process may use: its affinity, cut to the quota of its cgroup and of those around it; at least 1."""
+    """Return the number of usable cores: the process' affinity, cut to the quotas of its cgroup and the enclosing ones; at least 1."""
     limits: list[float] = [len(os.sched_getaffinity(0))]
     limits += [quota for folder in _cgroups(cgroup, proc) if (quota := _cpu_quota(folder)) is not None]
     return max(1, int(min(limits)))
 
 
 def available_memory_bytes(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
-    """Memory that can still be taken: what the kernel calls available, cut to what the limits of its cgroups leave."""
+    """Return the memory that can still be allocated: the kernel's MemAvailable, cut to what the limits of the cgroups leave."""
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text("ascii").splitlines())
     limits = [int(fields["MemAvailable"].split()[0]) * 1024]
     limits += [left for folder in _cgroups(cgroup, proc) if (left := _cgroup_memory_left(folder)) is not None]
@@ -30,20 +30,20 @@ def available_memory_bytes(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
 
 
 def process_age_s() -> float:
-    """Seconds since the kernel started this process."""
+    """Return the seconds since the kernel started this process."""
     started_ticks = int((PROC / "self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def raise_descriptor_limit() -> None:
-    """Lift the soft limit of open files to the hard one: every client connection is a descriptor."""
+    """Raise the soft limit of open files to the hard limit: every client connection is a descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # an unlimited hard limit is refused by some kernels
+    with contextlib.suppress(OSError, ValueError):  # some kernels refuse an unlimited hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _cgroups(root: Path, proc: Path) -> list[Path]:
-    """This process's cgroup and those around it. In a container its own looks like the root."""
+    """Return this process' cgroup and the enclosing ones. Inside a container its own looks like the root."""
     lines = (_read(proc / "self/cgroup") or "").splitlines()
     path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
     own = root / path
@@ -51,7 +51,7 @@ def _cgroups(root: Path, proc: Path) -> list[Path]:
 
 
 def _cpu_quota(cgroup: Path) -> float | None:
-    """Cores' worth of time that the cgroup (version 2, else 1) allows; None if it does not limit."""
+    """Return the CPU quota of the cgroup (version 2, else 1) in cores; None without a limit."""
     unified = _read(cgroup / "cpu.max")
     if unified is not None:
         quota, period = unified.split()
@@ -77,7 +77,7 @@ def _cgroup_memory_left(cgroup: Path) -> int | None:
 
 
 def _reclaimable(stat: str) -> int:
-    """The page cache counts as used, but goes when memory is asked for."""
+    """Return the bytes of page cache, which count as used but are freed when memory is needed."""
     counters = dict(line.split() for line in stat.splitlines())
     return int(counters.get("inactive_file", 0)) + int(counters.get("active_file", 0))
 
@@ -90,7 +90,7 @@ def _read(path: Path) -> str | None:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether this process is on its way out, or a zombie: with much memory, or a GPU's, that takes a while."""
+    """Return whether this process is exiting or a zombie. Exiting takes a while if it has much memory or uses a GPU."""
     try:
         state, *fields = (PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -99,7 +99,7 @@ def is_exiting(pid: int) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this name or address means this machine alone."""
+    """Return whether this name or address refers to this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

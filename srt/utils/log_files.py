@@ -1,6 +1,6 @@
-"""The last log lines of this user's servers, kept for whoever writes a bug report: small files beside the servers' other ones.
+"""Keep the last log lines of this user's servers in small files in the temporary folder, for bug reports.
 
-They are bounded, and nobody else may read them. Where they cannot be written, nothing is kept and nothing fails.
+The files are bounded and private to the user. If they cannot be written, nothing is kept and nothing fails.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-MAX_BYTES = 128 << 10  # of a process, twice: the file, and the one before it
-MAX_FILES = 60  # of all servers
+MAX_BYTES = 128 << 10  # per file; each process has two, the current and the previous one
+MAX_FILES = 60  # over all servers
 _SUFFIX = ".log"
 _BEGINNING = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
 
@@ -24,7 +24,7 @@ def log_folder() -> Path:
 
 
 def log_file_handler(process: str, server_pid: int) -> logging.Handler:
-    """Keeps the lines of this process; a handler that does nothing where they cannot be kept."""
+    """Return a handler that keeps the lines of this process; one that does nothing if they cannot be kept."""
     with contextlib.suppress(OSError):
         folder = log_folder()
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -41,11 +41,13 @@ def log_file_handler(process: str, server_pid: int) -> logging.Handler:
 
 
 class _BoundedFileHandler(logging.FileHandler):
-    """Begins a new file when one is full, and keeps the one before. The standard library's own costs start-up time: it loads sockets
-    and pickle."""
+    """Starts a new file when one is full, and keeps the previous one.
+
+    The standard library's rotating handler is not used because its module loads sockets and pickle, which slows the start.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):  # the file is opened here; and to ask where it ends writes what is left
+        with contextlib.suppress(OSError):  # emit opens the file, and tell flushes it
             super().emit(record)
             if self.stream is not None and self.stream.tell() > MAX_BYTES:
                 self.close()
@@ -56,13 +58,13 @@ class _BoundedFileHandler(logging.FileHandler):
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk is nobody's problem here."""
+        """Ignore the error: a full disk must not disturb the server."""
 
 
 def last_lines(count: int) -> list[str]:
-    """Of all processes in the order of time, tracebacks in one piece; none if there are no files."""
+    """Return the last lines of all processes in order of time, each traceback in one piece; empty if there are no files."""
     records: list[list[str]] = []
-    for path in sorted(log_folder().glob(f"*{_SUFFIX}*"), reverse=True):  # the file before, .log.1, before .log
+    for path in sorted(log_folder().glob(f"*{_SUFFIX}*"), reverse=True):  # the previous file, .log.1, before .log
         with contextlib.suppress(OSError):
             for line in path.read_text("utf-8", "replace").splitlines():
                 if _BEGINNING.match(line) or not records:
@@ -73,7 +75,7 @@ def last_lines(count: int) -> list[str]:
 
 
 def _sweep(folder: Path) -> None:
-    """Only the newest files stay."""
+    """Delete all but the newest files."""
     files = sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime, reverse=True)
     for path in files[MAX_FILES:]:
         with contextlib.suppress(OSError):

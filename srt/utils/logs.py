@@ -1,4 +1,4 @@
-"""Log lines of all processes: one line each, as text or as JSON, with the name of the process and the id of the HTTP request."""
+"""Log lines of all processes: one line per event, as text or JSON, with the name of the process and the id of the HTTP request."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from typing import TextIO
 
 from srt.utils.log_files import log_file_handler
 
-# Set for the task that answers an HTTP request, and for all that it starts.
+# Set in the task that answers an HTTP request, and inherited by the tasks that it starts.
 REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 
 
 def set_up_logging(process: str, level: str, log_format: str, stream: TextIO | None = None) -> None:
-    """From now on this process, a child of the supervisor's, writes its lines to standard error (or `stream`), looking as asked for;
-    the last ones are kept for a bug report."""
+    """Log to standard error (or `stream`) in the given format, in a child process of the supervisor.
+
+    The last lines are also kept in a file for bug reports.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_formatter(process, log_format))
-    logging.raiseExceptions = False  # a server does not end because nobody reads its log, or complain about it there
+    logging.raiseExceptions = False  # if nobody reads the log, a server neither stops nor complains about it there
     logging.captureWarnings(True)
     threading.excepthook = _log_end_of_thread
     logging.basicConfig(level=level.upper(), handlers=[handler, log_file_handler(process, os.getppid())], force=True)
 
 
 def show_lines_of(name: str, process: str, log_format: str) -> None:
-    """In a program that is not ours, what the logger `name` says goes to standard error; as the program likes if it has set up logging."""
+    """Write the lines of the logger `name` to standard error, in a program that is not ours and has not set up logging itself."""
     logger = logging.getLogger(name)
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
@@ -51,12 +53,12 @@ def _log_end_of_thread(end: threading.ExceptHookArgs) -> None:
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """For `logger.info("sentence", extra=fields(rid=…))`: values that a JSON line has beside its sentence."""
+    """Return the `extra` of a log call, `logger.info("sentence", extra=fields(rid=…))`, with values that only a JSON line shows."""
     return {"fields": values}
 
 
 def details(**values: object) -> dict[str, dict[str, object]]:
-    """The same for values that a line of text has too."""
+    """Return the `extra` of a log call with values that text and JSON lines both show."""
     return {"details": values}
 
 
@@ -71,7 +73,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """`{"time": "2026-01-31T12:00:00.000Z", "level": "info", "process": "worker 0", "logger": …, "message": …}`"""
+    """Formats a record as `{"time": "2026-01-31T12:00:00.000Z", "level": "info", "process": "worker 0", "logger": …, "message": …}`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def json_line(created_s: float, level: str, process: str, message: str, **values: object) -> str:
-    """Values that are None are left out."""
+    """Return a log line in JSON; values that are None are left out."""
     at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created_s)) + f".{int(created_s % 1 * 1000):03}Z"
     line: dict[str, object] = {"time": at, "level": level, "process": process, "message": message}
     line |= {name: value for name, value in values.items() if value is not None}

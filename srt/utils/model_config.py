@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about its model: config.json of any age and generation_config.json. No torch."""
+"""The model that a checkpoint folder describes: config.json, old or new, and generation_config.json. No torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from srt.utils.model_error import ModelError as ModelError
 from srt.utils.rope_config import RopeConfig, read_rope, rope_parameters
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""What `srt.models.registry` can build; known here so that start-up can refuse the rest without torch."""
+"""Architectures that `srt.models.registry` can build; listed here so that start-up can refuse others without torch."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 KV_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
-"""The only quantization that is read: of keys and values for an fp8 memory, with one scale per layer in the checkpoint."""
+"""The only quantization that is read: fp8 keys and values, with one scale per layer in the checkpoint."""
 
 READ_KEYS = frozenset(
     "architectures model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
@@ -29,12 +29,12 @@ READ_KEYS = frozenset(
     " partial_rotary_factor use_sliding_window sliding_window max_window_layers layer_types quantization_config dtype"
     " torch_dtype bos_token_id eos_token_id num_nextn_predict_layers".split()
 )
-"""The keys of config.json that have an effect: an override of any other is refused, it would be ignored."""
+"""Keys of config.json that have an effect. Overriding any other key is refused, because it would be ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The model as it will run, with every default resolved and every override applied. The same on all ranks."""
+    """The model as it will run, with every default resolved and every override applied. Equal on all ranks."""
 
     architecture: str
     model_type: str
@@ -48,27 +48,27 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     attention_bias: bool
-    """As config.json has it; architectures whose biases are fixed say so in their own file."""
+    """Value in config.json; architectures whose biases are fixed ignore it in their own file."""
     mlp_bias: bool
     rope: RopeConfig
     max_position_embeddings: int
     context_length: int
-    """The most positions a request may have, prompt and output together."""
+    """Largest number of positions of a request, prompt and output together."""
     torch_dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     num_mtp_layers: int
     """Extra layers for multi-token prediction that the checkpoint may hold; they are not loaded."""
     layer_windows: tuple[int | None, ...]
-    """Of each layer how many positions a token sees, its own among them; None: all. None too where a window would hide nothing."""
+    """Attention window of each layer: positions that a token sees, its own included. None: all, or a window that would hide nothing."""
     sampling_defaults: dict[str, float | int]
-    """What generation_config.json wants for requests that do not say: some of temperature, top_k, top_p, min_p, repetition_penalty."""
+    """Defaults from generation_config.json for requests: any of temperature, top_k, top_p, min_p, repetition_penalty."""
 
     @classmethod
     def from_folder(
         cls, path: str | Path, overrides: Mapping[str, Any] | None = None, context_length: int | None = None
     ) -> ModelConfig:
-        """Read the folder, with `overrides` laid over config.json; ModelError for whatever is wrong or not supported."""
+        """Read the folder, with `overrides` replacing keys of config.json; ModelError for anything wrong or unsupported."""
         folder = Path(path)
         raw = _read_config(folder, overrides or {})
         generation = _read_json(folder / "generation_config.json", required=False)
@@ -108,7 +108,7 @@ class ModelConfig:
         return config
 
     def config_hash(self) -> str:
-        """A hash that is equal in two processes exactly when all of the above is; compared in the handshake."""
+        """Return a hash of all fields above, which processes compare in the handshake to be sure that they run the same model."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -124,7 +124,7 @@ class ModelConfig:
             raise ModelError(f"--tp {tp_size} does not divide the model's intermediate size, {self.intermediate_size}.")
 
     def num_kv_heads_per_rank(self, tp_size: int) -> int:
-        """KV heads in one rank's memory: heads are replicated where ranks exceed them."""
+        """Return the KV heads in one rank's memory; heads are replicated if there are more ranks than heads."""
         return max(1, self.num_kv_heads // tp_size)
 
     def _check_shape(self) -> None:
@@ -137,7 +137,7 @@ class ModelConfig:
 
 
 def _read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the overrides on top; all that RoPE needs is in `rope_parameters`."""
+    """Return config.json with the overrides on top, and all RoPE parameters under `rope_parameters`."""
     unread = sorted(set(overrides) - READ_KEYS)
     if unread:
         raise ModelError(f"--json-model-override-args: {unread[0]} has no effect on any supported model.")
@@ -179,7 +179,7 @@ def _default_head_dim(architecture: str, hidden_size: int, num_heads: int) -> in
 
 
 def _context_length(asked: int | None, max_position_embeddings: int, rope: RopeConfig) -> int:
-    """What the model states, unless the user asks for less, or for more that the RoPE scaling was made for."""
+    """Return the model's stated context, or the one asked for: it may be shorter, or as long as the RoPE scaling allows."""
     limit = rope.context_limit(max_position_embeddings)
     if asked is None:
         return max_position_embeddings
@@ -203,9 +203,9 @@ def _first(ids: tuple[int, ...]) -> int | None:
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
-    """The repetition penalty always; the rest only if the file wants sampling at all, as in transformers.
+    """Return the repetition penalty always, and the other defaults only if the file enables sampling, as in transformers.
 
-    Ranges are for those to check who take them as defaults: a server may be told not to.
+    Ranges are not checked here: a server may be told not to use these defaults, so the code that uses them checks.
     """
     keys = ["repetition_penalty"]
     if generation.get("do_sample"):
@@ -218,10 +218,10 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelError(f"generation_config.json: {key} must be a number, not {shown(value)}.")
         if key == "top_k" and isinstance(value, float) and value.is_integer():
-            value = int(value)  # 50.0: some programs write every number so
+            value = int(value)  # some programs write every number as a float, such as 50.0
         defaults[key] = value
     if defaults.get("top_k") == 0:
-        defaults["top_k"] = -1  # transformers' way to say that the filter is off
+        defaults["top_k"] = -1  # 0 means "no filter" in transformers
     return defaults
 
 
@@ -232,7 +232,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _refuse_quantized_weights(quantization: Mapping[str, Any]) -> None:
-    """Let through what only brings scales for an fp8 KV memory along, as compressed-tensors writes it."""
+    """Raise ModelError for quantized weights; accept scales for an fp8 KV memory, as compressed-tensors writes them."""
     if not quantization:
         return
     method = quantization.get("quant_method", "")
@@ -240,7 +240,7 @@ def _refuse_quantized_weights(quantization: Mapping[str, Any]) -> None:
         raise ModelError(f"Quantized checkpoints are not supported (config.json: quantization_config {shown(method)}).")
     for part in ("config_groups", "sparsity_config", "transform_config"):
         content = mapping(quantization, part)
-        is_dense = part == "sparsity_config" and content.get("format") == "dense"  # it was measured, and left as it is
+        is_dense = part == "sparsity_config" and content.get("format") == "dense"  # measured, weights unchanged
         if content and not is_dense:
             raise ModelError(f"Quantized weights are not supported (config.json: {part} of quantization_config).")
     scheme = mapping(quantization, "kv_cache_scheme")
@@ -254,7 +254,7 @@ def _refuse_quantized_weights(quantization: Mapping[str, Any]) -> None:
 
 
 def _layer_windows(raw: Mapping[str, Any], architecture: str, context_length: int) -> tuple[int | None, ...]:
-    """Which layers slide, and how far. Defaults are those of transformers, where Llama and Mistral do not ask for kinds of layers."""
+    """Return the attention window of each layer. Defaults are those of transformers, which ignores `layer_types` for Llama and Mistral."""
     num_layers = positive_int(raw, "num_hidden_layers")
     kinds = names(raw, "layer_types")
     for kind in kinds:

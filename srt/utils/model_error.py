@@ -1,4 +1,4 @@
-"""The error of everything that reads a model: its configuration, its checkpoint, its place on disk."""
+"""The error raised by all code that reads a model: its configuration, its checkpoint, its path."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from srt.utils.errors import StartError
 
 
 class ModelError(StartError):
-    """The model cannot be served as asked. The text is one sentence for the user that names the file, key or tensor."""
+    """The model cannot be served as asked. The message is one sentence for the user that names the file, key or tensor."""

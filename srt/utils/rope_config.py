@@ -1,4 +1,4 @@
-"""The rotary embedding that a config.json asks for, in one form whether the file is old or new. No torch."""
+"""The rotary embedding of a config.json, in one form for old and new files. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
-"""Parameters without a default."""
+"""Parameters without a default, by kind."""
 
 REFUSED_KINDS = {
     "dynamic": "its angles depend on the longest row of the batch",
@@ -26,12 +26,12 @@ REFUSED_KINDS = {
     "su": "its angles depend on the longest row of the batch",
     "mrope": "it is for images and video",
 }
-"""Known kinds that no supported model can use, and why; any other name is simply unknown."""
+"""Known kinds that no supported model can use, with the reason; any other name is reported as unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions become angles. Every derived value is resolved here; fields that `kind` does not use keep their default."""
+    """Parameters that turn positions into angles. Every derived value is resolved; fields that `kind` does not use keep their default."""
 
     kind: RopeKind
     theta: float
@@ -46,7 +46,7 @@ class RopeConfig:
     truncate: bool = True
 
     def context_limit(self, max_position_embeddings: int) -> int:
-        """The longest context that the scaling was made for: at least what config.json states."""
+        """Return the longest context that the scaling was made for, at least `max_position_embeddings`."""
         stretched = {
             "default": 0,
             "linear": int(max_position_embeddings * self.factor),
@@ -57,9 +57,9 @@ class RopeConfig:
 
 
 def rope_parameters(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The RoPE parameters of a config.json of any age in the new form, with those of `overrides` on top.
+    """Return the RoPE parameters of an old or new config.json in the new form, with those of `overrides` on top.
 
-    Overriding the scaling replaces all parameters but theta, which the override may leave out.
+    Overriding the scaling replaces all parameters except theta, which the override may leave out.
     """
     stated, asked = _gather(raw), _gather(overrides)
     if {"rope_scaling", "rope_parameters"} & overrides.keys():
@@ -68,8 +68,11 @@ def rope_parameters(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
 
 
 def _gather(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Old files have `rope_scaling` and `rope_theta`, new ones `rope_parameters`. As in transformers 5 an old scaling replaces the
-    new parameters, their theta too, and the theta beside them counts where there is none within."""
+    """Return the RoPE parameters of one source: `rope_scaling` and `rope_theta` in old files, `rope_parameters` in new ones.
+
+    As in transformers 5, an old scaling replaces all new parameters including their theta; the theta beside them is used only if
+    the parameters contain none.
+    """
     new, scaling = mapping(raw, "rope_parameters"), mapping(raw, "rope_scaling")
     parameters = {"rope_theta": raw.get("rope_theta"), **(scaling or new)}
     if "type" in parameters:
@@ -78,7 +81,7 @@ def _gather(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(values: Mapping[str, Any], merged: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
-    """The rotary embedding that `values` (from `rope_parameters`) describe, in the config.json `merged`.
+    """Return the rotary embedding described by `values` (from `rope_parameters`), given the config.json `merged`.
 
     ModelError names what is missing or not supported.
     """
@@ -89,7 +92,7 @@ def read_rope(values: Mapping[str, Any], merged: Mapping[str, Any], max_position
         return RopeConfig("default", theta)
     if kind == "linear":
         return RopeConfig("linear", theta, factor=positive_number(values, "factor"))
-    # Where a file holds the original context length beside the parameters, too, that one counts.
+    # An original context length beside the parameters overrides the one among them.
     stated = merged if merged.get("original_max_position_embeddings") is not None else values
     original = positive_int(stated, "original_max_position_embeddings", max_position_embeddings)
     if kind == "llama3":

@@ -1,6 +1,6 @@
-"""Named numbers that one process writes and any other of the same host reads, in a file that both have mapped.
+"""Named numbers that one process writes and other processes of the host read, in a memory-mapped file.
 
-Writing one is a store to memory and reading one a load: nobody waits, whatever the other is doing, or if it has stopped.
+A write is one store to memory and a read is one load: neither process waits for the other, even if the other has stopped.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ _WORD = 8
 
 
 class SharedNumbers:
-    """float64 each, all 0 at first. Names are fixed when the file is made."""
+    """Named float64 values, initially 0. The names are fixed when the file is created."""
 
     def __init__(self, names: Sequence[str], memory: mmap.mmap, start: int) -> None:
-        """Use `fresh`, `create`, `open` or `private`."""
+        """Store the fields; call `fresh`, `create`, `open` or `private` instead."""
         self.names = tuple(names)
         self.cells = memoryview(memory)[start : start + _WORD * len(self.names)].cast("d")
         self._places = {name: place for place, name in enumerate(self.names)}
 
     @classmethod
     def fresh(cls, path: Path, names: Iterable[str]) -> SharedNumbers:
-        """`create`. Where there is no room for a new file, the one of the process whose place this one takes, if it has the same names:
-        all others would go on reading that. Else nobody else sees them."""
+        """Create the file, or reuse the existing one if there is no room for a new file and it has the same names.
+
+        The existing file belongs to the process that this one replaces, and readers continue to read it. If neither is possible, the
+        numbers are private to this process.
+        """
         names = tuple(names)
         try:
             return cls.create(path, names)
@@ -42,8 +45,10 @@ class SharedNumbers:
 
     @classmethod
     def create(cls, path: Path, names: Iterable[str]) -> SharedNumbers:
-        """A new file, or one that takes the place of an older one: whoever has that open goes on reading its last values. OSError, and
-        nothing new, if there is no room for it."""
+        """Create the file, replacing an older one; processes that have the older one open continue to read its last values.
+
+        Raises OSError and leaves no new file if there is no room for it.
+        """
         names = tuple(names)
         head = _head(names)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -59,7 +64,7 @@ class SharedNumbers:
 
     @classmethod
     def open(cls, path: Path) -> SharedNumbers | None:
-        """None if there is no such file."""
+        """Return the numbers in this file; None if it does not exist."""
         try:
             with path.open("r+b") as file:
                 memory = mmap.mmap(file.fileno(), 0)
@@ -70,12 +75,12 @@ class SharedNumbers:
 
     @classmethod
     def private(cls, names: Iterable[str]) -> SharedNumbers:
-        """The same for nobody else."""
+        """Return numbers that only this process sees."""
         names = tuple(names)
         return cls(names, mmap.mmap(-1, max(_WORD, _WORD * len(names))), 0)
 
     def place(self, name: str) -> int:
-        """Where in `cells` it is."""
+        """Return the index of `name` in `cells`."""
         return self._places[name]
 
     def get(self, name: str, default: float = 0.0) -> float:
@@ -90,8 +95,11 @@ class SharedNumbers:
 
 
 class NumberFiles:
-    """All files of a folder whose names begin alike. One that was replaced is opened anew; one that was deleted, by who tidies up the
-    folder of temporary files, is read on: its process goes on writing it."""
+    """The shared numbers of all files in a folder whose names begin with `prefix`.
+
+    A file that was replaced is opened again. A file that was deleted, for instance by a clean-up of the temporary folder, is still read,
+    because its process continues to write it.
+    """
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self._folder = folder
@@ -99,7 +107,7 @@ class NumberFiles:
         self._open: dict[str, tuple[int, SharedNumbers]] = {}  # inode
 
     def read(self) -> dict[str, dict[str, float]]:
-        """By what follows the prefix in the file's name, in order."""
+        """Return the values of each file by the part of its name after the prefix, in order."""
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             for entry in entries:
                 if entry.name.startswith(self._prefix) and not entry.name.endswith(".part"):

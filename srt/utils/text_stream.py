@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time: never half a character, never a text that later tokens would change."""
+"""Convert token ids to text one token at a time: never half a character, never a text that later tokens would change."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from itertools import dropwhile
 from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_MAX_HELD_TOKENS = 8  # a character is at most four tokens; what is still broken after eight stays broken
+_MAX_HELD_TOKENS = 8  # a character is at most four tokens; text that is still broken after eight stays broken
 _MAX_UNFINISHED_BYTES = 3
-_CONTEXT_TOKENS = 6  # enough of the prompt for a decoder to know that it is not at the beginning
-_INNER_BYTE = re.compile("<0x[89AB][0-9A-F]>")  # of a character, but not its first
+_CONTEXT_TOKENS = 6  # enough of the prompt to keep a decoder from treating the answer as the beginning of a text
+_INNER_BYTE = re.compile("<0x[89AB][0-9A-F]>")  # any byte of a UTF-8 character but its first
 
 
 class TextStream(Protocol):
-    """The text of one choice. The pieces that `push` and then `finish` return, end to end, are the whole of it."""
+    """The text of one choice. The pieces that `push` and finally `finish` return add up to the whole text."""
 
     def push(self, token_id: int) -> str:
-        """What is certain now and was not before; may be empty."""
+        """Return the text that this token makes certain; may be empty."""
         ...
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """The same for one after the other."""
+        """Push each of the tokens and return their text."""
         ...
 
     def finish(self) -> str:
-        """The rest, with U+FFFD for characters that were not completed. Nothing may be pushed afterwards."""
+        """Return the rest, with U+FFFD for incomplete characters. Nothing may be pushed afterwards."""
         ...
 
 
 class ByteTable(dict[int, bytes]):
-    """Token id -> the bytes it stands for in a byte-level vocabulary; filled as tokens are met. Unknown ids are no bytes."""
+    """The bytes of each token id in a byte-level vocabulary, filled on demand. Unknown ids have no bytes."""
 
     def __init__(self, tokenizer: Any, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -47,18 +47,18 @@ class ByteTable(dict[int, bytes]):
         elif all(character in self._byte_of for character in token):
             value = bytes(self._byte_of[character] for character in token)
         else:
-            value = token.encode()  # an added token with characters that a byte-level vocabulary would have mapped
+            value = token.encode()  # an added token: the vocabulary's alphabet lacks some of its characters
         self[token_id] = value
         return value
 
     def unfinished(self, ids: Sequence[int]) -> bytes:
-        """The beginning of a character that these end with; mostly nothing."""
+        """Return the incomplete character at the end of these tokens; usually empty."""
         data = b"".join([self[token_id] for token_id in ids[-_MAX_UNFINISHED_BYTES:]])
         return data[codecs.utf_8_decode(data, "replace")[1] :]
 
 
 class TextTable(dict[int, str | None]):
-    """Token id -> its text, or None where its bytes are not whole characters."""
+    """The text of each token id, filled on demand; None if its bytes are not whole characters."""
 
     def __init__(self, table: ByteTable) -> None:
         super().__init__()
@@ -74,15 +74,15 @@ class TextTable(dict[int, str | None]):
 
 
 class ByteLevelStream:
-    """For byte-level vocabularies: a token's bytes do not depend on its neighbours, so the text is exactly that of one decode."""
+    """Stream for byte-level vocabularies: a token's bytes do not depend on its neighbours, so the text is exactly that of one decode."""
 
     __slots__ = ("_bytes", "_held", "_texts")
 
     def __init__(self, table: ByteTable, texts: TextTable) -> None:
-        """`texts` are those of `table`."""
+        """Decode with `texts`, which must have been made from `table`."""
         self._bytes = table
         self._texts = texts
-        self._held = b""  # the beginning of a character
+        self._held = b""  # the first bytes of an incomplete character
 
     def push(self, token_id: int) -> str:
         if not self._held:
@@ -107,14 +107,14 @@ class ByteLevelStream:
 
 
 class CompletingStream(ByteLevelStream):
-    """Behind a prompt that ends within a character: completed, that is the answer's first; broken off, it was the prompt's."""
+    """Stream after a prompt that ends inside a character, which belongs to the answer if the answer completes it, else to the prompt."""
 
     __slots__ = ("_begins_in_prompt",)
 
     def __init__(self, table: ByteTable, texts: TextTable, unfinished: bytes) -> None:
         super().__init__(table, texts)
         self._held = unfinished
-        self._begins_in_prompt = True  # what is held
+        self._begins_in_prompt = True  # the held bytes are still the prompt's
 
     def finish(self) -> str:
         return self._of_answer(super().finish())
@@ -130,17 +130,17 @@ class CompletingStream(ByteLevelStream):
 
 
 class WindowStream:
-    """For decoders that look at neighbours (metaspace, byte fallback): decode a small window twice, the difference is new.
+    """Stream for decoders that look at neighbours (metaspace, byte fallback): decode a small window twice, and emit the difference.
 
-    The window begins at a point where the text was whole, and holds at least the tokens of the last piece, so a leading space of a
-    word is kept although decoders drop it at the beginning of a text. Beginning with the prompt's last tokens does the same for the
-    first word of an answer. A character that the prompt leaves unfinished is the answer's if that completes it.
+    The window starts at a point where the text was complete, and holds at least the tokens of the last piece. This keeps the leading
+    space of a word, which decoders drop at the beginning of a text. The last tokens of the prompt do the same for the answer's first
+    word. A character that the prompt leaves incomplete belongs to the answer if the answer completes it.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool, joined: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._joined = joined  # tokens between two of which the decoder's space is not wanted
+        self._joined = joined  # between two of these tokens the decoder's space is removed
         self._context = list(dropwhile(self._is_inner_byte, prompt_ids[-_CONTEXT_TOKENS:]))
         self._held: list[int] = []
         self._before = self._decode(self._context)
@@ -166,8 +166,8 @@ class WindowStream:
     def _release(self, text: str) -> str:
         before = self._before if text.startswith(self._before) else self._before_unfinished
         piece = text[len(before) :]
-        # Tokens without text leave the context alone, or it would lose the word that it is there for. Those that complete its last
-        # character are added to it: by themselves they are none.
+        # Tokens without text do not replace the context, which must keep the last word. Tokens that complete the context's last
+        # character are added to the context: by themselves they decode to nothing.
         is_whole = piece and before is self._before
         self._context = self._held if is_whole else self._context + self._held
         self._context = self._context[-4 * _CONTEXT_TOKENS :]
@@ -176,11 +176,11 @@ class WindowStream:
         return piece
 
     def _is_inner_byte(self, token_id: int) -> bool:
-        """Behind one that has lost its first byte all bytes are broken to a decoder, up to the next token that is none."""
+        """Return whether the token is a continuation byte. A decoder replaces all of those that follow a lost first byte."""
         return _INNER_BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
 
     def _finished_text(self) -> str:
-        """Of the context, up to the character that it leaves unfinished, if it does."""
+        """Return the text of the context without the incomplete character at its end, if there is one."""
         if self._before.endswith(REPLACEMENT):
             for num_unfinished in range(1, _MAX_UNFINISHED_BYTES + 1):
                 text = self._decode(self._context[:-num_unfinished])
@@ -194,7 +194,7 @@ class WindowStream:
 
 
 def byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level vocabularies: printable Latin-1 stands for itself, other bytes for characters from U+0100 on."""
+    """Return the alphabet of byte-level vocabularies: printable Latin-1 maps to itself, other bytes to characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}

@@ -1,4 +1,8 @@
-"""The tokenizer of a checkpoint, without torch or transformers: tokenizer.json, what tokenizer_config.json adds, the chat template."""
+"""The tokenizer of a checkpoint, without torch or transformers.
+
+It reads tokenizer.json, the additions in tokenizer_config.json, and the chat template. A checkpoint without tokenizer.json is
+converted once by a helper process (convert_tokenizer.py). text_stream.py turns tokens back into text one at a time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from srt.utils.text_stream import ByteLevelStream, ByteTable, CompletingStream, 
 
 _CONVERSION_TIMEOUT_S = 300
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-# What a tokenizer is made of where there is no tokenizer.json.
+# The files that make up a tokenizer without tokenizer.json.
 _SLOW_FILES = (
     "tokenizer.model",
     "vocab.json",
@@ -37,11 +41,11 @@ _METASPACE = "▁"
 
 
 class Tokenizer:
-    """Text to ids and back. Never truncates, never pads. `encode` may run in any thread and lets others run."""
+    """Converts text to ids and back. Never truncates, never pads. `encode` may run in any thread and releases the GIL."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
         self._backend = backend
-        self.special_tokens = dict(special_tokens)  # bos_token, eos_token, … as far as the model has them
+        self.special_tokens = dict(special_tokens)  # bos_token, eos_token, …, if the model has them
         special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._special_ids = frozenset(special_ids)
         decoders = _decoder_types(backend)
@@ -58,17 +62,17 @@ class Tokenizer:
         return size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`text` must be writable as UTF-8. Special tokens written out in it are recognised."""
+        """Return the ids of `text`, which must be encodable as UTF-8. Special tokens written out in it are recognised."""
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text by itself, without special tokens around it."""
+        """Encode each text by itself, without special tokens around it."""
         return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     @property
     def num_added(self) -> tuple[int, int]:
-        """How many special tokens `encode` puts before and behind a text."""
+        """Number of special tokens that `encode` puts before and behind a text."""
         plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
         before = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
         return before, len(whole) - before - len(plain)
@@ -80,7 +84,7 @@ class Tokenizer:
     def text_stream(
         self, prompt_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> TextStream:
-        """The text that grows behind this prompt."""
+        """Return a stream that decodes the answer to this prompt, token by token."""
         if self._is_byte_level:
             tables = (self._bytes, self._texts)
             if skip_special_tokens:
@@ -91,7 +95,7 @@ class Tokenizer:
         return WindowStream(self._backend, prompt_ids, skip_special_tokens, joined)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for by itself; special tokens as they are written, ids without a token as nothing."""
+        """Return the bytes of one token by itself: a special token as it is written, an unknown id as b""."""
         if self._is_byte_level:
             return self._bytes[token_id]
         token = self._backend.id_to_token(token_id)
@@ -106,10 +110,10 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer in this folder; StartError, with the reason, if there is none that can be used.
+    """Return the tokenizer in this folder; StartError with the reason if there is no usable one.
 
-    What stands around a text (BOS, EOS) is what tokenizer.json says: beside it add_bos_token in the configuration means nothing, as
-    in transformers. A converted tokenizer has it built in.
+    tokenizer.json alone decides which tokens surround a text (BOS, EOS): add_bos_token in tokenizer_config.json has no effect beside
+    it, as in transformers. A converted tokenizer has these tokens built in.
     """
     folder = Path(folder)
     config = _read_config(folder)
@@ -135,9 +139,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 def load_chat_template(
     folder: str | Path, special_tokens: Mapping[str, str], option: str | None
 ) -> ChatTemplate | None:
-    """The template that `option` (a file) has, or the model's own; None if it has none.
+    """Return the template in the file `option`, else the model's own; None if the model has none.
 
-    ChatTemplateError if the model's own is broken: a server may still complete text. StartError if the user's is.
+    ChatTemplateError if the model's template is broken, because the server may still complete text; StartError if the user's is.
     """
     if option is None:
         try:
@@ -156,7 +160,7 @@ def load_chat_template(
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json over the special_tokens_map.json of older checkpoints; both may be absent."""
+    """Return tokenizer_config.json merged over the special_tokens_map.json of older checkpoints; both may be absent."""
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
@@ -184,7 +188,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Tokens that only tokenizer_config.json knows, and those that only it knows to be special."""
+    """Add the tokens, and the marks of special tokens, that appear only in tokenizer_config.json."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder")
     for _, entry in sorted((listed if isinstance(listed, dict) else {}).items(), key=lambda item: int(item[0])):
@@ -199,7 +203,7 @@ def _add_missing_tokens(
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
-    """The kinds of decoder, in the order in which they run."""
+    """Return the types of the decoders in the order in which they run."""
     if backend.decoder is None:
         return []
     description = json.loads(backend.decoder.__getstate__())
@@ -207,7 +211,7 @@ def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
 
 
 def _template_sources(folder: Path) -> dict[str, str]:
-    """Templates by name: a file of its own wins over tokenizer_config.json."""
+    """Return the template texts by name. A template in a file of its own replaces the one in tokenizer_config.json."""
     sources: dict[str, str] = {}
     written = _read_config(folder).get("chat_template")
     if isinstance(written, str):
@@ -224,7 +228,7 @@ def _template_sources(folder: Path) -> dict[str, str]:
 
 
 def _converted(folder: Path) -> Path:
-    """The tokenizer.json that a helper process made of older files, now or before."""
+    """Return the tokenizer.json converted from older files, by this server or an earlier one."""
     parts = [folder / name for name in (*_SLOW_FILES, "tokenizer_config.json")] + sorted(folder.glob("*.tiktoken"))
     parts = [path for path in parts if path.is_file()]
     if not parts or parts == [folder / "tokenizer_config.json"]:
