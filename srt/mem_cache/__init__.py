@@ -1,1 +1,1 @@
-"""KV memory: the scheduler's allocator and prefix tree, and the worker's tensors (`memory_pool.py`, which loads torch)."""
+"""KV memory: the scheduler's page allocator and prefix tree, and the worker's tensors (`memory_pool.py`, which loads torch)."""

@@ -1,4 +1,4 @@
-"""Which pages of KV memory are free."""
+"""Allocator for the pages of KV memory."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from numpy.typing import NDArray
 from srt.mem_cache.radix_cache import ITEM, NO_PAGES
 from srt.protocol.messages import Int32Array
 
-NUM_READY: Final = 256  # pages that nobody had yet are made ready so many at a time
+NUM_READY: Final = 256  # fresh pages are prepared in batches of this size
 
 
 class TokenToKVPoolAllocator:
-    """Every page is free or allocated: never both, never neither. What was given back is checked before any of it is given out again.
+    """Keeps every page either free or allocated. Freed pages are checked before any of them is allocated again.
 
-    Page numbers come and go as bytes, int32 values end to end. The next pages to be given out lie ready. When these run out, those
-    that were given back meanwhile come first, the last of them before the others; then those that nobody had yet.
+    Page numbers come and go as bytes: consecutive int32 values. The next pages to allocate are kept in `_ready`. When it runs out it is
+    refilled with the pages freed meanwhile, the last one first, and then with fresh pages, which were never allocated.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_free = num_pages
-        self._fresh = 0  # from this page on nobody had one yet
+        self._fresh = 0  # pages from this number on were never allocated
         self._ready = NO_PAGES
-        self._next = 0  # of the bytes in `_ready`: those before it are given out
+        self._next = 0  # offset in `_ready`, in bytes; the pages before it are allocated
         self._given_back: list[bytes] = []
-        self._is_free: NDArray[np.bool_] = np.ones(num_pages, np.bool_)  # when `_settle` was called last
+        self._is_free: NDArray[np.bool_] = np.ones(num_pages, np.bool_)  # as of the last call of `_settle`
         self._num_flagged = num_pages
 
     def allocate(self, count: int) -> bytes:
-        """Take `count` pages. Whoever asks has made sure that they are there."""
+        """Take `count` pages. The caller must have checked `num_free`."""
         assert count <= self.num_free, f"{count} pages asked for, {self.num_free} are free"
         self.num_free -= count
         if self._next + count * ITEM > len(self._ready):
@@ -44,19 +44,19 @@ class TokenToKVPoolAllocator:
         return self._ready[start : self._next]
 
     def free(self, pages: bytes) -> None:
-        """Give pages back: each must have been allocated, and comes back once. An AssertionError about it may come later."""
+        """Give pages back: each must be allocated, and may be freed once. A violation may raise its AssertionError only later."""
         if pages:
             self.num_free += len(pages) // ITEM
             self._given_back.append(pages)
 
     def free_pages(self) -> Int32Array:
-        """In no order."""
+        """Return the numbers of all free pages, unordered."""
         self._settle()
         ready = np.frombuffer(self._ready, np.int32)
         return np.concatenate((ready, np.arange(self._fresh, self.num_pages, dtype=np.int32)))
 
     def check(self) -> None:
-        """AssertionError if what lies ready, the flags and the count disagree."""
+        """Raise AssertionError if the ready pages, the flags and the count disagree."""
         pages = self.free_pages()
         assert len(pages) == self.num_free, f"{len(pages)} pages are free, the count says {self.num_free}"
         is_free = np.zeros(self.num_pages, np.bool_)
@@ -65,7 +65,7 @@ class TokenToKVPoolAllocator:
         assert np.count_nonzero(is_free) == len(pages), "a page is free twice"
 
     def _settle(self) -> None:
-        """Flag what was given out and given back since this was called last, and let the latter lie ready."""
+        """Update the flags for pages allocated and freed since the last call, and move the freed ones to `_ready`."""
         given_out, rest = self._ready[: self._next], self._ready[self._next :]
         if given_out:
             self._is_free[_numbers(given_out)] = False

@@ -1,4 +1,4 @@
-"""Device memory of a worker: each slot's pages and tokens, and the keys and values of every layer.
+"""Device memory of a worker: the pages and tokens of each slot, and the keys and values of every layer.
 
 Flat location of a position: ``page_table[slot, position // page_size] * page_size + position % page_size``.
 Pages 0 … num_pages - 1 belong to requests; page `num_pages` is the dummy page, where padding rows read and write.
@@ -15,23 +15,23 @@ import torch
 from srt.sampling.logit_adjustments import MAX_BIASES, MAX_STOPS, NO_PENALTIES, AdjustmentArrays
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
 
-FP8_MAX: Final = 448.0  # of float8_e4m3fn
+FP8_MAX: Final = 448.0  # largest value of float8_e4m3fn
 
 
 DRAW_DTYPES: Final = (torch.float32, torch.int64, torch.int64, torch.float64, torch.float64)
 
 
 class DrawTables(NamedTuple):
-    """How slots, or the rows of a step, draw: one entry each."""
+    """Sampling parameters of slots, or of the rows of a step: one entry each."""
 
     temperatures: torch.Tensor  # float32; 0 is greedy
-    seeds: torch.Tensor  # int64: the 64 bits
+    seeds: torch.Tensor  # int64, all 64 bits of it
     top_ks: torch.Tensor  # int64; NO_TOP_K: no filter
     top_ps: torch.Tensor  # float64; NO_TOP_P: no filter
     min_ps: torch.Tensor  # float64; 0: no filter
 
     def clear(self) -> None:
-        """Greedy, without filters."""
+        """Make every entry greedy, without filters."""
         for table, value in zip(self, (0.0, 0, NO_TOP_K, NO_TOP_P, 0.0), strict=True):
             table.fill_(value)
 
@@ -43,19 +43,18 @@ class DrawTables(NamedTuple):
 
 
 class AdjustmentTables(NamedTuple):
-    """What slots ask of their logits beyond how they draw: one row each. Of the last two as many entries count as `limits` says."""
+    """Changes that slots make to their logits before drawing: one row each. In each row, `limits` says how many biases and stops count."""
 
     penalties: torch.Tensor  # [slots, 3] float32: repetition, frequency, presence
-    limits: (
-        torch.Tensor
-    )  # [slots, 4] int64: tokens of the prompt, position before which stops are held back, biases, stops
+    # [slots, 4] int64: number of prompt tokens, position before which stops are masked, number of biases, number of stops
+    limits: torch.Tensor
     bias_ids: torch.Tensor  # [slots, MAX_BIASES] int32
     bias_values: torch.Tensor  # [slots, MAX_BIASES] float32
     stop_ids: torch.Tensor  # [slots, MAX_STOPS] int32
 
     @classmethod
     def take(cls, num_slots: int, device: torch.device) -> AdjustmentTables:
-        """Without adjustments."""
+        """Create tables without adjustments for `num_slots` slots."""
         tables = cls(
             torch.empty((num_slots, len(NO_PENALTIES)), dtype=torch.float32, device=device),
             torch.empty((num_slots, 4), dtype=torch.int64, device=device),
@@ -67,7 +66,7 @@ class AdjustmentTables(NamedTuple):
         return tables
 
     def clear(self) -> None:
-        """No adjustments."""
+        """Remove all adjustments."""
         for column, value in enumerate(NO_PENALTIES):
             self.penalties[:, column] = value
         self.limits.zero_()
@@ -82,18 +81,18 @@ class AdjustmentTables(NamedTuple):
             self.stop_ids[news.stop_slots, news.stop_columns] = news.stop_ids.to(torch.int32)
 
 
-ADJUSTMENT_BYTES: Final = 8 * MAX_BIASES + 4 * MAX_STOPS + 44  # of a slot
+ADJUSTMENT_BYTES: Final = 8 * MAX_BIASES + 4 * MAX_STOPS + 44  # per slot
 
 
 class ReqToTokenPool:
-    """The tables that a batch is gathered from, one row per slot; slot `num_slots` is the dummy of padding rows.
+    """The tables from which a batch is gathered, one row per slot; slot `num_slots` is the dummy of padding rows.
 
-    `page_table` [slots + 1, max_pages] int32: the slot's pages in order; entries past its last page mean nothing.
-    `token_table` [slots + 1, max_request_tokens + 1] int32: the slot's tokens by position, prompt and sampled alike.
-    `seq_lens` [slots + 1] int64: positions whose keys and values were computed, or are by the steps enqueued so far.
-    `draws`: how each slot's tokens are drawn; `adjustments`: what is done to its logits before.
+    `page_table` [slots + 1, max_pages] int32: the slot's pages in order; entries after its last page are undefined.
+    `token_table` [slots + 1, max_request_tokens + 1] int32: the slot's prompt and sampled tokens by position.
+    `seq_lens` [slots + 1] int64: positions whose keys and values are computed, counting the steps enqueued so far.
+    `draws`: sampling parameters of each slot; `adjustments`: changes to its logits before drawing.
 
-    All writes are enqueued on the compute stream, so that steps in flight never see a row change under them.
+    All writes are enqueued on the compute stream, so that steps in flight never see a row change.
     """
 
     def __init__(
@@ -116,29 +115,29 @@ class ReqToTokenPool:
         return self.num_slots
 
     def locations(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Flat KV locations (int64) of these positions of these slots; the two broadcast against each other."""
+        """Return the flat KV locations (int64) of these positions of these slots; the two broadcast against each other."""
         pages = self.page_table[slots, positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size
 
     def tokens(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The token ids (int64) at these positions of these slots."""
+        """Return the token ids (int64) at these positions of these slots."""
         return self.token_table[slots, positions].long()
 
     def admit(self, slots: torch.Tensor, cached: torch.Tensor, draws: DrawTables) -> None:
-        """The slots begin anew, with so many positions computed. Tokens and pages are written apart."""
+        """Start the slots for new requests with `cached` positions already computed. Tokens and pages are written separately."""
         self.seq_lens[slots] = cached
         for table, values in zip(self.draws, draws, strict=True):
             table[slots] = values
 
     def write_pages(self, slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
-        """Entry i: page `pages[i]` is number `columns[i]` of slot `slots[i]`. All int64."""
+        """Set entry `columns[i]` of the page table of slot `slots[i]` to `pages[i]`. All are int64."""
         self.page_table[slots, columns] = pages.to(torch.int32)
 
     def write_tokens(self, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> None:
         self.token_table[slots, positions] = ids.to(torch.int32)
 
     def clear(self) -> None:
-        """As new."""
+        """Restore the initial state."""
         self.page_table.fill_(self.num_pages)
         self.token_table.zero_()
         self.seq_lens.zero_()
@@ -147,9 +146,9 @@ class ReqToTokenPool:
 
 
 class MHATokenToKVPool:
-    """Keys and values of all layers by flat location: `num_pages` pages and the dummy page behind them.
+    """Keys and values of all layers by flat location: `num_pages` pages, followed by the dummy page.
 
-    A memory of float8_e4m3fn holds them divided by their layer's `k_scales` and `v_scales`; elsewhere those are 1.
+    In float8_e4m3fn they are stored divided by their layer's `k_scales` and `v_scales`; with other dtypes the scales are 1.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class MHATokenToKVPool:
         self.dtype = dtype
         self.k_scales, self.v_scales = scales or ([1.0] * num_layers, [1.0] * num_layers)
         shape = ((num_pages + 1) * page_size, num_kv_heads, head_dim)
-        # Zeros, not whatever was there: a masked score still multiplies the value behind it.
+        # Initialised to zero, because a masked score still multiplies the value at its location.
         self.k_buffer = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.v_buffer = [_zeros(shape, dtype, device) for _ in range(num_layers)]
 
@@ -177,25 +176,25 @@ class MHATokenToKVPool:
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def set_kv(self, layer_id: int, locations: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store row i of k and v ([tokens, kv_heads, head_dim]) at `locations[i]`, in the memory's dtype."""
+        """Store row i of k and v ([tokens, kv_heads, head_dim]) at `locations[i]`, converted to the pool's dtype."""
         _store(self.k_buffer[layer_id], locations, k, self.k_scales[layer_id])
         _store(self.v_buffer[layer_id], locations, v, self.v_scales[layer_id])
 
     def restore(
         self, layer_id: int, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What was read of the layer's memory, as `dtype`."""
+        """Convert keys and values read from the layer's memory to `dtype`, with their scales applied."""
         k_scale, v_scale = self.k_scales[layer_id], self.v_scales[layer_id]
         return (keys.float() * k_scale).to(dtype), (values.float() * v_scale).to(dtype)
 
     def get_kv(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's whole memory: two tensors [locations, kv_heads, head_dim]."""
+        """Return the layer's whole memory: two tensors [locations, kv_heads, head_dim]."""
         return self.k_buffer[layer_id], self.v_buffer[layer_id]
 
 
 def _store(buffer: torch.Tensor, locations: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
     if buffer.dtype == torch.float8_e4m3fn:
-        # Bytes, because not every device indexes this type. What is out of its range becomes its largest.
+        # Stored as bytes, because not every device can index this dtype. Values out of range are clamped.
         stored = (rows.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(buffer.dtype)
         buffer.view(torch.uint8).index_copy_(0, locations, stored.view(torch.uint8))
     else:
@@ -203,7 +202,7 @@ def _store(buffer: torch.Tensor, locations: torch.Tensor, rows: torch.Tensor, sc
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU pages of zeros that the kernel makes at their first use: to write gigabytes of them at the start takes seconds."""
+    """Return zeros. On a CPU the kernel creates the pages at first use, because writing gigabytes at the start takes seconds."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

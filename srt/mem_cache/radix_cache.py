@@ -1,13 +1,13 @@
-"""Which pages hold the KV of which token prefix: a compressed radix tree whose edges split at page boundaries.
+"""Map token prefixes to the pages with their KV: a compressed radix tree whose edges split at page boundaries.
 
                  root                 an edge holds the ids of whole pages, and the numbers of those pages
             ┌─────┴──────┐
-        [3 pages]     [1 page]        a pin on a node counts on all of its ancestors, so a node without pins has
-        ┌───┴───┐                     none below it; leaves without pins can be evicted, least recently used first
+        [3 pages]     [1 page]        a pin on a node counts on all of its ancestors, so below a node without pins
+        ┌───┴───┐                     nothing is pinned; leaves without pins can be evicted, least recently used first
     [2 pages] [7 pages]
 
-The tree owns the pages in it. A request owns a page until it hands it over with `extend`. Ids and page numbers are bytes, int32
-values end to end as they travel: cut, compared and joined they cost a tenth of what small arrays do.
+The tree owns the pages in it. A request owns its pages until it hands them over with `extend`. Ids and page numbers are bytes, int32
+values as they travel in messages: cutting, comparing and joining bytes costs a tenth of what it costs for small arrays.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Final
 
 import numpy as np
 
-ITEM: Final = 4  # bytes of an id or a page number
+ITEM: Final = 4  # bytes per id or page number
 NO_PAGES: Final = b""
-_Offer = tuple[int, int, int, "RadixNode"]  # hits, last use, serial: the smallest goes first
+_Offer = tuple[int, int, int, "RadixNode"]  # hits, last use, serial: the smallest is evicted first
 
 
 class RadixNode:
@@ -51,52 +51,52 @@ class RadixNode:
         self.pins = 0
         self.last_used = 0
         self.num_hits = 0
-        self.older: RadixNode | None = None  # neighbours in the line of leaves that can be evicted
+        self.older: RadixNode | None = None  # neighbours in the linked list of evictable leaves
         self.newer: RadixNode | None = None
 
     def become(self, ids: bytes, pages: bytes) -> None:
-        """Another edge to the same end."""
+        """Replace the edge to this node."""
         self.ids = ids
         self.pages = pages
         self.num_pages = len(pages) // ITEM
 
 
 class Extension:
-    """What became of pages that were handed to the tree."""
+    """The result of handing pages to the tree."""
 
     __slots__ = ("end", "given_up", "not_taken")
 
     def __init__(self, end: RadixNode, given_up: bytes, not_taken: bytes) -> None:
-        self.end = end  # pinned instead of the node before
-        self.given_up = given_up  # pages that the tree had for the same ids, and has no longer: the caller's to free
-        self.not_taken = not_taken  # stay the caller's
+        self.end = end  # pinned instead of the previous node
+        self.given_up = given_up  # pages that the tree replaced by the caller's; the caller must free them
+        self.not_taken = not_taken  # pages that remain the caller's
 
 
 class RadixCache:
-    """Prefixes and their pages. Time is a counter, ties go by creation: the same calls give the same tree.
+    """Prefixes and their pages. Deterministic: time is a counter and ties are broken by creation, so the same calls give the same tree.
 
-    Evicted is first what was used longest ago; with `by_frequency` what was hit least often, and of that what was used longest ago.
+    Evicts the least recently used leaf first; with `by_frequency` the leaf with the fewest hits, and the least recently used of those.
     """
 
     def __init__(self, page_size: int, *, by_frequency: bool = False) -> None:
         self.page_size = page_size
-        self._page_bytes = page_size * ITEM  # of a page's ids
+        self._page_bytes = page_size * ITEM  # size of a page's ids
         self._by_frequency = by_frequency
         self.num_pages = 0
-        self.num_evictable = 0  # pages under no pin: all of them can be evicted, leaf by leaf
-        self.num_evicted = 0  # ever
+        self.num_evictable = 0  # pages without pins: all of them can be evicted, leaf by leaf
+        self.num_evicted = 0  # since the start
         self._num_nodes = 1
         self._clock = 0
         self._serial = 0
-        # What can be evicted: by frequency, a heap. By last use a line suffices, as whoever is unpinned was used last; but a
-        # node that loses its last child has its place in the middle, so that one goes to the heap as well.
-        self._evictable: list[_Offer] = []  # the heap; entries may be out of date
-        self._line = RadixNode(-1, None, b"", NO_PAGES, NO_PAGES)  # closes the line to a ring
+        # Evictable leaves. By frequency they are in a heap. By last use a linked list suffices, because a leaf that is unpinned is the
+        # most recently used. But a node that loses its last child belongs in the middle of the list, so it goes to the heap as well.
+        self._evictable: list[_Offer] = []  # the heap; may have outdated entries
+        self._line = RadixNode(-1, None, b"", NO_PAGES, NO_PAGES)  # sentinel that closes the list to a ring
         self._line.older = self._line.newer = self._line
         self.root = RadixNode(0, None, b"", NO_PAGES, NO_PAGES)
 
     def pin_prefix(self, ids: bytes, salt: str, max_pages: int) -> tuple[RadixNode, bytes]:
-        """The longest cached prefix of `ids`, at most `max_pages` long: its end, pinned, and its pages."""
+        """Pin the longest cached prefix of `ids`, at most `max_pages` long, and return its end and its pages."""
         node, position, found = self.root, 0, list[bytes]()
         while position < max_pages:
             child = node.children.get(self._key(node, salt, ids, position))
@@ -111,7 +111,7 @@ class RadixCache:
         return node, b"".join(found)
 
     def match(self, ids: bytes, salt: str, max_pages: int) -> int:
-        """How many pages `pin_prefix` would find. Changes nothing."""
+        """Return the number of pages that `pin_prefix` would find, without changing anything."""
         node, position = self.root, 0
         while position < max_pages:
             child = node.children.get(self._key(node, salt, ids, position))
@@ -125,7 +125,7 @@ class RadixCache:
         return position
 
     def note_hit(self, node: RadixNode) -> None:
-        """The prefix that ends here, which the caller has pinned, saved somebody its computation."""
+        """Count a hit on the prefix that ends at `node`, which the caller has pinned: a request did not have to compute it."""
         step: RadixNode | None = node
         while step is not None:
             step.num_hits += 1
@@ -134,9 +134,9 @@ class RadixCache:
     def extend(self, node: RadixNode, salt: str, ids: bytes, pages: bytes) -> Extension:
         """Continue the prefix that ends at `node`, which the caller has pinned, by `pages` that hold `ids`.
 
-        The caller's pin moves to the new end. Where the tree has other pages for the same ids, it changes them for the caller's
-        if nobody uses them; so the pin keeps no more pages from eviction than the caller brings. Otherwise the caller's pages are
-        not taken.
+        The caller's pin moves to the new end. If the tree already has pages for the same ids, it exchanges them for the caller's unless
+        they are pinned. So the pin protects no more pages from eviction than the caller brings. Pinned pages stay, and the caller keeps
+        its own.
         """
         position, count, given_up, not_taken = 0, len(pages) // ITEM, NO_PAGES, NO_PAGES
         while position < count:
@@ -159,7 +159,7 @@ class RadixCache:
         return Extension(node, given_up, not_taken)
 
     def unpin(self, node: RadixNode) -> None:
-        """Give back one pin of this node; its whole path counts as just used."""
+        """Release one pin of this node; its whole path counts as just used."""
         self._clock += 1
         step: RadixNode | None = node
         while step is not None:
@@ -175,7 +175,7 @@ class RadixCache:
             step = step.parent
 
     def evict(self, count: int) -> bytes:
-        """Forget the `count` pages that are worth least; whoever asks has seen that so many are evictable."""
+        """Forget the `count` least valuable pages and return them; the caller must have checked `num_evictable`."""
         assert count <= self.num_evictable, f"{count} pages to evict, {self.num_evictable} are evictable"
         evicted, missing = list[bytes](), count
         while missing > 0:
@@ -194,7 +194,7 @@ class RadixCache:
         return b"".join(evicted)
 
     def drop(self, node: RadixNode) -> bytes:
-        """Forget the prefix that ends here, as far back as nobody has pinned it or goes on from it; its pages are the caller's."""
+        """Forget the prefix that ends here, back to the first node that is pinned or shared; the caller gets its pages."""
         dropped = list[bytes]()
         while node.parent is not None and not node.pins and not node.children:
             parent = node.parent
@@ -208,7 +208,7 @@ class RadixCache:
         return b"".join(dropped)
 
     def clear(self) -> bytes:
-        """Forget everything; the pages are the caller's. Nothing may be pinned."""
+        """Forget everything and return the pages, which become the caller's. No prefix may be pinned."""
         assert self.num_evictable == self.num_pages, "the prefix cache is cleared while prefixes are pinned"
         return self.evict(self.num_pages)
 
@@ -217,14 +217,14 @@ class RadixCache:
         return self.num_pages - self.num_evictable
 
     def nodes(self) -> list[RadixNode]:
-        """All nodes, parents before children."""
+        """Return every node, parents before children."""
         found = [self.root]
         for node in found:
             found.extend(node.children.values())
         return found
 
     def check(self, pinned: list[RadixNode]) -> bytes:
-        """AssertionError if the tree contradicts itself or `pinned`, all that callers hold. Returns its pages."""
+        """Return the tree's pages. AssertionError if the tree contradicts itself or `pinned`, the nodes that callers have pinned."""
         nodes = self.nodes()
         pins = {node.serial: 0 for node in nodes}
         for node in pinned:
@@ -245,13 +245,13 @@ class RadixCache:
         return pages
 
     def _key(self, node: RadixNode, salt: str, ids: bytes, position: int) -> bytes:
-        """The first page of an edge from `node`; at the root the salt goes before it."""
+        """Return the key of an edge from `node`: its first page of ids, at the root preceded by the salt."""
         start = position * self._page_bytes
         page = ids[start : start + self._page_bytes]
         return salt.encode() + page if salt and node is self.root else page
 
     def _common_pages(self, child: RadixNode, ids: bytes, position: int, max_pages: int) -> int:
-        """How many pages of this edge go on like `ids` does from page `position`. At least the first: its key matched."""
+        """Return how many pages of this edge equal those of `ids` from page `position` on. At least 1, because the key matched."""
         pages = min(child.num_pages, max_pages - position)
         start, length = position * self._page_bytes, pages * self._page_bytes
         ours, theirs = child.ids[:length], ids[start : start + length]
@@ -261,7 +261,7 @@ class RadixCache:
         return int(differs.argmax()) // self.page_size
 
     def _split(self, node: RadixNode, pages: int) -> RadixNode:
-        """Cut the edge after `pages` pages: the new upper node is returned, `node` keeps its end and all that hold it."""
+        """Cut the edge after `pages` pages and return the new upper node. `node` remains the end, so references to it stay valid."""
         assert node.parent is not None
         cut = pages * self._page_bytes
         upper = self._new_node(node.parent, node.key, node.ids[:cut], node.pages[: pages * ITEM])
@@ -273,7 +273,7 @@ class RadixCache:
         return upper
 
     def _append(self, node: RadixNode, key: bytes, ids: bytes, pages: bytes) -> RadixNode:
-        """New pages behind `node`. A leaf that only the caller has pinned simply becomes longer."""
+        """Append new pages to `node` and return their end. A leaf that only the caller has pinned simply becomes longer."""
         self.num_pages += len(pages) // ITEM
         if node.pins == 1 and not node.children and node is not self.root:
             node.become(node.ids + ids, node.pages + pages)
@@ -290,7 +290,7 @@ class RadixCache:
         return node
 
     def _take_least(self) -> RadixNode:
-        """The leaf that is worth least, of which the line or the heap has none any more."""
+        """Remove the least valuable leaf from the list or the heap and return it."""
         heap, oldest = self._evictable, self._line.newer
         assert oldest is not None
         while heap:
@@ -329,7 +329,7 @@ class RadixCache:
         node.pins += 1
 
     def _offer(self, node: RadixNode) -> None:
-        """Let `node` be found by `evict`, by the heap, if it is a leaf."""
+        """Put `node` into the heap, where `evict` finds it, if it is a leaf."""
         if node.children:
             return
         heapq.heappush(self._evictable, self._offer_of(node))
@@ -358,7 +358,7 @@ def _take_out(node: RadixNode) -> None:
 
 
 class NoPrefixCache(RadixCache):
-    """--disable-radix-cache: nothing is ever found or kept."""
+    """A cache that never finds or keeps a prefix (--disable-radix-cache)."""
 
     def pin_prefix(self, ids: bytes, salt: str, max_pages: int) -> tuple[RadixNode, bytes]:
         return super().pin_prefix(ids, salt, 0)
