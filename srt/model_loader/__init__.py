@@ -1,1 +1,1 @@
-"""Reading checkpoints: which part of which tensor each rank needs, and copying it in."""
+"""Read checkpoints: find the part of each tensor that a rank needs and copy it in. Start with `loader.py`."""

@@ -1,4 +1,4 @@
-"""Random weights for trying and measuring without a checkpoint: quick to draw, and the same for any number of ranks."""
+"""Random weights for tests and measurements without a checkpoint: quick to draw, and the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 from srt.layers.weights import WeightPiece
 
 PERIOD = 1_048_573
-"""A prime: rows of a matrix start at ever different places of the stream, so that none repeats another."""
+"""A prime: each row of a matrix starts at a different place of the stream, so that no row repeats another."""
 
 
 class DummyWeights:
-    """Element i of a tensor is element (offset + i) mod PERIOD of one stream of normal noise; the name gives the offset.
+    """Draws tensors from one stream of normal noise: element i of a tensor is element (offset + i) mod PERIOD of the stream.
 
-    So any slice of a tensor is written by copying, without drawing the rest. Matrices are scaled by the root of their
-    inputs, norms are ones.
+    The offset is a hash of the tensor's name. So any slice of a tensor is filled by copying, without drawing the rest. Matrices are
+    divided by the square root of their number of inputs; norms are ones.
     """
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(PERIOD, generator=generator, dtype=torch.float32)
-        # Twice over, so that every window of a period is in one piece.
+        # The stream is repeated once, so that every window of a period is contiguous.
         self._noise = torch.cat((noise, noise))
         self._scaled: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
@@ -42,7 +42,7 @@ class DummyWeights:
         if piece.name.endswith("norm.weight"):
             target.fill_(1.0)
             return
-        # A vector is a matrix of one row.
+        # A vector is treated as a matrix of one row.
         width = piece.shape[-1]
         columns = slice(piece.start, piece.start + piece.size) if piece.dim == len(piece.shape) - 1 else slice(0, width)
         first_row = piece.start if piece.dim < len(piece.shape) - 1 else 0
@@ -51,7 +51,7 @@ class DummyWeights:
         self._fill_rows(target.view(-1, target.shape[-1]), offset, width, columns, self._noise_like(target, scale))
 
     def _fill_rows(self, target: Tensor, offset: int, width: int, columns: slice, noise: Tensor) -> None:
-        """Rows of a matrix `width` wide, or some columns of them, from element `offset` of the stream on."""
+        """Fill `target` with `columns` of rows that are `width` wide, starting at element `offset` of the stream."""
         assert width <= PERIOD, f"rows of {width} elements"
         rows_at_once = PERIOD // width
         for begin in range(0, target.shape[0], rows_at_once):

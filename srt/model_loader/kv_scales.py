@@ -1,4 +1,4 @@
-"""The scales of keys and values that checkpoints made for an fp8 KV memory bring along: one number per layer."""
+"""Read the scales of keys and values in checkpoints made for an fp8 KV memory: one number per layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([k
 
 @dataclass(frozen=True, slots=True)
 class KvScales:
-    """What stored keys and values of each layer are multiplied with."""
+    """Factors by which each layer's stored keys and values are multiplied when read."""
 
     k: list[float]
     v: list[float]
@@ -29,7 +29,7 @@ def is_kv_scale(name: str) -> bool:
 
 
 def read_kv_scales(folder: str | Path, num_layers: int) -> KvScales | None:
-    """None if the checkpoint has none; ModelError if it has some and not all, or such as cannot be meant."""
+    """Return the scales; None if the checkpoint has none. ModelError if some are missing or one is not a positive number."""
     headers = read_headers(folder)
     found: dict[tuple[str, int], float] = {}
     for name, header in headers.items():

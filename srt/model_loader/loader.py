@@ -1,6 +1,6 @@
-"""From a checkpoint folder to a model on its device. Every rank keeps its own parts and nothing else.
+"""Load a model from a checkpoint folder onto its device. Every rank keeps only its own part.
 
-All that the files' headers can tell (missing, surplus and misshapen tensors) is checked before a weight is read.
+All problems visible in the files' headers (missing, surplus and misshapen tensors) are reported before any weight is read.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from srt.utils.checkpoint import read_headers
 from srt.utils.model_config import ModelConfig
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes of weights done and the bytes in all, both of this rank."""
+"""Callback with the bytes of weights loaded and the bytes in all, both for this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """How weights are read."""
+    """Options for reading weights."""
 
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """auto is safetensors, the only format of files that is read; dummy draws random weights and needs no files."""
+    """auto means safetensors, the only file format that is read; dummy draws random weights and needs no files."""
     seed: int = 0
-    """Of dummy weights."""
+    """Seed of dummy weights."""
 
 
 class ModelLoader(ABC):
-    """Builds a model and fills it."""
+    """Builds a model and fills its parameters."""
 
     def load_model(
         self,
@@ -52,9 +52,9 @@ class ModelLoader(ABC):
         progress: Progress,
         check_size: Callable[[int], None] = lambda num_bytes: None,
     ) -> CausalLM:
-        """The model of this rank on `device`, ready to run; ModelError names what the checkpoint lacks.
+        """Return this rank's model on `device`, ready to run; ModelError names what the checkpoint lacks.
 
-        `check_size` is told the bytes that the parameters will take, before anything is read or taken.
+        `check_size` is called with the size of the parameters in bytes before anything is read or allocated.
         """
         config.check_tp(tp.size)
         with torch.device("meta"):
@@ -69,7 +69,7 @@ class ModelLoader(ABC):
 
     @abstractmethod
     def prepare(self, config: ModelConfig, folder: Path, pieces: list[WeightPiece]) -> Callable[[Progress], None]:
-        """Check everything that can be checked before memory is taken; return the rest of the work."""
+        """Check everything that can be checked before memory is allocated, and return a function that does the rest."""
 
 
 class SafetensorsLoader(ModelLoader):
@@ -82,7 +82,7 @@ class SafetensorsLoader(ModelLoader):
 
 
 class DummyLoader(ModelLoader):
-    """Draws random weights: the same for the same seed, whatever the number of ranks."""
+    """Draws random weights: the same for the same seed, for any number of ranks."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -92,7 +92,7 @@ class DummyLoader(ModelLoader):
 
 
 def get_model_loader(config: LoadConfig) -> ModelLoader:
-    """The loader for a load format."""
+    """Return the loader for a load format."""
     match config.load_format:
         case "auto" | "safetensors":
             return SafetensorsLoader()
@@ -101,9 +101,9 @@ def get_model_loader(config: LoadConfig) -> ModelLoader:
 
 
 def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter of a model built on the meta device memory on `device`, uninitialised; move its buffers.
+    """Allocate every parameter of a model built on the meta device on `device`, uninitialised, and move its buffers there.
 
-    Modules that share a parameter share it still.
+    Modules that share a parameter still share it afterwards.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -118,7 +118,7 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
 
 
 def _clear_padding(pieces: list[WeightPiece]) -> None:
-    """Zero the parameters that the checkpoint does not fill wholly: rows beyond the vocabulary must give finite logits."""
+    """Zero the parameters that the checkpoint does not fill completely: rows beyond the vocabulary must give finite logits."""
     filled: dict[int, int] = {}
     for piece in pieces:
         filled[id(piece.parameter)] = filled.get(id(piece.parameter), 0) + piece.num_elements

@@ -1,4 +1,4 @@
-"""Checking that safetensors files hold what a model needs."""
+"""Check that safetensors files hold the tensors that a model needs."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def check_checkpoint(
 
 
 def is_benign(name: str, config: ModelConfig) -> bool:
-    """True for tensors that checkpoints are known to hold though the model does not need them."""
+    """Return whether this tensor, which the model does not use, is one that checkpoints commonly contain."""
     if name.endswith("rotary_emb.inv_freq"):
         return True  # computed from the configuration
     if is_kv_scale(name):
-        return True  # for an fp8 KV memory, which reads them itself
+        return True  # read separately by an fp8 KV memory
     if name == "lm_head.weight":
-        return config.tie_word_embeddings  # a copy of the embedding: preflight refuses any other
+        return config.tie_word_embeddings  # a copy of the embedding: start-up refuses one that differs
     if re.match(r"(model\.)?mtp(_layers)?\.", name):
         return True  # multi-token prediction
     layer = re.match(r"model\.layers\.(\d+)\.", name)

@@ -1,6 +1,6 @@
-"""From safetensors files to parameters, wherever those are: blocks are read by several threads, and uploaded as they come.
+"""Copy tensors from safetensors files to parameters on any device: several threads read blocks and upload them as they arrive.
 
-file ── read ──> a thread's buffer (page-locked for a GPU) ── its stream ──> device ── cut, converted ──> parameter
+file ── read ──> a thread's buffer (pinned for a GPU) ── its stream ──> device ── cut, converted ──> parameter
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some whole rows of a stored tensor, contiguous in its file, and what they fill."""
+    """Some whole rows of a stored tensor, contiguous in its file, and the part of a parameter that they fill."""
 
     file: Path
     offset: int  # in the file
     num_bytes: int
     dtype: torch.dtype
-    width: int  # elements of a row
-    columns: slice  # of the rows, that this rank has
+    width: int  # elements per row
+    columns: slice  # the columns that this rank needs
     target: torch.Tensor  # [rows, columns]
 
 
@@ -45,7 +45,7 @@ def copy_weights(
     device: torch.device,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Fill the pieces, which lie on `device`. Returns when all is there; ModelError for a file that cannot be read."""
+    """Fill the pieces, which are on `device`, and return when all are complete; ModelError for a file that cannot be read."""
     total = sum(piece.num_elements * ITEM_BYTES[headers[piece.name].dtype] for piece in pieces)
     progress(0, total)
     blocks: queue.SimpleQueue[_Block] = queue.SimpleQueue()
@@ -77,7 +77,7 @@ def _in_file_order(headers: Mapping[str, TensorHeader], pieces: Sequence[WeightP
 
 
 def _blocks_of(piece: WeightPiece, header: TensorHeader, data_start: int) -> Iterator[_Block]:
-    """A vector is a matrix of one column."""
+    """Yield the blocks that fill `piece`. A vector is treated as a matrix of one column."""
     assert piece.dim < 2 >= len(piece.shape), (piece.name, piece.shape, piece.dim)
     width = piece.shape[1] if len(piece.shape) == 2 else 1
     first_row, num_rows, columns = piece.start, piece.size, slice(0, width)
@@ -100,7 +100,7 @@ def _blocks_of(piece: WeightPiece, header: TensorHeader, data_start: int) -> Ite
 
 
 class _Copier:
-    """One thread's work: two buffers, so that one is read into while the other is uploaded."""
+    """Work of one thread, with two buffers: one is read into while the other is uploaded."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,9 +110,9 @@ class _Copier:
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
 
     def run(self, blocks: queue.SimpleQueue[_Block], report: Callable[[int], None]) -> None:
-        """Until there are no more blocks."""
+        """Copy blocks until none are left."""
         turn = 0
-        # Modes and streams belong to threads.
+        # Inference mode and the current stream are per thread.
         with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
             while (block := _next(blocks)) is not None:
                 self._copy(block, turn)
