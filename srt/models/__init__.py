@@ -1,1 +1,1 @@
-"""A file for each model family; `decoder.py` is what they share, `registry.py` maps architectures to them."""
+"""Model families, a file each. `decoder.py` has the code that they share, `registry.py` maps architecture names to classes."""

@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 have in common: pre-norm, rotary grouped-query attention, gated MLP.
+"""The decoder shared by Llama, Mistral, Qwen2 and Qwen3: pre-norm, rotary grouped-query attention, gated MLP.
 
 Modules are named as in the checkpoints, so that a parameter's path is its tensor's name.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Where the architectures differ."""
+    """The differences between the architectures."""
 
     qkv_bias: bool = False
     o_bias: bool = False
@@ -36,7 +36,7 @@ class Traits:
 
 
 class Attention(nn.Module):
-    """Self-attention of the heads of this rank."""
+    """Self-attention of this rank's heads."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits, layer_id: int) -> None:
         super().__init__()
@@ -58,21 +58,21 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, traits.o_bias, tp, ops)
 
     def forward(self, stream: Stream, norm: RMSNorm, rotation: Rotation, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """(what the heads say of the normed stream, the stream's sum); `o_proj` is left to do."""
+        """Return (the heads' output for the normed stream, the stream's sum); the caller applies `o_proj`."""
         return self._ops.attend_stream(
             stream, norm.norm, self.qkv_proj.affine, self.head_norms, rotation, self.attn, batch
         )
 
     @property
     def head_norms(self) -> tuple[Norm, Norm] | None:
-        """Of each query head and of each key head, if there are any."""
+        """The norms of query heads and of key heads, if the architecture has them."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return self.q_norm.norm, self.k_norm.norm
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """Gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on the normed stream and added to it."""
+    """Attention and MLP; each reads the normed stream, and its result is added to the stream."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits, layer_id: int) -> None:
         super().__init__()
@@ -97,20 +97,20 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config, tp, ops, traits)
 
     def attend(self, stream: Stream, rotation: Rotation, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """What tokens take from each other, and the stream's sum: behind it every token is by itself."""
+        """Return (the attention output, the stream's sum). The rest of the layer treats every token on its own."""
         return self.self_attn(stream, self.input_layernorm, rotation, batch)  # type: ignore[no-any-return]  # calls of modules are untyped
 
     def add(self, attended: Tensor, hidden: Tensor) -> Stream:
-        """The stream with what tokens took from each other."""
+        """Return the stream with the attention output added."""
         return self.self_attn.o_proj.onto(hidden, attended, self.post_attention_layernorm)
 
     def finish(self, stream: Stream, next_norm: RMSNorm | None) -> Stream:
-        """The rest of the layer. `next_norm` is the next layer's, if there is one."""
+        """Run the rest of the layer. `next_norm` is the next layer's first norm, if there is a next layer."""
         return self.mlp(stream, self.post_attention_layernorm, next_norm)  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
-    """Token ids → hidden states after the final norm, of the tokens that the batch wants them of."""
+    """Maps token ids to hidden states after the final norm, for the tokens whose output the batch needs."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         if not len(taken[1]):
             return taken[1]
         stream = last.add(*taken)
-        del taken  # MLPs need the memory most
+        del taken  # frees memory for the MLP, which needs the most
         return self.norm.of_stream(last.finish(stream, None))
 
 
@@ -140,7 +140,7 @@ def _of_tokens(wanted: Tensor | None, attended: Tensor, hidden: Tensor) -> tuple
 
 
 class CausalLM(nn.Module):
-    """A decoder and its output layer. The subclass is the architecture: it states the traits."""
+    """A decoder and its output layer. A subclass is one architecture and passes its traits."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits) -> None:
         super().__init__()
@@ -149,8 +149,8 @@ class CausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
-        """[tokens] ids and positions → [tokens that are wanted, hidden_size], the same on every rank; logits come from `lm_head`.
+        """Return hidden states [tokens with output, hidden_size], the same on every rank; `lm_head` turns them into logits.
 
-        Call under `torch.inference_mode()`, on all ranks together.
+        Call it under `torch.inference_mode()`, on all ranks together.
         """
         return self.model(input_ids, positions, batch)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Llama 2 to 3.x, and the many models of its shape."""
+"""Llama 2 to 3.x, and the many models with the same architecture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from srt.utils.model_config import ModelConfig
 
 
 class LlamaForCausalLM(CausalLM):
-    """config.json says which biases there are; usually none."""
+    """Llama. config.json says which layers have biases; usually none."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
         bias = config.attention_bias

@@ -1,4 +1,4 @@
-"""Mistral. v0.1 attends in a sliding window, later versions to everything."""
+"""Mistral. v0.1 attends within a sliding window, later versions to all positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from srt.utils.model_config import ModelConfig
 
 
 class MistralForCausalLM(CausalLM):
-    """Never a bias."""
+    """Mistral, which has no biases."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__(config, tp, ops, Traits())

@@ -9,7 +9,7 @@ from srt.utils.model_config import ModelConfig
 
 
 class Qwen2ForCausalLM(CausalLM):
-    """Always a bias on q, k and v, and on nothing else; config.json does not mention it."""
+    """Qwen2. It always has biases on q, k and v and on nothing else; config.json does not mention them."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__(config, tp, ops, Traits(qkv_bias=True))

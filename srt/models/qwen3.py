@@ -9,7 +9,7 @@ from srt.utils.model_config import ModelConfig
 
 
 class Qwen3ForCausalLM(CausalLM):
-    """Queries and keys are normed per head, which took the place of Qwen2's biases."""
+    """Qwen3. It norms queries and keys per head, instead of Qwen2's biases."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
         bias = config.attention_bias

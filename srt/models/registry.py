@@ -1,4 +1,4 @@
-"""Which class builds which architecture. A new model is a file beside this one, a line here and one in ModelConfig."""
+"""Map architecture names to classes. A new model is a file beside this one, a line here and one in ModelConfig."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS: dict[str, Callable[[ModelConfig, TensorParallel, LayerOps], CausalLM]] =
 
 
 def build_model(config: ModelConfig, tp: TensorParallel, ops: LayerOps = TORCH_OPS) -> CausalLM:
-    """The model of `config`, this rank's part, with parameters on the current default device and not yet filled."""
+    """Build this rank's part of the model, with unfilled parameters on the current default device."""
     build = MODELS.get(config.architecture)
     if build is None:
         supported = ", ".join(MODELS)
