@@ -1,1 +1,1 @@
-"""Groups of ranks, their collectives, and memory that GPUs map from each other."""
+"""Groups of ranks, their collectives, and GPU memory that ranks map from each other. Start with `parallel_state.py`."""

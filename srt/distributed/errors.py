@@ -1,7 +1,7 @@
-"""What can go wrong between ranks. Apart from the collectives, so that who only handles it need not load torch."""
+"""Errors between ranks, in a module that does not load torch, for processes that only handle them."""
 
 from __future__ import annotations
 
 
 class CollectiveError(RuntimeError):
-    """The ranks could not finish an operation together: one of them is gone, or did not come in time."""
+    """The ranks could not finish an operation together: one of them is gone or did not arrive in time."""

@@ -1,4 +1,4 @@
-"""Memory of one GPU that other processes of the host map, to write there from their own GPUs."""
+"""GPU memory that other processes of the host map, so that their GPUs can write to it."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from srt.kernels.build.cuda_source import checked, cuda
 
 HANDLE_BYTES: Final = 64
 LOCATION_BYTES: Final = 16
-"""Of what CUDA calls a bus id, which is the same in all processes where device numbers need not be."""
+"""Length of CUDA's PCI bus id, which is the same in all processes, unlike device numbers."""
 
 
 class MappedMemory(Protocol):
-    """What is asked of CUDA, for one device. RuntimeError where it cannot be done."""
+    """The CUDA operations needed on one device. Each raises RuntimeError if CUDA refuses."""
 
     @property
     def location(self) -> bytes:
-        """Of the device: LOCATION_BYTES that other processes understand."""
+        """Identity of the device: LOCATION_BYTES that mean the same in other processes."""
 
     def reaches(self, location: bytes) -> bool:
-        """Whether programs of this device can write to memory of that one."""
+        """Return whether kernels of this device can write to the memory of that one."""
 
     def take(self, num_bytes: int, value: int) -> int:
-        """The address of new memory, filled with a number of 32 bits: of nothing else, as who maps it gets whole blocks."""
+        """Allocate memory filled with a 32-bit value and return its address. It must be a block of its own: mapping shares whole blocks."""
 
     def free(self, address: int) -> None:
-        """Nobody may map it any more."""
+        """Free the memory; no process may still map it."""
 
     def handle_of(self, address: int) -> bytes:
-        """HANDLE_BYTES by which other processes of the host can map the memory that begins there."""
+        """Return HANDLE_BYTES with which other processes of the host can map the memory that starts at `address`."""
 
     def map(self, handle: bytes) -> int:
-        """The address here of another process's memory."""
+        """Map another process' memory and return its address here."""
 
     def unmap(self, address: int) -> None:
-        """Once the device has done what was launched."""
+        """Unmap the memory once the device has finished all launched work."""
 
     def write(self, address: int, data: bytes) -> None: ...
 
@@ -45,11 +45,11 @@ class MappedMemory(Protocol):
 
 
 class CudaMemory:
-    """Of the driver, and not PyTorch's, whose memory is parts of larger blocks."""
+    """Memory from the CUDA driver. PyTorch's allocator does not serve, because it hands out parts of larger blocks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        torch.cuda.synchronize(device)  # PyTorch makes its context when it is first needed
+        torch.cuda.synchronize(device)  # makes PyTorch create its context, which it does at first use
         self._driver: Any = cuda()[0]
 
     @property

@@ -1,4 +1,4 @@
-"""Tensor parallelism among the workers of a replica: who we are, and the few collectives that the layers need."""
+"""Tensor parallelism: a worker's rank in its group, and the few collectives that the layers need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Work(Protocol):
 
 
 class Group(Protocol):
-    """What is used of a torch process group (ProcessGroupGloo, ProcessGroupNCCL)."""
+    """The methods used of a torch process group (ProcessGroupGloo, ProcessGroupNCCL)."""
 
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> Work: ...
 
@@ -28,7 +28,7 @@ class Group(Protocol):
 
 
 class _Echo:
-    """A group in which everybody says the same."""
+    """A stand-in group in which every rank appears to send what this rank sends."""
 
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> Work:
         output.view(-1, len(input)).copy_(input)
@@ -44,16 +44,16 @@ class _Done:
 
 
 class TensorParallel:
-    """One rank of a tensor-parallel group. All ranks call the same operations in the same order.
+    """A rank of a tensor-parallel group. All ranks must call the same operations in the same order.
 
-    Every result is the same on every rank, to the bit: data is only ever gathered, and each rank then does the same
-    arithmetic in rank order. With one rank nothing is sent and tensors come back as they went in.
+    Every result is the same on every rank, to the bit: data is only gathered, and each rank then does the same arithmetic in rank
+    order. With one rank nothing is sent, and tensors are returned unchanged.
     """
 
     def __init__(
         self, rank: int, size: int, group: Group | None, device: torch.device, peers: PeerMemory | None = None
     ) -> None:
-        """`peers`, if given, serves what is small."""
+        """Join the group. `peers`, if given, serves small tensors."""
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert (group is None) == (size == 1), f"{size} ranks, group {group}"
         self.rank = rank
@@ -63,7 +63,7 @@ class TensorParallel:
         self._peers = peers
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, added in rank order; low precision is added in float32 and rounded once."""
+        """Return the sum over ranks, added in rank order. Low precision is added in float32 and rounded once."""
         if self._group is None:
             return x
         if self._peers is not None and (added := self._peers.add(x)) is not None:
@@ -78,14 +78,14 @@ class TensorParallel:
     def all_reduce_and_norm(
         self, x: Tensor, hidden: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """(RMSNorm of hidden + sum, hidden + sum), where one launch does that; None where it would be done one after the other.
+        """Return (RMSNorm of hidden + sum, hidden + sum), all [rows, columns], if one launch can do it; else None.
 
-        [rows, columns] all. The sum is that of `all_reduce`.
+        The sum is that of `all_reduce`.
         """
         return None if self._peers is None else self._peers.add_and_norm(x, hidden, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' tensors, all of one shape, concatenated along `dim` in rank order."""
+        """Return the ranks' tensors, which have one shape, concatenated along `dim` in rank order."""
         if self._group is None:
             return x
         parts = None if self._peers is None else self._peers.gather(x)
@@ -94,15 +94,17 @@ class TensorParallel:
         return parts.flatten(0, 1) if dim == 0 else torch.cat(tuple(parts), dim=dim)
 
     def min_int(self, value: int) -> int:
-        """The smallest of the ranks' values, such as how many pages fit on every device."""
+        """Return the smallest of the ranks' values, for example of the numbers of pages that fit on each device."""
         if self._group is None:
             return value
         return int(self._gather(torch.tensor([value], dtype=torch.int64, device=self.device)).min())
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """For a precompiling. Inside, this rank waits for nobody: the others seem to send what it sends itself, and the kernels that would
-        wait for peers are compiled like all others, and not launched."""
+        """Let this rank precompile without its peers.
+
+        Inside, the other ranks appear to send what this rank sends. Kernels that would wait for peers are compiled but not launched.
+        """
         group = self._group
         self._group = None if group is None else _Echo()
         try:
@@ -112,7 +114,7 @@ class TensorParallel:
 
     @contextmanager
     def naming_lost_peer(self) -> Iterator[None]:
-        """Whatever fails inside once the device has given up on a peer fails because of it: CollectiveError says whom."""
+        """Replace any exception inside by a CollectiveError that names the lost peer, if the device has given up on one."""
         try:
             yield
         except Exception as error:
@@ -122,7 +124,7 @@ class TensorParallel:
             raise lost from error
 
     def close(self) -> None:
-        """Leave the group; the other ranks' operations fail from then on. Twice is fine."""
+        """Leave the group; afterwards the other ranks' operations fail. May be called twice."""
         group, self._group = self._group, None
         peers, self._peers = self._peers, None
         if peers is not None:
@@ -131,15 +133,15 @@ class TensorParallel:
             group.shutdown()
 
     def _gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape], the same on every rank."""
+        """Return every rank's tensor: [size, *x.shape], the same on every rank."""
         assert self._group is not None
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         if x.numel():
-            # Bytes: no backend needs to know the type.
+            # Sent as bytes, so that the backend need not support the dtype.
             flat = x.contiguous().view(-1).view(torch.uint8)
             try:
                 self._group._allgather_base(gathered.view(-1).view(torch.uint8), flat).wait()
             except RuntimeError as error:
-                reason = str(error).partition(". This is typically")[0].rstrip(".")  # gloo goes on to guess
+                reason = str(error).partition(". This is typically")[0].rstrip(".")  # gloo continues with guesses
                 raise CollectiveError(f"rank {self.rank} lost the others: {reason}") from error
         return gathered

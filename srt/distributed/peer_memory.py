@@ -1,7 +1,7 @@
-"""Few bytes between the ranks of one host, by way of memory that they write for each other: there before NCCL's would be.
+"""Exchange small tensors between the ranks of one host through memory that they write for each other, faster than NCCL.
 
-srt/kernels/collectives/peer_sum.cu says how that goes and why it is right. Here is who owns the memory, and how ranks agree on
-it. Importing this module imports Triton.
+srt/kernels/collectives/peer_sum.cu explains the protocol and why it is correct. This file owns the memory; `peer_setup.py` makes
+the ranks agree on it. Importing this module imports Triton.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _PROOF_BYTES: Final = 16
 
 
 class PeerMemory:
-    """What the ranks' boxes are for. All ranks ask the same of it, in the same order."""
+    """Sums and gathers over the ranks' boxes. All ranks must call the same operations in the same order."""
 
     def __init__(self, boxes: Boxes, device: torch.device, timeout_s: float) -> None:
         self._boxes = boxes
         self._size = len(boxes.addresses)
         self._timeout_s = timeout_s
         self._runs = torch.full((BOXES,), boxes.first_run, dtype=torch.int32, device=device)
-        # Memory of the host that the device can write: it can be read when the device does nothing any more.
+        # Pinned memory that the device writes: it stays readable after the device has stopped working.
         self._missing = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._mail = Mail(
             memories=tuple(boxes.addresses),
@@ -50,22 +50,22 @@ class PeerMemory:
         )
 
     def add(self, x: Tensor) -> Tensor | None:
-        """The sum over ranks, added in rank order in float32 and rounded once; None where there is too much of it."""
+        """Return the sum over ranks, added in rank order in float32 and rounded once; None if the tensor is too large."""
         return add_parts(x, self._mail, self._size) if is_summable(x.dtype, x.nbytes, self._size) else None
 
     def add_and_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """(the norm of hidden + sum, hidden + sum) for [rows, columns]; None where that is more than one launch."""
+        """Return (the norm of hidden + sum, hidden + sum) for [rows, columns]; None if one launch cannot do it."""
         if not is_normable(x.dtype, len(x), x.shape[1] * x.itemsize, self._size):
             return None
         return add_parts_and_norm(x, hidden, weight, eps, self._mail, self._size)
 
     def gather(self, x: Tensor) -> Tensor | None:
-        """[ranks, *x.shape]; None where there is too much of it."""
+        """Return [ranks, *x.shape]; None if the tensor is too large."""
         return gather_parts(x, self._mail, self._size) if is_gatherable(x.nbytes, self._size) else None
 
     @property
     def lost_peer(self) -> CollectiveError | None:
-        """Whom the device has given up on, if so: what failed in CUDA since then failed because of it."""
+        """An error that names the peer on which the device has given up, if any. Later CUDA errors are a consequence of it."""
         missing = int(self._missing[0]) - 1
         if missing < 0:
             return None
@@ -74,23 +74,23 @@ class PeerMemory:
         return CollectiveError(f"rank {self._boxes.rank} lost the others: {reason}; {help_}")
 
     def close(self) -> None:
-        """Twice is fine. Our own boxes stay until the process ends: CUDA forbids to free what others may still map."""
-        with contextlib.suppress(RuntimeError):  # a device that has given up does nothing any more
+        """Unmap the peers' boxes; may be called twice. Our own stay until the process ends: CUDA forbids freeing memory that is mapped."""
+        with contextlib.suppress(RuntimeError):  # a device that has given up rejects every call
             self._boxes.unmap()
 
 
 class Boxes:
-    """This rank's memory for the others, and theirs as it is mapped here."""
+    """Memory of this rank for its peers, and the peers' memory as mapped here."""
 
     def __init__(self, memory: MappedMemory | None, rank: int, size: int, first_run: int) -> None:
         self.rank = rank
         self.first_run = first_run
         self.addresses = [0] * size
-        """Of every rank's; 0 where there is none."""
+        """The address of every rank's box; 0 if it has none."""
         self._memory = memory
 
     def offer(self) -> bytes:
-        """Take ours, and say how others map it."""
+        """Allocate our box and return what peers need to map it."""
         memory, rank = self._memory, self.rank
         if memory is None:
             raise RuntimeError("there is no kernel for its GPU")
@@ -100,7 +100,7 @@ class Boxes:
         return memory.handle_of(own) + memory.location + proof
 
     def map(self, offers: list[bytes]) -> bytes:
-        """Map the others', each of which is seen to be what was offered."""
+        """Map the peers' boxes and verify that each is the one offered."""
         memory = self._memory
         assert memory is not None
         for rank, offer in enumerate(offers):
@@ -116,14 +116,14 @@ class Boxes:
         return b""
 
     def unmap(self) -> None:
-        """Twice is fine."""
+        """Unmap the peers' boxes; may be called twice."""
         for rank, address in enumerate(self.addresses):
             if rank != self.rank and address:
                 self.addresses[rank] = 0
-                self._memory.unmap(address)  # type: ignore[union-attr]  # which has mapped it
+                self._memory.unmap(address)  # type: ignore[union-attr]  # mapped, so not None
 
     def free(self) -> None:
-        """Ours, which nobody maps."""
+        """Free our own box, which no peer may still map."""
         own, self.addresses[self.rank] = self.addresses[self.rank], 0
         if own:
-            self._memory.free(own)  # type: ignore[union-attr]  # of which it was taken
+            self._memory.free(own)  # type: ignore[union-attr]  # allocated, so not None

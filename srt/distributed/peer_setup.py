@@ -1,4 +1,4 @@
-"""How the ranks of one host agree to map each other's memory. Importing this module imports Triton."""
+"""Make the ranks of one host agree to map each other's memory. Importing this module imports Triton."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _MESSAGE_BYTES: Final = 256
 
 
 class _Disagreement(Exception):
-    """A rank cannot do what all have to."""
+    """The ranks cannot map each other's memory, because one of them failed."""
 
 
 def open_peer_memory(
     tp: TensorParallel, memory: MappedMemory | None, timeout_s: float, first_run: int = 1
 ) -> PeerMemory | None:
-    """Memory that all ranks can write to; or None on all, where one of them cannot: rank 0 says which and why.
+    """Return memory that all ranks can write, or None on every rank if one rank cannot take part; rank 0 logs which one and why.
 
-    Without `memory` this rank has no kernel for it. Who waits longer than `timeout_s` for a peer gives up. Runs count in 32 bits.
+    `memory` is None if this rank has no kernel for it. A rank that waits longer than `timeout_s` for a peer gives up. Runs are counted
+    from `first_run` in 32 bits.
     """
     if tp.size > MOST_RANKS:
         return None
@@ -36,7 +37,7 @@ def open_peer_memory(
         _agree(tp, lambda: boxes.map(offers))
     except _Disagreement as error:
         boxes.unmap()
-        tp.min_int(0)  # nobody maps ours any more
+        tp.min_int(0)  # a barrier: after it no peer maps our box
         boxes.free()
         if tp.rank == 0:
             logger.info("Small sums over GPUs go through NCCL: %s", error)
@@ -45,10 +46,10 @@ def open_peer_memory(
 
 
 def _agree(tp: TensorParallel, act: Callable[[], bytes]) -> list[bytes]:
-    """What it gave on every rank; _Disagreement on all of them where it failed on one."""
+    """Return the result of `act` on every rank; raise _Disagreement on all ranks if it failed on one."""
     try:
         said = b"+" + act()
-    except Exception as error:  # whatever it is: the others wait for the answer
+    except Exception as error:  # must be reported whatever it is, because the other ranks wait for the answer
         said = b"-" + f"{type(error).__name__}: {error}".encode()
     mine = torch.frombuffer(bytearray(said[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
     all_said = [bytes(one.tolist()) for one in tp.all_gather(mine.to(tp.device).unsqueeze(0), dim=0).cpu()]

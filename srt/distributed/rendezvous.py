@@ -1,4 +1,4 @@
-"""How the ranks of a tensor-parallel group find each other when a worker starts."""
+"""Connect the ranks of a tensor-parallel group when a worker starts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def init_tensor_parallel(
 ) -> TensorParallel:
     """Meet the other ranks at `rendezvous_file`, a path that they share and that no earlier group has used.
 
-    A collective whose peers do not come fails after `timeout_s`. With one rank there is nobody to meet. GPUs map each other's memory for
-    what is small, if they can and unless told not to.
+    A collective whose peers do not arrive fails after `timeout_s`. A single rank meets no others. GPUs map each other's memory for small
+    tensors if they can, unless `maps_peers` is False.
     """
     if size == 1:
         return TensorParallel(0, 1, None, device)
     store = dist.FileStore(rendezvous_file, size)  # type: ignore[attr-defined]  # missing in torch's own stubs
     group = _open_group(store, rank, size, backend, timedelta(seconds=timeout_s))
     tp = TensorParallel(rank, size, group, device)
-    # Connect now: whoever is missing is found at start-up and not in the first step.
+    # Connect now, so that a missing rank is found at start-up and not in the first step.
     tp.min_int(rank)
     if device.type != "cuda" or not maps_peers:
         return tp
@@ -43,7 +43,7 @@ def init_tensor_parallel(
 
 
 def _map_peers(tp: TensorParallel, timeout_s: float) -> PeerMemory | None:
-    # Triton is not there on every host; with PyTorch for CUDA it is.
+    # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.distributed.mapped_memory import CudaMemory
     from srt.distributed.peer_setup import open_peer_memory
     from srt.kernels.build.hopper import runs_on
@@ -51,18 +51,18 @@ def _map_peers(tp: TensorParallel, timeout_s: float) -> PeerMemory | None:
 
     if tp.size > MOST_RANKS:
         return None
-    # Programs that wait for other ranks' must all run at once: each has a processor.
+    # Thread blocks that wait for other ranks' blocks must all run at once, so each needs a multiprocessor.
     has_room = torch.cuda.get_device_properties(tp.device).multi_processor_count >= PROGRAMS
     has_kernel = has_room and runs_on(tp.device, PeerKernel(tp.size, None))
     return open_peer_memory(tp, CudaMemory(tp.device) if has_kernel else None, timeout_s)
 
 
 def _open_group(store: Any, rank: int, size: int, backend: Backend, timeout: timedelta) -> Group:
-    """A group of our own: torch's global one would be state that two engines in one process share."""
+    """Return a group of our own: torch's global group would be state shared by two engines in one process."""
     kind: Any = dist.ProcessGroupGloo if backend == "gloo" else dist.ProcessGroupNCCL
     options = kind._Options() if backend == "gloo" else kind.Options()
     options._timeout = timeout
     if backend == "gloo":
-        # All ranks are on this host: nothing listens on its other interfaces, and its name need not resolve.
+        # All ranks are on this host: nothing listens on its other interfaces, and its hostname need not resolve.
         options._devices = [kind.create_device(hostname="127.0.0.1")]
     return cast("Group", kind(store, rank, size, options))
