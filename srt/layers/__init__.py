@@ -1,1 +1,1 @@
-"""What models are made of, as plain PyTorch and by own kernels (`kernel_ops.py`). `attention/` has a file for each backend."""
+"""The building blocks of models, in plain PyTorch and with our kernels (`kernel_ops.py`). `attention/` has a file for each backend."""

@@ -1,7 +1,7 @@
 """The token embedding and the output layer, split over the ranks by vocabulary.
 
-Every rank holds the same number of rows, shard_size; where that does not divide the vocabulary, the last ranks hold rows
-beyond it, which are zero. Rank r has the ids from shard_start on, shard_size_valid of them real (it can be none).
+Every rank holds the same number of rows, shard_size. If that does not divide the vocabulary, the last ranks hold zero rows beyond
+it. Rank r has the ids from shard_start on, of which shard_size_valid are real (possibly 0).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from srt.layers.weights import WeightedModule, WeightPiece
 
 
 class VocabShard:
-    """The token ids of one rank."""
+    """The range of token ids of one rank."""
 
     def __init__(self, vocab_size: int, tp: TensorParallel) -> None:
         self.vocab_size = vocab_size
@@ -28,7 +28,7 @@ class VocabShard:
 
 
 class VocabParallelEmbedding(WeightedModule):
-    """Token ids → vectors. Each rank looks up its own ids, and the sum over ranks has them all."""
+    """Embeds token ids. Each rank looks up its own ids, and the sum over ranks has the vectors of all."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class VocabParallelEmbedding(WeightedModule):
 
 
 class ParallelLMHead(WeightedModule):
-    """Hidden states → logits of this rank's ids. Its weight is its own, or that of a tied embedding."""
+    """Maps hidden states to logits of this rank's ids, with a weight of its own or that of a tied embedding."""
 
     def __init__(
         self,
@@ -68,30 +68,30 @@ class ParallelLMHead(WeightedModule):
 
     @property
     def vocab_size(self) -> int:
-        """Ids that exist, over all ranks."""
+        """Number of real ids over all ranks."""
         return self._shard.vocab_size
 
     @property
     def shard_start(self) -> int:
-        """The id of this rank's first row."""
+        """Token id of this rank's first row."""
         return self._shard.start
 
     @property
     def shard_size(self) -> int:
-        """Rows of every rank, padding included."""
+        """Number of rows on every rank, padding included."""
         return self._shard.size
 
     @property
     def shard_size_valid(self) -> int:
-        """Rows of this rank that are real ids; the logits after them are 0 and mean nothing."""
+        """Number of this rank's rows with real ids; the logits after them are 0 and have no meaning."""
         return self._shard.size_valid
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden_size] → [rows, shard_size] f32."""
+        """Return the logits [rows, shard_size] f32 of hidden [rows, hidden_size]."""
         return self._ops.linear(hidden, Affine(self.weight, None)).float()
 
     def logits_into(self, hidden: Tensor, out: Tensor) -> None:
-        """The same into `out`, rounded to the model's dtype as they are before they become f32."""
+        """Write the logits to `out` in the model's dtype, in which they are computed before `logits` converts them."""
         self._ops.linear_into(hidden, self.weight, out)
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:

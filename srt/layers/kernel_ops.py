@@ -1,4 +1,4 @@
-"""The operations of a decoder layer by our own kernels. Importing this module imports Triton."""
+"""The operations of a decoder layer with our kernels; `ops.py` describes them. Importing this module imports Triton."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 _FEWEST_ADDED_ROWS: Final = 257
-"""Where cuBLAS adds for nothing. With fewer it splits the inner dimension, and loses more than the norm gains (measured on an H200)."""
+"""Fewest rows for which cuBLAS adds the residual at no cost. With fewer it splits the inner dimension, and the loss exceeds the gain of
+the norm (measured on an H200)."""
 
 
 class KernelOps(LayerOps):
-    """Up to 176 tokens go through products that read their weights at the memory's speed, and take in what comes before and behind them.
+    """Chooses the fastest kernel for each product by its number of tokens.
 
-    More go through cuBLAS, but for gates, and for products down where the device is full of them.
+    With up to 176 tokens, products read their weights at memory speed and are fused with the operations before and after them. With
+    more, cuBLAS is used, except for gated products and for down projections that fill the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -171,7 +173,7 @@ class KernelOps(LayerOps):
         return pdl_for(len(rows)) if self._has_pdl else 0
 
     def _gated(self, x: Tensor | Weighted, affine: Affine) -> Tensor | None:
-        """None where others are faster."""
+        """Return the gated product; None if other kernels are faster."""
         is_scaled = isinstance(x, Weighted)
         product = self._streamed(x, affine, Ending(is_gated=True, is_scaled=is_scaled))
         gemm = self._gated_gemm
@@ -181,7 +183,7 @@ class KernelOps(LayerOps):
         return None if tiles is None else gemm.multiply(x, affine.weight, tiles)
 
     def _streamed(self, x: Tensor | Weighted, affine: Affine, ending: Ending = PLAIN) -> Tensor | None:
-        """None where others are faster."""
+        """Return the product by `StreamGemm`; None if other kernels are faster."""
         gemm = self._stream_gemm
         if gemm is None or affine.bias is not None:
             return None
@@ -189,7 +191,7 @@ class KernelOps(LayerOps):
         return None if tiles is None else gemm.multiply(x, affine.weight, tiles)
 
     def _streamed_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None) -> Stream | None:
-        """None where others are faster."""
+        """Return the product added to `hidden` by `StreamGemm`; None if other kernels are faster."""
         gemm = self._stream_gemm
         if gemm is None or affine.bias is not None:
             return None

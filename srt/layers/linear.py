@@ -1,7 +1,7 @@
 """Linear layers split over the ranks of a tensor-parallel group.
 
-A column-parallel layer holds some rows of its weight [out, in] and gives this rank's part of the output; a row-parallel
-layer takes that part as its input, and sums the ranks' results. Layers that read the same input are merged into one.
+A column-parallel layer holds some rows of its weight [out, in] and computes this rank's part of the output. A row-parallel layer
+takes that part as its input and sums the ranks' results. Layers that read the same input are merged into one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from srt.layers.weights import WeightedModule, WeightPiece
 
 @dataclass(frozen=True, slots=True)
 class ColumnPart:
-    """One checkpoint layer within a merged one: this rank holds `size` of its `total` outputs, from `start` on."""
+    """A checkpoint layer within a merged one: this rank holds `size` of its `total` outputs, from `start` on."""
 
     name: str
     total: int
@@ -29,7 +29,7 @@ class ColumnPart:
 
 
 class ColumnParallelLinear(WeightedModule):
-    """y = x Wᵀ + b for the outputs of this rank: those of its parts, one after the other."""
+    """Linear layer y = x Wᵀ + b for this rank's outputs: those of its parts, in order."""
 
     def __init__(self, in_features: int, parts: Sequence[ColumnPart], bias: bool, ops: LayerOps = TORCH_OPS) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ColumnParallelLinear(WeightedModule):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Layers of the same input, such as gate_proj and up_proj, each split evenly over the ranks."""
+    """Merged layers with the same input, such as gate_proj and up_proj, each split evenly over the ranks."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(in_features, [_even_part(name, total, tp) for name, total in outputs], bias, ops)
 
     def gated_of_norm(self, stream: Stream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """(silu(first) * second of the two layers' outputs for the normed stream, the stream's sum)."""
+        """Return (silu(first) * second of the two layers' outputs for the normed stream, the stream's sum)."""
         return self._ops.gated_linear_of_norm(stream, norm.norm, self.affine)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """q_proj, k_proj and v_proj, split by heads. Where ranks exceed the KV heads, neighbours hold the same one."""
+    """Merged q_proj, k_proj and v_proj, split by heads. If there are more ranks than KV heads, neighbouring ranks hold the same head."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class QKVParallelLinear(ColumnParallelLinear):
             ops,
         )
         self.num_heads = q.size // head_dim
-        """Query heads on this rank."""
+        """Number of query heads on this rank."""
         self.num_kv_heads = kv_heads
 
 
 class RowParallelLinear(WeightedModule):
-    """y = x Wᵀ + b, where each rank has a part of x: the ranks' products are summed, then the bias is added once."""
+    """Linear layer y = x Wᵀ + b of which each rank has a part of x: the ranks' products are summed, then the bias is added once."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, tp: TensorParallel, ops: LayerOps = TORCH_OPS
@@ -131,7 +131,7 @@ class RowParallelLinear(WeightedModule):
         return total if self.bias is None else total + self.bias
 
     def onto(self, hidden: Tensor, x: Tensor, next_norm: RMSNorm | None) -> Stream:
-        """hidden + y, which that norm is applied to next, if any. hidden may be overwritten."""
+        """Return hidden + y, prepared for `next_norm` if given. May overwrite `hidden`."""
         if self._tp.size == 1:
             return self._ops.linear_onto(hidden, x, self.affine, None if next_norm is None else next_norm.norm)
         if self.bias is not None or next_norm is None:

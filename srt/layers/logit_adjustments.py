@@ -1,6 +1,6 @@
-"""Penalties, biases, and stops that are held back, as plain PyTorch: what runs on a CPU, and the reference of the kernels.
+"""Penalties, biases and masked stop tokens in plain PyTorch: used on a CPU, and the reference for the kernels.
 
-All is read from the tables at each draw: nothing has to be kept, reset, or rebuilt when a request resumes.
+Everything is computed from the tables at each draw, so no state has to be kept, reset or rebuilt when a request resumes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def adjust_logits(
     adjustments: AdjustmentTables,
     shard_start: int,
 ) -> None:
-    """Change `logits` [R, columns] float32, the token ids from `shard_start` on, to what the rows' slots ask for.
+    """Apply the adjustments of the rows' slots to `logits` [R, columns] float32, which start at token id `shard_start`.
 
-    `positions` [R] are those of the tokens that the rows draw: what the token table has before them is known.
+    `positions` [R] are the positions of the tokens to be drawn; the token table holds the tokens before them.
     """
     limits = adjustments.limits[slots]
     _penalise(logits, slots, positions, token_table, adjustments.penalties[slots], limits[:, 0], shard_start)
@@ -53,7 +53,7 @@ def _penalise(
     columns, known = logits.shape[1], positions[penalised]
     ids = token_table[slots[penalised], : int(known.max())].long() - shard_start
     at = torch.arange(ids.shape[1], device=logits.device).unsqueeze(0)
-    # One column more takes what is of no shard or no request.
+    # An extra column collects ids outside this shard and positions after the request's tokens.
     ids.masked_fill_((at >= known.unsqueeze(1)) | (ids < 0) | (ids >= columns), columns)
     seen = torch.zeros((len(ids), columns + 1), dtype=torch.bool, device=logits.device).scatter_(1, ids, True)
     is_output = at >= prompt_lens[penalised].unsqueeze(1)
@@ -68,12 +68,12 @@ def _penalise(
 
 
 def _entries(counts: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row, entry) of all entries that count."""
+    """Return (rows, entries) of the first `counts[row]` entries of every row."""
     rows, entries = torch.nonzero(torch.arange(width, device=counts.device) < counts.unsqueeze(1)).unbind(1)
     return rows, entries
 
 
 def _add(logits: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-    """Where there is such a column. Each column once a row."""
+    """Add the values to the columns that are in this shard. A column may occur only once per row."""
     is_here = (columns >= 0) & (columns < logits.shape[1])
     logits.index_put_((rows[is_here], columns[is_here]), values[is_here], accumulate=True)

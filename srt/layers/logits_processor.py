@@ -1,4 +1,4 @@
-"""From hidden states to logits, and to the logprobs that requests asked for. The vocabulary may be spread over ranks."""
+"""Compute logits from hidden states, and the logprobs that requests asked for. The vocabulary may be split over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from srt.distributed.parallel_state import TensorParallel
 
 A = TypeVar("A")
-BLOCK_ELEMENTS = 1 << 22  # logits of so many (row, token) pairs exist at once where rows are many
+BLOCK_ELEMENTS = 1 << 22  # largest number of logits that exist at once if there are many rows
 
 
 class LMHead(Protocol):
@@ -26,10 +26,10 @@ class LMHead(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogprobArrays(Generic[A]):
-    """Rows to report logprobs of, as numpy arrays or as tensors."""
+    """The rows whose logprobs to report, as numpy arrays or as tensors."""
 
     rows: A  # [N] int64: rows of the hidden states, or of the logits
-    of_ids: A  # [N, m] int64: token ids to report too; m is the most that a row asks for, the rest is 0
+    of_ids: A  # [N, m] int64: token ids to report as well; m is the most that a row asks for, the rest is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Logprobs:
 
 
 def gather_vocabulary(tp: TensorParallel, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[rows, vocab_size] on every rank, from each rank's [rows, columns]. The padding is behind the last token and cut off."""
+    """Return [rows, vocab_size] on every rank from each rank's [rows, columns]. The padding after the last token is cut off."""
     return tp.all_gather(logits, dim=-1)[:, :vocab_size]
 
 
 def pick_logprobs(log_probs: torch.Tensor, chosen: torch.Tensor, of_ids: torch.Tensor, top: int) -> Logprobs:
-    """What rows of [N, vocabulary] logprobs say of the `chosen` ids, their `top` best, and `of_ids`."""
+    """Return the logprobs of the `chosen` ids, of the `top` best ids and of `of_ids`, from [N, vocabulary] logprobs."""
     best = log_probs.topk(min(top, log_probs.shape[1]), dim=-1)
     return Logprobs(
         chosen=log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1),
@@ -59,20 +59,20 @@ def pick_logprobs(log_probs: torch.Tensor, chosen: torch.Tensor, of_ids: torch.T
 
 
 class LogitsProcessor:
-    """Every rank calls the same methods with the same rows, because they may gather."""
+    """Computes logits and logprobs. Every rank must call the same methods with the same rows, because they may gather."""
 
     def __init__(self, tp: TensorParallel, vocab_size: int) -> None:
         self._tp = tp
         self._vocab_size = vocab_size
 
     def logits(self, hidden: torch.Tensor, lm_head: LMHead) -> torch.Tensor:
-        """This rank's columns [R, columns] float32 for these hidden states; -inf for padding."""
+        """Return this rank's columns [R, columns] float32 of the logits; -inf for padding."""
         logits = lm_head.logits(hidden).to(torch.float32)
         self._mask_padding(logits, lm_head)
         return logits
 
     def logits_into(self, hidden: torch.Tensor, lm_head: LMHead, out: torch.Tensor) -> None:
-        """The same for all rows, into `out` [rows, columns] of the model's dtype: no value lies between the two types."""
+        """Write the logits of all rows to `out` [rows, columns] in the model's dtype. They are exact: `logits` computes in it too."""
         lm_head.logits_into(hidden, out)
         self._mask_padding(out, lm_head)
 
@@ -82,7 +82,7 @@ class LogitsProcessor:
             logits[:, max(0, num_real) :] = float("-inf")
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary] float32 from this rank's columns."""
+        """Return logprobs [rows, vocabulary] float32 from this rank's columns."""
         return gather_vocabulary(self._tp, logits, self._vocab_size).log_softmax(dim=-1)
 
     def prompt_logprobs(
@@ -93,7 +93,7 @@ class LogitsProcessor:
         targets: torch.Tensor,
         top: int,
     ) -> Logprobs:
-        """Logprobs that the rows give to `targets` [N], and of their `top` best: a block of rows at a time."""
+        """Return the logprobs of `targets` [N] and of the `top` best ids of each row, one block of rows at a time."""
         rows_at_once = max(1, BLOCK_ELEMENTS // self._vocab_size)
         parts = []
         for begin in range(0, len(targets), rows_at_once):

@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""The RMSNorm layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from srt.layers.weights import WeightedModule, WeightPiece
 
 
 class RMSNorm(WeightedModule):
-    """x / rms(x) * weight over the last dimension; the root mean square is taken in float32. The same on every rank."""
+    """RMSNorm: x / rms(x) * weight over the last dimension, with the root mean square in float32. The same on every rank."""
 
     def __init__(self, size: int, eps: float, ops: LayerOps = TORCH_OPS) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class RMSNorm(WeightedModule):
         return self._ops.norm(x, self.norm)
 
     def of_stream(self, stream: Stream) -> Tensor:
-        """The norm of the stream's sum."""
+        """Return the norm of the stream's sum."""
         return self._ops.norm_stream(stream, self.norm)[0]
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:

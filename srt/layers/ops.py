@@ -1,6 +1,7 @@
-"""The operations of a decoder layer that have kernels of their own on a GPU, as plain PyTorch: what runs on a CPU, and the reference.
+"""The decoder operations that have kernels of their own on a GPU, in plain PyTorch: used on a CPU, and the reference for the kernels.
 
-The residual stream travels as a sum that is not yet formed, so that adding can be fused with whatever comes next.
+The residual stream is passed as a sum that is not yet added up, so that the addition can be fused with the next operation.
+`kernel_ops.py` has the version with kernels.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class Stream:
     hidden: Tensor
     delta: Tensor | None = None
     weighted: Weighted | None = None
-    """The sum on its way to the norm that comes next, if who formed it was told which; there is no delta then."""
+    """The sum multiplied by the next norm's weight, if the operation that formed the sum knew that norm; then there is no delta."""
     normed: Tensor | None = None
-    """The sum after that norm, likewise."""
+    """The sum after the next norm, under the same conditions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """What an RMSNorm is: x / rms(x) * weight."""
+    """Parameters of an RMSNorm, x / rms(x) * weight."""
 
     weight: Tensor
     eps: float
@@ -41,7 +42,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """x Wᵀ + b."""
+    """Parameters of a linear layer, x Wᵀ + b."""
 
     weight: Tensor
     bias: Tensor | None
@@ -49,17 +50,17 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The angles of one step's tokens, computed once and used by every layer."""
+    """The rotary angles of a step's tokens, computed once and used by every layer."""
 
     cos: Tensor  # [tokens, 1, head_dim / 2] f32
     sin: Tensor
 
 
 class LayerOps:
-    """Stateless. What takes a stream gives the formed sum back with its result."""
+    """The operations of decoder layers, without state. A method that takes a stream also returns the stream's sum."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """x / rms(x) * weight over the last dimension; the root mean square is taken in float32."""
+        """Return x / rms(x) * weight over the last dimension, with the root mean square in float32."""
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -75,7 +76,7 @@ class LayerOps:
         torch.mm(x, weight.t(), out=out)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, for the two halves of the last dimension."""
+        """Return silu(gate) * up for the two halves of the last dimension."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -84,16 +85,16 @@ class LayerOps:
         return self.linear(normed, affine), hidden
 
     def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
-        """silu_and_mul of the product."""
+        """Return `silu_and_mul` of the product of the normed stream."""
         normed, hidden = self.norm_stream(stream, norm)
         return self.silu_and_mul(self.linear(normed, affine)), hidden
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
-        """hidden + x Wᵀ + b, which that norm is applied to next, if any. hidden may be overwritten."""
+        """Return hidden + x Wᵀ + b, prepared for `next_norm` if given. May overwrite `hidden`."""
         return Stream(hidden, self.linear(x, affine))
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
-        """Of `positions` [tokens]; cosines and sines are multiplied by the factor."""
+        """Return the rotation for `positions` [tokens], with cosines and sines multiplied by the factor."""
         angles = positions.float()[:, None, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if factor != 1.0:
@@ -110,7 +111,7 @@ class LayerOps:
         layer: RadixAttention,
         batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor]:
-        """`attend` for the packed rows that the product with the normed stream gives."""
+        """Run `attend` on the product of the normed stream, and return the stream's sum as well."""
         qkv, hidden = self.linear_of_norm(stream, norm, affine)
         return self.attend(qkv, head_norms, rotation, layer, batch), hidden
 
@@ -122,16 +123,16 @@ class LayerOps:
         layer: RadixAttention,
         batch: ForwardBatch,
     ) -> Tensor:
-        """Attention of packed rows (query heads, key heads, value heads): the first two are normed, if at all, and rotated.
+        """Return the attention output of packed rows (query heads, key heads, value heads); stores the new keys and values.
 
-        The layer's memory then holds the new keys and values. qkv may be overwritten.
+        Queries and keys are rotated, and normed first if `norms` is given. May overwrite `qkv`.
         """
         return layer(*self.split_qkv(qkv, norms, rotation, layer), batch)  # type: ignore[no-any-return]
 
     def split_qkv(
         self, qkv: Tensor, norms: tuple[Norm, Norm] | None, rotation: Rotation, layer: RadixAttention
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed rows as the queries, keys and values that attention takes: the first two are normed, if at all, and rotated."""
+        """Split packed rows into queries, keys and values; rotate queries and keys, and norm them first if `norms` is given."""
         q, k, v = layer.split_packed(qkv)
         q, k = q.unflatten(-1, (-1, layer.head_dim)), k.unflatten(-1, (-1, layer.head_dim))
         if norms is not None:
@@ -143,7 +144,7 @@ TORCH_OPS: Final = LayerOps()
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate heads: x [tokens, heads, head_dim] → the same shape and type. Computed in float32."""
+    """Rotate the heads of x [tokens, heads, head_dim] in float32, and return the same shape and dtype."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = rotation.cos, rotation.sin
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Which operations a model's layers use: own kernels on a GPU, PyTorch elsewhere."""
+"""Choose the operations for a model's layers: our kernels on a GPU, PyTorch elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from srt.layers.ops import TORCH_OPS, LayerOps
 
 
 def layer_ops(device: torch.device) -> LayerOps:
-    """Kernels where there is a GPU for them, else PyTorch."""
+    """Return the operations with kernels for a GPU, those of PyTorch for other devices."""
     if device.type != "cuda":
         return TORCH_OPS
-    # Triton is not there on every host; with PyTorch for CUDA it is.
+    # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.layers.kernel_ops import KernelOps
 
     return KernelOps(device)

@@ -1,6 +1,6 @@
-"""Random numbers that are a function of where they are used: Philox4x32-10 in integer tensor operations.
+"""Random numbers as a function of where they are used: Philox4x32-10 in integer tensor operations.
 
-The same integers on every device. What a position of the output holds depends on its own seed and counter only.
+Every device computes the same integers. Each element of the output depends only on its own seed and counter.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 LANES = 4
 MASK_32 = 0xFFFFFFFF
-BLOCK_ELEMENTS = 1 << 22  # noise is drawn for so many (row, token) pairs at once: float64 temporaries stay small
+BLOCK_ELEMENTS = 1 << 22  # elements of noise computed at once, which bounds the float64 temporaries
 
 
 def philox4x32(
     counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], key: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Four words for every counter and key. All are int64 tensors of 32-bit values that broadcast against each other."""
+    """Return four words for every counter and key. All are int64 tensors of 32-bit values that broadcast against each other."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # An int64 product wraps to the very bits of the unsigned one: the mask after the shift drops the copied sign.
+        # An int64 product wraps to the same bits as the unsigned one; the mask after the shift drops the copied sign.
         product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
         c0 = ((product_1 >> 32) & MASK_32) ^ (c1 ^ k0)
         c2 = ((product_0 >> 32) & MASK_32) ^ (c3 ^ k1)
@@ -32,10 +32,10 @@ def philox4x32(
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, first_token: int, num_tokens: int) -> torch.Tensor:
-    """[rows, num_tokens] float32: the noise of token first_token + j at `positions[i]` under `seeds[i]`.
+    """Return the noise [rows, num_tokens] float32 of token first_token + j at `positions[i]` under `seeds[i]`.
 
-    Seeds are 64 bits in an int64, positions int64. Counter (token // 4, position, 0, 0), key the seed, lane token % 4.
-    The uniform is in (0, 1), both ends excluded, so the noise is finite: between -3.2 and 23.
+    Seeds are 64 bits in an int64, positions int64. The counter is (token // 4, position, 0, 0), the key is the seed, the lane is
+    token % 4. The uniform number is in (0, 1), both ends excluded, so the noise is finite: between -3.2 and 23.
     """
     rows_at_once = max(1, BLOCK_ELEMENTS // max(1, num_tokens))
     if len(seeds) <= rows_at_once:
@@ -56,7 +56,7 @@ def _gumbel_block(seeds: torch.Tensor, positions: torch.Tensor, first_token: int
     words = torch.stack(philox4x32((groups, positions.unsqueeze(1), zero, zero), key), dim=-1)
     offset = first_token - first_group * LANES
     words = words.view(len(seeds), num_groups * LANES)[:, offset : offset + num_tokens]
-    # Logarithms in float64, rounded once: vector and scalar code may differ in the last bit of a logarithm, and which of
-    # them an element gets depends on where it lies. In float64 that bit is gone after rounding.
+    # Logarithms in float64, rounded once. Vector and scalar code may differ in the last bit of a logarithm, and the element's place in
+    # memory decides which one computes it. After rounding from float64 the difference is gone.
     uniform = (words.to(torch.float64) + 0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_().to(torch.float32)

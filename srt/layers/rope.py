@@ -12,7 +12,7 @@ from srt.utils.rope_config import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions → angles, in float32. Computed in each step: a table costs 0.5 s of start-up per 100,000 positions."""
+    """Turns positions into angles in float32. Computed in each step: a table would cost 0.5 s of start-up per 100,000 positions."""
 
     frequencies: Tensor  # [head_dim / 2] f32
 
@@ -20,18 +20,18 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self._ops = ops
         self._attention_factor = config.attention_factor
-        # On the CPU even while the model is built on the meta device: this is not read from a checkpoint.
+        # On the CPU even while the model is built on the meta device, because it is not read from a checkpoint.
         self.register_buffer("frequencies", compute_frequencies(config, head_dim), persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
-        """The rotation for `positions` [tokens]."""
+        """Return the rotation for `positions` [tokens]."""
         return self._ops.angles(positions, self.frequencies, self._attention_factor)
 
 
 def compute_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair of dimensions: [head_dim / 2] f32 cpu.
+    """Return the angle per position of each pair of dimensions: [head_dim / 2] f32 cpu.
 
-    The order of operations is that of `transformers`, so that both round alike.
+    The order of operations is that of `transformers`, so that both round in the same way.
     """
     powers = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     periods = config.theta**powers
@@ -48,7 +48,7 @@ def compute_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
-    """Slow dimensions are stretched by the factor, fast ones kept, those between blended."""
+    """Stretch slow dimensions by the factor, keep fast ones, and blend those between."""
     original, low, high = config.original_context_length, config.low_freq_factor, config.high_freq_factor
     wavelengths = 2 * math.pi / plain
     slow, fast = wavelengths > original / low, wavelengths < original / high
@@ -59,7 +59,7 @@ def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn(periods: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
-    """Dimensions that turn more than beta_fast times in the original context are kept, below beta_slow stretched."""
+    """Keep dimensions that turn more than beta_fast times in the original context, stretch those below beta_slow, blend the others."""
     low = _dimension_of_turns(config.beta_fast, config, head_dim)
     high = _dimension_of_turns(config.beta_slow, config, head_dim)
     if config.truncate:
@@ -73,6 +73,6 @@ def _yarn(periods: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _dimension_of_turns(turns: float, config: RopeConfig, head_dim: int) -> float:
-    """The (fractional) dimension that turns so many times within the original context."""
+    """Return the (fractional) dimension that turns `turns` times within the original context."""
     length = config.original_context_length / (turns * 2 * math.pi)
     return head_dim * math.log(length) / (2 * math.log(config.theta))

@@ -1,8 +1,8 @@
-"""One draw for every row: a function of the row's own seed, position and logits, whatever else is in the batch.
+"""Draw one token for every row. The result depends only on the row's seed, position and logits, not on the rest of the batch.
 
-Penalties, bias, the min_new_tokens mask, temperature, top_k, top_p and min_p, in this order, each on what the one before left;
-then argmax of logit / T + Gumbel noise in float32. No noise at T = 0; the lowest token id wins a tie. A pass touches only
-rows that asked for it, and every rank of a tensor-parallel group arrives at the same ids.
+Penalties, bias, the min_new_tokens mask, temperature, top_k, top_p and min_p are applied in this order, each to the result of the one
+before. Then the token with the largest logit / T + Gumbel noise in float32 wins; there is no noise at T = 0, and the lowest token id
+wins a tie. A pass touches only rows that asked for it, and every rank of a tensor-parallel group draws the same ids.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ MINUS_INF = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """`ids` [R] int64 and the values that won. Where one is not finite the model produced no usable logits, and the id, though
-    within the vocabulary, means nothing."""
+    """The drawn `ids` [R] int64 and the values that won.
+
+    If a value is not finite, the model produced no usable logits for its row. The id is then within the vocabulary but meaningless.
+    """
 
     ids: torch.Tensor
     values: torch.Tensor  # [R] float32
@@ -44,9 +46,9 @@ class Sampler:
         self._tables = tables
         self._draw_from_shard: Callable[..., tuple[torch.Tensor, torch.Tensor]] = draw_from_shard
         self._thresholds: Callable[..., torch.Tensor] = filter_thresholds
-        self._adjustment_kernels: Callable[..., None] | None = None  # made at first use, which knows the columns
+        self._adjustment_kernels: Callable[..., None] | None = None  # created at first use, when the columns are known
         if tables.seq_lens.is_cuda:
-            # Triton is not there on every host; with PyTorch for CUDA it is.
+            # Imported here because Triton is installed only with PyTorch for CUDA.
             from srt.kernels.build.pdl import has_pdl
             from srt.kernels.sampling.filter import filter_thresholds as kernel_thresholds
             from srt.kernels.sampling.sample import draw
@@ -56,13 +58,13 @@ class Sampler:
             self._thresholds = partial(kernel_thresholds, pdl=pdl)
 
     def prepare(self, logits: torch.Tensor) -> None:
-        """Take the memory that draws from logits of this shape keep."""
+        """Allocate the memory that draws from logits of this shape need."""
         self._adjuster(logits)
 
     def draw(self, logits: torch.Tensor, info: SamplingBatchInfo, allowed: torch.Tensor | None = None) -> Draws:
-        """One id for every row of `logits` [R, columns] float32, which is overwritten.
+        """Draw one id for every row of `logits` [R, columns] float32, which is overwritten.
 
-        `allowed` [R, columns] bool, if given, says which tokens a row may draw at all.
+        `allowed` [R, columns] bool, if given, marks the tokens that each row may draw.
         """
         if len(info.arrays.adjusted_rows):
             self._adjuster(logits)(logits, info.slots, info.positions, *self._adjustment_tables())
@@ -73,9 +75,9 @@ class Sampler:
     def draw_adjusted(
         self, logits: torch.Tensor, slots: torch.Tensor, rows: DrawTables, positions: torch.Tensor
     ) -> Draws:
-        """`draw` for rows of any adjustments and filters; `logits` of another type than float32 stay as they are.
+        """Draw for rows with any adjustments and filters. Logits of another dtype than float32 are not overwritten.
 
-        Nothing here waits for the device, so a graph can hold it.
+        Nothing here waits for the device, so a CUDA graph can hold it.
         """
         values = logits.to(torch.float32)
         self._adjuster(values)(values, slots, positions, *self._adjustment_tables())
@@ -84,11 +86,11 @@ class Sampler:
     def draw_plain(
         self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> Draws:
-        """The same for rows that ask for no more than a temperature; `logits` of any type stay as they are."""
+        """Draw for rows that use only a temperature. Logits of any dtype are not overwritten."""
         return self._draw(logits, DrawRows(temperatures, seeds, positions))
 
     def draw_filtered(self, logits: torch.Tensor, rows: DrawTables, positions: torch.Tensor) -> Draws:
-        """The same for rows of which some ask for filters too."""
+        """Draw for rows of which some use filters. Logits of any dtype are not overwritten."""
         whole = gather_vocabulary(self._tp, logits, self._vocab_size)
         thresholds = self._thresholds(whole, None, rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
         return self._draw(logits, DrawRows(rows.temperatures, rows.seeds, positions, thresholds))
@@ -106,7 +108,7 @@ class Sampler:
         return self._tables.token_table, self._tables.adjustments, self._shard_start
 
     def _rows(self, logits: torch.Tensor, info: SamplingBatchInfo) -> DrawRows:
-        """Every row's own, from what the noisy ones have; a greedy row has a temperature of 0."""
+        """Return the sampling parameters of every row from those of the noisy rows; greedy rows get a temperature of 0."""
         arrays, device = info.arrays, logits.device
         temperatures = torch.zeros(info.num_rows, dtype=torch.float32, device=device)
         temperatures[arrays.noisy_rows] = arrays.temperatures
@@ -120,7 +122,7 @@ class Sampler:
     def _filter_thresholds(
         self, logits: torch.Tensor, temperatures: torch.Tensor, arrays: SamplingArrays[torch.Tensor]
     ) -> torch.Tensor:
-        """[R]: the smallest logit / T that passes all filters of its row, -inf where it has none."""
+        """Return [R]: the smallest logit / T that passes all filters of each row; -inf for a row without filters."""
         rows, filters = arrays.filter_rows, (arrays.top_ks, arrays.top_ps, arrays.min_ps)
         if self._tp.size == 1:
             return self._thresholds(logits[:, : self._vocab_size], rows, temperatures, *filters)
@@ -136,7 +138,7 @@ class Sampler:
             packed = torch.stack((values.view(torch.int32), ids.to(torch.int32)))
             gathered = self._tp.all_gather(packed.unsqueeze(0), dim=0)
             values_by_rank = gathered[:, 0].contiguous().view(torch.float32)
-            # The first of equal ranks has the lowest ids.
+            # argmax returns the first of equal values, so the rank with the lowest ids wins.
             winner = values_by_rank.argmax(dim=0, keepdim=True)
             values = values_by_rank.gather(0, winner).squeeze(0)
             ids = gathered[:, 1].gather(0, winner).squeeze(0).long()
@@ -146,9 +148,9 @@ class Sampler:
 def draw_from_shard(
     logits: torch.Tensor, rows: DrawRows, shard_start: int, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [R] int64, the winning values [R] float32) of logits [R, columns], which are the ids from `shard_start` on.
+    """Return (ids [R] int64, winning values [R] float32) of logits [R, columns], which start at token id `shard_start`.
 
-    Logits of ids from `vocab_size` on are -inf. Where the winning value is not finite the id means nothing, but exists.
+    Logits of ids from `vocab_size` on must be -inf. If a winning value is not finite, its id is valid but meaningless.
     """
     values = logits.to(torch.float32)
     noisy = torch.nonzero(rows.temperatures > 0).squeeze(1)
@@ -171,9 +173,9 @@ def filter_thresholds(
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
 ) -> torch.Tensor:
-    """[R]: for each of the F `rows` of logits [R, vocabulary] the smallest logit / T that passes its filters; else -inf.
+    """Return [R]: for each of the F `rows` of logits [R, vocabulary] the smallest logit / T that passes its filters; -inf for others.
 
-    No `rows` means all. A row of temperature 0 is greedy: nothing is filtered.
+    None as `rows` means all. A row of temperature 0 is greedy and is not filtered.
     """
     is_noisy = temperatures > 0
     scaled = logits if rows is None else logits[rows]
@@ -187,14 +189,14 @@ def filter_thresholds(
 def filter_threshold(
     scaled: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
 ) -> torch.Tensor:
-    """[rows, 1]: the smallest of the row's values ([rows, vocabulary], logit / T) that passes top_k, then top_p, then min_p.
+    """Return [rows, 1]: the smallest value of each row ([rows, vocabulary], logit / T) that passes top_k, then top_p, then min_p.
 
-    Filters cut by value: whatever ties with the last that passes, passes too.
+    Filters cut by value: all ties with the last value that passes also pass.
     """
     ordered = _sorted_descending(scaled)
     last = (top_ks.clamp(max=ordered.shape[1]) - 1).unsqueeze(1)
     threshold = ordered.gather(1, last)
-    # Probabilities times a constant: 1 for the best token. In float64, so that sums are the same to far beyond float32.
+    # Probabilities relative to the best token's. In float64, so that sums agree far beyond the precision of float32.
     weights = (ordered.to(torch.float64) - ordered[:, :1].to(torch.float64)).exp_()
     weights.masked_fill_(ordered < threshold, 0.0)
     sums = weights.cumsum(dim=1)
@@ -204,13 +206,13 @@ def filter_threshold(
 
 
 def _last_of(ordered: torch.Tensor, passes: torch.Tensor) -> torch.Tensor:
-    """The last value of each row that passes; those that do lie in front. The first value always passes."""
+    """Return the last value of each row that passes. Passing values come first, and the first value always passes."""
     return ordered.gather(1, (passes.sum(dim=1, keepdim=True) - 1).clamp_(min=0))
 
 
 def _sorted_descending(values: torch.Tensor) -> torch.Tensor:
     if values.device.type == "cpu":
-        # An order of magnitude quicker than torch's sort, which carries indices along.
+        # About ten times faster than torch's sort, which also computes indices.
         ascending = np.sort(values.numpy(), axis=-1)
         return torch.from_numpy(np.ascontiguousarray(ascending[:, ::-1]))
     return values.sort(dim=-1, descending=True).values

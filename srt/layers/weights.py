@@ -1,4 +1,4 @@
-"""Which part of which checkpoint tensor belongs in which parameter: layers say it, loaders carry it out."""
+"""Map parts of checkpoint tensors to parameters: layers declare the mapping, loaders carry it out."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """A range, along one dimension, of one tensor of the checkpoint, and its place in a parameter of this rank."""
+    """A range, along one dimension, of a checkpoint tensor, and its place in a parameter of this rank."""
 
     name: str
-    """In the checkpoint."""
+    """Name of the tensor in the checkpoint."""
     shape: tuple[int, ...]
-    """Of the whole tensor, which the checkpoint must match."""
+    """Shape of the whole tensor, which the checkpoint must match."""
     owner: nn.Module
     attribute: str
-    """The parameter is looked up when it is written: it may be on the meta device until then."""
+    """Name of the parameter in `owner`. It is looked up when it is written, because until then it may be on the meta device."""
     dim: int
     start: int
     """First index of the range in the checkpoint's tensor."""
@@ -38,20 +38,20 @@ class WeightPiece:
         return self.parameter.numel() // self.parameter.shape[self.dim] * self.size
 
     def target(self) -> Tensor:
-        """The view of the parameter that the range fills."""
+        """Return the view of the parameter that the range fills."""
         return self.parameter.detach().narrow(self.dim, self.target_start, self.size)
 
 
 class WeightedModule(nn.Module):
-    """A module with parameters of its own. It knows where they come from."""
+    """A module with parameters of its own, which knows their checkpoint tensors."""
 
     @abstractmethod
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
-        """What this rank needs of the checkpoint; `path` is the module's place in the model."""
+        """Yield the parts of the checkpoint that this rank needs; `path` is the module's path in the model."""
 
 
 def model_weight_pieces(model: nn.Module) -> list[WeightPiece]:
-    """The pieces of every parameter of the model, in the order of its modules."""
+    """Return the pieces of every parameter of the model, in the order of its modules."""
     pieces = [
         piece
         for path, module in model.named_modules()
