@@ -1,1 +1,1 @@
-"""Products of activations and weights, with what a layer does before and after them."""
+"""Products of activations and weights, fused with the operations before and after them."""

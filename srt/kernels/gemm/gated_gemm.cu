@@ -1,19 +1,19 @@
-// silu(gates) * ups, where gates and ups are the halves of x Wᵀ, for many rows of x: multiplying is what takes time. See gated_gemm.py,
-// which defines the constants in capitals.
+// silu(gates) * ups, where gates and ups are the halves of x Wᵀ, for many rows of x: multiplying takes most of the time. See
+// gated_gemm.py, which defines the constants in capitals.
 //
-// A tile of the result is ROWS by WIDTH. As many programs as fit take one tile after the other: one thread sends for blocks of 64
-// columns of both operands, through a ring of STAGES; each other warpgroup multiplies HEIGHT times 64 rows of x. The programs of a
-// cluster hold neighbouring columns of the same rows: each brings its share of these rows' x to all of them.
+// A tile of the result is ROWS by WIDTH. As many programs as fit on the device process one tile after the other. In each, one thread
+// loads blocks of 64 columns of both operands into a ring of STAGES; each other warpgroup multiplies HEIGHT times 64 rows of x. The
+// programs of a cluster have neighbouring columns of the same rows: each loads its share of these rows' x for all of them.
 
 constexpr int ROWS = 64 * WARPGROUPS * HEIGHT;
 constexpr int X_BYTES = ROWS * LINE;
 constexpr int W_ROWS = 2 * WIDTH;
 constexpr int STAGE_BYTES = X_BYTES + W_ROWS * LINE;
 constexpr int MULTIPLYING = 128 * WARPGROUPS;  // threads
-constexpr int SCALING = 96;                    // threads of the last warpgroup, all but those of the warp that loads
+constexpr int SCALING = 96;                    // threads of the last warpgroup, except those of the loading warp
 constexpr int GROUPS = WIDTH / 8;              // of 8 columns
 
-// x, for every program of the cluster, at the same place in each
+// Loads a part of x into every program of the cluster, at the same address in each.
 __device__ __forceinline__ void load_for_all(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -22,7 +22,7 @@ __device__ __forceinline__ void load_for_all(u32 to, const TensorMap* map, int c
       : "memory");
 }
 
-// Gates by groups of 8, each followed by what it gates: both come to the same thread.
+// Loads gates in groups of 8 rows, each followed by its ups, so that the same thread gets both.
 __device__ __forceinline__ void load_weights(u32 to, const TensorMap* map, int column, int group, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -43,7 +43,7 @@ __device__ __forceinline__ void meet_cluster() {
 
 __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
-// Thread i of 4 gives value j to thread j, and has the values of thread j for it as value j then.
+// Transposes 4 x 4 values among 4 threads: value j of thread i becomes value i of thread j.
 __device__ __forceinline__ void turn(u32 (&values)[4], int i) {
   const bool is_odd = i & 1, is_high = i & 2;
   const u32 a = __shfl_xor_sync(~0u, is_odd ? values[0] : values[1], 1);
@@ -54,8 +54,8 @@ __device__ __forceinline__ void turn(u32 (&values)[4], int i) {
   (is_high ? values[0] : values[2]) = c, (is_high ? values[1] : values[3]) = d;
 }
 
-// `width`: columns of the result. SCALED: x was weighted, and `x_squares` are what `find_scales` needs. Tiles are taken by bands of BAND
-// rows of tiles, so that what runs together reads the same.
+// `width` is the number of columns of the result. If SCALED, x was multiplied by a norm's weight only, and `x_squares` holds the sums of
+// squares for `find_scales`. Tiles are processed in bands of BAND rows of tiles, so that programs that run together read the same data.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     gated_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const float* x_squares, u16* out,
               int num_rows, int width, int num_blocks, int x_parts, float eps) {
@@ -94,10 +94,10 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   };
 
   if (warpgroup == WARPGROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // registers for those who multiply
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // leaves registers to the multiplying warpgroups
     if (threadIdx.x == MULTIPLYING) {
-      const u64 policy = CLUSTER == 1 ? reading_once() : reading_again();  // many rows, many tiles of the same weights
-      // Weights are constants: the first are on their way before the kernels before this one have ended.
+      const u64 policy = CLUSTER == 1 ? reading_once() : reading_again();  // with clusters, many row tiles read the same weights
+      // Weights are constant, so the first loads start before the previous kernels have ended.
       const int early = CLUSTER == 1 ? min(STAGES, num_blocks) : 0;
       for (int block = 0; block < early; block++) {
         expect_bytes(full + 8 * block, STAGE_BYTES);
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
 #pragma unroll
       for (int h = 0; h < HEIGHT; h++) {
 #pragma unroll
-        for (int i = 0; i < W_ROWS / 2; i++) asm volatile("" : "+f"(sums[h][i])::"memory");  // not read before
+        for (int i = 0; i < W_ROWS / 2; i++) asm volatile("" : "+f"(sums[h][i])::"memory");  // keeps the compiler from reading earlier
       }
       release(before);
 
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
 #pragma unroll
       for (int h = 0; h < HEIGHT; h++) {
         const int row = row_of(item) + (warpgroup * HEIGHT + h) * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-        // Columns 2 * quarter and the next of a group, in this row and in the eighth after it
+        // Columns 2 * quarter and 2 * quarter + 1 of a group, in this row and in row + 8
         const float factors[2] = {SCALED && row < num_rows ? scales[row] : 1.0f, SCALED && row + 8 < num_rows ? scales[row + 8] : 1.0f};
         auto pair = [&](int group, int lower) {
           const float *gates = sums[h] + 8 * group + 2 * lower, *ups = gates + 4, factor = factors[lower];
@@ -197,5 +197,5 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       }
     }
   }
-  meet_cluster();  // Nobody leaves while others may still send to its memory.
+  meet_cluster();  // No program may exit while others can still send to its memory.
 }

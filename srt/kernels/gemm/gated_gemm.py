@@ -1,6 +1,6 @@
-"""silu(gates) * ups of x Wᵀ for more rows of x than are streamed, at the speed of the matrix units: a kernel in CUDA's C++.
+"""silu(gates) * ups of x Wᵀ for more rows of x than `stream_gemm.py` handles, as fast as the tensor cores allow: a CUDA C++ kernel.
 
-cuBLAS multiplies as fast, but writes gates and ups, which are then read again. Hopper and bfloat16 only.
+cuBLAS multiplies as fast, but writes gates and ups to memory, where they must be read again. Hopper and bfloat16 only.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from srt.kernels.gemm.stream_gemm import Weighted
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 _FEWEST_ROWS: Final = 65
 _MOST_FITTED_ROWS: Final = 256
-"""More rows than a step of decodes has are cut in one way, so that prompts of new lengths have nothing to compile."""
+"""Above this, which is more than a decode step has, one variant serves all row counts, so that new prompt lengths compile nothing."""
 _MOST_STAGES: Final = 8
-_LEAST_SHARE: Final = 0.7  # of the processors that work
-_LEAST_USE: Final = 0.85  # of what is multiplied, with many rows: cuBLAS has tiles of more sizes
-_LOADING: Final = 0.4  # of a tile's edges, in the time of so many columns of 128 rows
+_LEAST_SHARE: Final = 0.7  # smallest share of the multiprocessors that must have work
+_LEAST_USE: Final = 0.85  # smallest share of useful multiplications with many rows; cuBLAS has tiles of more sizes
+_LOADING: Final = 0.4  # cost of loading one row or column of a tile; multiplying one column of 128 rows costs 1
 
 
 @dataclass(frozen=True, slots=True)
 class GatedTiles:
-    """How a product is cut, and the one variant of the kernel that does it."""
+    """The tiles into which a product is cut. They determine the variant of the kernel."""
 
     warpgroups: int
-    height: int  # of each warpgroup, in 64 rows of x
+    height: int  # of each warpgroup, in units of 64 rows of x
     width: int  # columns of the result
     cluster: int = 1
     stages: int = 1
-    is_scaled: bool = False  # x is weighted, and its rows' factors are still to be applied
+    is_scaled: bool = False  # x was multiplied by a norm's weight, and the factors of its rows are still to be applied
 
     @property
     def rows(self) -> int:
@@ -85,7 +85,7 @@ class GatedTiles:
 
     @classmethod
     def choose(cls, num_rows: int, n: int, k: int, num_processors: int) -> GatedTiles | None:
-        """For n columns of the result; None where cuBLAS is as fast or the shape does not fit."""
+        """Return the tiles for n columns of the result; None if cuBLAS is as fast or the shape does not fit."""
         if num_rows < _FEWEST_ROWS or k % BLOCK_K or n % 8:
             return None
         if num_rows > _MOST_FITTED_ROWS:
@@ -95,18 +95,18 @@ class GatedTiles:
         enough = [one for one in cls._all() if one._count(num_rows, n) >= _LEAST_SHARE * num_processors]
         best = min(enough, key=lambda one: one._waves(num_rows, n, num_processors) * one._cost, default=None)
         if best is None or (best.rows < num_rows and best._waves(num_rows, n, num_processors) > 1):
-            return None  # weights are read twice, and not at the same time
+            return None  # weights would be read twice, at different times
         return best._with_stages()
 
     @classmethod
     def _all(cls) -> Iterator[GatedTiles]:
-        """As many columns as the registers hold sums of."""
+        """Yield the tile shapes whose sums fit in the registers."""
         for warpgroups, height, widest in ((2, 1, 128), (3, 1, 96), (2, 2, 96)):
             yield from (cls(warpgroups, height, width) for width in range(32, widest + 1, 8))
 
     @property
     def _cost(self) -> float:
-        """Of a tile, as measured on an H200."""
+        """Time of a tile in arbitrary units, as measured on an H200."""
         return self.rows / 128 * 2 * self.width + _LOADING * (self.rows + 2 * self.width)
 
     def _count(self, num_rows: int, n: int) -> int:
@@ -116,7 +116,7 @@ class GatedTiles:
         return -(-self._count(num_rows, n) // num_processors)
 
     def _with_stages(self) -> GatedTiles:
-        room = room_for_stages(_MOST_STAGES) - 4 * _MOST_FITTED_ROWS  # factors of rows
+        room = room_for_stages(_MOST_STAGES) - 4 * _MOST_FITTED_ROWS  # the rest holds the factors of rows
         return replace(self, stages=min(_MOST_STAGES, room // self.stage_bytes))
 
 
@@ -124,19 +124,19 @@ PROMPTS: Final = GatedTiles(2, 2, 96, 2)._with_stages()
 
 
 class GatedGemm:
-    """The kernel on one device."""
+    """The gated product on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def tiles(self, x: torch.Tensor, weight: torch.Tensor) -> GatedTiles | None:
-        """None where others do it better."""
+        """Return the tiles for this product; None if other kernels are faster."""
         if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
             return None
         return _choose(len(x), weight.shape[0] // 2, weight.shape[1], self._num_processors)
 
     def multiply(self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: GatedTiles) -> torch.Tensor:
-        """silu(x @ first half of weight.T) * (x @ second half), rounded once."""
+        """Return silu(x @ first half of weight.T) * (x @ second half), rounded once."""
         squares, parts, eps = None, 0, 0.0
         if isinstance(x, Weighted):
             assert len(x.values) <= _MOST_FITTED_ROWS

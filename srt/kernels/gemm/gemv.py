@@ -1,7 +1,7 @@
-"""y = x Wᵀ for one to a few rows of x, where reading W is all there is to do; with what comes before and after it.
+"""y = x Wᵀ for one to a few rows of x, where reading W takes all of the time; fused with the operations before and after it.
 
-A program holds whole rows of W. They do not depend on the kernel before, so they are on their way from memory before this
-kernel waits for its inputs: launched dependently, the reading of one layer's weights hides the end of the last.
+Each program holds whole rows of W. These do not depend on the previous kernel, so the program requests them before it waits for its
+inputs. With dependent launches, reading one layer's weights thus hides the end of the previous layer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from srt.kernels.build.jit import jit, kernel
 from srt.kernels.build.pdl import let_next_start, pdl_options, wait_for_inputs
 
 _SMALL: Final = 1 << 24  # elements of a weight
-_SHORT: Final = 3072  # elements of a row of it
-_LONG: Final = 1 << 16  # outputs of a head
+_SHORT: Final = 3072  # elements in a row of a weight
+_LONG: Final = 1 << 16  # outputs of an LM head
 
 
 def max_rows(weight: torch.Tensor) -> int:
-    """Rows of x up to which this is faster than cuBLAS, on an H200: with more, reading and multiplying them shows."""
+    """Return the number of rows of x up to which this kernel beats cuBLAS on an H200; with more, reading and multiplying them shows."""
     return 3 if weight.numel() <= _SMALL and weight.shape[1] <= _SHORT else 1
 
 
@@ -33,7 +33,7 @@ def _none() -> tl.tuple:
 
 @jit
 def _with(items: tl.tuple, item: tl.tensor) -> tl.tuple:
-    return items + (item,)  # noqa: RUF005  the compiler knows no unpacking
+    return items + (item,)  # noqa: RUF005  Triton's compiler does not support unpacking
 
 
 @jit
@@ -64,7 +64,7 @@ def gemv_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program n: BLOCK_N columns of the output, for all rows. Sums are float32; a norm scales the sum, not the summands."""
+    """Compute BLOCK_N columns of the output for all rows, in each program. Sums are float32; a norm scales the sum, not the summands."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     let_next_start(PDL)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -128,7 +128,7 @@ def gemv_kernel(
 
 @dataclass(frozen=True, slots=True)
 class GemvTiles:
-    """How a product is cut."""
+    """The tiles into which a product is cut."""
 
     block_n: int
     block_k: int
@@ -136,8 +136,10 @@ class GemvTiles:
 
     @classmethod
     def choose(cls, n: int, k: int, is_gated: bool) -> GemvTiles:
-        """For products with n outputs, of gate and up together; measured on an H200. A program's weights stay in its registers:
-        about 8,192 elements, or twice as many where there are many rows, but of a head."""
+        """Return the tiles for n outputs, of gate and up together, as measured on an H200.
+
+        A program keeps its weights in registers: about 8,192 elements, or twice as many if W has many rows but is not an LM head.
+        """
         elements = 16_384 if not is_gated and 6144 <= n < _LONG and 4096 <= k <= 8192 else 8192
         rows = max(1, elements // k // (2 if is_gated else 1))
         block_n = 1 << (rows.bit_length() - 1)
@@ -159,9 +161,9 @@ def gemv(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + delta) @ weight.T + bias + residual, x + delta): each of them only if it is given.
+    """Return (norm(x + delta) @ weight.T + bias + residual, x + delta), each part only if it is given.
 
-    `is_gated`: the two halves of the product make silu(first) * second. The norm is of the rounded sum.
+    With `is_gated` the product becomes silu(first half) * second half. The norm is applied to the rounded sum.
     """
     num_rows, k = x.shape
     n = weight.shape[0] // (2 if is_gated else 1)

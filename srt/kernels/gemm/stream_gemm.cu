@@ -1,54 +1,54 @@
-// x Wᵀ for up to 256 rows of x, with what layers do to the result: see stream_gemm.py, which defines the constants in capitals.
+// x Wᵀ for up to 256 rows of x, fused with what layers do to the result. See stream_gemm.py, which defines the constants in capitals.
 //
-// A program holds WIDTH rows of W, or gates and ups of so many columns, and a part of the inner dimension. One thread of its last
-// warpgroup sends for both operands, blocks of 64 columns at a time, through a ring of STAGES; each other warpgroup multiplies 64 rows
-// of W with all of x, or all 64 rows of x with SHARE rows of W. The programs of a tile are a cluster, and add up each other's sums by
-// reading each other's shared memory.
+// A program computes WIDTH columns of the result, or gates and ups for as many, over a part of the inner dimension. One thread of its
+// last warpgroup loads blocks of 64 columns of both operands into a ring of STAGES; each other warpgroup multiplies 64 rows of W with all
+// of x, or all 64 rows of x with SHARE rows of W. The programs of a tile form a cluster and add up their sums by reading each other's
+// shared memory.
 
 constexpr int W_ROWS = GATED ? 2 * WIDTH : WIDTH;  // gates, then ups
 constexpr int W_BYTES = W_ROWS * LINE;
 constexpr int STAGE_BYTES = W_BYTES + ROWS * LINE;
 constexpr int MULTIPLYING = 128 * WARPGROUPS;  // threads
-constexpr int SCALING = 96;                    // threads of the last warpgroup, all but those of the warp that loads
-constexpr bool X_FIRST = SHARE > 0;            // x has the instruction's rows, W its columns
+constexpr int SCALING = 96;                    // threads of the last warpgroup, except those of the loading warp
+constexpr bool X_FIRST = SHARE > 0;            // x provides the instruction's rows, W its columns
 constexpr int COLUMNS = X_FIRST ? SHARE : ROWS;
-// Of the sums in shared memory: neighbours in other banks. Rows of W behind W_ROWS are of what lies there, and come to nothing.
+// Pitch of the sums in shared memory, chosen so that neighbours are in different banks. Sums of rows after W_ROWS are garbage and unused.
 constexpr int PITCH = X_FIRST ? W_ROWS + (W_ROWS % 16 ? 0 : 8) : 64 * WARPGROUPS + 4;
-constexpr int QUADS = WIDTH / 4;               // of a row of the result; a thread makes one at a time, always of the same columns
-constexpr int ROWS_AT_ONCE = MULTIPLYING / QUADS;  // the threads that are left do nothing
-constexpr int PART = WIDTH % 64 ? 16 : 64;     // columns of a sum of squares, which lie in neighbouring threads
+constexpr int QUADS = WIDTH / 4;               // per row of the result; a thread computes one at a time, always of the same columns
+constexpr int ROWS_AT_ONCE = MULTIPLYING / QUADS;  // the remaining threads are idle
+constexpr int PART = WIDTH % 64 ? 16 : 64;     // columns per sum of squares, held by neighbouring threads
 constexpr int TURNS = (ROWS + SPLITS * ROWS_AT_ONCE - 1) / (SPLITS * ROWS_AT_ONCE);
-constexpr int PREPARED = TURNS < 4 ? TURNS : 4;  // turns whose inputs are sent for together
-constexpr int LANES = HEAD_DIM / 4;              // that hold a head
+constexpr int PREPARED = TURNS < 4 ? TURNS : 4;  // turns whose inputs are loaded together
+constexpr int LANES = HEAD_DIM / 4;              // lanes that hold one head
 
-// What becomes of the result, and what that takes. Pointers that a variant does not use may be null.
+// The operations after the product, and their inputs and outputs. Pointers that a variant does not use may be null.
 struct Ending {
   const u16* residual;        // [rows, width]
-  const float* x_squares;     // SCALED: [x_parts, rows], the sums of squares of x before it was weighted
+  const float* x_squares;     // SCALED: [x_parts, rows], the sums of squares of x before the norm's weight was applied
   const u16* next_weight;     // WEIGHTED: [width]
   u16* weighted;              // the result times that weight
   float* squares;             // [parts of the result, rows]
-  const u16* q_weight;        // HEADS: [HEAD_DIM] each, where heads are normed
+  const u16* q_weight;        // HEADS and HEAD_NORM: [HEAD_DIM] each
   const u16* k_weight;
   const float* cosines;       // [rows, HEAD_DIM / 2]
   const float* sines;
   const long long* locations;  // [rows], of the new keys and values in their buffers
-  char* k_buffer;              // of bf16, or of e4m3 if FP8
+  char* k_buffer;              // bf16, or e4m3 if FP8
   char* v_buffer;
-  long long k_stride;  // numbers from location to location
+  long long k_stride;  // elements from one location to the next
   long long v_stride;
   int x_parts;
-  int query_width;  // columns; then the keys', then as many of the values'
-  int kv_width;
+  int query_width;  // columns of the queries; they are followed by those of the keys and of the values
+  int kv_width;     // columns of the keys, and of the values
   float eps;       // of the norm of x
   float head_eps;  // of the norms of heads
-  float k_scale_inverse;  // FP8: what keys and values are multiplied by
+  float k_scale_inverse;  // FP8: factors applied to keys and values
   float v_scale_inverse;
 };
 
-// Of one row, sent for before the sums are there.
+// The inputs for one row, loaded before the sums are complete.
 struct Inputs {
-  int row;  // -1: nothing to do
+  int row;  // -1: no row to compute
   uint2 residual;
   float4 cosines, sines;
   long long location;
@@ -64,7 +64,7 @@ __device__ __forceinline__ float4 read_sums(u32 address, u32 program) {
   return sums;
 }
 
-// Not before the code above it: what it reads may be written by the kernel before this one.
+// Loads from memory that the previous kernel may have written; volatile, so that the load stays after the code above it.
 __device__ __forceinline__ uint2 load_here(const u16* from) {
   uint2 pairs;
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(pairs.x), "=r"(pairs.y) : "l"(from) : "memory");
@@ -100,7 +100,7 @@ __device__ __forceinline__ uint2 pairs_of(float4 values) {
   return make_uint2(pair_of(values.x, values.y), pair_of(values.z, values.w));
 }
 
-// As e4m3; what is out of its range becomes its largest.
+// Converts to e4m3; values out of range are clamped to the largest.
 __device__ __forceinline__ u32 bytes_of(float4 values) {
   u16 low, high;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(values.y), "f"(values.x));
@@ -110,7 +110,7 @@ __device__ __forceinline__ u32 bytes_of(float4 values) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
-// A lane's part of a head, normed if heads are, and rotated: columns of its halves turn together.
+// Rotates a lane's part of a head, after its norm if HEAD_NORM. Corresponding columns of the two halves rotate together.
 __device__ __forceinline__ float4 rotated(float4 part, uint2 weight, const Inputs& inputs, float eps) {
   if (HEAD_NORM) part = times(times(part, rsqrtf(sum_over(squares_of(part), LANES) / HEAD_DIM + eps)), floats_of(weight));
   const bool is_second = threadIdx.x % LANES >= LANES / 2;
@@ -124,7 +124,7 @@ __device__ __forceinline__ float4 rotated(float4 part, uint2 weight, const Input
 
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Program (split, tile, ROWS of x). `width`: columns of the result; W has as many rows, or twice as many where GATED.
+// Program (split, tile, ROWS of x). `width` is the number of columns of the result; W has as many rows, or twice as many if GATED.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     stream_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
                 const __grid_constant__ Ending ending, u16* out, int num_rows, int width, int num_blocks) {
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       init_barrier(empty + 8 * stage, 4 * WARPGROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    // Weights are constants: they are on their way before the kernels before this one have ended.
+    // Weights are constant, so their loads start before the previous kernels have ended.
     for (int block = 0; block < early; block++) load_weights(block);
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   }
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     return;
   }
 
-  // A thread's columns of the result, and what belongs to them
+  // This thread's columns of the result, and their parameters
   const int column = tile * WIDTH + threadIdx.x % QUADS * 4;
   const bool is_query = HEADS && column < ending.query_width;
   const bool is_value = HEADS && column >= ending.query_width + ending.kv_width;
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   if (WEIGHTED && column < width) weight = load_here(ending.next_weight + column);
   if (HEADS && HEAD_NORM && !is_value) weight = load_here((is_query ? ending.q_weight : ending.k_weight) + column % HEAD_DIM);
 
-  // The last warpgroup may share columns with the one before it, and finds the same.
+  // The last warpgroup may overlap the one before it; both compute the same values.
   const int first_w = X_FIRST ? min(warpgroup * SHARE, W_ROWS - SHARE) : warpgroup * 64;
   float sums[COLUMNS / 2];
   for (int block = 0; block < count; block++) {
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLYING) : "memory");  // the ring is free
 
-  // The sums as [row of x][row of W], where the other programs of the cluster find them.
+  // Store the sums as [row of x][row of W], where the other programs of the cluster read them.
   const int lane = threadIdx.x % 32, first_row_of_64 = threadIdx.x / 32 % 4 * 16 + lane / 4, first_of_8 = lane % 4 * 2;
   if (X_FIRST) {
     const u32 target = stages + 4 * (first_row_of_64 * PITCH + first_w + first_of_8);
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
 
   wait_for_earlier_kernels();
   const int row_at_once = threadIdx.x / QUADS;
-  auto row_of = [&](int turn) { return (turn * SPLITS + split) * ROWS_AT_ONCE + row_at_once; };  // of ROWS
+  auto row_of = [&](int turn) { return (turn * SPLITS + split) * ROWS_AT_ONCE + row_at_once; };  // in 0 .. ROWS - 1
   auto inputs_of = [&](int turn) {
     Inputs inputs = {};
     const int row = first_row + row_of(turn);
@@ -312,6 +312,6 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       }
     }
   }
-  // Nobody leaves while others may read its memory.
+  // No program may exit while others can still read its memory.
   if (SPLITS > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }

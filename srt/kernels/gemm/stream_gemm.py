@@ -1,9 +1,9 @@
-"""x Wᵀ for 2 to 256 rows of x, with what a layer does before and after it: a kernel in CUDA's C++.
+"""x Wᵀ for 2 to 256 rows of x, fused with the operations before and after it: a CUDA C++ kernel.
 
-Few rows wait for W to be read. Triton knows neither loads that may begin before a kernel's inputs are there, nor programs that read each
-other's shared memory. And steps of such sizes are made of kernels that take little longer than to start one: so a product takes
-in what comes behind it, and the norm before it, of which the product before has left all but a factor for each row.
-Hopper only, bfloat16 only: for others there are no tiles. Keys and values may go to a memory of fp8.
+With few rows, reading W takes most of the time. This kernel requests W before its inputs are ready, and its programs read each other's
+shared memory; Triton supports neither. Kernels of this size take little longer than a launch, so fusing saves launches: the product
+applies what follows it, and the norm before it. Of that norm, the previous product did everything but one factor per row.
+Hopper and bfloat16 only: `tiles` returns None otherwise. Keys and values may be stored in fp8.
 """
 
 from __future__ import annotations
@@ -33,52 +33,50 @@ from srt.kernels.build.hopper import (
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 FEWEST_ROWS: Final = 2
 MOST_ROWS: Final = 176
-"""Of more cuBLAS with a norm behind it is as fast, but for few weights, whose products take little longer than a kernel's start."""
+"""With more rows, cuBLAS followed by a norm is as fast, except for small weights, whose products take little longer than a launch."""
 MOST_ROWS_OF_FEW_WEIGHTS: Final = 256
 MOST_ROWS_OF_LONG: Final = 256
-"""Of products whose inner dimension is the longer one, if they fill the device and read their weights once."""
+"""Limit for products whose inner dimension is the longer one, if they fill the device and read their weights once."""
 MOST_PLAIN_ROWS: Final = 64
-"""Of more, what has nothing to take in is cuBLAS's."""
+"""Limit for products with nothing to fuse; with more rows cuBLAS does these."""
 MOST_GATED_ROWS: Final = 96
-"""Of more, and of few weights from 65 on, gates and ups have a kernel of their own, which multiplies whole 64 rows."""
+"""Limit for gated products. From there on (for small weights from 65 rows on) `gated_gemm.py` has a kernel for multiples of 64 rows."""
 _ROWS: Final[tuple[int, ...]] = (16, 32, *range(64, 257, 16))
-"""Close together where rows are many: what is multiplied for nothing takes power, which such steps have no more of."""
+"""Row counts of tiles. Large ones are close together, because multiplying padding takes power, which limits such steps."""
 _WIDTHS: Final = (64, 128, 192)
-"""For more than few rows: of whole warpgroups, for the same reason."""
+"""Widths of tiles with more than few rows: whole warpgroups, because multiplying padding takes power."""
 _FEW_ROWS: Final = 64
-"""Up to here W is what takes time to read, beyond it is x too."""
+"""Up to this many rows, reading W takes most of the time; with more, reading x does too."""
 _MOST_STAGES: Final = 12
-_LONG_SPLIT: Final = 2048  # of the inner dimension: shorter parts do not pay for their adding up
-_LEAST_SHARE: Final = 0.72  # of the processors that work
-_SHORT_SHARE: Final = (
-    0.45  # where there is little to do: on the others the next kernel's programs send for their weights meanwhile
-)
+_LONG_SPLIT: Final = 2048  # elements of the inner dimension: splitting into shorter parts costs more than it gains
+_LEAST_SHARE: Final = 0.72  # smallest share of the multiprocessors that must have work
+_SHORT_SHARE: Final = 0.45  # the same for small products: the idle multiprocessors start the next kernel's loads
 _FEW_WEIGHTS: Final = 1 << 22
 _FULL_SHARE: Final = 0.9
 _MOST_W_ROWS: Final = 320
-_LONG: Final = 1 << 16  # outputs of a head, where cuBLAS is as fast
-_HEAD_DIMS: Final = (64, 128)  # which a warp holds at a time
-_REGISTERS: Final = 1 << 16  # of a processor
-_OTHER_REGISTERS: Final = 26  # of a thread that an instruction takes beside its sums
-_CYCLES_NS: Final = 1.46  # as measured on an H200, with all else that takes time in them
-_WEIGHTS_NS: Final = 3600  # bytes
-_EXCHANGED_NS: Final = 20  # bytes of a cluster's sums
+_LONG: Final = 1 << 16  # outputs of an LM head, for which cuBLAS is as fast
+_HEAD_DIMS: Final = (64, 128)  # sizes of attention heads that fit in a warp
+_REGISTERS: Final = 1 << 16  # per multiprocessor
+_OTHER_REGISTERS: Final = 26  # per thread, for the multiply instruction, besides its sums
+_CYCLES_NS: Final = 1.46  # effective cycles per ns, measured on an H200; includes all other delays
+_WEIGHTS_NS: Final = 3600  # bytes of weights read per ns
+_EXCHANGED_NS: Final = 20  # bytes of sums exchanged in a cluster per ns
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What becomes of the sums."""
+    """Operations fused after the product."""
 
     is_gated: bool = False
     has_residual: bool = False
-    is_weighted: bool = False  # written once more, times the next norm's weight, with sums of squares
-    is_scaled: bool = False  # x is weighted so: the sums lack its rows' factors
-    head_dim: int = 0  # queries, keys and values of heads of this size, if any
+    is_weighted: bool = False  # also write the result times the next norm's weight, with its sums of squares
+    is_scaled: bool = False  # x was written by a weighted product, so the factors of its rows are still to be applied
+    head_dim: int = 0  # size of the heads if the result is queries, keys and values; else 0
     has_head_norm: bool = False
-    is_fp8: bool = False  # the memory of keys and values
+    is_fp8: bool = False  # keys and values are stored in fp8
 
     def columns(self, w_rows: int) -> int:
-        """Of the result, that so many rows of W make."""
+        """Return the number of result columns that `w_rows` rows of W produce."""
         return w_rows // 2 if self.is_gated else w_rows
 
 
@@ -87,11 +85,11 @@ PLAIN: Final = Ending()
 
 @dataclass(frozen=True, slots=True)
 class StreamTiles:
-    """How a product is cut, and the one variant of the kernel that does it."""
+    """The tiles into which a product is cut. They determine the variant of the kernel."""
 
     rows: int  # of x, padding included
     width: int  # columns of the result
-    splits: int  # of the inner dimension
+    splits: int  # parts of the inner dimension
     stages: int
     ending: Ending = PLAIN
 
@@ -101,19 +99,19 @@ class StreamTiles:
 
     @property
     def warpgroups(self) -> int:
-        """Of 64 rows of W each; the last may have fewer."""
+        """Number of warpgroups that multiply, each up to 64 rows of W."""
         return -(-self.w_rows // 64)
 
     @property
     def part(self) -> int:
-        """Columns of a sum of squares."""
+        """Number of columns in each sum of squares."""
         return 16 if self.width % 64 else 64
 
     @property
     def share(self) -> int:
-        """Rows of W that a warpgroup multiplies as the instruction's columns, x being its rows; 0 where it is the other way round.
+        """Rows of W that a warpgroup multiplies if x provides the instruction's rows and W its columns; 0 if it is the other way round.
 
-        W's rows need not be whole 64s then, but x's are.
+        With x as the rows, the number of W's rows need not be a multiple of 64, but that of x must be.
         """
         if self.rows != 64 or self.w_rows % 64 == 0:
             return 0
@@ -125,12 +123,12 @@ class StreamTiles:
 
     @property
     def _overrun(self) -> int:
-        """Bytes behind the last stage that the last warpgroup multiplies too, for nothing."""
+        """Bytes after the last stage that the last warpgroup reads and multiplies without using the result."""
         return 0 if self.share else 2 * BLOCK_K * (64 * self.warpgroups - self.w_rows)
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, whose place the sums take when it has done its work."""
+        """Shared memory for the ring of stages, which the sums reuse afterwards."""
         sums = 4 * self.rows * (self.w_rows + 8 if self.share else 64 * self.warpgroups + 4)
         return with_alignment(max(self.stages * self.stage_bytes + self._overrun, sums))
 
@@ -156,9 +154,9 @@ class StreamTiles:
         num_processors: int,
         clusters_at_once: Callable[[int], int],
     ) -> StreamTiles | None:
-        """For n columns of the result; None where cuBLAS is as fast or the shape does not fit.
+        """Return the tiles for n columns of the result; None if cuBLAS is as fast or the shape does not fit.
 
-        All programs run at once. `clusters_at_once`: so many clusters of that size do.
+        All programs run at once. `clusters_at_once(size)` is the number of clusters of that size that can.
         """
         most = _most_rows(n, k, ending)
         if not FEWEST_ROWS <= num_rows <= most or k % BLOCK_K or n % (64 if ending.is_weighted else 8) or n >= _LONG:
@@ -193,8 +191,10 @@ class StreamTiles:
     def _for_few_rows(
         cls, num_rows: int, n: int, k: int, ending: Ending, fits: Callable[[StreamTiles], bool]
     ) -> StreamTiles | None:
-        """As measured on an H200: the fewest splits that give most processors something to do, or twice as many of tiles twice
-        as wide, if these are long all the same."""
+        """Return tiles with the fewest splits that give most multiprocessors work, as measured on an H200.
+
+        Prefer two splits of tiles twice as wide if each split is still long.
+        """
         rows = _padded(num_rows)
         shapes = ((warpgroups, splits) for splits in (1, 2, 3, 4, 6, 8) for warpgroups in (1, 2, 3, 5))
         every = (cls(rows, ending.columns(64 * warpgroups), splits, 1, ending) for warpgroups, splits in shapes)
@@ -208,7 +208,7 @@ class StreamTiles:
     def _fitted(
         cls, num_rows: int, n: int, ending: Ending, num_processors: int, fits: Callable[[StreamTiles], bool]
     ) -> StreamTiles | None:
-        """Tiles as wide as gives nearly all processors something to do, though warpgroups may multiply more than there is."""
+        """Return tiles just wide enough to give nearly all multiprocessors work, even if warpgroups then multiply some padding."""
         unit = 16 if ending.is_weighted else 8
         for splits in (1, 2):
             width = -(-n * splits // num_processors // unit) * unit
@@ -222,16 +222,16 @@ class StreamTiles:
     def _for_more_rows(
         cls, num_rows: int, n: int, k: int, ending: Ending, fits: Callable[[StreamTiles], bool]
     ) -> StreamTiles | None:
-        """Whose programs are done first: they multiply, or wait for weights or for shared memory."""
+        """Return the tiles with the shortest estimated time: programs multiply, or wait for weights or for shared memory."""
         heights = {_padded(max(-(-num_rows // parts), _FEW_ROWS)) for parts in (1, 2, 3, 4)}
         shapes = product(heights, _WIDTHS, (1, 2, 3, 4, 6, 8))
         every = (cls(rows, width, splits, 1, ending) for rows, width, splits in shapes)
         return min(filter(fits, every), key=lambda tiles: tiles.cost(n, k), default=None)
 
     def cost(self, n: int, k: int) -> float:
-        """Nanoseconds of the product, about, of more than few rows.
+        """Return the estimated time in ns of a product with more than few rows.
 
-        Of 30 products, measured in up to 40 cuts each, it finds the best or one that takes up to 6 % longer.
+        For 30 products, measured in up to 40 cuts each, the lowest estimate is the fastest cut or at most 6 % slower.
         """
         multiplying = self.warpgroups * self.rows / 2  # cycles, for 16 columns
         reading, writing = self.warpgroups * (64 + self.rows) / 4, (self.w_rows + self.rows) / 4  # shared memory
@@ -240,11 +240,11 @@ class StreamTiles:
         return max(program, 2 * n * k / _WEIGHTS_NS) + exchanged / _EXCHANGED_NS
 
     def count(self, num_rows: int, n: int) -> int:
-        """Clusters."""
+        """Return the number of clusters."""
         return -(-num_rows // self.rows) * -(-n // self.width)
 
     def fits(self, num_rows: int, n: int, k: int) -> bool:
-        """Whether such a product can be cut so."""
+        """Return whether these tiles can compute such a product."""
         head_dim = self.ending.head_dim
         has_whole_heads = not head_dim or (
             head_dim in _HEAD_DIMS and n % self.width == 0 and self.width % head_dim == 0
@@ -254,9 +254,9 @@ class StreamTiles:
         return self.width <= WIDEST_LOAD and k // BLOCK_K >= self.splits and has_whole_heads and has_registers
 
     def with_stages(self, k: int) -> StreamTiles:
-        """With as long a ring as there is room and use for."""
+        """Return the tiles with as many stages as fit in shared memory and are useful."""
         blocks = -(-k // BLOCK_K // self.splits)
-        room = room_for_stages(_MOST_STAGES) - 4 * self.rows - self._overrun  # factors of rows
+        room = room_for_stages(_MOST_STAGES) - 4 * self.rows - self._overrun  # 4 * rows: the factors of rows
         stages = min(room // self.stage_bytes, _MOST_STAGES, max(2, blocks))
         return replace(self, stages=stages)
 
@@ -290,27 +290,27 @@ SMALLEST: Final = StreamTiles(16, 64, 1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """Rows times the weight of a norm that is still to be applied, and what its factor is made of."""
+    """Rows times the weight of a norm, of which only the factor per row is missing, and the sums from which it is computed."""
 
     values: torch.Tensor  # [rows, columns]
-    squares: torch.Tensor  # [parts, rows] float32, sums of squares of neighbouring columns, before the weight
+    squares: torch.Tensor  # [parts, rows] float32: sums of squares of neighbouring columns, before the weight
     weight: torch.Tensor
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Where queries, keys and values go, and how they are turned on the way."""
+    """Destination of queries, keys and values, and the parameters of their norms and rotation."""
 
     query_width: int
-    weights: tuple[torch.Tensor, torch.Tensor] | None  # of the norms of query and key heads
+    weights: tuple[torch.Tensor, torch.Tensor] | None  # of the norms of query heads and key heads
     eps: float
     cos: torch.Tensor  # [rows, 1, head_dim / 2] float32
     sin: torch.Tensor
     locations: torch.Tensor  # [rows] int64
     k_buffer: torch.Tensor  # [locations, kv heads, head_dim]
     v_buffer: torch.Tensor
-    k_scale: float  # 1 but for a memory of fp8
+    k_scale: float  # 1 unless keys and values are stored in fp8
     v_scale: float
 
     @property
@@ -319,7 +319,7 @@ class Heads:
 
 
 class _Ending(ctypes.Structure):
-    """As the kernel has it."""
+    """Mirror of `Ending` in stream_gemm.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("residual", "x_squares", "next_weight", "weighted", "squares")),
@@ -332,13 +332,13 @@ class _Ending(ctypes.Structure):
 
 
 class StreamGemm:
-    """The kernel on one device. Products of x, or of rows that are weighted already, where `tiles` has some for them."""
+    """The kernel on one device. Multiplies plain or weighted rows for which `tiles` returns tiles."""
 
     def __init__(self, device: torch.device) -> None:
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def tiles(self, x: torch.Tensor, weight: torch.Tensor, ending: Ending) -> StreamTiles | None:
-        """None where x @ weight.T is better done by others."""
+        """Return the tiles for x @ weight.T; None if other kernels are faster."""
         if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
             return None
         if not FEWEST_ROWS <= len(x) <= MOST_ROWS_OF_FEW_WEIGHTS:
@@ -349,7 +349,7 @@ class StreamGemm:
     def multiply(
         self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: StreamTiles, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x @ weight.T + residual, rounded once; if the tiles are gated, silu(first half of the columns) * second half."""
+        """Return x @ weight.T + residual, rounded once; with gated tiles silu(first half of the columns) * second half."""
         assert not tiles.ending.is_weighted and not tiles.ending.head_dim
         return self._launch(
             x, weight, tiles, weight.shape[0], _Ending(residual=_checked(residual, tiles.ending.has_residual))
@@ -364,7 +364,7 @@ class StreamGemm:
         norm_weight: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, Weighted]:
-        """x @ weight.T + residual, and the same for the norm that comes next."""
+        """Return x @ weight.T + residual, and the same times the weight of the next norm."""
         assert tiles.ending.is_weighted
         num_rows, n = residual.shape
         squares = torch.empty((n // tiles.part, num_rows), dtype=torch.float32, device=x.device)
@@ -380,7 +380,7 @@ class StreamGemm:
     def multiply_heads(
         self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: StreamTiles, heads: Heads
     ) -> torch.Tensor:
-        """The queries, normed if heads are, and rotated; so are the keys, which are stored with the values."""
+        """Return the queries, rotated (and normed first if heads are); store the keys, treated likewise, and the values."""
         assert tiles.ending.head_dim == heads.head_dim and tiles.ending.has_head_norm == (heads.weights is not None)
         assert tiles.ending.is_fp8 == (heads.k_buffer.dtype is torch.float8_e4m3fn)
         kv_width = heads.k_buffer.shape[1] * heads.head_dim
@@ -425,13 +425,13 @@ class StreamGemm:
 
 
 def _checked(tensor: torch.Tensor | None, is_wanted: bool) -> int:
-    """Its address."""
+    """Check that the tensor is present exactly if wanted, and return its address."""
     assert (tensor is not None) == is_wanted and (tensor is None or tensor.is_contiguous())
     return pointer(tensor)
 
 
 def _most_rows(n: int, k: int, ending: Ending) -> int:
-    """Of which this kernel may be the fastest."""
+    """Return the largest number of rows for which this kernel may be the fastest."""
     is_small = n * k <= _FEW_WEIGHTS
     if ending.is_gated:
         return MOST_PLAIN_ROWS if is_small else MOST_GATED_ROWS
@@ -448,7 +448,7 @@ def _padded(num_rows: int) -> int:
 
 @cache
 def _choose(num_rows: int, n: int, k: int, ending: Ending, num_processors: int, device: int) -> StreamTiles | None:
-    widest = SMALLEST.with_stages(1 << 20)  # two of them have no room on a processor, as of all variants
+    widest = SMALLEST.with_stages(1 << 20)  # as with every variant, a multiprocessor has no room for two programs
 
     def clusters_at_once(size: int) -> int:
         return most_clusters(widest, device, size)
