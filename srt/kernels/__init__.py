@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs, in Triton and in CUDA's C++, a folder for each kind of work.
+"""Kernels for NVIDIA GPUs, in Triton and in CUDA C++, with a folder for each kind of work.
 
-A `.cu` file lies beside the module that launches it.
+A `.cu` file is beside the module that launches it. In comments, a program is a thread block, as in Triton.
 """

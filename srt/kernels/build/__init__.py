@@ -1,1 +1,1 @@
-"""How kernels are compiled, ahead of their first launch where possible, and launched. Importing this package loads no GPU library."""
+"""Compile kernels, ahead of their first launch where possible, and launch them. Importing this package loads no GPU library."""

@@ -1,4 +1,4 @@
-"""Kernels in CUDA's C++: compiled where they run, by the compiler that PyTorch for CUDA brings along, and kept among the caches."""
+"""Compile CUDA C++ kernels on the machine where they run, with the compiler that comes with PyTorch for CUDA, and cache the result."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from srt.utils.cache_folders import own_folder
 
 @cache
 def cuda() -> tuple[Any, Any]:
-    """NVIDIA's bindings of the driver and of the run-time compiler. They are not there with PyTorch for CPUs."""
+    """Return NVIDIA's bindings of the driver and of the run-time compiler. PyTorch for CPUs does not include them."""
     from cuda.bindings import driver, nvrtc
 
     return driver, nvrtc
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a function of these bindings returned, without the status that comes first."""
+    """Return the results of a call of these bindings without the status that comes first; RuntimeError if the call failed."""
     status, *values = result
     if int(status) != 0:
         raise RuntimeError(f"CUDA says {status.name}")
@@ -34,7 +34,7 @@ def checked(result: tuple[Any, ...]) -> Any:
 
 
 def machine_code(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
-    """As `compile_source`, or as it was compiled before. Who asks for what another thread compiles waits for that."""
+    """Return the compiled source from the cache, or compile it. Waits if another thread is compiling the same source."""
     key = repr((source, sorted(constants.items()), architecture, torch.version.cuda))
     path = own_folder("kernels", os.environ) / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     with _under_way.setdefault(path, Lock()):
@@ -57,7 +57,7 @@ def _kept_code(path: Path, source: str, constants: Mapping[str, int], architectu
 
 
 def compile_source(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
-    """Machine code for an architecture like sm_90a. No GPU is touched."""
+    """Return machine code for an architecture such as sm_90a. Needs no GPU."""
     _, nvrtc = cuda()
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:

@@ -1,7 +1,7 @@
-"""Memory that a captured graph fills: by a kernel instead.
+"""Replace memset nodes in captured graphs by a kernel.
 
-The driver launches a graph of kernels in a row in one go, however long it is. cuBLAS zeroes a counter before some products by what is
-no kernel: each takes 1.5 to 2 µs of a launch (measured with an H200).
+The driver launches a graph that is a chain of kernels in one go, whatever its length. Before some products, cuBLAS zeroes a counter by a
+memset node, and each of these adds 1.5 to 2 µs to a launch (measured with an H200).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORD_BYTES: Final = 4
 
 
 def fill_by_kernels(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-    """In a graph that was captured with `keep_graph` and not yet made executable. What fills no whole words, or several rows, stays."""
+    """Replace memsets in a graph captured with `keep_graph` and not yet instantiated. Those of partial words or several rows stay."""
     driver, _ = cuda()
     handle = driver.CUgraph(graph.raw_cuda_graph())
     kind = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
@@ -45,7 +45,7 @@ def fill_by_kernels(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
 
 
 def compile_fill(device: torch.device) -> bytes:
-    """Its machine code, which is then among the caches."""
+    """Return the kernel's machine code, which is then in the cache."""
     major, minor = torch.cuda.get_device_capability(device)
     return machine_code(_SOURCE, {}, f"sm_{major}{minor}")
 
@@ -77,20 +77,20 @@ def _kernel_node(graph: Any, before: list[Any], function: Any, address: int, wor
 
 
 def _word(value: int, element_bytes: int) -> int:
-    """Four bytes of elements that all have this value."""
+    """Return a 4-byte word of elements that all have this value."""
     return int.from_bytes(
         value.to_bytes(_WORD_BYTES, "little")[:element_bytes] * (_WORD_BYTES // element_bytes), "little"
     )
 
 
 def _listed(function: Callable[..., Any], of: Any) -> list[Any]:
-    """Nodes. The driver has to be told how many there are, and says it."""
+    """Return a list of nodes: a first call of the driver's function gives their number, a second one the nodes."""
     count = checked(function(of))[-1]
     return list(checked(function(of, count))[0]) if count else []
 
 
 def _latest(name: str) -> Callable[..., Any]:
-    """Bindings of CUDA 12 know the functions that see all dependencies by a second name."""
+    """Return the variant of a driver function that sees all dependencies, which bindings of CUDA 12 name with a suffix _v2."""
     driver, _ = cuda()
     found: Callable[..., Any] = getattr(driver, f"{name}_v2", None) or getattr(driver, name)
     return found
@@ -98,7 +98,7 @@ def _latest(name: str) -> Callable[..., Any]:
 
 @cache
 def _function(device: int) -> Any:
-    """The kernel on that device, which is the current one; None if it cannot be had: then graphs work as well, only slower."""
+    """Return the kernel on `device`, which must be the current one; None if it cannot be built: graphs then launch more slowly."""
     driver, _ = cuda()
     try:
         module = checked(driver.cuModuleLoadData(compile_fill(torch.device("cuda", device))))

@@ -1,6 +1,6 @@
-"""Captured graphs, launched by the driver's own function: PyTorch's way to it takes the host 20 to 25 µs more where caches are cold.
+"""Launch captured graphs with the driver's own function: PyTorch's path takes the host 20 to 25 µs longer with cold caches.
 
-What else PyTorch does there is to advance its random generators, which no work of ours asks for numbers.
+Besides launching, PyTorch's path only advances its random generators, from which our graphs draw no numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from srt.kernels.build.cuda_source import cuda
 
 
 def launcher(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Callable[[], None]:
-    """What launches this executable graph on this stream, from threads that have its device. It keeps the graph."""
+    """Return a function that launches this executable graph on this stream, from threads with its device. It keeps the graph alive."""
     launch, executable, handle = _driver().cuGraphLaunch, int(graph.raw_cuda_graph_exec()), stream.cuda_stream
 
     def replay(kept: torch.cuda.CUDAGraph = graph) -> None:
@@ -28,6 +28,6 @@ def launcher(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Callable
 
 @cache
 def _driver() -> ctypes.CDLL:
-    library = ctypes.CDLL("libcuda.so.1")  # which PyTorch has loaded
+    library = ctypes.CDLL("libcuda.so.1")  # already loaded by PyTorch
     library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return library

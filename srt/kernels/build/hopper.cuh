@@ -1,4 +1,4 @@
-// What kernels for compute capability 9.0 share: barriers in shared memory, loads of blocks, operands of the tensor cores.
+// Common code of the kernels for compute capability 9.0: barriers in shared memory, loads of blocks, operands of the tensor cores.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -9,7 +9,7 @@ struct __align__(64) TensorMap {
 };
 
 constexpr int BLOCK_K = 64;
-constexpr int LINE = 2 * BLOCK_K;  // bytes of a row of a block, as wide as the pattern in which they are stored
+constexpr int LINE = 2 * BLOCK_K;  // bytes of a row of a block, equal to the width of the swizzle pattern
 
 __device__ __forceinline__ u32 address_of(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_block(u32 to, const TensorMap* map, int col
       : "memory");
 }
 
-// Of a load: whether the cache gives up what it brings before anything else, as nobody will read it any more in a while.
+// Cache policy of a load: evict its data first, because it will not be read again soon.
 __device__ __forceinline__ u64 reading_once() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_block(u32 to, const TensorMap* map, int col
       : "memory");
 }
 
-// What a tensor core is told of a block in shared memory: lines of 128 bytes, stored in a pattern that repeats every 8.
+// Describes a block in shared memory to a tensor core: lines of 128 bytes, in a swizzle pattern that repeats every 8 lines.
 __device__ __forceinline__ u64 operand(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (u64)(8 * LINE >> 4) << 32 | (1ull << 62);
 }
@@ -75,15 +75,15 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
   return both;
 }
 
-// Over neighbouring lanes, so many of them; every lane gets it.
+// Sums over `lanes` neighbouring lanes; every lane gets the sum.
 __device__ __forceinline__ float sum_over(float value, int lanes) {
 #pragma unroll
   for (int distance = 1; distance < lanes; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
   return value;
 }
 
-// What is left of a norm of rows that were multiplied by its weight alone: the factor 1 / rms of each. `squares`, [parts, pitch], are the
-// sums of squares of some of the `size` columns each. This is thread `thread` of `threads`.
+// Computes the factor 1 / rms of each row whose elements were multiplied only by a norm's weight. `squares`, [parts, pitch], are sums of
+// squares over parts of the `size` columns. The work is split over `threads` threads, of which this is number `thread`.
 __device__ __forceinline__ void find_scales(float* scales, const float* squares, int num_rows, int pitch, int parts, int size,
                                             float eps, int thread, int threads) {
   for (int row = thread; row < num_rows; row += threads) {

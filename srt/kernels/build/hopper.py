@@ -1,4 +1,4 @@
-"""What kernels in CUDA's C++ for compute capability 9.0 share: their sources' common part, how matrices are found, launches."""
+"""Common code of the CUDA C++ kernels for compute capability 9.0: shared sources, tensor maps and launches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 CAPABILITY: Final = (9, 0)
 ARCHITECTURE: Final = "sm_90a"
 BLOCK_K: Final = 64
-"""Columns of a block of both operands of a product, stored as lines of 128 bytes."""
+"""Columns in a block of either operand of a product, stored as lines of 128 bytes."""
 WIDEST_LOAD: Final = 256
-"""Rows that one load brings."""
-_ALIGNMENT: Final = 1024  # of blocks in shared memory
-_BARRIER_BYTES: Final = 16  # of a stage
+"""Largest number of rows that one load can bring."""
+_ALIGNMENT: Final = 1024  # bytes, of blocks in shared memory
+_BARRIER_BYTES: Final = 16  # per stage
 _SHARED: Final = Path(__file__).with_suffix(".cuh")
 
 
@@ -32,7 +32,7 @@ Argument = torch.Tensor | ctypes.Structure | int | float | None
 
 
 class Variant(Protocol):
-    """A kernel with the constants that it is compiled for."""
+    """A kernel with the constants for which it is compiled."""
 
     def __hash__(self) -> int: ...
     @property
@@ -47,31 +47,34 @@ class Variant(Protocol):
     def num_threads(self) -> int: ...
     @property
     def cluster(self) -> int:
-        """Neighbouring programs that reach each other's shared memory."""
+        """Number of neighbouring programs that can access each other's shared memory."""
 
 
 def source_of(file: Path, columns: int = 0) -> str:
-    """Join the part that all such kernels share, the instruction that multiplies 64 rows with `columns` columns, and the kernel's file."""
+    """Join the common source, a function that multiplies 64 rows with `columns` columns if given, and the kernel's own file."""
     return "\n".join((_read(_SHARED), _multiply(columns) if columns else "", _read(file)))
 
 
 def room_for_stages(most: int) -> int:
-    """Bytes that a ring of up to so many stages may take."""
+    """Return the bytes available for a ring of up to `most` stages."""
     return SHARED_BYTES[90] - _ALIGNMENT - most * _BARRIER_BYTES
 
 
 def with_alignment(ring_bytes: int) -> int:
-    """What to ask for, to have so many bytes where blocks may lie."""
+    """Return the bytes to request for a ring of `ring_bytes` that can be aligned for blocks."""
     return _ALIGNMENT + ring_bytes
 
 
 def runs_on(device: torch.device, variant: Variant) -> bool:
-    """Whether this kernel can be had there. PyTorch for CUDA brings NVIDIA's bindings and compiler along; if they fail, it is told."""
+    """Return whether this kernel can be built and loaded for the device.
+
+    NVIDIA's bindings and compiler come with PyTorch for CUDA; if they fail, a warning is logged.
+    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return False
     try:
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # PyTorch makes its context when it is first needed
+            torch.cuda.synchronize()  # makes PyTorch create its context, which it does at first use
             function(variant, torch.cuda.current_device())
     except Exception as error:
         logger.warning("There is no %s here, and others do its work: %s", variant.name, str(error)[:300])
@@ -81,12 +84,12 @@ def runs_on(device: torch.device, variant: Variant) -> bool:
 
 @cache
 def function(variant: Variant, device: int) -> Any:
-    """On that device, which is the current one. Compiled if it never was."""
+    """Return the kernel loaded on `device`, which must be the current one. Compile it if it was never compiled."""
     driver, _ = cuda()
     parts = variant.source, variant.constants, ARCHITECTURE
     try:
         module = checked(driver.cuModuleLoadData(machine_code(*parts)))
-    except RuntimeError:  # what was kept may be broken, or of another compiler than this driver can follow
+    except RuntimeError:  # the cached code may be damaged, or from a newer compiler than this driver supports
         module = checked(driver.cuModuleLoadData(compile_source(*parts)))
     loaded = checked(driver.cuModuleGetFunction(module, variant.name.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -96,7 +99,7 @@ def function(variant: Variant, device: int) -> Any:
 
 @cache
 def most_clusters(variant: Variant, device: int, size: int) -> int:
-    """So many clusters of that many programs of this kernel run at once."""
+    """Return the number of clusters of `size` programs of this kernel that can run at once."""
     driver, _ = cuda()
     with torch.cuda.device(device):
         config = _config(variant, size, (size, 1, 1), 0, is_dependent=False)
@@ -105,10 +108,10 @@ def most_clusters(variant: Variant, device: int, size: int) -> int:
 
 @lru_cache(maxsize=4096)
 def tensor_map(address: int, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
-    """How the device finds boxes of bfloat16, innermost dimension first; what lies outside reads as zeros.
+    """Return a tensor map, with which the device loads boxes of bfloat16, innermost dimension first; elements outside read as zero.
 
-    Strides are bytes, from the second dimension on. The cache takes lines of a block from the memory one by one: to take two at a time
-    costs attention 4 %, and products are no faster by it (measured on an H200).
+    Strides are in bytes, from the second dimension on. The L2 cache fetches the lines of a block one by one: fetching two at a time
+    costs attention 4 %, and does not speed up products (measured on an H200).
     """
     driver, _ = cuda()
     size, count = driver.cuuint64_t, driver.cuuint32_t
@@ -130,7 +133,7 @@ def tensor_map(address: int, shape: Sequence[int], strides: Sequence[int], box: 
 
 
 def map_of(matrix: torch.Tensor, box_rows: int) -> Any:
-    """For blocks of that many rows of a contiguous matrix."""
+    """Return the tensor map for blocks of `box_rows` rows of a contiguous matrix."""
     rows, columns = matrix.shape
     return tensor_map(matrix.data_ptr(), (columns, rows), (2 * columns,), (BLOCK_K, box_rows))
 
@@ -142,7 +145,7 @@ def launch(
     arguments: Sequence[Argument],
     is_dependent: bool = False,
 ) -> None:
-    """Pass maps, then the arguments. A dependent kernel may begin before the one before it has ended."""
+    """Launch the kernel with the tensor maps, then the arguments. A dependent kernel may start before the previous one has ended."""
     if is_precompiled(variant, lambda: machine_code(variant.source, variant.constants, ARCHITECTURE)):
         return
     driver, _ = cuda()
@@ -193,7 +196,7 @@ def _read(path: Path) -> str:
 
 
 def _multiply(columns: int) -> str:
-    """The instruction as a function: its registers have to be named one by one."""
+    """Return the multiply instruction as a function; generated because its registers must be named one by one."""
     count = columns // 2
     names = ", ".join(f"%{i}" for i in range(count))
     sums = ", ".join(f'"+f"(sums[{i}])' for i in range(count))

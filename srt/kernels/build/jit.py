@@ -1,4 +1,4 @@
-"""`@jit`: Triton's decorator, with the types that the checker misses. Importing this module imports Triton."""
+"""Triton's decorators with the types that the type checker needs. Importing this module imports Triton."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from triton.runtime.interpreter import InterpretedFunction
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """A Triton kernel, or a function that kernels call; run by the interpreter if the environment asks for it."""
+    """Return a Triton kernel, or a function that kernels call; the interpreter runs it if the environment asks for it."""
     return triton.jit(function)
 
 
 def kernel(*, one_variant_for: tuple[str, ...]) -> Callable[[Callable[..., Any]], Any]:
-    """A Triton kernel that is compiled once, whatever the value or alignment of the named arguments.
+    """Return a decorator for a Triton kernel with one variant for all values and alignments of the named arguments.
 
-    Triton makes variants of a kernel for aligned and unaligned pointers, and for special integers. That pays for
-    matrices; for arguments read one number at a time it only costs compilations while requests wait.
+    Triton compiles variants of a kernel for aligned and unaligned pointers, and for special integers. That pays for matrices; for
+    arguments that are read one number at a time it only causes compilations while requests wait.
     """
     names = list(one_variant_for)
 
@@ -42,9 +42,9 @@ _TRITON_DTYPES: Final = {torch.float32: tl.float32, torch.float16: tl.float16, t
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:
-    """The Triton type in which matrices of `dtype` are multiplied; sums are float32 in any case.
+    """Return the Triton type in which matrices of `dtype` are multiplied; sums are always float32.
 
-    The interpreter keeps bfloat16 as integers and multiplies those, so there every load is cast to float32 first.
+    The interpreter stores bfloat16 as integers and would multiply those, so there every load is cast to float32 first.
     """
     if IS_INTERPRETED and dtype is torch.bfloat16:
         return tl.float32
@@ -52,5 +52,5 @@ def dot_dtype(dtype: torch.dtype) -> Any:
 
 
 def block_dim(head_dim: int) -> int:
-    """The power of two that holds a head, at least the 16 that a matrix product needs."""
+    """Return the power of two that holds a head, at least the 16 that a matrix product needs."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Kernels that are compiled at the same time, before the first of them is launched. Importing this module imports Triton."""
+"""Compile kernels in parallel, before the first of them is launched. Importing this module imports Triton."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger(__name__)
 
-LONG_S: Final = 120.0  # for what is still compiled when all else is: a kernel takes seconds
+LONG_S: Final = 120.0  # longest expected wait for the last kernels after all others are done; one takes seconds
 _UNWRITTEN: Final = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 
 
 class Compilers:
-    """Threads that compile, each kernel once, into the caches on the disk. They go on when a precompiling has ended."""
+    """Threads that compile each kernel once into the caches on disk. They continue after the block `precompiling` has ended."""
 
     def __init__(self, num_threads: int, begin: Event | None = None) -> None:
-        """Which they begin with at once, or when they are told so."""
-        # Triton's compiler does not hold Python's lock for most of its time, nor does the assembler, a process of its own.
+        """Start compiling at once, or when `begin` is set."""
+        # Triton's compiler releases the GIL for most of its time, and the assembler is a separate process.
         self._threads = ThreadPoolExecutor(num_threads, initializer=None if begin is None else begin.wait)
         self._futures: dict[Hashable, Future[Any]] = {}
         self._asked = set[Future[Any]]()
@@ -42,13 +42,13 @@ class Compilers:
         return future
 
     def take_asked(self) -> frozenset[Future[Any]]:
-        """The kernels that were asked for since this was last asked."""
+        """Return the kernels requested since the last call."""
         asked = frozenset(self._asked)
         self._asked.clear()
         return asked
 
     def wait(self, kernels: Collection[Future[Any]]) -> None:
-        """Until these are there, and found by launches. If one cannot be, its error is raised then."""
+        """Wait until these kernels are compiled and launches find them; raise the error of one that failed."""
         wait(kernels)
         for pending in self._pending:
             if pending.future in kernels and pending.future.exception() is None:
@@ -57,43 +57,44 @@ class Compilers:
             future.result()
 
     def __del__(self) -> None:
-        """What is not begun is not compiled any more."""
+        """Cancel the compilations that have not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def no_more(self, are_all_there: Callable[[], None]) -> None:
-        """Nothing is asked for any more. What is called once all kernels are there; one that cannot be compiled is a warning instead."""
+        """Accept no more kernels. Call `are_all_there` once all are compiled; if one fails, log a warning instead."""
         self._threads.submit(_conclude, self._futures, self._pending, are_all_there)
         self._threads.shutdown(wait=False)
 
-    # ---- For Triton
+    # ---- Triton's interface
 
     def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None], *rest: object) -> _Pending:
-        """As its own mode for compiling at the same time has it. Of that only this is used: it would wait for all kernels at its end."""
+        """Compile a kernel for Triton. Its own asynchronous mode calls this method too, but would wait for all kernels at its end."""
         del rest
         pending = _Pending(self.compile(key, partial(_compile_with_launcher, compile_it)), finish)
         self._pending.append(pending)
         return pending
 
     def asks_for(self, kernel: object) -> None:
-        """A kernel that was found among Triton's caches."""
+        """Note that a launch found this kernel among Triton's caches."""
         if isinstance(kernel, _Pending):
             self._asked.add(kernel.future)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """Stands among Triton's caches for a kernel while precompiling go on."""
+    """A placeholder in Triton's caches for a kernel that is still being compiled."""
 
     future: Future[Any]
-    finish: Callable[[Any], None]  # puts the kernel there
+    finish: Callable[[Any], None]  # puts the kernel into Triton's caches
 
 
 @contextmanager
 def precompiling(compilers: Compilers) -> Iterator[None]:
-    """Inside, no kernel of ours is launched: it is compiled meanwhile.
+    """Compile our kernels instead of launching them inside this block.
 
-    PyTorch and the libraries work as ever, on what ours would have written. Indices among that have to exist: memory from torch.empty
-    is zeros inside, and there are a page 0, a location 0 and a token 0. What is made before may hold anything but indices.
+    PyTorch and the libraries run as usual, on whatever our kernels would have written. Indices in it must be valid: memory from
+    torch.empty is zeroed inside the block, and page 0, location 0 and token 0 must exist. Memory allocated before may hold any values
+    that are not used as indices.
     """
     jit_function: Any = JITFunction
     launch = jit_function.run
@@ -117,12 +118,12 @@ def precompiling(compilers: Compilers) -> Iterator[None]:
 
 
 def is_precompiling() -> bool:
-    """Whether kernels are compiled at present, and not launched."""
+    """Return whether kernels are being compiled instead of launched."""
     return _compilers.get() is not None
 
 
 def is_precompiled(kernel: Hashable, compile_it: Callable[[], object]) -> bool:
-    """Whether this is a precompiling, where kernels that are not Triton's are compiled and not launched either."""
+    """Return whether kernels are being precompiled, and if so request this kernel, which is not Triton's, instead of a launch."""
     compilers = _compilers.get()
     if compilers is not None:
         compilers.compile(kernel, compile_it)
@@ -130,7 +131,7 @@ def is_precompiled(kernel: Hashable, compile_it: Callable[[], object]) -> bool:
 
 
 def _forget_pending(kernels: set[Any]) -> None:
-    """Who launches one of them finds it on the disk, or compiles it: what failed once may be tried again."""
+    """Remove the placeholders, so that a launch finds the kernel on disk or compiles it; a failed compilation is thus tried again."""
     for kernel in kernels:
         for compiled, *_ in kernel.device_caches.values():
             for key in [key for key, one in compiled.items() if isinstance(one, _Pending)]:
@@ -138,7 +139,10 @@ def _forget_pending(kernels: set[Any]) -> None:
 
 
 def _conclude(futures: dict[Hashable, Future[Any]], pending: list[_Pending], are_all_there: Callable[[], None]) -> None:
-    """The last that is done: all others have begun, each in a thread of its own. Keeps nothing of them, as they are on the disk."""
+    """Wait for all kernels as the last task, report failures and forget the kernels, which are on disk.
+
+    All other tasks have begun by now, each in a thread of its own.
+    """
     late = wait(futures.values(), LONG_S).not_done
     if late:
         logger.warning(
@@ -162,7 +166,7 @@ _compilers: ContextVar[Compilers | None] = ContextVar("precompiling", default=No
 
 
 def _compile_with_launcher(compile_it: Callable[[], Any]) -> Any:
-    """Some versions of Triton have a C compiler make what launches a kernel, at its first launch; it stays among the caches."""
+    """Compile a kernel and its launcher: some versions of Triton build that with a C compiler at the first launch, and cache it."""
     kernel = compile_it()
     driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
@@ -172,7 +176,7 @@ _parsing = Lock()
 
 
 def _parse_one_at_a_time() -> None:
-    """Up to Python 3.11 all threads share one count of how deep the tree is that the parser makes, and fail where it differs at the end."""
+    """Serialise Triton's parsing: up to Python 3.11 threads share the parser's depth counter, and fail if it differs at the end."""
     owner: Any = next(kind for kind in JITFunction.__mro__ if "parse" in vars(kind))
     parse = owner.parse
 

@@ -1,4 +1,4 @@
-"""How much shared memory one program of a kernel may have: a launch that asks for more fails."""
+"""Limits of shared memory per program: a launch that asks for more fails."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Final
 import torch
 
 SHARED_BYTES: Final = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
-"""By compute capability: the A100, the A10 and 30xx, the L4, L40S and 40xx, the H100 and H200."""
+"""Limits by compute capability: A100; A10 and 30xx; L4, L40S and 40xx; H100 and H200."""
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Of this GPU. Triton's interpreter, on a CPU, knows no limit: there as Hopper's."""
+    """Return the limit of this GPU; on a CPU, where Triton's interpreter has no limit, that of Hopper."""
     if device.type != "cuda":
         return SHARED_BYTES[90]
     properties = torch.cuda.get_device_properties(device)

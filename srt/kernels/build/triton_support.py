@@ -1,6 +1,6 @@
-"""What the kernels need to know about Triton: whether it can run here, and in which arithmetic.
+"""Check whether Triton can run here.
 
-Importing this module does not import Triton, which is not there on every host.
+Importing this module does not import Triton, which is not installed on every host.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from srt.utils.errors import StartError
 
 
 def require_triton(device_type: str) -> None:
-    """Raise StartError where Triton cannot run. To be asked before anything that imports Triton is imported."""
+    """Raise StartError if Triton cannot run. Call it before importing anything that imports Triton."""
     reason = why_triton_cannot_run(device_type)
     if reason is not None:
         raise StartError(reason)
 
 
 def why_triton_cannot_run(device_type: str) -> str | None:
-    """One sentence for the user who asked for Triton on `device_type` where it cannot run; None where it can."""
+    """Return one sentence for the user that says why Triton cannot run on `device_type`; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return (
             "--attention-backend triton needs the Python package triton, which is not installed; "
@@ -36,5 +36,5 @@ def why_triton_cannot_run(device_type: str) -> str | None:
 
 
 def is_interpreter_requested() -> bool:
-    """Whether the environment asks for Triton's interpreter. It counts from before Triton is first imported."""
+    """Return whether the environment asks for Triton's interpreter, which must be set before Triton is first imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
