@@ -30,7 +30,7 @@ LONG_PIPELINE_BYTES: Final = 216_576  # of shared memory: three of five stages, 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How decode attention is cut. A row uses as many of the `num_splits` as `min_split_tokens` lets it fill."""
+    """The split of decode attention over programs. A row uses only as many of the `num_splits` as `min_split_tokens` lets it fill."""
 
     num_splits: int  # at most MAX_SPLITS
     min_split_tokens: int = MIN_SPLIT_TOKENS
@@ -42,10 +42,10 @@ class DecodeTiles:
     def choose(
         cls, dtype: torch.dtype, head_dim: int, num_programs: int, max_context: int, num_processors: int, shared: int
     ) -> DecodeTiles:
-        """For so many pairs of row and KV head on a device of `num_processors` with `shared` bytes of memory each.
+        """Return the tiles for this number of pairs of row and KV head; `num_processors` have `shared` bytes of memory each.
 
-        As measured on an H200 with rows of equal and of mixed lengths: long pipelines, three to a processor, are mostly the
-        fastest, and by far where a short one more begins a turn of its own. float32 is multiplied without tensor cores, where
+        Measured on an H200 with rows of equal and of mixed lengths: long pipelines, three to a multiprocessor, are mostly the
+        fastest, and by far if one more short pipeline would begin a turn of its own. float32 is multiplied without tensor cores, where
         larger blocks spill and take seconds to compile.
         """
         most = most_splits(num_programs, max_context, num_processors)
@@ -60,9 +60,9 @@ class DecodeTiles:
         return cls(min(wanted, most), num_stages=5)
 
     def fill(self, num_programs: int, num_processors: int) -> bool:
-        """Whether the programs take all room there is, with so many pairs of row and KV head.
+        """Return whether the programs fill the device with this number of pairs of row and KV head.
 
-        Where they do not, they have to start on an empty device to be placed evenly.
+        If they do not, they must start on an empty device to be placed evenly.
         """
         at_once = 3 if self.num_stages > 3 else PROGRAMS_PER_PROCESSOR
         return num_programs * self.num_splits >= 0.9 * at_once * num_processors
@@ -82,9 +82,9 @@ PREFETCHED = tl.constexpr(256)  # positions that a program sends for before it m
 
 @dataclass(frozen=True, slots=True)
 class DecodeScratch:
-    """Where programs of one row meet: partial results, and a count of those that are there, which is 0 between launches.
+    """Memory shared by the programs of a row: partial results, and a count of those present, which is 0 between launches.
 
-    Shared by all layers: launches on one stream do not overlap.
+    All layers share it, because launches on one stream do not overlap.
     """
 
     partial: torch.Tensor  # float32, for num_rows * num_heads * num_splits * head_dim elements
@@ -95,7 +95,7 @@ class DecodeScratch:
     def take(
         cls, rows: int, heads: int, kv_heads: int, splits: int, head_dim: int, device: torch.device
     ) -> DecodeScratch:
-        """For up to so many rows of so many splits."""
+        """Allocate scratch memory for rows and splits up to these numbers."""
         return cls(
             torch.empty(rows * heads * splits * head_dim, dtype=torch.float32, device=device),
             torch.empty(rows * heads * splits, dtype=torch.float32, device=device),
@@ -129,7 +129,7 @@ def merge_splits(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> None:
-    """Each split of a head weighs by its share. All heads of the group at once, some splits at a time."""
+    """Merge the splits of all heads of a group, weighting each by its share, some splits at a time."""
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
     SPLITS: tl.constexpr = min(BLOCK_S, max(1, 32 // HEADS))
     heads = tl.arange(0, HEADS)
@@ -168,7 +168,7 @@ def merge_shared(
     shared: tl.tensor, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """What the row's heads found in the prefix that it shares, added to what they found in its own positions."""
+    """Add the result of the row's shared prefix to that of its own positions."""
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
     mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -324,8 +324,8 @@ def decode_attention(
     shared: SharedPrefix | None = None,
     starts_early: bool = True,
 ) -> None:
-    """One query per row ([rows, heads, head_dim]) over that row's first `seq_lens` positions, or the last `window` of
-    them, into `out`.
+    """Attend with one query per row ([rows, heads, head_dim]) to the row's first `seq_lens` positions, or the last `window` of
+    them, and write the result to `out`.
 
     A row of length 0 gets zeros. Positions past a row's length are never read, whatever the memory holds there. With `shared`,
     which `shared_attention` has filled, a row's own positions begin behind what it shares; then there is no window. With `pdl` the

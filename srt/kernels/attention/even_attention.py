@@ -34,8 +34,8 @@ LEAST_WORK: Final = 4  # of a program, in blocks: a smaller share costs more to 
 
 @dataclass(frozen=True, slots=True)
 class EvenShares:
-    """Which blocks each program reads in a step, and what programs leave for each other. One memory serves all layers: launches on
-    one stream do not overlap."""
+    """The blocks that each program reads in a step, and the partial results of programs. All layers share this memory, because
+    launches on one stream do not overlap."""
 
     begins: torch.Tensor  # int32 [shares + 1]: the block where each begins; those without any have the end of all
     first_rows: torch.Tensor  # int32 [shares]: whose block that is
@@ -47,7 +47,7 @@ class EvenShares:
 
     @classmethod
     def take(cls, rows: int, heads: int, kv_heads: int, head_dim: int, shares: int, device: torch.device) -> EvenShares:
-        """For up to so many rows, and `shares` of each KV head."""
+        """Allocate memory for up to `rows` rows, and `shares` of each KV head."""
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -60,18 +60,18 @@ class EvenShares:
 
 
 def can_be_even(dtype: torch.dtype, head_dim: int, kv_heads: int, num_processors: int, shared: int) -> bool:
-    """Where so many programs find room on a processor: Hopper's. float32 is multiplied without tensor cores, and slower."""
+    """Return whether enough programs fit on a multiprocessor, as on Hopper. float32 is slower, being multiplied without tensor cores."""
     is_small = dtype is not torch.float32 and head_dim <= 128 and shared >= LONG_PIPELINE_BYTES
     return is_small and 1 <= shares_at_once(kv_heads, num_processors) <= MOST_SHARES
 
 
 def is_worth_it(num_rows: int, kv_heads: int, num_processors: int) -> bool:
-    """As measured on an H200: with fewer rows there is more to merge than is gained."""
+    """Return whether even shares are faster, as measured on an H200: with fewer rows, merging costs more than is gained."""
     return num_rows <= MOST_ROWS and num_rows * kv_heads >= 1.4 * num_processors
 
 
 def shares_at_once(kv_heads: int, num_processors: int) -> int:
-    """As many programs as run at once."""
+    """Return the number of shares of each KV head: as many as programs run at once."""
     return PROGRAMS_PER_PROCESSOR * num_processors // kv_heads
 
 
@@ -89,7 +89,7 @@ def find_shares_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> None:
-    """One program. Rows of length 0 are nobody's work."""
+    """Compute the shares in one program. Rows of length 0 are not assigned to any program."""
     rows = tl.arange(0, BLOCK_R)
     inside = rows < num_rows
     lengths = tl.load(seq_lens_ptr + rows, mask=inside, other=0).to(tl.int32)
@@ -254,7 +254,7 @@ def even_attention_kernel(
 
 
 def find_shares(seq_lens: torch.Tensor, shares: EvenShares) -> None:
-    """Before the first layer of a step: who reads what of rows of these lengths."""
+    """Assign the blocks of rows of these lengths to programs, before the first layer of a step."""
     num_rows, num_shares = len(seq_lens), len(shares.first_rows)
     assert num_rows < len(shares.row_begins), num_rows
     find_shares_kernel[(1,)](
@@ -274,7 +274,7 @@ def even_attention(
     shares: EvenShares,
     pdl: int = 0,
 ) -> None:
-    """As `decode_attention`, for rows whose shares were found; those of length 0 may be left alone, and with `pdl`, by which the next
+    """Compute `decode_attention` for rows whose shares were found; those of length 0 may be left alone, and with `pdl`, by which the next
     kernel may start early and this one too, some row has to be longer."""
     num_rows, _, head_dim = q.shape
     group = check_queries(q, out, kv)

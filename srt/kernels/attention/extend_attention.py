@@ -20,7 +20,7 @@ from srt.kernels.build.shared_memory import SHARED_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ExtendTiles:
-    """How extend attention is cut: (token, head of the group) pairs per program, KV positions per inner step."""
+    """The tiles of extend attention: (token, head of the group) pairs per program, KV positions per inner step."""
 
     block_m: int = 64
     block_n: int = 64
@@ -29,8 +29,11 @@ class ExtendTiles:
 
     @classmethod
     def choose(cls, dtype: torch.dtype, head_dim: int, pairs: int, shared_bytes: int) -> ExtendTiles:
-        """For rows of up to so many pairs, as measured on an H200. float32 is multiplied without tensor cores: larger tiles
-        spill, and take seconds to compile. Large heads take 107 KB (165 on Hopper) of shared memory, or half of it."""
+        """Return the tiles for rows of up to this many pairs, as measured on an H200.
+
+        float32 is multiplied without tensor cores: larger tiles spill, and take seconds to compile. Large heads take 107 KB (165 on
+        Hopper) of shared memory, or half of it.
+        """
         is_tight = head_dim > 128 and shared_bytes < SHARED_BYTES[80]
         if dtype is torch.float32:
             return cls(block_m=32, block_n=16 if is_tight else 32)
@@ -64,7 +67,7 @@ def _attend_block(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One inner step. Without MASKED every query of the tile sees all of the block."""
+    """Process one inner step. Without MASKED, every query of the tile sees the whole block."""
     dims = tl.arange(0, BLOCK_D)
     positions = block + tl.arange(0, BLOCK_N)
     if MASKED:

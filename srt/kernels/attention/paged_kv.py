@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """One layer's keys and values, and the table that finds a request's tokens in them.
+    """Keys and values of one layer, and the table that locates a request's tokens in them.
 
     Position p of the request in slot s lies at the flat location
     ``page_table[s, p // page_size] * page_size + p % page_size``.
@@ -32,7 +32,7 @@ class PagedKV:
 
 
 def check_queries(q: torch.Tensor, out: torch.Tensor, kv: PagedKV) -> int:
-    """Of queries and results [tokens, heads, head_dim] over such a memory: how many heads share a KV head."""
+    """Check queries and results [tokens, heads, head_dim] against such a memory, and return how many heads share a KV head."""
     _, num_heads, head_dim = q.shape
     group = num_heads // kv.num_kv_heads
     assert group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)

@@ -29,7 +29,7 @@ MOST_HEAD_DIM: Final = 128  # larger heads of a block do not fit the shared memo
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """What rows share, and what came of it in a layer. One memory serves all layers: launches on one stream do not overlap."""
+    """The prefixes that rows share, and their results in a layer. All layers share this memory: launches on one stream do not overlap."""
 
     lens: torch.Tensor  # [rows] int32: so many first positions of the row are its block's; 0: none
     partial: torch.Tensor  # float32: [rows, heads, splits, head_dim], the weighted means of their values
@@ -40,7 +40,7 @@ class SharedPrefix:
     def take(
         cls, rows: int, heads: int, kv_heads: int, head_dim: int, num_processors: int, device: torch.device
     ) -> SharedPrefix:
-        """For up to so many rows."""
+        """Allocate memory for up to `rows` rows."""
         pairs = max(rows * heads, programs_at_once(heads // kv_heads, num_processors) * MOST_PAIRS)
         return cls(
             torch.zeros(rows, dtype=torch.int32, device=device),
@@ -57,7 +57,7 @@ class SharedPrefix:
 
 
 def can_share(dtype: torch.dtype, head_dim: int, group: int) -> bool:
-    """Not float32, which is multiplied without tensor cores: there many queries at once gain nothing."""
+    """Return whether prefixes can be shared. float32 is multiplied without tensor cores, so many queries at once gain nothing."""
     return dtype is not torch.float32 and head_dim <= MOST_HEAD_DIM and block_rows(group) > 1
 
 

@@ -101,7 +101,7 @@ class AttentionVariant:
 
 
 class _Shares(ctypes.Structure):
-    """As the kernel has them."""
+    """Mirror of the kernel's argument in stream_attention.cu."""
 
     _fields_ = tuple(
         (name, ctypes.c_void_p) for name in ("begins", "first_rows", "row_begins", "row_shares", "lengths")
@@ -117,7 +117,7 @@ def is_streamed(
     kv_heads: int,
     page_size: int,
 ) -> bool:
-    """Whether there is a variant for heads of this type and such a memory on such a device."""
+    """Return whether there is a variant for heads of this type and such a memory on such a device."""
     has_heads = head_dim in _HEAD_DIMS.get(kv_dtype, ()) and group <= _MOST_GROUP
     is_served = dtype is torch.bfloat16 and has_heads and page_size % _BLOCK == 0
     if not is_served or device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
@@ -126,12 +126,12 @@ def is_streamed(
 
 
 def can_stream(device: torch.device, kv_dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> bool:
-    """Whether the variant runs there. If not, that is told."""
+    """Return whether the variant runs on this device, and log a warning if not."""
     return runs_on(device, AttentionVariant(group, head_dim, page_size, kv_dtype is torch.float8_e4m3fn))
 
 
 def shares_of(kv_heads: int, num_processors: int) -> int:
-    """As many of each KV head as run at once."""
+    """Return the number of programs of each KV head that run at once."""
     return min(_PROGRAMS * num_processors // kv_heads, MOST_SHARES)
 
 
@@ -144,8 +144,8 @@ def stream_attention(
     out: torch.Tensor,
     shares: EvenShares,
 ) -> None:
-    """As `even_attention`, where it is streamed. Keys and values of all but the rows' last positions must be there before the kernel
-    before this one has ended."""
+    """Compute `even_attention` with the streaming kernel. Keys and values of all but the rows' last positions must be in memory before
+    the previous kernel has ended."""
     num_rows, _, head_dim = q.shape
     is_fp8 = kv.k_buffer.dtype is torch.float8_e4m3fn
     variant = AttentionVariant(check_queries(q, out, kv), head_dim, kv.page_size, is_fp8)
@@ -174,8 +174,11 @@ def stream_attention(
 
 
 def _map_of(buffer: torch.Tensor) -> object:
-    """Of [locations, heads, head_dim]: a load brings a line of some locations of one head, then the next, if there is one. For the map
-    two numbers of fp8 are one of bfloat16."""
+    """Return the tensor map of [locations, heads, head_dim].
+
+    A load brings a line of some locations of one head, then the next line, if there is one. The map treats two fp8 numbers as one of
+    bfloat16.
+    """
     locations, heads, head_dim = buffer.shape
     head_bytes = head_dim * buffer.itemsize
     lines = head_bytes // _LINE
