@@ -1,4 +1,4 @@
-"""What the ranks of a host add up or gather of few bytes, in one launch: a kernel in CUDA's C++ that writes the others' memory.
+"""Add or gather small tensors over the ranks of a host in one launch: a CUDA C++ kernel that writes the other ranks' memory.
 
 A decode step sends a few bytes many times, and what NCCL does before and after them takes longer than they do. Compute capability 9.0
 only, as all such kernels here.
@@ -35,7 +35,7 @@ _KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 @dataclass(frozen=True, slots=True)
 class PeerKernel:
-    """One variant. What is gathered has no type."""
+    """A variant of the kernel. Gathering does not depend on the dtype."""
 
     ranks: int
     dtype: torch.dtype | None  # of what is added up; None: it is gathered
@@ -67,7 +67,7 @@ class PeerKernel:
 
 
 class Mail(ctypes.Structure):
-    """Where letters go and come from, as the kernel has it."""
+    """Addresses for sending and receiving; mirror of the kernel's argument."""
 
     _fields_ = (
         ("memories", ctypes.c_ulonglong * MOST_RANKS),
@@ -79,7 +79,7 @@ class Mail(ctypes.Structure):
 
 
 class _Ending(ctypes.Structure):
-    """As the kernel has it."""
+    """Mirror of the kernel's argument in peer_sum.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("hidden", "weight", "normed")),
@@ -88,12 +88,12 @@ class _Ending(ctypes.Structure):
 
 
 def memory_bytes(ranks: int) -> int:
-    """Of a rank's boxes: two sides, and room for a part of every rank."""
+    """Return the size of a rank's boxes: two sides, with room for a part of every rank."""
     return 2 * BOXES * ranks * LETTERS * 2 * LETTER_BYTES
 
 
 def own_place(rank: int) -> int:
-    """Where in a rank's memory its own letters would come: nobody ever writes there."""
+    """Return the offset at which a rank's own letters would arrive: no rank ever writes there."""
     return rank * LETTERS * 2 * LETTER_BYTES
 
 
