@@ -1,1 +1,1 @@
-"""All layers of a decode step in one kernel, for one or two rows."""
+"""A decode step of one or two rows through all layers in one kernel."""

@@ -1,8 +1,8 @@
-"""All layers of a step of one or two decoding rows in one kernel: for Hopper, bfloat16, and the decoders of Qwen3 and Llama.
+"""Run all layers of a decode step of one or two rows in one kernel: for Hopper, bfloat16, and the decoders of Qwen3 and Llama.
 
-Such a step has little to compute, and kernels of 4 to 5 µs, most of it to start, to wait for each other and to fetch what the last one
-left. Here programs stay on their processors: weights stream through their shared memory while they tell each other what they computed,
-six times a layer.
+Such a step has little to compute. Separate kernels take 4 to 5 µs each, mostly to start, to wait for each other and to load the previous
+result. Here programs stay on their multiprocessors: weights stream through their shared memory while they exchange results, six times
+per layer.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ResidentVariant:
 
     @property
     def most_positions(self) -> int:
-        """Behind which a row is faster so, its own included."""
+        """Largest number of positions, the row's own included, with which this kernel is faster."""
         return _MOST_POSITIONS[not self.is_short]
 
     @property
@@ -174,7 +174,7 @@ class ResidentVariant:
 
 
 class Layer(ctypes.Structure):
-    """As the kernel has it."""
+    """Mirror of the kernel's argument in resident_layers.cu."""
 
     _fields_ = tuple(
         (name, ctypes.c_void_p) for name in ("norm", "mlp_norm", "q_norm", "k_norm", "k_buffer", "v_buffer")
@@ -182,7 +182,7 @@ class Layer(ctypes.Structure):
 
 
 class Exchange(ctypes.Structure):
-    """As the kernel has it."""
+    """Mirror of the kernel's argument in resident_layers.cu."""
 
     _fields_ = tuple(
         (name, ctypes.c_void_p)
@@ -191,7 +191,7 @@ class Exchange(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """As the kernel has it."""
+    """Mirror of the kernel's argument in resident_layers.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("maps", "layers", "embedded", "out", "cosines", "sines")),
@@ -247,7 +247,7 @@ class ResidentLayers:
         device: torch.device,
         rows: int,
     ) -> ResidentLayers | None:
-        """None where there is no variant for it. If there is, but it does not run, that is told."""
+        """Return the runner; None if there is no variant for the model. If a variant exists but cannot run, this is logged."""
         layers = cast("list[DecoderLayer]", list(model.model.layers))
         variant = _variant_of(layers, kv_pool, tables.page_size, device, rows)
         if variant is None:
@@ -261,7 +261,7 @@ class ResidentLayers:
 
     @property
     def most_positions(self) -> int:
-        """Behind which a row is faster so, its own included."""
+        """Largest number of positions, the row's own included, with which this kernel is faster."""
         return self._variant.most_positions
 
     def __call__(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
@@ -291,7 +291,7 @@ class ResidentLayers:
 
 
 def _runs_at_once(variant: ResidentVariant, device: torch.device) -> bool:
-    """All programs: they wait for each other."""
+    """Return whether all programs can run at once, which they must because they wait for each other."""
     if not runs_on(device, variant) or most_clusters(variant, device.index, 1) < variant.programs:
         return False
     if _is_shared(device):
@@ -301,7 +301,7 @@ def _runs_at_once(variant: ResidentVariant, device: torch.device) -> bool:
 
 
 def _is_shared(device: torch.device) -> bool:
-    """Whether kernels of other processes may run beside ours. Drivers that do not know are not asked twice."""
+    """Return whether kernels of other processes may run beside ours. A driver that cannot tell is not asked again."""
     driver, _ = cuda()
     attribute = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED", None)
     if attribute is None:
@@ -335,7 +335,7 @@ def _variant_of(
 
 
 def _affines_of(layer: DecoderLayer) -> list[Affine]:
-    """In the order in which the kernel has their weights."""
+    """Return the linear layers in the order in which the kernel expects their weights."""
     attention, mlp = layer.self_attn, layer.mlp
     return [attention.qkv_proj.affine, attention.o_proj.affine, mlp.gate_up_proj.affine, mlp.down_proj.affine]
 
@@ -353,7 +353,7 @@ def _on_device(data: bytes, device: torch.device) -> Tensor:
 
 
 def _tensors_of(layer: DecoderLayer, kv_pool: MHATokenToKVPool) -> dict[str, Tensor | None]:
-    """By the kernel's names."""
+    """Return the tensors by the kernel's names."""
     attention = layer.self_attn
     q_norm, k_norm = (None, None) if attention.head_norms is None else attention.head_norms
     k_buffer, v_buffer = kv_pool.get_kv(attention.attn.layer_id)
