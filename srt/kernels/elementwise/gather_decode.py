@@ -67,7 +67,7 @@ def gather_decode_kernel(
     RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each row's token, position, location and length, its page entered and its slot grown by one; the dummy slot never grows."""
+    """Gather each row's token, position, location and length, enter its page and grow its slot by one; the dummy slot never grows."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     number = tl.load(last_ptr) + 1
@@ -127,7 +127,7 @@ def store_draws_kernel(
     RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each row's id, into the token table and to the host. One program for all rows: it numbers the store."""
+    """Store each row's id in the token table and on the host. One program handles all rows, because it numbers the store."""
     number = tl.load(last_ptr) + 1
     words_ptr += number % RING * words_stride
     for begin in range(0, num_rows, BLOCK):

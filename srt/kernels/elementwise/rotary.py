@@ -152,7 +152,7 @@ def prepare_qkv(
     pdl: int = 0,
     out: torch.Tensor | None = None,
 ) -> None:
-    """Of qkv [tokens, heads * head_dim]: norm query and key heads if there are weights, and rotate them, in place or into `out`.
+    """Norm query and key heads of qkv [tokens, heads * head_dim] if there are weights, and rotate them, in place or into `out`.
 
     Then store keys and values at `locations`, in the memory's type; a float8 memory holds them divided by their scales.
     """
