@@ -1,1 +1,1 @@
-"""From logits to ids: penalties and biases, filters, and the draw."""
+"""Kernels that turn logits into token ids: penalties and biases, filters, and the draw."""

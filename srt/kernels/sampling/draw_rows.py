@@ -1,4 +1,4 @@
-"""How the rows of a step draw their next token."""
+"""Parameters with which the rows of a step draw their next token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DrawRows:
-    """Of R rows."""
+    """The sampling parameters of R rows."""
 
     temperatures: torch.Tensor  # [R] float32; 0 is greedy
     seeds: torch.Tensor  # [R] int64: the 64 bits
