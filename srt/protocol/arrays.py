@@ -1,4 +1,4 @@
-"""How arrays travel: of int32, as their bytes, little-endian; of other types, as an extension value whose code says which."""
+"""Encoding of arrays in messages: int32 arrays as their bytes, little-endian; other types as a MessagePack extension with a type code."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from srt.protocol.messages import Int32Array, Int64Array
 INT32: Final = np.dtype("<i4")
 INT64: Final = np.dtype("<i8")
 FLOAT32: Final = np.dtype("<f4")
-NO_INT32: Final = np.frombuffer(
-    b"", INT32
-)  # read-only, so all messages can share it: most arrays of a request are empty
+# Read-only, so all messages can share it: most arrays of a request are empty.
+NO_INT32: Final = np.frombuffer(b"", INT32)
 CODES: Final[dict[np.dtype[Any], int]] = {INT64: 1, FLOAT32: 2, np.dtype("<f8"): 3, np.dtype("?"): 4}
 DTYPES: Final = {code: dtype for dtype, code in CODES.items()}
-_packers: dict[int, Callable[..., bytes]] = {}  # by how many numbers they pack
+_packers: dict[int, Callable[..., bytes]] = {}  # count of numbers -> their packer
 
 
 def int32_bytes(numbers: list[int]) -> bytes:
-    """As the bytes of an array of them; takes a third of the time of making an array."""
+    """Return the bytes of an int32 array with these numbers, in a third of the time that making the array takes."""
     pack = _packers.get(len(numbers))
     if pack is None:
         pack = _packers[len(numbers)] = Struct(f"<{len(numbers)}i").pack
@@ -40,7 +39,7 @@ def unpack_extension(code: int, data: memoryview) -> Any:
 
 
 def unpack_array(kind: Any, value: Any) -> Any:
-    """In the type that the field has, whichever the sender's array had; but no fractions where integers belong."""
+    """Return the array in its field's type, whatever type the sender used; but refuse fractions in an integer field."""
     if type(value) is bytes:
         value = np.frombuffer(value, INT32) if value else NO_INT32
     dtype = INT32 if kind == Int32Array else INT64 if kind == Int64Array else FLOAT32

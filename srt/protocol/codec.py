@@ -1,6 +1,6 @@
 """MessagePack of the typed messages: `[generation, sequence, [code, field, …]]`, every field checked on decoding; never pickle.
 
-Encoding and decoding are msgspec's; `arrays.py` says how arrays travel.
+msgspec encodes and decodes; `arrays.py` adds the arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from srt.protocol.views import FromFrontendView
 
 
 class DecodeError(Exception):
-    """The bytes are not a message of this protocol; the text says why."""
+    """Raised for bytes that are not a message of this protocol; the text says why."""
 
 
 class Envelope(Wire, frozen=True):
@@ -27,7 +27,7 @@ class Envelope(Wire, frozen=True):
 
 
 class EnvelopeView(Wire, frozen=True):
-    """What a frontend sends, as the scheduler sees it."""
+    """A frontend's message as the scheduler reads it."""
 
     generation: int
     sequence: int
@@ -39,15 +39,15 @@ def encode(message: Message, generation: int, sequence: int) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Envelope:
-    """The message in `data`; DecodeError if it is anything else. Arrays are read-only views of `data`."""
+    """Decode the message in `data`; DecodeError if it is anything else. Arrays are read-only views of `data`."""
     try:
         return _DECODER.decode(data)
-    except Exception as error:  # besides its own errors, those of broken text and of nesting without end
+    except Exception as error:  # msgspec's own errors, and those of invalid UTF-8 and of endless nesting
         raise DecodeError(f"not a message: {error}") from error
 
 
 def decode_view(data: bytes | memoryview) -> EnvelopeView:
-    """What a frontend says, for the scheduler; DecodeError if it is anything else."""
+    """Decode a frontend's message for the scheduler; DecodeError if it is anything else."""
     try:
         return _VIEW_DECODER.decode(data)
     except Exception as error:
@@ -55,7 +55,7 @@ def decode_view(data: bytes | memoryview) -> EnvelopeView:
 
 
 def protocol_hash() -> str:
-    """Changes whenever a message's code, fields or types change: compared in every handshake."""
+    """Hash the code, fields and types of every message. Each handshake compares it, so mixed versions are refused."""
     text = ";".join(f"{code}={_describe(cls)}" for code, cls in sorted(MESSAGE_TYPES.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

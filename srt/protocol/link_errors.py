@@ -1,11 +1,11 @@
-"""How a link to another process ends. Apart from `links.py`, so that who has no ZeroMQ socket need not load it."""
+"""Errors that end a link to another process. Apart from `links.py`, so that modules without sockets need not load ZeroMQ."""
 
 from __future__ import annotations
 
 
 class PeerGone(Exception):
-    """The peer's end of the link is not there any more."""
+    """Raised when the peer's end of the link is gone."""
 
 
 class LinkBroken(Exception):
-    """A message was lost, or is not one of ours: the stream from this peer cannot be trusted any more."""
+    """Raised when a message was lost or cannot be read: the stream from this peer cannot be trusted any more."""

@@ -1,7 +1,7 @@
-"""The sockets between processes: a scheduler binds, everybody else connects; every message has a generation and a sequence number.
+"""The ZeroMQ sockets between processes: the scheduler binds, the others connect; each message has a generation and a sequence number.
 
-Nothing is dropped by ZeroMQ: high-water marks are 0 and a ROUTER refuses to send to a peer it does not know (`PeerGone`). A number
-that is not the expected one means that something was lost; between scheduler and worker that is the death of the peer.
+ZeroMQ drops nothing: the high-water marks are 0, and a ROUTER refuses to send to a peer that it does not know (`PeerGone`). A
+sequence number that is not the expected one means that a message was lost; a worker or scheduler does not survive that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from srt.protocol.messages import Message
 from srt.protocol.views import RequestView
 from srt.utils.errors import StartError
 
-MAX_SOCKET_PATH = 107  # bytes: what the kernel takes
+MAX_SOCKET_PATH = 107  # bytes: the kernel's limit
 _SCHEME = "ipc://"
 
 
@@ -33,7 +33,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """What came from this peer could not be taken; `reason` says why."""
+    """A message from this peer that could not be accepted; `reason` says why."""
 
     peer: bytes
     reason: str
@@ -48,7 +48,7 @@ def worker_path(run_dir: str, generation: int) -> str:
 
 
 def remove_sockets(run_dir: str, generation: int) -> None:
-    """Of an engine of which nothing is left: nobody else does. Who still tries to connect to them goes on trying."""
+    """Delete the sockets of an engine that has ended: nothing else does. A peer that is still connecting to them keeps trying."""
     for path in (frontend_path(run_dir, generation), worker_path(run_dir, generation)):
         with contextlib.suppress(OSError):
             Path(path.removeprefix(_SCHEME)).unlink()
@@ -64,7 +64,7 @@ def _ipc(run_dir: str, name: str) -> str:
 
 
 class RouterLink:
-    """The binding end, with one numbered stream to and from every peer. `read` decodes what comes."""
+    """The binding end, with one numbered stream to and from every peer. `read` decodes what arrives."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class RouterLink:
         self._sent[peer] += 1
 
     def receive(self) -> Received | Broken | None:
-        """The next message that is there, or None. A peer's first message may start its numbers anew (number 0)."""
+        """Return the next message that has arrived, or None. A peer that was replaced starts again at sequence number 0."""
         try:
             peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -111,7 +111,7 @@ class RouterLink:
                 raise DecodeError(f"{len(parts)} parts instead of one")
             envelope = self._read(parts[0])
         except DecodeError as error:
-            self._expected[peer] += 1  # it had a number, we only cannot read it
+            self._expected[peer] += 1  # it had a sequence number, though unreadable
             return Broken(peer, str(error))
         return self._in_order(peer, envelope)
 
@@ -119,7 +119,7 @@ class RouterLink:
         if envelope.generation != self._generation:
             return Broken(peer, f"generation {envelope.generation}, but this is {self._generation}")
         if envelope.sequence == 0 and self._expected[peer] != 0:
-            self._expected[peer] = self._sent[peer] = 0  # the peer was replaced and begins anew, and so do we
+            self._expected[peer] = self._sent[peer] = 0  # the peer was replaced: both streams start again
         expected = self._expected[peer]
         self._expected[peer] = envelope.sequence + 1
         if envelope.sequence != expected:
@@ -160,7 +160,7 @@ class DealerLink:
         self._sent += 1
 
     def receive(self) -> Message | None:
-        """The next message that is there, or None. LinkBroken if the stream has a gap or bytes that are no message."""
+        """Return the next message that has arrived, or None. LinkBroken if the stream has a gap or bytes that are no message."""
         try:
             data = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:

@@ -1,8 +1,8 @@
-"""Every message that travels between processes, and the one table that numbers them.
+"""The messages that processes exchange, and the one table that numbers them.
 
-Directions: a frontend (or a Runtime) and a scheduler; a scheduler and its workers; a supervisor and its children. Messages are
-immutable and stay as sent. Arrays are little-endian int32, int64 or float32 and travel as raw bytes. `codec.py` turns them into
-MessagePack and checks every field on the way back; `links.py` adds generation and sequence number.
+Pairs: a frontend (or a Runtime) and the scheduler; the scheduler and its workers; the supervisor and its children. Messages are
+immutable and stay as sent. Arrays are little-endian int32, int64 or float32 and travel as raw bytes. `codec.py` turns messages into
+MessagePack and checks every field on decoding; `links.py` adds generation and sequence number.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from msgspec import Struct, field
 
 from srt.server_args import ServerArgs
 
-# Written out, since the codec compares them and newer versions of numpy make NDArray an alias that equals nothing.
+# Written out: the codec compares these types, and newer versions of numpy make NDArray an alias that equals nothing.
 Int32Array = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 Int64Array = np.ndarray[tuple[Any, ...], np.dtype[np.int64]]
 Float32Array = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 Scalar = str | int | float | bool | None
 
-# A request that is so many tokens further than it was when workers died has done no harm: its trial is over, and who is further still
-# had nothing to do with that death. Where it was is known but for steps that were in flight, so fewer would prove nothing.
+# Output tokens past the workers' death that show that a suspected request does no harm: its trial ends, and once it is further still,
+# that death no longer counts against it. Its position is known except for the steps in flight, so fewer tokens would prove nothing.
 TRIAL_TOKENS: Final = 4
 
 
@@ -30,14 +30,14 @@ def int32_array(values: object = ()) -> Int32Array:
 
 
 class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A message, which `tag` numbers, or a part of one. Its fields travel as a list in this order, and all of them must be there."""
+    """A message (numbered by `tag`) or a part of one. Its fields travel as a list, in this order; none may be missing."""
 
 
 # ---- Parts that several messages share
 
 
 class SamplingSpec(Wire, frozen=True):
-    """What the engine must know to draw the tokens of one request. Checked and completed by the frontend."""
+    """Sampling parameters of one request, checked and completed by the frontend."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 means greedy
@@ -54,12 +54,12 @@ class SamplingSpec(Wire, frozen=True):
 
 
 class LogprobSpec(Wire, frozen=True):
-    """Which logprobs a request asked for. They are the model's own: before temperature, bias and filters."""
+    """The logprobs that a request asked for. They are the model's own: before temperature, bias and filters."""
 
     output: bool = False  # of each sampled token
     prompt_start: int = -1  # of prompt tokens from this index on; -1: none
-    top: int = 0  # so many best tokens beside each of them
-    ids: Int32Array = field(default_factory=int32_array)  # and these tokens
+    top: int = 0  # number of best tokens to add at each position
+    ids: Int32Array = field(default_factory=int32_array)  # token ids to add at each position
 
 
 class TokenLogprobs(Wire, frozen=True):
@@ -83,14 +83,14 @@ class TokenLogprobs(Wire, frozen=True):
 
 
 class FrontendHello(Wire, frozen=True, tag=1):
-    """The first message on the link: who I am. A frontend that comes again under the same number replaces the old one."""
+    """A frontend's first message on the link. A frontend that comes again under the same number replaces the old one."""
 
     frontend: int
     protocol_hash: str
 
 
 class GenerateRequest(Wire, frozen=True, tag=2):
-    """Begin a request, or resume it: `output_ids[i]` are the tokens that choice `choices[i]` was already given (normally none)."""
+    """Begin a request, or resume it: `output_ids[i]` are the tokens that choice `choices[i]` already has (normally none)."""
 
     rid: int  # the frontend's own counter; (frontend, rid) is the internal id
     label: str  # the client's name for it, unique among live requests
@@ -102,14 +102,10 @@ class GenerateRequest(Wire, frozen=True, tag=2):
     seed: int  # 64 bits; choice i > 0 draws with choice_seed(seed, i)
     priority: int = 0
     cache_salt: str = ""
-    resumed: bool = False  # a scheduler that has died had taken it: it is not turned away for want of room
-    urgent: bool = (
-        False  # a question about the engine's health: goes before all others, in the place of one that runs if need be
-    )
-    stream: bool = False  # somebody watches its tokens come: steps that have it are short
-    suspect: bool = (
-        False  # workers have died of what may have been this request: it has to show, alone, that it does no harm
-    )
+    resumed: bool = False  # a scheduler that died had accepted it, so a full queue does not refuse it
+    urgent: bool = False  # a health check: goes before all others, and preempts a running request if need be
+    stream: bool = False  # the client reads tokens as they come, so its steps are kept short
+    suspect: bool = False  # workers died, perhaps of this request: it must first run alone without harm
 
 
 class Abort(Wire, frozen=True, tag=3):
@@ -120,9 +116,9 @@ class Abort(Wire, frozen=True, tag=3):
 
 
 class AbortLabel(Wire, frozen=True, tag=4):
-    """Abort the live requests that are named so (`labels.is_named`), whichever frontend sent them; the empty label aborts all.
+    """Abort the live requests with this label (`labels.is_named`), whichever frontend sent them; the empty label aborts all.
 
-    Answered by ControlReply, and passed on to the other frontends, for what they are about to send.
+    The scheduler answers with ControlReply and passes the message on to the other frontends, for requests that they are about to send.
     """
 
     call: int
@@ -130,13 +126,13 @@ class AbortLabel(Wire, frozen=True, tag=4):
 
 
 class AckBatch(Wire, frozen=True, tag=5):
-    """All batches up to and including `number` were taken over."""
+    """Confirm that every TokenBatch up to and including `number` was processed."""
 
     number: int
 
 
 class AskRange(Wire, frozen=True, tag=6):
-    """Send again the tokens of this choice from this output index on: a gap was seen."""
+    """Ask again for the tokens of this choice from this output index on, after a gap."""
 
     rid: int
     choice: int
@@ -144,7 +140,7 @@ class AskRange(Wire, frozen=True, tag=6):
 
 
 class FlushCache(Wire, frozen=True, tag=7):
-    """Forget the prefix cache. Answered by ControlReply: not ok when requests are running."""
+    """Drop the prefix cache. Answered by ControlReply: not ok while requests are running."""
 
     call: int
 
@@ -157,10 +153,10 @@ class GetState(Wire, frozen=True, tag=8):
 
 
 class PauseGeneration(Wire, frozen=True, tag=9):
-    """Make no more plans until ContinueGeneration. Answered by ControlReply once no step is in flight; not ok if that came earlier.
+    """Plan no step until ContinueGeneration. Answered by ControlReply once no step is in flight; not ok if ContinueGeneration came first.
 
-    What runs: `abort` ends it, as well as all that waits; `retract` preempts it, so that the cache can be flushed; `in_place`
-    leaves it where it is.
+    `mode` decides about running requests: `abort` ends them and the waiting ones; `retract` preempts them, so that the cache can be
+    flushed; `in_place` keeps them where they are.
     """
 
     call: int
@@ -168,7 +164,7 @@ class PauseGeneration(Wire, frozen=True, tag=9):
 
 
 class ContinueGeneration(Wire, frozen=True, tag=10):
-    """Go on after PauseGeneration. Answered by ControlReply, also where nothing was paused."""
+    """Resume after PauseGeneration. Answered by ControlReply, even if nothing was paused."""
 
     call: int
 
@@ -185,24 +181,27 @@ class SchedulerHello(Wire, frozen=True, tag=20):
 
 
 class RequestDone(Wire, frozen=True):
-    """One choice ended. `reason` is stop, length, abort or error; `matched` the stop id or -1. Behind its last tokens."""
+    """The end of one choice, sent after its last tokens. `reason` is stop, length, abort or error; `matched` the stop id or -1."""
 
     rid: int
     choice: int
     reason: str
     matched: int
-    num_output: int  # how many output tokens the choice had in all
+    num_output: int  # output tokens of the choice in all
     cached_tokens: int
     status: int = 0  # HTTP status of an error
     message: str = ""
-    num_preempted: int = 0  # so often it lost its slot to others
-    retry_after_s: int = 0  # of a 503: when another try may have better luck
+    num_preempted: int = 0  # times that it lost its slot to another request
+    retry_after_s: int = 0  # for a 503: when to try again
     queue_s: float = -1.0  # from its arrival to its slot; negative if it never had one
 
 
 class TokenBatch(Wire, frozen=True, tag=21):
-    """New tokens of a frontend's requests, as ranges: row i carries `counts[i]` ids of choice `choices[i]` of request `rids[i]`
-    from output index `first[i]` on; `ids` holds all rows end to end. `cached[i]` of that choice's prompt tokens came from the cache."""
+    """New tokens of a frontend's requests, as ranges.
+
+    Row i carries `counts[i]` ids of choice `choices[i]` of request `rids[i]`, from output index `first[i]` on; `ids` holds all rows
+    end to end. `cached[i]` of that choice's prompt tokens came from the prefix cache.
+    """
 
     number: int
     rids: Int64Array
@@ -216,16 +215,16 @@ class TokenBatch(Wire, frozen=True, tag=21):
 
 
 class Refused(Wire, frozen=True, tag=22):
-    """The request was not taken: nothing else will come for it."""
+    """Refusal of a request: nothing else will come for it."""
 
     rid: int
     status: int
     message: str
-    retry_after_s: int = 0  # of a 429 or 503: when another try may have better luck
+    retry_after_s: int = 0  # for a 429 or 503: when to try again
 
 
 class Rejected(Wire, frozen=True, tag=23):
-    """A message from you was broken or unknown, and was dropped."""
+    """Notice that a message from this frontend was broken or unknown, and was dropped."""
 
     reason: str
 
@@ -240,7 +239,7 @@ class ControlReply(Wire, frozen=True, tag=24):
 
 
 class Load(Wire, frozen=True, tag=25):
-    """The scheduler's load, with every change worth telling (at most a few times a second)."""
+    """The scheduler's load, sent when it changes, at most a few times a second."""
 
     num_running: int
     num_waiting: int
@@ -249,8 +248,8 @@ class Load(Wire, frozen=True, tag=25):
 
 
 class LastWord(Wire, frozen=True, tag=26):
-    """This scheduler ends before its time. Choices `choices[i]` of requests `rids[i]` were in steps that the workers have not answered;
-    `is_alone`: there was no other."""
+    """Last message of a scheduler that ends early: choices `choices[i]` of requests `rids[i]` were in steps that the workers have not
+    answered. `is_alone`: no other choice was."""
 
     rids: Int64Array
     choices: Int32Array
@@ -261,7 +260,7 @@ class LastWord(Wire, frozen=True, tag=26):
 
 
 class Admission(Wire, frozen=True):
-    """A request gets a slot: all ids that are known, and where its cached prefix ends (`cached` positions need no computing)."""
+    """A choice that gets a slot: its known ids, of which the first `cached` are in the prefix cache and need no computing."""
 
     slot: int
     ids: Int32Array
@@ -281,7 +280,7 @@ class PageDelta(Wire, frozen=True):
 
 
 class PlanSection(Wire, frozen=True):
-    """What one attention group does in a step. Rows are the extends, then the decodes, in this order. All empty: idle."""
+    """The part of a step that one attention group runs: rows that extend, then rows that decode. All empty: idle."""
 
     admissions: list[Admission]
     pages: list[PageDelta]  # one per page group
@@ -293,16 +292,16 @@ class PlanSection(Wire, frozen=True):
 
 
 class StepPlan(Wire, frozen=True, tag=40):
-    """One step of the model, as a delta to what the worker's tables hold."""
+    """Plan of one step of the model, as a delta to the worker's tables."""
 
     step: int
     sections: list[PlanSection]  # one per attention group
 
 
 class WorkPlan(Wire, frozen=True, tag=41):
-    """Work that all ranks do together, in the stream of steps.
+    """Work other than a step that all ranks do together, in order with the steps.
 
-    `kind` is `reset` (empty all tables), `inspect` (report them) or `capture` (make one more of the graphs that WorkerHello counts).
+    `kind` is `reset` (empty all tables), `inspect` (report them) or `capture` (capture one more of the graphs that WorkerHello counts).
     """
 
     step: int
@@ -313,7 +312,7 @@ class WorkPlan(Wire, frozen=True, tag=41):
 
 
 class WorkerHello(Wire, frozen=True, tag=60):
-    """The first message of a rank: what it is and holds. All ranks must agree before the replica is ready."""
+    """A rank's first message: its configuration and capacity. All ranks must agree before the engine is ready."""
 
     rank: int
     protocol_hash: str
@@ -324,9 +323,9 @@ class WorkerHello(Wire, frozen=True, tag=60):
     num_slots: int
     max_request_tokens: int
     vocab_size: int
-    max_row_tokens: int = 1  # ids that a row which decodes may get in one step
-    num_stages: int = 1  # of the pipeline: of so many consecutive steps, a row is in one at most
-    num_graphs: int = 0  # that make steps quicker once `capture` has made them
+    max_row_tokens: int = 1  # most ids that a decode row gets in one step
+    num_stages: int = 1  # pipeline stages: a row is in at most one of `num_stages` consecutive steps
+    num_graphs: int = 0  # CUDA graphs that `capture` can still add to make steps quicker
 
 
 class RowLogprobs(Wire, frozen=True):
@@ -344,9 +343,9 @@ class RowLogprobs(Wire, frozen=True):
 class StepResult(Wire, frozen=True, tag=61):
     """The sampled ids of a step, from rank 0 of the last stage: `counts[i]` ids for the i-th row that samples.
 
-    That is 1 for the end of a prompt, 0 to `max_row_tokens` for a decode, and -1 (no ids) where the model gave no finite logits.
-    `ids_hash` is compared with other ranks'; a rank that is alone says 0. `wants_capture`: the steps launched so far miss a graph that is
-    worth its capture even while requests run.
+    The count is 1 for the end of a prompt, 0 to `max_row_tokens` for a decode, and -1 (no ids) if the model gave no finite logits.
+    `ids_hash` is compared with the other ranks'; a single rank sends 0. `wants_capture`: the steps launched so far lack a graph that
+    is worth capturing even while requests run.
     """
 
     step: int
@@ -359,7 +358,7 @@ class StepResult(Wire, frozen=True, tag=61):
 
 
 class StepAck(Wire, frozen=True, tag=62):
-    """Any other rank's word that a step is done, with the hash of the ids that it drew: a difference is a worker fault."""
+    """Another rank's notice that a step is done, with the hash of the ids that it drew: a difference is a worker fault."""
 
     step: int
     rank: int
@@ -368,12 +367,12 @@ class StepAck(Wire, frozen=True, tag=62):
 
 
 class WorkDone(Wire, frozen=True, tag=63):
-    """A WorkPlan is done on this rank.
+    """A rank's notice that a WorkPlan is done.
 
-    `inspect` reports `tables_hash`: hex of an 8-byte blake2b over, for every slot that was ever admitted since the last reset, in
-    ascending order, little-endian int32 slot, page count and the pages of its latest admission, as read back from the device's
-    table. The scheduler computes the same from what it sent. `num_slots_seen` counts those slots. `capture` reports `num_left`, as before
-    while something has to be compiled for the next graph.
+    `inspect` reports `tables_hash`, the hex of an 8-byte blake2b. It covers every slot admitted since the last reset, in ascending
+    order: slot, page count and the pages of its latest admission as little-endian int32, read back from the device's table. The
+    scheduler computes the same from what it sent. `num_slots_seen` counts those slots. `capture` reports `num_left`, unchanged while
+    code for the next graph is still being compiled.
     """
 
     step: int
@@ -382,7 +381,7 @@ class WorkDone(Wire, frozen=True, tag=63):
 
 
 class WorkerFault(Wire, frozen=True, tag=64):
-    """This rank cannot go on: the sentence that explains it is its last message."""
+    """Last message of a rank that cannot continue, with a sentence that explains it."""
 
     rank: int
     step: int
@@ -393,7 +392,7 @@ class WorkerFault(Wire, frozen=True, tag=64):
 
 
 class ChildStart(Wire, frozen=True, tag=80):
-    """What a child is and where its links are. The first message that it gets."""
+    """A child's first message: its role and where its links are."""
 
     role: str  # frontend, scheduler or worker
     index: int  # frontend number, or rank
@@ -402,8 +401,8 @@ class ChildStart(Wire, frozen=True, tag=80):
     model_folder: str  # the resolved checkpoint
     num_frontends: int
     args: ServerArgs
-    num_tokens: int = 0  # that a worker's KV memory must hold, since its predecessor's did; 0: as the options say
-    checkpoint_version: str = ""  # that the checkpoint must have, since the server's first processes read it so
+    num_tokens: int = 0  # KV tokens that a replaced worker must hold, as its predecessor did; 0: as the options say
+    checkpoint_version: str = ""  # the version that the server's first processes read: a changed checkpoint is refused
 
 
 class ServerReady(Wire, frozen=True, tag=81):
@@ -413,16 +412,21 @@ class ServerReady(Wire, frozen=True, tag=81):
 
 
 class Stop(Wire, frozen=True, tag=82):
-    """Finish what runs within `grace_s` seconds, then end with exit code 0. `reason` is why, if it was not asked for: clients are told."""
+    """Finish running requests within `grace_s` seconds, then end with exit code 0.
+
+    `reason` is for the clients, if the stop was not asked for.
+    """
 
     grace_s: float
     reason: str = ""
 
 
 class EngineReplaced(Wire, frozen=True, tag=83):
-    """To frontends, and to a Runtime: the scheduler has ended. Another one is on its way, on the links of this generation; it knows
-    nothing, so ask it again for what was asked of the old one. `by_request`: what it died of may have been a request, and not somebody
-    else on this host."""
+    """Notice to frontends and a Runtime that the scheduler ended and a new one is starting, on the links of `generation`.
+
+    The new one knows nothing, so unfinished requests are sent to it again. `by_request`: a request may have caused the death, rather
+    than a signal from outside the server.
+    """
 
     generation: int
     by_request: bool
@@ -432,7 +436,7 @@ class EngineReplaced(Wire, frozen=True, tag=83):
 
 
 class Progress(Wire, frozen=True, tag=90):
-    """How far the start has come. `phase` is a word for the display (imports, weights, memory, …); `total` 0 when unknown.
+    """Progress of a child's start. `phase` is a word for the display (imports, weights, memory, …); `total` is 0 when unknown.
 
     `at_s` is CLOCK_MONOTONIC when the phase began, so that phases of all processes lie on one time line.
     """
@@ -444,37 +448,36 @@ class Progress(Wire, frozen=True, tag=90):
 
 
 class Ready(Wire, frozen=True, tag=91):
-    """This child does its work from now on. `values` are facts for the start-up report and /server_info."""
+    """Notice that a child is ready for work. `values` are facts for the start-up report and /server_info."""
 
     values: dict[str, Scalar]
 
 
 class Heartbeat(Wire, frozen=True, tag=92):
-    """Alive. `progress_age_s`: since this process last completed what it had to do."""
+    """Sign of life. `progress_age_s`: seconds since this process last completed a piece of its work."""
 
     progress_age_s: float
 
 
 class Failed(Wire, frozen=True, tag=93):
-    """The one sentence why this child ends."""
+    """The sentence that says why a child ends."""
 
     message: str
-    is_final: bool = False  # another one in its place would end for the same reason
+    is_final: bool = False  # a replacement would end for the same reason
 
 
-# ---- Runtime -> supervisor, and back, on the lifeline: its end-of-file ends the engine, and Stop, ServerReady, EngineReplaced and Failed
-# travel there too
+# ---- Runtime <-> supervisor, on the lifeline, whose end-of-file ends the engine. Stop, ServerReady, EngineReplaced and Failed use it too
 
 
 class EngineStart(Wire, frozen=True, tag=100):
-    """The first message of a Runtime: the options, and whether to serve HTTP as well."""
+    """A Runtime's first message: the options, and whether to serve HTTP as well."""
 
     args: ServerArgs
     http: bool
 
 
 class EngineStarted(Wire, frozen=True, tag=101):
-    """The processes are on their way: where a frontend finds the scheduler, and the number that it must use."""
+    """Notice that the processes are starting: where the Runtime's frontend finds the scheduler, and its frontend number."""
 
     run_dir: str
     generation: int

@@ -1,6 +1,6 @@
 """Messages over a connected byte stream: a 4-byte length, then the same bytes as on any other link.
 
-For the socketpair between a supervisor and its child, and the lifeline of a Runtime. One numbered sequence in each direction.
+Used for the socketpair between the supervisor and a child, and for a Runtime's lifeline. Each direction has its own sequence numbers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from srt.protocol.codec import DecodeError, decode, encode
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import Message
 
-MAX_MESSAGE = 16 << 20  # bytes; what comes here is small, so more than this is garbage
+MAX_MESSAGE = 16 << 20  # bytes; messages here are small, so a larger length is garbage
 _LENGTH = struct.Struct("<I")
 
 
 class MessageStream:
-    """One end of the stream. `send` may be called by any thread, `receive` by one at a time.
+    """A process's end of the stream. `send` may be called by any thread, `receive` by one at a time.
 
-    The end that does not know its generation (None) takes that of the first message it gets.
+    An end created without a generation (None) takes that of the first message it receives.
     """
 
     def __init__(self, sock: socket.socket, generation: int | None) -> None:
@@ -35,7 +35,7 @@ class MessageStream:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Write the whole message; PeerGone if nobody reads any more."""
+        """Write the whole message; PeerGone if the other end is closed."""
         with self._sending:
             data = encode(message, self._generation or 0, self._sent)
             try:
@@ -45,9 +45,9 @@ class MessageStream:
             self._sent += 1
 
     def receive(self) -> Message | None:
-        """The next message that is there in full, or None; does not wait.
+        """Return the next complete message, or None, without waiting.
 
-        PeerGone when the other end is closed and all that it had sent was returned; LinkBroken on bytes that cannot be trusted.
+        PeerGone once the other end is closed and everything that it sent was returned; LinkBroken on bytes that cannot be trusted.
         """
         message = self._next_in_buffer()
         if message is None and self._read(socket.MSG_DONTWAIT):
@@ -55,7 +55,7 @@ class MessageStream:
         return message
 
     def receive_blocking(self) -> Message:
-        """Wait for the next message, and take no byte beyond it: who watches the descriptor from then on sees what follows."""
+        """Wait for the next message, and read no byte beyond it, so that a selector on the descriptor notices the one that follows."""
         while (message := self._next_in_buffer()) is None:
             self._read(0, self._num_missing())
         return message
@@ -64,7 +64,7 @@ class MessageStream:
         self._socket.close()
 
     def _read(self, flags: int, most: int = 1 << 16) -> bool:
-        """Take over what is there; False if nothing is."""
+        """Read the bytes that have arrived into the buffer; False if there are none."""
         try:
             data = self._socket.recv(most, flags)
         except (BlockingIOError, InterruptedError):
@@ -77,7 +77,7 @@ class MessageStream:
         return True
 
     def _num_missing(self) -> int:
-        """Bytes of the message that the buffer has begun, or of its length."""
+        """Return the number of bytes still missing of the message in the buffer, or of its length field."""
         if len(self._buffer) < _LENGTH.size:
             return _LENGTH.size - len(self._buffer)
         (length,) = _LENGTH.unpack_from(self._buffer)

@@ -1,7 +1,7 @@
-"""Two messages as the scheduler sees them: the same bytes on the wire, but arrays that it passes on, or compares, stay bytes.
+"""GenerateRequest and Admission as the scheduler handles them: the same bytes on the wire, but with arrays left as bytes.
 
-A request comes as a `RequestView`, which is what a GenerateRequest is encoded to; what the workers decode as an Admission leaves as
-an `AdmissionView`. Arrays are looked at one by one, and each costs as much as all other fields of its message together.
+The scheduler decodes a GenerateRequest as a `RequestView`, and sends an `AdmissionView` that the workers decode as an Admission. It
+only compares these arrays or passes them on, and decoding one array costs as much as all other fields of its message together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from srt.protocol.messages import (
 
 
 class SamplingView(Wire, frozen=True):
-    """A SamplingSpec."""
+    """A SamplingSpec with its arrays as bytes."""
 
     max_new_tokens: int
     temperature: float
@@ -41,7 +41,7 @@ class SamplingView(Wire, frozen=True):
 
 
 class LogprobView(Wire, frozen=True):
-    """A LogprobSpec."""
+    """A LogprobSpec with its array as bytes."""
 
     output: bool
     prompt_start: int
@@ -50,7 +50,7 @@ class LogprobView(Wire, frozen=True):
 
 
 class RequestView(Wire, frozen=True, tag=GenerateRequest.__struct_config__.tag):
-    """A GenerateRequest."""
+    """A GenerateRequest with its arrays as bytes."""
 
     rid: int
     label: str
@@ -69,7 +69,7 @@ class RequestView(Wire, frozen=True, tag=GenerateRequest.__struct_config__.tag):
 
 
 class AdmissionView(Wire, frozen=True):
-    """An Admission."""
+    """An Admission with its arrays as bytes."""
 
     slot: int
     ids: bytes
