@@ -1,4 +1,4 @@
-"""What the parameters of the draw may be, of a request and of a model's defaults alike. No numpy: start-up checks the defaults with it."""
+"""Ranges of the drawing parameters, for requests and for a model's defaults. Free of numpy, since start-up checks the defaults here."""
 
 from __future__ import annotations
 

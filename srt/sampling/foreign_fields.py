@@ -1,8 +1,8 @@
-"""What becomes of request fields that SGLang, vLLM or OpenAI define and this server lacks: one rule, and its reviewed exceptions.
+"""Request fields that SGLang, vLLM or OpenAI define and this server lacks: one rule decides on them, with reviewed exceptions.
 
-The rule: null, an empty value and the default of a package that defines the field ask for nothing, and pass; any other value is
-refused by name. False is no empty value where a package's default is true, and 0 only where it is a default. `foreign_table` has
-the fields. What a body or PARAMETERS defines itself never comes here.
+The rule: null, an empty value and the default of a package that defines the field change nothing ("off values"), and pass; any other
+value is refused by name. False is an off value unless a package's default is true; 0 is one only if it is a default. `foreign_table`
+lists the fields. Fields that a request body or PARAMETERS defines never come here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Schema = dict[str, Any]
 EMPTY: Values = (None, "", [], {})
 OPENAI = ("completions", "chat")
 
-# Accepted, whatever they say: they never change an answer. Beside OpenAI's notes on who asks and what a platform keeps, these are
-# vLLM's form of rendered prompts, which /render alone reads, and SGLang's name under which a client finds its request again.
+# Accepted with any value, since they never change an answer: OpenAI's notes about the user and about what a platform stores, vLLM's
+# form of rendered prompts (only /render reads it), and SGLang's name by which a client finds its request again.
 IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -34,15 +34,15 @@ IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 
-# Only null asks for nothing, whatever the packages' defaults are: an empty list allows no token or is a prompt,
-# 0 or false limits or forbids thinking, {} switches a search on, and max_tokens is a limit by default too.
+# Null is the only off value, whatever the packages' defaults are: an empty list allows no token or is a prompt,
+# 0 or false limits or forbids thinking, {} switches a search on, and the default of max_tokens is a limit, too.
 NULL_ONLY = frozenset(
     "allowed_token_ids logprob_token_ids prompt_logprob_token_ids prompt_logprobs logprobs thinking thinking_token_budget"
     " max_thinking_tokens reasoning_effort web_search_options truncate_prompt_tokens max_tokens input_ids".split()
 )
 
-# These ask for nothing as well. A limit or a choice that is what happens here anyway: one beam, chunks of one token, the only rank,
-# answers of text, prompts that lose their beginning; and tools' and reasoning's settings while there are neither.
+# More off values. Some ask for what happens here anyway: one beam, chunks of one token, the only rank, text answers, prompts that
+# lose their beginning. The others set up tools or reasoning, which do not exist here yet.
 ALSO: Mapping[str, Values] = MappingProxyType(
     {
         "beam_width": (1,),
@@ -54,7 +54,7 @@ ALSO: Mapping[str, Values] = MappingProxyType(
         "parallel_tool_calls": (True, False),
         "separate_reasoning": (True, False),
         "stream_reasoning": (True, False),
-        "return_flat_raw_top_logprobs_b64": (False,),  # says how to write what another field asks for
+        "return_flat_raw_top_logprobs_b64": (False,),  # only the format of what another field asks for
         "watermark": ({"enabled": False},),
         "verbosity": ("medium",),
         "truncation_side": ("left",),
@@ -64,7 +64,7 @@ ALSO_IN: Mapping[tuple[str, str], Values] = MappingProxyType(
     {("chat", "modalities"): (["text"],), ("chat", "function_call"): ("none", "auto")}
 )
 
-# Fields that a family knows though no package has them there any more, or only in another family.
+# Fields of a family that no listed version of a package has there: dropped since, or known only in another family.
 BESIDE: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "completions": frozenset("structural_tag return_meta_info beam_width".split()),
@@ -72,7 +72,7 @@ BESIDE: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 
-# How a refusal goes on where there is a better word than "is not supported yet".
+# Refusals that can say more than "is not supported yet".
 _THINKING = "is not supported yet: say it in chat_template_kwargs, as far as the model's template knows it"
 INSTEAD: Mapping[tuple[str, str], str] = MappingProxyType(
     {
@@ -90,7 +90,7 @@ INSTEAD: Mapping[tuple[str, str], str] = MappingProxyType(
 
 
 def unsupported(family: str, own: Collection[str]) -> dict[str, Values]:
-    """Every known field of the family that is neither in `own` nor ignored, with all its values that ask for nothing."""
+    """Return the family's unsupported fields (known, not in `own`, not ignored) with the off values of each."""
     return {
         name: _off_values(family, name)
         for name in _known(family)
@@ -99,13 +99,15 @@ def unsupported(family: str, own: Collection[str]) -> dict[str, Values]:
 
 
 def ignored(family: str, own: Collection[str]) -> frozenset[str]:
-    """Fields of the family that are accepted with any value."""
+    """Return the fields of the family that are accepted with any value."""
     return IGNORED.get(family, frozenset()).difference(own)
 
 
 def is_one_of(value: object, off_values: Values) -> bool:
-    """Whether the value is one of these as JSON has it, where true is not 1 but 1.0 is. Within it null is the same as nothing:
-    clients write down whole objects there too, and one null for each prompt of a batch."""
+    """Return whether the value equals one of these in JSON's sense: true is not 1, but 1.0 is.
+
+    Null members count as absent, because clients send whole objects, and lists with one null for each prompt of a batch.
+    """
     if isinstance(value, dict):
         value = {name: member for name, member in value.items() if member is not None}
     elif isinstance(value, list) and not any(member is not None for member in value):
@@ -114,7 +116,7 @@ def is_one_of(value: object, off_values: Values) -> bool:
 
 
 def schema_of(off_values: Values) -> Schema:
-    """JSON Schema of the values that `is_one_of` finds there."""
+    """Return the JSON Schema of the values that `is_one_of` accepts."""
     objects = [
         {
             "type": "object",
@@ -131,7 +133,7 @@ def schema_of(off_values: Values) -> Schema:
 
 
 def refusal(family: str, name: str) -> str:
-    """How a sentence about a value that was refused goes on behind the field's name."""
+    """Return the rest of the sentence that refuses a value; the field's name comes before it."""
     return INSTEAD.get((family, name), "is not supported yet")
 
 

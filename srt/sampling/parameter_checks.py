@@ -1,4 +1,4 @@
-"""What a sampling parameter may be: each kind of value is one object, which checks what a client sent and describes it in JSON Schema.
+"""Checks of sampling parameters: an object per kind of value, which checks a client's value and describes itself in JSON Schema.
 
 A check takes (name, value) and returns the value as `SamplingParams` holds it, or raises ParameterError with a sentence.
 """
@@ -12,7 +12,7 @@ MAX_STOP_REGEX_CHARS = 256
 
 
 class ParameterError(ValueError):
-    """A parameter that the client must change: `name` is how the client wrote it."""
+    """Raised for a parameter that the client must change; `name` is the client's name for it."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} {reason}")
@@ -24,7 +24,7 @@ class Check(Protocol):
     def __call__(self, name: str, value: Any) -> Any: ...
 
     def schema(self) -> dict[str, Any]:
-        """What is accepted, in JSON Schema."""
+        """Return the JSON Schema of the accepted values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Integer:
 class Number:
     least: float
     most: float
-    open_low: bool = False  # `least` itself is too little
+    open_low: bool = False  # `least` itself is refused
 
     def __call__(self, name: str, value: Any) -> float:
         if type(value) not in (int, float):
@@ -93,7 +93,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """One string or a list of them."""
+    """A string or a list of strings."""
 
     most: int
     most_chars: int
@@ -119,7 +119,7 @@ class Strings:
 
 @dataclass(frozen=True, slots=True)
 class Expressions:
-    """One regular expression or a list of them."""
+    """A regular expression or a list of them."""
 
     most: int
 
@@ -146,7 +146,7 @@ class Expressions:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A token id or a list of them. Whether the vocabulary has them is checked later."""
+    """A token id or a list of them. `check_vocabulary` later compares them with the vocabulary."""
 
     most: int
 
@@ -165,7 +165,7 @@ class TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    """Token id -> bias."""
+    """An object of token id: bias."""
 
     most: int
 
@@ -194,7 +194,7 @@ class Biases:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """64 bits. A negative number is another way to write them."""
+    """A seed of 64 bits; a negative number is read as two's complement."""
 
     def __call__(self, name: str, value: Any) -> int:
         return _SEEDS(name, value) % (1 << 64)
@@ -207,14 +207,13 @@ _SEEDS = Integer(-(1 << 63), (1 << 64) - 1)
 
 
 def compile_stop_regex(pattern: str) -> Any:
-    """The expression for a linear-time engine, so that no client can stall a frontend. ValueError says why it cannot be had."""
-    import re2  # only requests that use it pay for the import
+    """Compile the expression with RE2, whose time is linear, so that no client can stall a frontend. ValueError if it is refused."""
+    import re2  # here, so that only requests that use it pay for the import
 
     options = re2.Options()
     options.log_errors = False
-    options.max_mem = (
-        1 << 20
-    )  # an expression that needs more is refused: compiling it would stall, and hundreds are kept
+    # An expression that needs more is refused: compiling it would stall, and hundreds are kept.
+    options.max_mem = 1 << 20
     try:
         return re2.compile(pattern, options)
     except re2.error as error:
@@ -223,7 +222,7 @@ def compile_stop_regex(pattern: str) -> Any:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether the text can be written as UTF-8: JSON can smuggle in halves of surrogate pairs, which cannot."""
+    """Return whether the text can be encoded as UTF-8: JSON can carry lone halves of surrogate pairs, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -232,7 +231,7 @@ def is_unicode(text: str) -> bool:
 
 
 def show(value: Any) -> str:
-    """The value as a sentence may quote it: short, whatever a client sent."""
+    """Return the value for quoting in a sentence, cut to 80 characters."""
     if type(value) is int and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     text = ascii(value) if isinstance(value, str) and not is_unicode(value) else repr(value)

@@ -1,6 +1,6 @@
-"""What the sampler must know of a step's rows: chosen on the host from what admissions said, copied in one piece with the plan.
+"""Sampling parameters of a step's rows: collected on the host from the admissions, and copied to the device in one piece with the plan.
 
-Parameters never change while a request has its slot, so they stay on the host; tokens and lengths are the device's.
+Parameters never change while a request has its slot, so they stay on the host; tokens and lengths live on the device.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ HostArray = NDArray[Any]
 
 
 class SamplingKind(IntEnum):
-    """What the rows of a step ask for, at most."""
+    """The most that any row of a step asks of the sampler; each kind includes the ones before it."""
 
-    PLAIN = 0  # a temperature
-    FILTERED = 1  # and top_k, top_p, min_p
-    ADJUSTED = 2  # and penalties, biases, or stops that are held back
-    OTHER = 3  # and whatever only the eager sampler does
+    PLAIN = 0  # temperature
+    FILTERED = 1  # top_k, top_p, min_p
+    ADJUSTED = 2  # penalties, biases, stops held back
+    OTHER = 3  # anything that only the eager sampler does
 
 
 @dataclass(frozen=True, slots=True)
 class DrawArrays(Generic[A]):
-    """How slots draw, as DrawTables has it."""
+    """Drawing parameters by slot, in the form of the device's DrawTables."""
 
     temperatures: A
     seeds: A
@@ -48,26 +48,26 @@ class SamplingArrays(Generic[A]):
 
     noisy_rows: A  # [N] int64: rows with a temperature
     temperatures: A  # [N] float32
-    seeds: A  # [N] int64: the 64 bits
+    seeds: A  # [N] int64: the seed's 64 bits
     filter_rows: A  # [F] int64: noisy rows with a filter
     top_ks: A  # [F] int64
     top_ps: A  # [F] float64
     min_ps: A  # [F] float64
-    adjusted_rows: A  # [W] int64: rows with adjustments, which are in the device's tables
+    adjusted_rows: A  # [W] int64: rows with adjustments; the adjustments themselves are in the device's tables
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatchInfo:
-    """The rows that sample in a step. Counts are the host's, so that deciding which passes run waits for nothing."""
+    """The rows that sample in a step. The count is on the host, so that choosing the sampler's passes waits for no device result."""
 
     num_rows: int
     slots: torch.Tensor  # [R] int64
-    positions: torch.Tensor  # [R] int64: index in its sequence of the token that each row draws
+    positions: torch.Tensor  # [R] int64: index, in the row's sequence, of the token that it draws
     arrays: SamplingArrays[torch.Tensor]
 
 
 class SamplingTable:
-    """Sampling parameters by slot: one row from admission to the slot's next admission."""
+    """Sampling parameters by slot; a row keeps its values until the slot's next admission."""
 
     def __init__(self, num_slots: int) -> None:
         self._temperature = np.zeros(num_slots, np.float32)
@@ -83,14 +83,14 @@ class SamplingTable:
         self._stop_ids: dict[int, HostArray] = {}
 
     def admit(self, admission: Admission) -> bool:
-        """Replace what the slot had. Whether the device's tables of adjustments must be told: there are some, or there were."""
+        """Replace the slot's parameters. Returns whether the device's adjustment tables must be updated: it has or had adjustments."""
         slot, spec = admission.slot, admission.sampling
         self._temperature[slot] = spec.temperature
         self._seed[slot] = np.uint64(admission.seed).astype(np.int64)
         self._top_k[slot] = spec.top_k if spec.top_k > 0 else NO_TOP_K
         self._top_p[slot] = spec.top_p if spec.top_p < 1 else NO_TOP_P
         self._min_p[slot] = spec.min_p
-        # The best token passes every filter, so a greedy row has none.
+        # The best token passes every filter, so a greedy row needs none.
         self._is_filtered[slot] = spec.temperature > 0 and (spec.top_k > 0 or spec.top_p < 1 or spec.min_p > 0)
         had_adjustments = self._kind[slot] == SamplingKind.ADJUSTED
         has_adjustments = self._admit_adjustments(slot, admission)
@@ -120,7 +120,7 @@ class SamplingTable:
         return penalties != NO_PENALTIES or slot in self._bias or slot in self._stop_ids
 
     def kind_of(self, slots: NDArray[np.int64]) -> SamplingKind:
-        """What rows of these slots ask for, at most."""
+        """Return the most that rows of these slots ask of the sampler."""
         return SamplingKind(int(self._kind[slots].max(initial=0)))
 
     def draws_of(self, slots: NDArray[np.int64]) -> DrawArrays[HostArray]:
@@ -134,7 +134,7 @@ class SamplingTable:
         )
 
     def arrays(self, slots: NDArray[np.int64]) -> SamplingArrays[HostArray]:
-        """The parameters of the rows that sample, in their order; `slots` are theirs."""
+        """Return the parameters of the rows that sample, in their order; row i has slot `slots[i]`."""
         noisy = np.flatnonzero(self._temperature[slots] > 0)
         noisy_slots = slots[noisy]
         filtered = noisy[self._is_filtered[noisy_slots]]
@@ -151,7 +151,7 @@ class SamplingTable:
         )
 
     def adjustments_of(self, slots: Sequence[int]) -> AdjustmentArrays[HostArray]:
-        """Of these slots, each once."""
+        """Return the adjustments of these slots, each listed once."""
         biases = [(slot, *self._bias[slot]) for slot in slots if slot in self._bias]
         stops = [(slot, self._stop_ids[slot]) for slot in slots if slot in self._stop_ids]
         index = np.array(slots, np.int64)

@@ -1,4 +1,4 @@
-"""What a client may ask of the draw and the end of a generation, and its validation. The same for every API."""
+"""Sampling parameters of a request, and their validation, the same for every API."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ GREEDY_BELOW = 1e-6  # a temperature under this means greedy
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters of one request, complete and checked. Build it with `from_dict`, which knows defaults, types and ranges."""
+    """Parameters of one request, complete and checked. Build it with `from_dict`, which applies defaults, types and ranges."""
 
-    max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS  # None: all that fits
+    max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS  # None: as many as fit
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -64,7 +64,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     n: int = 1
     sampling_seed: int | None = None  # 64 bits
-    may_shorten: bool = False  # max_new_tokens was not asked for: fewer are right where fewer fit
+    may_shorten: bool = False  # the client set no max_new_tokens, so it is lowered to what fits
 
     @classmethod
     def from_dict(
@@ -73,9 +73,10 @@ class SamplingParams:
         defaults: Mapping[str, Any] | None = None,
         default_max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS,
     ) -> SamplingParams:
-        """`given` over `defaults` (the model's own). null means default; an unknown or unsupported name is a ParameterError.
+        """Check `given` and complete it with `defaults` (the model's own); null means default.
 
-        Where `given` has no max_new_tokens, `default_max_new_tokens` is an upper bound, not a wish (`may_shorten`).
+        ParameterError names a parameter that is unknown, unsupported or has a wrong value.
+        If `given` has no max_new_tokens, `default_max_new_tokens` is only an upper bound (`may_shorten`).
         """
         if not isinstance(given, Mapping):
             raise ParameterError("sampling_params", f"must be an object, not {kind_of(given)}")
@@ -104,7 +105,7 @@ class SamplingParams:
         return params
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """ParameterError for a token id outside the vocabulary."""
+        """Raise ParameterError for a token id outside the vocabulary."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", [i for i, _ in self.logit_bias])):
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
@@ -113,7 +114,7 @@ class SamplingParams:
                     )
 
     def spec(self, max_new_tokens: int, eos_ids: tuple[int, ...], forbidden_ids: Sequence[int] = ()) -> SamplingSpec:
-        """The engine's part, with the output limit that fits, the ids that end the request, and those that it may not draw."""
+        """Return the engine's part: with the output limit that fits, the ids that end the request, and the ids that it may not draw."""
         biases = {**dict(self.logit_bias), **dict.fromkeys(forbidden_ids, float("-inf"))}
         stop_ids = sorted({*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)})
         greedy = self.temperature < GREEDY_BELOW
@@ -134,7 +135,7 @@ class SamplingParams:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The 64-bit seed of choice i of a request: choice 0 draws with the request's own."""
+    """Return the 64-bit seed of a request's choice: choice 0 draws with the request's own, the others with a hash of it."""
     if choice == 0:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(8, "little"), digest_size=8).digest()
@@ -151,7 +152,7 @@ def _resolve_aliases(checked: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What a parameter may be, and what it does, in the words of the API's description."""
+    """The check of a parameter and its description in the OpenAPI document."""
 
     check: Check
     text: str
@@ -211,8 +212,8 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
         ),
     }
 )
-# What other servers call a parameter.
+# Other servers' names for a parameter.
 ALIASES: Mapping[str, str] = MappingProxyType({"include_stop_str_in_output": "no_stop_trim"})
 assert {*PARAMETERS, "may_shorten"} - ALIASES.keys() == {f.name for f in fields(SamplingParams)}
-# What other servers know, with all values that ask for nothing.
+# Parameters of other servers that are missing here, with the off values of each.
 UNSUPPORTED: Mapping[str, Values] = MappingProxyType(unsupported("sampling_params", PARAMETERS))
