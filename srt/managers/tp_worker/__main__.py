@@ -1,4 +1,4 @@
-"""`python -m srt.managers.tp_worker`: one worker, as the supervisor starts it."""
+"""`python -m srt.managers.tp_worker`: entry point of a worker process; the supervisor starts it."""
 
 from srt.managers.process.child import run_child
 from srt.managers.tp_worker.process import main

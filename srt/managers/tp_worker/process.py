@@ -1,7 +1,7 @@
-"""One rank of a replica: `python -m srt.managers.tp_worker`, started by the supervisor.
+"""A worker process, one rank of the engine: `python -m srt.managers.tp_worker`, started by the supervisor.
 
-The main thread takes plans from their link and executes them in their order; others send heartbeats and hear the supervisor. What
-needs torch is imported when the supervisor has been told that this takes a while.
+The main thread receives plans and executes them in order; other threads send heartbeats and listen to the supervisor. torch and all
+that needs it is imported only after the phase "imports" was reported, since it takes seconds.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from srt.model_executor.model_runner import ModelRunner
     from srt.model_executor.step.step_output import StepOutput
 
-SPIN_S = 2e-3  # so long after the last event the device is watched without a pause: a decode step is not much longer
-NAP_S = 50e-6  # between two looks from then on
-LOCK_S = 5e-4  # so long each thread that compiles may keep Python's lock while the one that launches steps waits for it
+SPIN_S = 2e-3  # after an event the device is polled without a pause for this long: a decode step hardly takes longer
+NAP_S = 50e-6  # pause between two polls from then on
+LOCK_S = 5e-4  # GIL switch interval: a compiling thread keeps the GIL from the launching thread no longer than this
 
 
 class _InFlight(NamedTuple):
-    """A step that was launched and not yet answered."""
+    """A step that was launched and whose result was not sent yet."""
 
     step: int
     output: StepOutput
@@ -54,7 +54,7 @@ class _InFlight(NamedTuple):
 
 
 class TpWorker:
-    """Executes plans in their order. Where the device works by itself, the next step is launched before the last is answered."""
+    """Executor of the scheduler's plans, in order. On a GPU the next step is launched before the last one is answered."""
 
     def __init__(
         self,
@@ -74,20 +74,20 @@ class TpWorker:
         self._in_flight: deque[_InFlight] = deque()
         self._step = -1
         self._busy_since_s: float | None = None
-        self._done_s = 0.0  # when the last step was seen to be done
+        self._done_s = 0.0  # when the last completed step was noticed
 
     @property
     def step(self) -> int:
-        """The last step that was begun."""
+        """Number of the step begun last."""
         return self._step
 
     def progress_age_s(self) -> float:
-        """Seconds since a step was last begun or completed; 0 while there is nothing to do. For any thread."""
+        """Return the seconds since a step was last begun or completed; 0 while idle. May be called by any thread."""
         since_s = self._busy_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def serve(self) -> None:
-        """Until the supervisor says stop; what was launched is answered first."""
+        """Execute plans until the supervisor says stop, then answer the steps already launched."""
         while (plan := self._next_plan()) is not None:
             self._step = plan.step
             self._busy_since_s = time.monotonic()
@@ -102,7 +102,7 @@ class TpWorker:
         self._answer_all()
 
     def _next_plan(self) -> ToWorker | None:
-        """The next plan. Steps are answered as the device completes them."""
+        """Wait for the next plan, answering steps as the device completes them."""
         while self._in_flight:
             if self._in_flight[0].output.is_ready():
                 self._answer()
@@ -136,7 +136,7 @@ class TpWorker:
         done.output.wait()
         now_s = time.monotonic()
         rows = done.output.result()
-        # The device works on one step at a time, so a step's own time begins when the one before is done.
+        # The device runs one step at a time, so a step's own time begins when the step before it is done.
         begun_s = max(done.launched_s, self._done_s)
         step_us = int((now_s - begun_s) * 1e6)
         self._busy_since_s = self._done_s = now_s
@@ -177,7 +177,7 @@ class TpWorker:
 
 def main(child: Child) -> None:
     runner = load_runner(child)
-    import torch  # which has been loaded now
+    import torch  # load_runner has loaded it
 
     with runner.naming_lost_peer():
         if child.start.args.enable_torch_compile:
@@ -203,14 +203,14 @@ def main(child: Child) -> None:
         sentence = " ".join(f"Worker {rank} failed in step {worker.step}: {type(error).__name__}: {error}".split())
         link.send(WorkerFault(rank, worker.step, sentence))
         link.close()
-        if isinstance(error, CollectiveError):  # another rank's fault as a rule, so where we were tells nobody anything
+        if isinstance(error, CollectiveError):  # usually another rank's fault, so this rank's traceback would not help
             raise StartError(sentence) from error
         raise
     link.close()
 
 
 def load_runner(child: Child) -> ModelRunner:
-    """Import what is heavy, meet the other ranks, load the weights and set up the memory."""
+    """Import torch, connect to the other ranks, load the weights and set up the memory."""
     start = child.start
     child.report_phase("imports")
     import torch
@@ -218,7 +218,7 @@ def load_runner(child: Child) -> ModelRunner:
     from srt.distributed.rendezvous import init_tensor_parallel
     from srt.model_executor.model_runner import ModelRunner, resolve_device
 
-    # A worker's operations run one after the other: a second pool would only take cores.
+    # A worker's operations run one after the other: a second pool of threads would only take cores.
     torch.set_num_interop_threads(1)
     args, rank = start.args, start.index
     config = ModelConfig.from_folder(start.model_folder, args.model_overrides(), args.context_length)
@@ -253,7 +253,7 @@ def load_runner(child: Child) -> ModelRunner:
 
 
 def _hash_compiler() -> None:
-    """Kernels are found by a hash of Triton, hundreds of megabytes. Here nobody waits for it: who hashes lets go of Python's lock."""
+    """Hash Triton early, in a thread: the first kernel needs the hash of its hundreds of megabytes, and hashing releases the GIL."""
     from triton.runtime.cache import triton_key
 
     triton_key()
@@ -288,7 +288,7 @@ def facts_of(runner: ModelRunner) -> dict[str, Scalar]:
 
 
 class _Throttled:
-    """Passes on at most ten reports a second, and the last."""
+    """Filter that passes on at most ten reports a second, and the last one."""
 
     def __init__(self, report: Callable[[int, int], None]) -> None:
         self._report = report

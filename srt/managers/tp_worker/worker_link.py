@@ -1,6 +1,6 @@
-"""A worker's link to the scheduler, for the thread that executes; and a thread that hears the supervisor whatever happens.
+"""A worker's link to the scheduler, and a thread that always listens to the supervisor.
 
-No other thread stands between a plan's arrival and its launch: handing it over would cost more than the rest of the host's work.
+The thread that executes a plan receives it itself: a hand-over between threads would cost more than the rest of the host's work.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from srt.protocol.link_errors import LinkBroken
 from srt.protocol.links import DealerLink, worker_path
 from srt.protocol.messages import FromWorker, StepPlan, Stop, ToWorker, WorkPlan
 
-LINGER_MS = 2000  # for the last words of a worker that ends
+LINGER_MS = 2000  # time to deliver the last messages of a worker that ends
 
 
 class WorkerLink:
-    """Plans in the order in which they were sent. For one thread alone."""
+    """The link on which plans arrive, in the order in which they were sent. For one thread only."""
 
     def __init__(self, child: Child) -> None:
         start = child.start
@@ -36,9 +36,9 @@ class WorkerLink:
         threading.Thread(target=self._hear_supervisor, name="supervisor", daemon=True).start()
 
     def next_plan(self, block: bool = True) -> ToWorker | None:
-        """The next plan; None when the supervisor asks to stop. `queue.Empty` if there is none and `block` is off.
+        """Return the next plan; None when the supervisor asks to stop. `queue.Empty` if there is none and `block` is off.
 
-        LinkBroken if a plan was lost or could not be read: plans are deltas, so there is no going on.
+        LinkBroken if a plan was lost or could not be read: plans are deltas, so the worker cannot continue.
         """
         while not self._is_stopped:
             message = self._link.receive()
@@ -55,7 +55,7 @@ class WorkerLink:
         self._link.send(message)
 
     def close(self) -> None:
-        """Send what is to be sent, and end."""
+        """Deliver what is still queued, then close the link."""
         self._link.close(LINGER_MS)
         self._context.term()
 
@@ -70,4 +70,4 @@ class WorkerLink:
                         self._is_stopped = True
                         os.eventfd_write(self._wake, 1)
         except SupervisorGone:
-            os._exit(1)  # the executing thread may be waiting for the device: nothing is left to be saved
+            os._exit(1)  # at once: the executing thread may be waiting for the device, and there is nothing to save

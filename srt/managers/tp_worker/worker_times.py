@@ -1,4 +1,4 @@
-"""Where a worker's own time goes, step by step: what the device waits for if it waits."""
+"""Timing of a worker's host work in decode steps, which shows what the device waits for if it waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from srt.protocol.messages import Scalar
 
-REMEMBERED = 2048  # steps of each size
+REMEMBERED = 2048  # latest steps kept, for each number of rows
 
 
 def _latest() -> deque[float]:
@@ -18,7 +18,7 @@ def _latest() -> deque[float]:
 
 @dataclass(slots=True)
 class _Seconds:
-    """Of decode steps with one number of rows."""
+    """Times of decode steps with the same number of rows."""
 
     launch: deque[float] = field(default_factory=_latest)
     answer: deque[float] = field(default_factory=_latest)
@@ -27,21 +27,21 @@ class _Seconds:
 
 
 class WorkerTimes:
-    """Microseconds of decode steps. Reading a clock is all that it costs while steps run.
+    """Percentiles of decode steps' times, in microseconds. Recording costs no more than reading a clock.
 
     `launch`: from a plan's arrival until its work, sampling included, is enqueued. `answer`: from a result's arrival until it is
-    sent. `loop`: from a result's arrival until the plan that it led to is launched, while a step is in flight; beyond one step's
-    time the device waits. `step`: how long the device had it.
+    sent. `loop`: from a result's arrival until the plan that follows from it is launched, while a step is in flight; if this is
+    longer than a step, the device waits. `step`: time on the device.
     """
 
     def __init__(self, window: int) -> None:
         self._window = window
         self._by_rows: defaultdict[int, _Seconds] = defaultdict(_Seconds)
-        self._rows: dict[int, int] = {}  # of decode steps in flight
+        self._rows: dict[int, int] = {}  # decode steps in flight -> their rows
         self._ready_s: deque[tuple[int, float]] = deque(maxlen=8)
 
     def launched(self, step: int, num_decodes: int, arrived_s: float, now_s: float, is_busy: bool) -> None:
-        """`num_decodes` are the step's rows, or 0 where not all of them decode."""
+        """Record a launch. `num_decodes` is the step's number of rows, or 0 if not all of them decode."""
         while self._ready_s and self._ready_s[0][0] < step - self._window:
             self._ready_s.popleft()
         if not num_decodes:
@@ -59,7 +59,10 @@ class WorkerTimes:
             self._by_rows[num_decodes].step.append(ready_s - begun_s)
 
     def take(self) -> dict[str, Scalar]:
-        """Of the steps since the last call: those of the number of rows that came most often, `step` of all. Empty if none came."""
+        """Return the percentiles since the last call: `step` of all decode steps, the others of the most frequent number of rows.
+
+        Empty if no decode step ran.
+        """
         by_rows, self._by_rows = self._by_rows, defaultdict(_Seconds)
         if not by_rows:
             return {}
