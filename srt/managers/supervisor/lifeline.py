@@ -1,4 +1,4 @@
-"""The supervisor's end of a Runtime's lifeline: the order comes in, a refusal goes out."""
+"""The supervisor's end of a Runtime's lifeline: it receives the options, and reports a failed start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from srt.utils.errors import StartError
 
 
 def open_lifeline(number: int) -> tuple[MessageStream, EngineStart]:
-    """The link behind an inherited descriptor, and the Runtime's order on it."""
+    """Open the link on an inherited descriptor, and receive the Runtime's EngineStart on it."""
     sock = socket.socket(fileno=number)
     sock.set_inheritable(False)
     lifeline = MessageStream(sock, generation=None)
@@ -23,5 +23,5 @@ def open_lifeline(number: int) -> tuple[MessageStream, EngineStart]:
 
 
 def say_failed(lifeline: MessageStream, sentence: str) -> None:
-    with contextlib.suppress(PeerGone):  # nobody is left to be told
+    with contextlib.suppress(PeerGone):  # the Runtime has ended
         lifeline.send(Failed(sentence))

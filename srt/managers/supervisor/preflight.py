@@ -1,4 +1,4 @@
-"""What can be refused before any process is started: a taken port, a broken checkpoint, a model that does not fit."""
+"""Checks before any process is started: they refuse a taken port, a broken checkpoint, a model that does not fit."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ from srt.utils.host import available_memory_bytes, raise_descriptor_limit
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 
-BACKLOG = 4096  # connections that wait while frontends start or are replaced; the kernel may cap it
-GPU_CHUNKS = (
-    (20e9, 2048),
-    (60e9, 4096),
-    (160e9, 8192),
-    (float("inf"), 16384),
-)  # prompt tokens of a step below so many bytes
-LEAST_DESCRIPTORS = 256  # some dozens for links and libraries, the rest for clients
+BACKLOG = 4096  # connections that may wait while frontends start or are replaced; the kernel may cap it
+# Most prompt tokens of a step, for GPUs with less memory than this many bytes.
+GPU_CHUNKS = ((20e9, 2048), (60e9, 4096), (160e9, 8192), (float("inf"), 16384))
+LEAST_DESCRIPTORS = 256  # a few dozen for links and libraries, the rest for clients
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """A server that can be started: options with the port that was really taken, and the checkpoint's folder."""
+    """A server that can be started: its options with the port actually taken, the checkpoint's folder and the listening socket."""
 
     args: ServerArgs
     model_folder: Path
@@ -51,7 +47,7 @@ class ServerPlan:
 
 
 def check_and_listen(args: ServerArgs, *, http: bool) -> ServerPlan:
-    """Take the port, find the model and see that it can run here. StartError or ArgumentError say in a sentence why not."""
+    """Take the port, find the model and check that it can run here. StartError or ArgumentError say in a sentence why not."""
     check_surroundings()
     check_certificate(args)
     listener = listen(args.host, args.port) if http else None
@@ -66,7 +62,7 @@ def check_and_listen(args: ServerArgs, *, http: bool) -> ServerPlan:
 
 
 def check_surroundings() -> None:
-    """StartError where no process of ours could work: too few open files, or a current folder that was deleted."""
+    """Raise StartError if no process could work here: too few open files, or a current folder that was deleted."""
     raise_descriptor_limit()
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limit < LEAST_DESCRIPTORS:
@@ -78,13 +74,13 @@ def check_surroundings() -> None:
 
 
 def check_certificate(args: ServerArgs) -> None:
-    """StartError for files that cannot serve HTTPS."""
+    """Raise StartError for certificate files that cannot serve HTTPS."""
     if args.ssl_certfile is None:
         return
-    import ssl  # here: it takes 20 ms, and most servers have none of this
+    import ssl  # here, since it takes 20 ms and most servers do not use it
 
     try:
-        # Without a password for a key that wants one, OpenSSL would ask for it on the terminal.
+        # Given no password for an encrypted key, OpenSSL would ask for it on the terminal.
         password = args.ssl_keyfile_password or ""
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password)
     except OSError as error:  # an SSLError is one too
@@ -94,7 +90,7 @@ def check_certificate(args: ServerArgs) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one."""
+    """Open a listening socket; port 0 takes any free one."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -117,7 +113,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def check_model(args: ServerArgs) -> Path:
-    """The folder of a model that can be split as asked and whose weights fit."""
+    """Check that the model can be split as asked and that its weights fit. Returns its folder."""
     if args.mem_fraction_static is not None and runs_on_cpu(args):
         raise StartError(
             "--mem-fraction-static is a share of a GPU's memory: on a CPU say with --max-total-tokens how much KV memory to take."
@@ -134,7 +130,7 @@ def check_model(args: ServerArgs) -> Path:
 
 
 def with_device_defaults(args: ServerArgs) -> ServerArgs:
-    """A larger GPU takes more prompt tokens in one step."""
+    """Complete the options that depend on the device: a larger GPU takes more prompt tokens in one step."""
     if args.chunked_prefill_size is not None or runs_on_cpu(args):
         return args
     memory = gpu_memory(args.base_gpu_id)
@@ -144,7 +140,7 @@ def with_device_defaults(args: ServerArgs) -> ServerArgs:
 
 
 def check_memory(folder: Path, dtype: str, args: ServerArgs) -> None:
-    """On a CPU the weights of all ranks lie in this machine's memory, else each rank's part on its GPU."""
+    """Raise StartError for weights that do not fit: on a CPU all ranks share the host's memory, else each GPU holds its rank's part."""
     needed = estimate_weight_bytes(folder, dtype)  # reads the headers, so a broken file is found here on any device
     if not runs_on_cpu(args):
         memory = gpu_memory(args.base_gpu_id)
@@ -164,7 +160,7 @@ def check_memory(folder: Path, dtype: str, args: ServerArgs) -> None:
 
 
 def check_sampling_defaults(config: ModelConfig) -> None:
-    """ModelError for a default that no request may ask for: every request that leaves it out would be refused."""
+    """Raise ModelError for a default that no request may set: every request that relies on it would be refused."""
     for name, value in config.sampling_defaults.items():
         try:
             DRAW_CHECKS[name](name, value)
@@ -175,7 +171,7 @@ def check_sampling_defaults(config: ModelConfig) -> None:
 
 
 def check_tied_head(folder: Path, config: ModelConfig) -> None:
-    """ModelError where the checkpoint has a head of its own and would be served without it."""
+    """Raise ModelError if the checkpoint has a head of its own and would be served without it."""
     if not config.tie_word_embeddings:
         return
     headers = read_headers(folder)
@@ -189,5 +185,5 @@ def check_tied_head(folder: Path, config: ModelConfig) -> None:
 
 
 def runs_on_cpu(args: ServerArgs) -> bool:
-    """What a worker will find out with torch, as far as it can be told without."""
+    """Return whether the model will run on the CPU, as far as this can be known without torch; workers ask torch."""
     return args.device == "cpu" or (args.device is None and not Path("/dev/nvidiactl").exists())

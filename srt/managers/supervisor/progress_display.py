@@ -1,4 +1,4 @@
-"""How the start looks to the user: one line that changes on a terminal, a few plain lines or JSON elsewhere, nothing if told so."""
+"""Display of the start: one line that changes on a terminal, a few plain lines or JSON elsewhere, nothing with `quiet`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class ProgressDisplay:
-    """Owns the supervisor's standard error. `quiet` leaves only what `error` says. What is said goes to `keep` as well."""
+    """Owner of the supervisor's standard error. `quiet` shows errors only. Texts that are shown go to the handler `keep` as well."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ProgressDisplay:
         self._shown_s = -REFRESH_S
 
     def update(self, report: StartupReport, changed: ChildKey | None, now_s: float) -> None:
-        """Show how far the start has come; `changed` is the child that entered another phase."""
+        """Show the start's progress; `changed` is the child that entered another phase."""
         if self._live and (changed or now_s - self._shown_s >= REFRESH_S):
             self._shown_s = now_s
             width = shutil.get_terminal_size().columns
@@ -45,7 +45,7 @@ class ProgressDisplay:
             self._put(_CLEAR_LINE + line[: width - 1])
             self._line_shown = True
         elif not self._live and not self._quiet and changed and changed.index == 0:
-            # One process speaks for all of its role.
+            # Process 0 of each role is shown for all of the role.
             self._write(f"{now_s - report.started_s:5.1f} s  {changed}: {report.children[changed].phase}")
 
     def say(self, text: str) -> None:
@@ -65,14 +65,14 @@ class ProgressDisplay:
         self._line_shown = False
 
     def _put(self, text: str) -> None:
-        """A server does not end because nobody reads its output any more, or because the disk of its log is full."""
+        """Write and flush, ignoring errors: a server keeps running when its output is closed or its log's disk is full."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
             self._stream.flush()
 
 
 def render(report: StartupReport, now_s: float) -> str:
-    """`Starting 3.2 s | worker 0: weights 45 % of 2.7 GB | scheduler 0: ready | …`"""
+    """Format the line `Starting 3.2 s | worker 0: weights 45 % of 2.7 GB | scheduler 0: ready | …`"""
     parts = [f"{child}: {_state(entry)}" for child, entry in report.children.items()]
     return " | ".join([f"Starting {now_s - report.started_s:.1f} s", *parts])
 

@@ -1,10 +1,10 @@
-"""Which processes live, and what follows when one speaks, falls silent or ends. Decides only: it does no I/O and reads no clock.
+"""State machine of a server's processes: decides what follows when one speaks, falls silent or ends. No I/O, and no clock.
 
     effects = replacer.handle(event, now_s)        now and then: effects = replacer.tick(now_s)
 
-Before the server is ready every process is needed: the first that ends, ends the server, with the reason. Later those that cannot go
-on are ended, and once nothing is left of them others are started in their place: a frontend alone, the scheduler and all workers (the
-engine) together, as a new generation. What frontends had asked the old one for they ask the new one for again.
+Before the server is ready every process is needed: the first one that ends, ends the server, with its reason. Later, processes that
+cannot continue are ended and, once they are gone, replaced: a frontend alone; the scheduler and all workers (the engine) together, as
+a new generation. Frontends send their unfinished requests again to the new generation.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import assert_never
 from srt.managers.process.child_process import ChildKey
 from srt.protocol.messages import EngineReplaced, Failed, FromChild, Heartbeat, Progress, Ready, ServerReady, Stop
 
-SILENT_S = 30.0  # a process that sends heartbeats and then none for so long has stopped for good
-SETTLE_S = 0.3  # one death causes others: so long we listen before we say which was first
+SILENT_S = 30.0  # a process whose heartbeats stop for this long is given up
+SETTLE_S = 0.3  # one death causes others: listen this long before deciding which was first
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # no request sends these
 LAST_ANSWERS_S = 1.0  # for frontends to tell their clients that the engine has ended
-ENDING_S = 3.0  # for the rest to end by itself
-START_S = 120.0  # and ten times as long as the server's first start, for those that are started again to get ready
-CALM_S = 300.0  # what was replaced so long ago does not count any more
+ENDING_S = 3.0  # for the other processes to end by themselves
+START_S = 120.0  # for replacements to get ready, plus ten times the duration of the server's first start
+CALM_S = 300.0  # replacements count towards --max-replacements for this long
 
 
 # ---- Events
@@ -44,7 +44,7 @@ class ChildExited:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The child closed its end, so it is about to exit, or should be; or what it wrote cannot be read, and the reason says why."""
+    """A child's link ended. Without a `reason` the child closed it and should exit; else its bytes cannot be read, for this reason."""
 
     child: ChildKey
     reason: str | None
@@ -52,7 +52,7 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """By a signal or by the Runtime. Asked twice, or with no grace: at once."""
+    """Request to stop, from a signal or the Runtime. A second request, or one without grace, stops at once."""
 
     grace_s: float
 
@@ -71,7 +71,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class TellRuntime:
-    """If it was one that started the server."""
+    """Tell the Runtime, if one started the server."""
 
     message: EngineReplaced
 
@@ -83,18 +83,17 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """All processes are ready. The report of the start is complete; frontends read it once they are told."""
+    """Save the start-up report: all processes are ready. Frontends read it when they are told ServerReady."""
 
 
 @dataclass(frozen=True, slots=True)
 class BecameReady:
-    """All processes know that the server is ready: so may the user."""
+    """Announce to the user that the server is ready; all processes were told already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start these in the place of those that have ended, of which nothing is left; `reason` is why they ended. Frontends belong to the
-    engine of that generation, which may be older than they are."""
+    """Start replacements for processes that are gone; `reason` is why those ended. `generation` is the engine's, also for frontends."""
 
     children: tuple[ChildKey, ...]
     generation: int
@@ -103,22 +102,22 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class ServesAgain:
-    """These were replaced, and do their work."""
+    """Report that replaced processes are ready."""
 
     children: tuple[ChildKey, ...]
-    after_s: float  # since the first of them was known not to go on
+    after_s: float  # since the loss was first known
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The orderly end begins; for running requests at most `grace_s` seconds remain."""
+    """Report that the orderly end begins; running requests have at most `grace_s` seconds left."""
 
     grace_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """All processes have ended. `reason` is the sentence for the user, if the end was not asked for."""
+    """End the supervisor: all processes have ended. `reason` is the sentence for the user, if the end was not asked for."""
 
     exit_code: int
     reason: str | None
@@ -129,15 +128,15 @@ Effect = Tell | TellRuntime | Kill | SaveReport | BecameReady | Start | ServesAg
 
 class State(Enum):
     STARTING = auto()
-    READY = auto()  # has been: since then who ends is replaced
-    STOPPING = auto()  # asked for: role after role
+    READY = auto()  # all processes were ready once; from now on those that end are replaced
+    STOPPING = auto()  # a stop was asked for; the roles end one after the other
     FAILING = auto()  # a process is gone: listen for the cause, then end the rest
     FINISHED = auto()
 
 
 @dataclass(slots=True)
 class _Life:
-    """What is known of a living child."""
+    """State of a living child."""
 
     ready: bool = False
     phase: str = ""
@@ -146,7 +145,7 @@ class _Life:
 
 @dataclass(frozen=True, slots=True)
 class _Deadline:
-    """Kill what is left of these children at this time; with a sentence, that is why they cannot go on."""
+    """Time at which these children are killed if they still live; `sentence`, if given, is reported as the reason."""
 
     when_s: float
     children: tuple[ChildKey, ...]
@@ -155,36 +154,36 @@ class _Deadline:
 
 @dataclass(slots=True)
 class _Cause:
-    """Why the server fails, or a part of it. A death by a signal is nobody's consequence, so it goes before what others say of it."""
+    """Reason why the server or a group fails. A death by a signal follows from no other death, so it goes before other reasons."""
 
     sentence: str
-    signal: int = 0  # that somebody died of
+    signal: int = 0  # that a process died of
 
     def hear(self, sentence: str, number: int) -> None:
-        """Another reason for the same."""
+        """Take another reason for the same failure into account."""
         if number and not self.signal:
             self.sentence, self.signal = sentence, number
 
 
 @dataclass(slots=True)
 class _Group:
-    """Processes that can be replaced together only. It is whole, or `lost` says why not; then it ends, is started and gets ready."""
+    """Processes that can only be replaced together. After a loss (`lost` says why) all of them end, are started again and get ready."""
 
     members: tuple[ChildKey, ...]
     is_engine: bool
-    lost: _Cause | None = None  # until all of it have ended
-    absent_since_s: float | None = None  # until it is whole again
-    start_by_s: float | None = None  # all of it must be ready, since it was started again
-    losses_s: list[float] = field(default_factory=list)  # when it was lost, in the last CALM_S
+    lost: _Cause | None = None  # set until all members have ended
+    absent_since_s: float | None = None  # set until all members are ready again
+    start_by_s: float | None = None  # deadline for the restarted members to be ready
+    losses_s: list[float] = field(default_factory=list)  # times of its losses in the last CALM_S
 
 
 @dataclass(slots=True)
 class Replacer:
-    """The state of the whole server, from the moment its processes were started."""
+    """State of the whole server, from the moment its processes were started."""
 
     children: Iterable[ChildKey]
     started_s: float
-    stuck_s: float  # who has made no progress for so long will not make any
+    stuck_s: float  # a process without progress for this long counts as stuck
     most_replacements: int  # within CALM_S
     state: State = State.STARTING
     generation: int = 1  # of the engine
@@ -193,12 +192,12 @@ class Replacer:
     _killed: set[ChildKey] = field(default_factory=set)
     _cause: _Cause | None = None
     _stages: list[tuple[str, float]] = field(default_factory=list)  # roles still to be stopped, with their grace
-    _stopping_role: str = ""  # the one before them
+    _stopping_role: str = ""  # the role being stopped now
     _deadlines: list[_Deadline] = field(default_factory=list)
-    _groups: dict[ChildKey, _Group] = field(default_factory=dict)  # of each
+    _groups: dict[ChildKey, _Group] = field(default_factory=dict)  # each child's group
     _startup_s: float = 0.0
-    _why_now: str = ""  # a sentence behind the cause of the server's end
-    _has_given_up: bool = False  # on what ran when the stop came
+    _why_now: str = ""  # a sentence that follows the cause of the server's end
+    _has_given_up: bool = False  # on the requests that ran when the stop came
 
     def __post_init__(self) -> None:
         self._alive = {key: _Life() for key in self.children}
@@ -220,7 +219,7 @@ class Replacer:
                 assert_never(event)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """What time alone brings: silence, and the end of somebody's grace."""
+        """Handle the passing of time: silent children, and deadlines that have come."""
         effects: list[Effect] = []
         for child, life in self._needed():
             sentence = None
@@ -240,19 +239,21 @@ class Replacer:
         return effects
 
     def excuse(self, now_s: float) -> None:
-        """The supervisor itself was stopped for a while, and its children perhaps with it: nobody's silence counts so far."""
+        """Forgive all silence so far: the supervisor itself was stopped for a while, and perhaps its children with it."""
         for life in self._alive.values():
             if life.last_beat_s is not None:
                 life.last_beat_s = now_s
 
     def was_dying(self, child: ChildKey) -> None:
-        """It was ending by itself already when it was to be killed: how it ends is its own doing. When the server ends everybody does,
-        and who is killed was late or may not take any time."""
+        """Count this child's end as its own: it was already ending by itself when it was to be killed.
+
+        This does not hold while the server stops: there all children end, and one is killed for being late or to save time.
+        """
         if self.state is not State.STOPPING:
             self._killed.discard(child)
 
     def next_tick_s(self) -> float | None:
-        """When `tick` has something to do at the latest; None when only an event can bring something."""
+        """Return the next time at which `tick` must be called; None if only an event can change anything."""
         times = [deadline.when_s for deadline in self._deadlines]
         times += [life.last_beat_s + SILENT_S for _, life in self._needed() if life.last_beat_s is not None]
         times += [
@@ -261,7 +262,7 @@ class Replacer:
         return min(times, default=None)
 
     def _needed(self) -> list[tuple[ChildKey, _Life]]:
-        """Who lives and may not fall silent."""
+        """Return the living children whose silence would be a failure."""
         if self.state not in (State.STARTING, State.READY):
             return []
         return [(child, life) for child, life in self._alive.items() if self._groups[child].lost is None]
@@ -303,7 +304,7 @@ class Replacer:
         return [SaveReport(), *self._greet(self._alive), BecameReady()]
 
     def _perhaps_whole(self, child: ChildKey, now_s: float) -> list[Effect]:
-        """The last of a group that was started anew may be ready."""
+        """Report a restarted group as serving again if all of its members are ready now."""
         group = self._groups[child]
         since_s = group.absent_since_s
         if self.state is not State.READY or since_s is None or group.lost is not None:
@@ -338,7 +339,7 @@ class Replacer:
         return effects
 
     def _forget(self, child: ChildKey) -> None:
-        """Nothing of it may be held against the next one in its place."""
+        """Drop what is known of this child, so that it does not count against its replacement."""
         self._killed.discard(child)
         self._last_words.pop(child, None)
         self._deadlines = [
@@ -361,7 +362,7 @@ class Replacer:
             return []
         if reason is not None:
             return self._cannot_go_on(child, f"{_named(child)} sent what cannot be read: {reason}.", 0, now_s)
-        # Its exit status says more, so that is awaited; but who does not exit is made to.
+        # Its exit status says more, so wait for that; but a child that does not exit in time is killed.
         sentence = f"{_named(child)} closed its link to the supervisor."
         self._deadlines.append(_Deadline(now_s + ENDING_S, (child,), sentence))
         return []
@@ -369,7 +370,7 @@ class Replacer:
     # ---- How processes are replaced
 
     def _cannot_go_on(self, child: ChildKey, sentence: str, number: int, now_s: float) -> list[Effect]:
-        """What depends on this child is lost with it; or the whole server is."""
+        """Give up this child's group, or the whole server if the group may not be replaced."""
         group = self._groups[child]
         if self.state is State.STOPPING:
             return self._give_up_running(sentence) if group.is_engine else []
@@ -386,15 +387,15 @@ class Replacer:
         group.lost = _Cause(sentence, number)
         if group.absent_since_s is None:
             group.absent_since_s = now_s
-        # One death causes others, and the last words of those tell which was first.
+        # One death causes others, and their last messages tell which was first.
         self._deadlines.append(_Deadline(now_s + SETTLE_S, group.members))
-        # A scheduler has something to say, too: what its workers were at.
+        # The scheduler can still tell frontends which requests its workers were computing (LastWord).
         return [
             Tell(one, Stop(0.0, sentence)) for one in group.members if one.role == "scheduler" and one in self._alive
         ]
 
     def _start(self, group: _Group, cause: _Cause, now_s: float) -> list[Effect]:
-        """All of it have ended, and what they held is free."""
+        """Start a group again, all of whose members have ended and freed what they held."""
         group.lost = None
         group.start_by_s = now_s + START_S + 10 * self._startup_s
         self._alive |= {child: _Life() for child in group.members}
@@ -416,14 +417,14 @@ class Replacer:
             return []
         was_ready = self.state is State.READY
         self.state = State.FAILING
-        # Frontends have clients to tell, once there are any.
+        # Once the server was ready, frontends may have clients to tell.
         frontends = self._of_role("frontend") if was_ready else ()
         at_once = tuple(child for child in self._alive if child not in frontends)
         self._deadlines += [_Deadline(now_s + SETTLE_S, at_once), _Deadline(now_s + ENDING_S, frontends)]
         return [Tell(child, Stop(LAST_ANSWERS_S, sentence)) for child in frontends]
 
     def _hear_cause(self, sentence: str, number: int) -> None:
-        """Of the end of the server: why it has failed."""
+        """Record a reason for the server's failure."""
         if self._cause is None:
             self._cause = _Cause(sentence, number)
         else:
@@ -442,16 +443,18 @@ class Replacer:
         if self.state in (State.STARTING, State.READY):
             self.state = State.STOPPING
         self._stages.clear()
-        return self._kill(self._alive)  # nothing to be finished, or asked for the second time
+        return self._kill(self._alive)  # there is nothing to finish, or this is the second request
 
     def _has_obeyed(self, child: ChildKey, returncode: int) -> bool:
-        """It has ended when it was told to, by itself. Workers end one by one, and may miss another in a last step of which nobody waits
-        for the result: their exit code says nothing."""
+        """Return whether this child ended by itself after it was told to.
+
+        Workers end one by one, and one may miss another in a last step whose result is not needed: their exit code says nothing.
+        """
         was_told = child.role not in {role for role, _ in self._stages}
         return was_told and (returncode == 0 or (returncode > 0 and child.role == "worker"))
 
     def _give_up_running(self, sentence: str) -> list[Effect]:
-        """In the middle of an orderly end nothing is replaced any more: who waits for answers is told so, and waits no longer."""
+        """Tell frontends that running requests fail: during an orderly end a lost engine is not replaced, so waiting is useless."""
         if self._has_given_up:
             return []
         self._has_given_up = True
@@ -485,7 +488,7 @@ class Replacer:
 
 
 def _why_now(num_losses: int) -> str:
-    """Behind the reason of an end: why that one was not replaced."""
+    """Return the sentence that follows the reason of the server's end: why the process was not replaced."""
     if not num_losses:
         return ""
     times = f"{num_losses} times" if num_losses > 1 else "once"

@@ -1,6 +1,6 @@
-"""The private folder of a running server: sockets and rendezvous files live in it, and a lock says that it is in use.
+"""The private folder of a running server: it holds sockets and rendezvous files, and a lock marks it as in use.
 
-The lock is the kernel's (flock), so it ends with the server however that ends; the next start sweeps what was left behind.
+The lock is the kernel's (flock), so it ends with the server however that ends; the next start deletes folders left behind.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from srt.utils.errors import StartError
 
 PREFIX = "srt-"
 ADDRESS_FILE = "address"  # where HTTP is served, if it is
-_UNLOCKED = ".srt-new-"  # a folder has this name until its lock is held, so that no sweep takes it for a dead server's
+_UNLOCKED = ".srt-new-"  # name until the lock is held, so that no sweep takes the folder for a dead server's
 _LOCK = "lock"
-_LONGEST_PATH = 107  # bytes that the kernel takes for a socket's path
+_LONGEST_PATH = 107  # bytes: the kernel's limit for a socket's path
 _ROOM_FOR_NAMES = 16
 
 
 class RunDir:
-    """Made on entry with mode 0700, gone after `remove`. Holds the lock as long as this object's process lives."""
+    """A new folder with mode 0700, deleted by `remove`. Its lock is held until then, or until the process ends."""
 
     def __init__(self, parent: Path | None = None) -> None:
         self._lock_fd = self._folder_fd = -1
@@ -43,12 +43,12 @@ class RunDir:
             )
 
     def _make(self, parent: Path) -> None:
-        """The folder, with the lock held. Of a failure nothing is left."""
+        """Make the folder, with its lock held. A failure leaves nothing behind."""
         fresh = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=parent))
         try:
             self._lock_fd = os.open(fresh / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
-            # systemd-tmpfiles, which deletes what has grown old, leaves alone a folder that is locked itself.
+            # systemd-tmpfiles deletes old folders, but not one that is itself locked.
             self._folder_fd = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._folder_fd, fcntl.LOCK_EX)
             self.path = fresh.with_name(PREFIX + fresh.name.removeprefix(_UNLOCKED))
@@ -59,7 +59,7 @@ class RunDir:
             raise
 
     def remove(self) -> None:
-        """Delete the folder and let the lock go; nothing happens the second time."""
+        """Delete the folder and release the lock; a second call does nothing."""
         if self._lock_fd < 0:
             return
         shutil.rmtree(self.path, ignore_errors=True)
@@ -80,7 +80,7 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether a server of this user runs in this folder."""
+    """Return whether a server of this user runs in this folder."""
     if not _is_ours(path):
         return False
     try:
@@ -97,7 +97,7 @@ def is_in_use(path: Path) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """A folder of this user's that nobody else could have prepared: a link would lead the sweep astray."""
+    """Return whether this is a real folder, private to this user: a link prepared by another user would lead the sweep astray."""
     try:
         status = path.lstat()
     except OSError:
@@ -109,7 +109,7 @@ def _remove_if_unlocked(path: Path) -> bool:
     try:
         lock_fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return False  # not one of a server's
+        return False  # not a server's folder
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

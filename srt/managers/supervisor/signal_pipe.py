@@ -10,7 +10,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class SignalPipe:
-    """From its making on, the signals below do nothing but appear here. Main thread only."""
+    """A pipe of received signals. Once it is made, stop signals and SIGCHLD only appear here. Main thread only."""
 
     def __init__(self) -> None:
         self._read, write = socket.socketpair()
@@ -19,7 +19,7 @@ class SignalPipe:
         write.setblocking(False)
         signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            # Who starts us with nohup wants SIGHUP to stay ignored.
+            # nohup starts us with SIGHUP ignored: leave it so.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
 
@@ -27,7 +27,7 @@ class SignalPipe:
         return self._read.fileno()
 
     def drain(self) -> list[signal.Signals]:
-        """The signals that came since the last call."""
+        """Return the signals that came since the last call."""
         try:
             return [signal.Signals(number) for number in self._read.recv(4096)]
         except BlockingIOError:
@@ -35,4 +35,4 @@ class SignalPipe:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """A handler has to exist for the wake-up byte to be written."""
+    """Do nothing: a handler must exist for the wake-up byte to be written."""

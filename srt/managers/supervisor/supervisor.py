@@ -1,6 +1,6 @@
-"""The parent of all processes of a server on this host: one thread, one selector. What follows from an event is the Replacer's to decide.
+"""The parent of all processes of a server: one thread, one selector. The Replacer decides what follows from an event.
 
-No torch, no HTTP, no model code. As PID 1 of a container it also reaps what its children leave behind.
+It loads no torch, HTTP or model code. As PID 1 of a container it also reaps orphans of its children.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from srt.utils.checkpoint import version_of
 from srt.utils.errors import StartError
 from srt.utils.host import is_exiting
 
-GRACE_S = 25.0  # for requests that run when the server is asked to stop; a container gets 30 s or less as a rule
-UNBORN_S = 2.0  # what a start was short of, processes or memory, may be there again by then
-OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
+GRACE_S = 25.0  # for running requests when the server is asked to stop; containers usually get 30 s or less
+UNBORN_S = 2.0  # wait after a failed start: the processes or memory that it lacked may be free again by then
+OVERSLEPT_S = 2.0  # waking later than planned by this much means that this process was stopped from outside
 
 
 class Supervisor:
-    """Runs a server whose processes were just started, until all of them have ended."""
+    """Parent of a server's processes, from their start until all of them have ended."""
 
     def __init__(
         self,
@@ -90,9 +90,8 @@ class Supervisor:
         self._children: dict[ChildKey, ChildProcess] = {}
         self._streams: dict[ChildKey, MessageStream] = {}
         self._by_pid: dict[int, ChildKey] = {}
-        self._unborn: dict[
-            ChildKey, tuple[float, str]
-        ] = {}  # who could not be started: why, and until when nobody is told
+        # Children that could not be started: when the Replacer is told, and why.
+        self._unborn: dict[ChildKey, tuple[float, str]] = {}
         self._replacer = Replacer(
             [child.key for child in children], started_s, longest_step_s(plan.args), plan.args.max_replacements
         )
@@ -108,12 +107,12 @@ class Supervisor:
             self._adopt(child, self._replacer.generation)
 
     def run(self) -> int:
-        """Returns the exit code, when nothing of the server is left."""
+        """Supervise the server until nothing of it is left. Returns the exit code."""
         self._selector.register(self._signals, selectors.EVENT_READ)
         if self._lifeline:
             self._selector.register(self._lifeline, selectors.EVENT_READ)
         if self._plan.url is not None:
-            with contextlib.suppress(OSError):  # then `srt health` does not find this server
+            with contextlib.suppress(OSError):  # without the file, `srt health` does not find this server
                 (self._run_dir.path / ADDRESS_FILE).write_text(self._plan.url, "ascii")
         for key in self._streams:
             self._tell_who_it_is(key, self._replacer.generation)
@@ -126,7 +125,7 @@ class Supervisor:
                 self._plan.url,
             )
         )
-        # What came before there was a selector.
+        # Handle what came before the selector was set up.
         self._reap()
         self._hear_runtime()
         while self._exit_code is None:
@@ -134,7 +133,7 @@ class Supervisor:
         return self._exit_code
 
     def _adopt(self, child: ChildProcess, generation: int) -> None:
-        """From now on this process has that place."""
+        """Register this process under its key, and listen to it."""
         self._children[child.key] = child
         self._by_pid[child.popen.pid] = child.key
         stream = self._streams[child.key] = MessageStream(child.socket, generation)
@@ -156,7 +155,7 @@ class Supervisor:
             self._streams[key].send(start)
 
     def _num_tokens(self, key: ChildKey) -> int:
-        """Of the memory of the worker that this one replaces; 0 if it is the first in its place."""
+        """Return the KV tokens of the worker that this one replaces; 0 if it replaces none."""
         num_tokens = self._report.value(key, "max_total_num_tokens") if key.role == "worker" else None
         return num_tokens if isinstance(num_tokens, int) else 0
 
@@ -164,7 +163,7 @@ class Supervisor:
         now_s = time.monotonic()
         self._heartbeat.beat(now_s)
         self._service_manager.beat(now_s)
-        # Messages before deaths: what a child said last explains why it ended.
+        # Handle messages before deaths: a child's last message explains why it ended.
         timeout_s, asleep_since_s = self._timeout_s(), time.monotonic()
         ready = self._selector.select(timeout_s)
         if timeout_s is not None and time.monotonic() - asleep_since_s > timeout_s + OVERSLEPT_S:
@@ -194,7 +193,7 @@ class Supervisor:
     # ---- What comes in
 
     def _hear(self, key: ChildKey) -> None:
-        """Everything that this child has said."""
+        """Handle all messages that this child has sent."""
         stream = self._streams.get(key)
         while stream is not None and stream is self._streams.get(key):
             try:
@@ -230,7 +229,7 @@ class Supervisor:
         self._reap()
 
     def _reap(self) -> None:
-        """Collect everybody who has ended, strangers too: an orphan below PID 1 is ours."""
+        """Reap every process that has ended, unknown ones too: PID 1 inherits orphans."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -248,7 +247,7 @@ class Supervisor:
                 self._handle(ChildExited(key, returncode))
 
     def _hear_runtime(self) -> None:
-        """It asks once at most: by a word, or by the end of the lifeline."""
+        """Handle the Runtime's request to stop, by a message or by the end of the lifeline; only the first one counts."""
         if self._lifeline is None or self._runtime_asked_to_stop:
             return
         try:
@@ -302,7 +301,7 @@ class Supervisor:
     def _start(self, keys: tuple[ChildKey, ...], generation: int, reason: str) -> None:
         self._display.error(f"{reason} {_names(keys)} replaced.")
         for key in keys:
-            if key in self._streams:  # something that it had started still holds the other end
+            if key in self._streams:  # a process that the old child started still holds the other end
                 self._drop_stream(key)
             try:
                 self._adopt(self._spawn(key), generation)
@@ -313,7 +312,7 @@ class Supervisor:
             self._tell_who_it_is(key, generation)
 
     def _bury_unborn(self) -> None:
-        """Who could not be started has ended, as if it had said why itself."""
+        """Report children that could not be started as ended, each with its reason."""
         now_s = time.monotonic()
         for key in [key for key, (due_s, _) in self._unborn.items() if due_s <= now_s]:
             _, sentence = self._unborn.pop(key)
@@ -321,9 +320,9 @@ class Supervisor:
             self._handle(ChildExited(key, 1))
 
     def _kill(self, key: ChildKey) -> None:
-        """Its whole group: a helper that it started must not outlive it."""
+        """Kill the child's whole process group: a helper that it started must not outlive it."""
         pid = self._children[key].popen.pid
-        if self._by_pid.get(pid) == key:  # not reaped yet, so the number is still its own
+        if self._by_pid.get(pid) == key:  # not reaped yet, so the pid is still its own
             if is_exiting(pid):
                 self._replacer.was_dying(key)
             with contextlib.suppress(ProcessLookupError):
@@ -358,7 +357,7 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _must_be_written(path: Path) -> Iterator[None]:
-    """Without it there is no server: StartError."""
+    """Turn a failed write into StartError: the server needs this file."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What systemd is told: that the server is ready, that it ends, that it is alive (sd_notify). Nothing where nobody asks."""
+"""Notifications to systemd (sd_notify): ready, stopping, alive. Without `NOTIFY_SOCKET` nothing is sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 
 
 class ServiceManager:
-    """The other end of `NOTIFY_SOCKET`. The variables are taken out of the environment: children have nothing to say there."""
+    """Sender to `NOTIFY_SOCKET`. It removes systemd's variables from the environment, so that children do not notify."""
 
     def __init__(self, environment: MutableMapping[str, str] | None = None) -> None:
         environment = os.environ if environment is None else environment
@@ -30,7 +30,7 @@ class ServiceManager:
         self._tell(f"STATUS={sentence}")
 
     def beat(self, now_s: float) -> None:
-        """To be called more often than half the time after which systemd takes silence for the end."""
+        """Send a sign of life when one is due. Call this more often than every half of systemd's watchdog time."""
         if self._beat_s is not None and now_s >= self._next_beat_s:
             self._next_beat_s = now_s + self._beat_s / 2
             self._tell("WATCHDOG=1")
