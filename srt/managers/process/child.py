@@ -1,4 +1,4 @@
-"""A child's side of the supervisor: what it is told to be, how far it has come, and how it ends.
+"""A child's link to the supervisor: it receives its role, reports its progress, and ends with a reason.
 
     if __name__ == "__main__":
         run_child(main)         # main(child: Child) -> None
@@ -44,19 +44,19 @@ from srt.utils.checkpoint import version_of
 from srt.utils.errors import CheckpointChanged, StartError
 from srt.utils.logs import set_up_logging
 
-TENDINGS = 4  # of the tracer, between two heartbeats
-OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
+TENDINGS = 4  # calls of the tracer's `tend` between two heartbeats
+OVERSLEPT_S = 2.0  # waking later than planned by this much means that this process was stopped from outside
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger(__name__)
 
 
 class SupervisorGone(Exception):
-    """The supervisor has ended, so this process must too."""
+    """Raised when the supervisor has ended, so this process must end too."""
 
 
 class Child:
-    """This process's link to its supervisor. `send` and `report_*` may be called by any thread."""
+    """A child process's link to its supervisor. `send` and `report_*` may be called by any thread."""
 
     def __init__(self, stream: MessageStream, start: ChildStart, http_fd: int | None) -> None:
         self.start = start
@@ -67,7 +67,7 @@ class Child:
 
     @classmethod
     def from_environment(cls) -> Child:
-        """Take over what the supervisor left in the environment. Ends the process if the supervisor is gone already."""
+        """Build the link from the environment that the supervisor set. Ends the process if the supervisor is gone already."""
         number, parent_pid = os.environ.pop(CHILD_FD, None), os.environ.pop(PARENT_PID, None)
         if number is None or parent_pid is None:
             raise StartError("This module is a part of the server: start it with `python -m srt.launch_server`.")
@@ -89,11 +89,11 @@ class Child:
         return f"{self.start.role} {self.start.index}"
 
     def fileno(self) -> int:
-        """Readable when `receive` has something to say. Call it until it returns None."""
+        """Return a descriptor that is readable when a message has come; then call `receive` until it returns None."""
         return self._stream.fileno()
 
     def receive(self) -> ServerReady | EngineReplaced | Stop | None:
-        """The supervisor's next word if there is one; does not wait. SupervisorGone when it has ended."""
+        """Return the supervisor's next message, or None, without waiting. SupervisorGone when it has ended."""
         try:
             message = self._stream.receive()
         except (PeerGone, LinkBroken) as error:
@@ -109,19 +109,19 @@ class Child:
             raise SupervisorGone(str(error)) from error
 
     def report_phase(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Say that `phase` begins now (or has come so far): a word for the display, and a line of the start-up report."""
+        """Report that `phase` begins, or its progress: a word for the display, and an entry of the start-up report."""
         self.send(Progress(phase, done, total, time.monotonic()))
 
     def report_ready(self, values: dict[str, Scalar] | None = None) -> None:
-        """Say that this process does its work from now on. `values` end up in the start-up report and /server_info."""
+        """Report that this process is ready for work. `values` appear in the start-up report and /server_info."""
         self.send(Ready(values or {}))
 
     def start_heartbeats(
         self, progress_age_s: Callable[[], float] = lambda: 0.0, is_overdue: Callable[[], bool] = lambda: False
     ) -> None:
-        """Send a Heartbeat every second, and leave the same where `/health` looks, from a thread of its own, until the process ends.
+        """Start a thread that sends a Heartbeat every second and writes it where `/health` reads it, until the process ends.
 
-        From the first one on, the supervisor takes a long silence for the end of this process. `is_overdue`: this process waits for
+        From the first one on, the supervisor treats a long silence as the end of this process. `is_overdue`: this process waits for
         another one that should have answered.
         """
         threading.Thread(target=self._beat, args=(progress_age_s, is_overdue), name="heartbeat", daemon=True).start()
@@ -132,9 +132,8 @@ class Child:
         awake = AwakeTime(time.monotonic())
         while True:
             now_s = time.monotonic()
-            age_s = min(
-                progress_age_s(), awake.seconds(now_s)
-            )  # nobody makes progress while the whole process is stopped
+            # No thread makes progress while the whole process is stopped, so that time does not count.
+            age_s = min(progress_age_s(), awake.seconds(now_s))
             heartbeat.beat(now_s, age_s, is_overdue())
             try:
                 self.send(Heartbeat(age_s))
@@ -150,14 +149,14 @@ class Child:
 
 
 class AwakeTime:
-    """How long a process has run since something outside (a paused container, SIGSTOP) last stopped it: for ever, at first."""
+    """Time that a process has run since it was last stopped from outside (a paused container, SIGSTOP); infinite until the first stop."""
 
     def __init__(self, now_s: float) -> None:
         self._since_s = float("-inf")
         self._last_s = now_s
 
     def seconds(self, now_s: float) -> float:
-        """To be called every HEARTBEAT_S: a call that comes much later shows that the process was stopped."""
+        """Return the seconds since the last stop. Call this every HEARTBEAT_S: a much later call shows that the process was stopped."""
         if now_s - self._last_s > HEARTBEAT_S + OVERSLEPT_S:
             self._since_s = now_s
         self._last_s = now_s
@@ -165,10 +164,10 @@ class AwakeTime:
 
 
 def run_child(main: Callable[[Child], None]) -> NoReturn:
-    """Run a child process from its first to its last moment: `main` returns, exit code 0; it raises, the supervisor learns why.
+    """Run a child process: exit code 0 when `main` returns; if it raises, the supervisor is told why.
 
-    SIGINT and SIGTERM are ignored: both reach a whole group of processes at times (a terminal, a service manager), and the order
-    in which they end is the supervisor's business. It says Stop, and kills who does not listen.
+    SIGINT and SIGTERM are ignored: a terminal or a service manager may send them to a whole group of processes, and the supervisor
+    decides in which order these end. It sends Stop, and kills a child that does not follow.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -188,7 +187,7 @@ def run_child(main: Callable[[Child], None]) -> NoReturn:
     except StartError as error:
         _say_last_word(child, str(error), is_final=isinstance(error, CheckpointChanged))
         _exit(1)
-    except BaseException as error:  # the one place where everything ends: nothing may be lost
+    except BaseException as error:  # the last place that can report an error: none may be lost
         if isinstance(error, SystemExit) and not error.code:
             _exit(0)
         logger.exception("This process ends.")
@@ -210,8 +209,8 @@ def _say_last_word(child: Child, sentence: str, is_final: bool = False) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """End now: no forgotten thread or library may hold the process back."""
-    with contextlib.suppress(OSError):  # nobody reads them any more
+    """End the process at once, so that no forgotten thread or library holds it back."""
+    with contextlib.suppress(OSError):  # the other end may be closed
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""Starting a child: a Python module of its own, one end of a socketpair, and nothing else of ours.
+"""Start of a child process: it runs a Python module and inherits one end of a socketpair (frontends also the listening socket).
 
-Kept free of the wire format, so that the children are on their way before the supervisor has loaded it.
+Free of the wire format, so that the children are starting before the supervisor has loaded it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 from srt.utils.errors import StartError
 
-# What a child finds in its environment.
+# Environment variables of a child.
 CHILD_FD = "SRT_CHILD_FD"  # its end of the socketpair
 PARENT_PID = "SRT_PARENT_PID"
 HTTP_FD = "SRT_HTTP_FD"  # the listening socket, for frontends
-# And a supervisor that a Runtime started: its end of the lifeline.
+# Environment variable of a supervisor that a Runtime started: its end of the lifeline.
 LIFELINE_FD = "SRT_LIFELINE_FD"
 
 MODULES = {
@@ -47,7 +47,7 @@ class ChildKey:
 
 @dataclass(frozen=True, slots=True)
 class ChildProcess:
-    """A child that was started, and the supervisor's end of its link."""
+    """A started child, and the supervisor's end of its link."""
 
     key: ChildKey
     popen: subprocess.Popen[bytes]
@@ -56,9 +56,9 @@ class ChildProcess:
 
 
 def spawn(key: ChildKey, module: str, environment: Mapping[str, str], listener: socket.socket | None) -> ChildProcess:
-    """Start the child's module. Only from the main thread: a parent-death signal fires when the thread that started a child ends.
+    """Start the child's module. Call from the main thread only: the parent-death signal fires when the thread that started a child ends.
 
-    It gets a session of its own, so a terminal's Ctrl-C does not reach it.
+    The child gets a session of its own, so a terminal's Ctrl-C does not reach it.
     """
     try:
         ours, theirs = socket.socketpair()
@@ -88,12 +88,12 @@ def spawn(key: ChildKey, module: str, environment: Mapping[str, str], listener: 
 
 
 def python_command(module: str) -> list[str]:
-    """Run one of our modules. -P: a file in the user's folder that is named like a library must not be taken for it."""
+    """Return the command that runs one of our modules. -P: a file in the user's folder named like a library must not be imported."""
     return [sys.executable, "-P", "-m", module]
 
 
 def module_path() -> dict[str, str]:
-    """The variable that lets such a command find this package where it was not installed but run from its folder."""
+    """Return the PYTHONPATH with which `python_command` finds this package if it runs from a folder without being installed."""
     root = str(Path(__file__).resolve().parents[3])
     if root in site.getsitepackages():
         return {}
@@ -101,19 +101,21 @@ def module_path() -> dict[str, str]:
 
 
 def children_of(num_frontends: int, tp_size: int) -> list[ChildKey]:
-    """All processes of a server. Workers first: their imports take longest."""
+    """List all processes of a server but the supervisor. Workers come first: their imports take longest."""
     workers = [ChildKey("worker", rank) for rank in range(tp_size)]
     return [*workers, ChildKey("scheduler", 0), *(ChildKey("frontend", index) for index in range(num_frontends))]
 
 
 def _torch_threads(cores: int) -> int:
-    """Of a rank that has so many cores: one is left to the worker's other threads and the other processes, if it can be spared."""
+    """Return the number of torch threads for a rank with `cores` cores: one core stays free for other threads, if it can be spared."""
     return max(1, cores if cores < FEW_CORES else cores - 1)
 
 
 def environment_of(role: str, tp_size: int, num_processes: int, cores: int) -> dict[str, str]:
-    """What must be set before the child's libraries are loaded. What the user has set stays."""
-    wanted = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's pool of threads costs start-up time, and nobody multiplies with it
+    """Return the variables that must be set before the child's libraries are loaded, except those that the user has set."""
+    wanted = {
+        "OPENBLAS_NUM_THREADS": "1"
+    }  # numpy's pool of threads costs start-up time, and we multiply nothing with it
     if role == "worker":
         wanted["OMP_NUM_THREADS"] = str(_torch_threads(cores // tp_size))
         if cores < num_processes + 2:

@@ -1,6 +1,6 @@
-"""Signs of life: what every process says about itself once a second, in memory that all others can read without asking.
+"""Heartbeats: each process writes its state once a second into shared memory, where all others can read it.
 
-A process that is stopped or hangs cannot answer a question; but that its sign grows old is seen by whoever looks.
+A process that is stopped or hangs cannot answer a question; but every reader sees that its heartbeat grows old.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 from srt.utils.shared_numbers import NumberFiles, SharedNumbers
 
 BEAT_S = 1.0
-SILENT_S = 5.0  # signs come every second, from a thread that nothing keeps busy
-STUCK_S = 10.0  # of processes whose work comes in small pieces
+SILENT_S = 5.0  # silent for longer is unhealthy: heartbeats come every second, from a thread that does nothing else
+STUCK_S = 10.0  # no progress for longer is unhealthy, for processes whose work comes in small pieces
 _PREFIX = "heartbeat-"
 _NAMES = ("pid", "beat_s", "age_s", "is_overdue", "num_replaced")
 
 
 class HeartbeatWriter:
-    """Of one process, named like `worker 0`. Without a folder that can be written to, nobody sees it."""
+    """Writer of one process's heartbeat; `process` is a name like `worker 0`. If the folder is not writable, no other process sees it."""
 
     def __init__(self, run_dir: str | Path, process: str) -> None:
         self._numbers = SharedNumbers.fresh(Path(run_dir) / file_name(_PREFIX, process), _NAMES)
         self._numbers.set("pid", os.getpid())
 
     def beat(self, now_s: float, age_s: float = 0.0, is_overdue: bool = False) -> None:
-        """Alive at `now_s` (CLOCK_MONOTONIC). `age_s`: since it last completed what it had to do; 0 when there is nothing to do."""
+        """Record a sign of life at `now_s` (CLOCK_MONOTONIC). `age_s`: seconds since a piece of work was last completed; 0 while idle."""
         self._numbers.set("age_s", age_s)
         self._numbers.set("is_overdue", is_overdue)
         self._numbers.set("beat_s", now_s)
 
     def count_replacement(self) -> None:
-        """A process that had ended was started again. The supervisor says so."""
+        """Count a process that was started again; called by the supervisor."""
         self._numbers.set("num_replaced", self._numbers.get("num_replaced") + 1)
 
 
@@ -42,13 +42,13 @@ class HeartbeatWriter:
 class ProcessStatus:
     process: str
     pid: int
-    silent_s: float  # since it last gave a sign
-    age_s: float  # since it last completed what it had to do
+    silent_s: float  # since its last heartbeat
+    age_s: float  # since it last completed a piece of work
     is_overdue: bool
-    num_replaced: int = 0  # processes that it has started in the place of others
+    num_replaced: int = 0  # processes that it has started as replacements
 
     def trouble(self, stuck_s: float) -> str | None:
-        """The sentence, if it cannot be called healthy."""
+        """Return a sentence that says why this process is not healthy, or None."""
         name = self.process.capitalize()
         if self.silent_s > SILENT_S:
             return f"{name} has given no sign of life for {self.silent_s:.0f} s."
@@ -60,15 +60,15 @@ class ProcessStatus:
 
 
 class HeartbeatReader:
-    """Of all processes of a server."""
+    """Reader of the heartbeats of all processes of a server."""
 
     def __init__(self, run_dir: str | Path, worker_stuck_s: float) -> None:
-        """A worker's step takes as long as it takes: `worker_stuck_s` is how long the largest may."""
+        """`worker_stuck_s`: the time that a worker's largest step may take."""
         self._files = NumberFiles(Path(run_dir), _PREFIX)
         self._worker_stuck_s = worker_stuck_s
 
     def read(self, now_s: float) -> list[ProcessStatus]:
-        """Those who have given a sign at all."""
+        """Return the status of every process that has written a heartbeat."""
         return [
             ProcessStatus(
                 name.replace("-", " "),
@@ -83,8 +83,10 @@ class HeartbeatReader:
         ]
 
     def trouble(self, statuses: list[ProcessStatus], frontend: str, expected: Sequence[str] = ()) -> str | None:
-        """Why requests of this frontend cannot be served now; None if nothing speaks against it. Other frontends do not matter.
-        Of those that are `expected` there must be a sign at all."""
+        """Return a sentence that says why requests of this frontend cannot be served now, or None. Other frontends do not matter.
+
+        A process in `expected` without any heartbeat is a reason as well.
+        """
         seen = {status.process for status in statuses}
         for process in expected:
             if process not in seen:
@@ -98,7 +100,7 @@ class HeartbeatReader:
         return None
 
     def trouble_of(self, status: ProcessStatus) -> str | None:
-        """Why this process cannot be relied upon now."""
+        """Return a sentence that says why this process cannot be relied upon now, or None."""
         return status.trouble(self._worker_stuck_s if status.process.startswith("worker") else STUCK_S)
 
 

@@ -1,4 +1,4 @@
-"""Switches that are thrown while the server runs: one frontend is told, all processes see it, in memory that all have mapped."""
+"""Switches that change while the server runs: one frontend sets them, all processes read them in shared memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class ControlWords:
 
     @classmethod
     def create(cls, run_dir: Path, args: ServerArgs) -> ControlWords:
-        """Once, by the supervisor, before anybody looks."""
+        """Create the shared memory. Called once, by the supervisor, before any process opens it."""
         return cls._with_defaults(SharedNumbers.create(run_dir / _FILE, _NAMES), args)
 
     @classmethod
     def open(cls, run_dir: str | Path, args: ServerArgs) -> ControlWords:
-        """Where there is no supervisor, nobody else sees what is set."""
+        """Open the shared memory; without a supervisor, return switches that are private to this process."""
         shared = SharedNumbers.open(Path(run_dir) / _FILE)
         return cls._with_defaults(SharedNumbers.private(_NAMES), args) if shared is None else cls(shared)
 
@@ -38,31 +38,31 @@ class ControlWords:
 
     @property
     def trace(self) -> int:
-        """The number of the trace that is being recorded; negative, that of the last one; 0 if there was none."""
+        """The number of the trace being recorded; if there is none, the last one's number, negated; 0 if there was none yet."""
         return int(self._cells[self._trace])
 
     @property
     def trace_switch(self) -> memoryview[float]:
-        """One number, above 0 while a trace is being recorded: for those who look all the time."""
+        """A cell that is above 0 while a trace is being recorded, for readers that check it often."""
         return self._cells[self._trace : self._trace + 1]
 
     @property
     def latest_trace(self) -> int:
-        """The number of the trace that was asked for last, whatever has become of it; 0 if there was none."""
+        """The number of the trace asked for last, in whatever state; 0 if there was none."""
         return int(self._cells[self._latest_trace])
 
     @property
     def is_trace_open(self) -> bool:
-        """A trace is being recorded, or will be after some steps."""
+        """True if a trace is being recorded, or will be after some steps."""
         return self._cells[self._trace] > 0 or self._cells[self._steps_before_trace] > 0
 
     def has_trace_ended(self, number: int) -> bool:
-        """Nothing more will be recorded in the trace with this number."""
+        """Return whether the recording of the trace with this number is over."""
         return self.latest_trace > number or self.trace == -number
 
     def start_trace(self, num_steps: int | None, start_step: int = 0) -> int:
-        """Returns its number. It begins after `start_step` more steps of the model, at once if that is 0, and ends by itself after
-        `num_steps` steps of its own, if that is given."""
+        """Start a trace and return its number. It begins after `start_step` more steps of the model, and ends by itself after
+        `num_steps` recorded steps, if given."""
         assert not self.is_trace_open, f"trace {self.latest_trace} is being recorded"
         number = self.latest_trace + 1
         self._cells[self._traced_steps] = num_steps or 0
@@ -78,7 +78,7 @@ class ControlWords:
         self._cells[self._trace] = -self.latest_trace
 
     def count_step(self) -> None:
-        """Count a step that is done; called by the scheduler. A trace may begin or end with it."""
+        """Count a completed step; called by the scheduler. A trace may begin or end with it."""
         cells = self._cells
         if cells[self._steps_before_trace] > 0:
             cells[self._steps_before_trace] -= 1
@@ -91,7 +91,7 @@ class ControlWords:
 
     @property
     def gc_freezes(self) -> int:
-        """How often all processes were asked to take what they hold out of garbage collection."""
+        """Number of times that all processes were asked to freeze their objects (gc.freeze)."""
         return int(self._cells[self._gc_freezes])
 
     def freeze_gc(self) -> None:
@@ -99,7 +99,7 @@ class ControlWords:
 
     @property
     def request_log_level(self) -> int:
-        """How much of each request is logged, or NO_REQUEST_LOG."""
+        """Level of detail with which requests are logged, or NO_REQUEST_LOG."""
         return int(self._cells[self._request_log_level])
 
     @request_log_level.setter

@@ -1,4 +1,4 @@
-"""When each phase of each process began, on one time line: what the start-up display, the report and the benchmark are made of."""
+"""Times of the start: when each phase of each process began, on one time line, for the display, the report and the benchmark."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class ChildStartup:
         return "ready" if self.ready_s is not None else self.phases[-1][0] if self.phases else "starting"
 
     def durations(self) -> list[tuple[str, float]]:
-        """Each phase with the seconds that it took; the first is the time until the process could speak."""
+        """Return each phase with its seconds; the first phase, `interpreter`, lasts until the process's first message."""
         marks = [("interpreter", self.spawned_s), *self.phases]
         ends = [began for _, began in marks[1:]] + [self.ready_s or marks[-1][1]]
         return [(phase, max(0.0, end - began)) for (phase, began), end in zip(marks, ends, strict=True)]
 
 
 class StartupReport:
-    """All times are CLOCK_MONOTONIC; `started_s` is when the kernel started the supervisor."""
+    """Record of a server's start. All times are CLOCK_MONOTONIC; `started_s` is when the kernel started the supervisor."""
 
     def __init__(self, started_s: float, spawned_s: Mapping[ChildKey, float]) -> None:
         self.started_s = started_s
         self.children = {child: ChildStartup(when) for child, when in spawned_s.items()}
 
     def record(self, child: ChildKey, message: FromChild, now_s: float) -> bool:
-        """Take over what a child said; True if its phase changed."""
+        """Record a child's message; True if its phase changed."""
         entry = self.children[child]
         before = entry.phase
         match message:
@@ -57,11 +57,11 @@ class StartupReport:
         return entry.phase != before
 
     def value(self, child: ChildKey, name: str) -> Scalar:
-        """A fact that this child told when it was ready."""
+        """Return a fact that this child reported when it was ready."""
         return self.children[child].values.get(name)
 
     def as_json(self, ready_s: float) -> dict[str, Any]:
-        """Seconds since the supervisor's start."""
+        """Return the report for JSON; times are seconds since the supervisor's start."""
 
         def since(when_s: float) -> float:
             return round(when_s - self.started_s, 4)
@@ -82,10 +82,10 @@ class StartupReport:
     def write(self, path: Path, ready_s: float) -> None:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(self.as_json(ready_s)), "utf-8")
-        part.rename(path)  # whole or not there
+        part.rename(path)  # so that readers see the whole file or none
 
     def table(self) -> str:
-        """One line per process: when it was started and how long each phase took."""
+        """Format a line per process: when it was started and how long each phase took."""
         lines = ["start-up, seconds:"]
         for child, entry in self.children.items():
             phases = "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in entry.durations())

@@ -1,4 +1,4 @@
-"""One trace from the parts of all processes, in the format that Perfetto and Chrome open (Trace Event Format, JSON)."""
+"""Merging of the processes' parts into one trace, in the format that Perfetto and Chrome open (Trace Event Format, JSON)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def default_folder() -> Path:
 
 
 def new_file(folder: Path, prefix: str = "", name: str = "") -> Path:
-    """Create a file that did not exist; OSError if there cannot be one. Without a name it has the time's."""
+    """Create a new file; OSError if that fails. Without a `name`, it is named after the time."""
     folder.mkdir(parents=True, exist_ok=True)
     name = name or time.strftime("srt-trace-%Y%m%d-%H%M%S", time.gmtime())
     name = f"{prefix}-{name}" if prefix else name
@@ -43,12 +43,12 @@ def new_file(folder: Path, prefix: str = "", name: str = "") -> Path:
 
 
 def missing_parts(run_dir: Path, number: int, processes: Iterable[str]) -> list[str]:
-    """Who has not written its part yet."""
+    """Return the processes that have not written their part yet."""
     return [process for process in processes if not _part(run_dir, number, process).exists()]
 
 
 def merge(run_dir: Path, number: int, processes: Sequence[str], missing: Sequence[str], path: Path) -> dict[str, Any]:
-    """Write the trace, delete the parts, and say how much there is. OSError, and no file, if there is no room for it."""
+    """Write the trace, delete the parts, and return a summary. OSError, and no file, if there is no room for it."""
     names: list[Event] = []
     events: list[Event] = []
     num_dropped = 0
@@ -78,29 +78,29 @@ def merge(run_dir: Path, number: int, processes: Sequence[str], missing: Sequenc
 
 
 def claim(run_dir: Path, number: int, path: Path) -> None:
-    """This process makes that trace, at `path`. Where that cannot be noted, nobody takes it over."""
+    """Record that this process makes that trace, at `path`. If the record cannot be written, no process can take the trace over."""
     with contextlib.suppress(OSError):
         _claim(run_dir, number, os.getpid()).symlink_to(path)
 
 
 def take_over(run_dir: Path, number: int) -> Path | None:
-    """Where the trace is to lie, if the process that claimed it has gone: it is this one's from now on, and no other's."""
+    """Claim a trace whose process has ended. Returns the path to write it to; None if there is none to take over."""
     for claimed in run_dir.glob(f"{_CLAIM_PREFIX}{number}-*"):
         if is_exiting(int(claimed.name.rpartition("-")[2])):
             ours = _claim(run_dir, number, os.getpid())
-            with contextlib.suppress(OSError):  # somebody else was faster
+            with contextlib.suppress(OSError):  # another process was faster
                 claimed.rename(ours)
                 return ours.readlink()
     return None
 
 
 def release(run_dir: Path, number: int) -> None:
-    """The trace is made."""
+    """Delete this process's claim: the trace is written."""
     _claim(run_dir, number, os.getpid()).unlink(missing_ok=True)
 
 
 def write_summary(run_dir: Path, number: int, told: dict[str, Any]) -> None:
-    """Tell whoever asks with `read_summary` what became of this trace."""
+    """Publish the outcome of this trace, for `read_summary`."""
     summary = run_dir / f"{_SUMMARY_PREFIX}{number}"
     fresh = summary.with_name(f".{summary.name}")
     fresh.write_bytes(orjson.dumps(told))
@@ -108,7 +108,7 @@ def write_summary(run_dir: Path, number: int, told: dict[str, Any]) -> None:
 
 
 def read_summary(run_dir: Path, number: int) -> dict[str, Any] | None:
-    """What became of this trace; None before that is known."""
+    """Return the outcome of this trace; None until it is known."""
     try:
         told: dict[str, Any] = orjson.loads((run_dir / f"{_SUMMARY_PREFIX}{number}").read_bytes())
     except OSError:
@@ -133,19 +133,19 @@ def _on_one_clock(part: dict[str, Any]) -> list[Event]:
         began_ns = round(event["ts"] * 1e9)
         event["ts"] = began_ns / 1000
         if event["ph"] == "X":
-            # Both ends rounded, not the length: so a slice never reaches into the one that begins where it ends.
+            # Round both ends, not the length: a slice then never overlaps the one that begins where it ends.
             event["dur"] = (round(event.pop("end") * 1e9) - began_ns) / 1000
             event["cat"] = "work"
     return events
 
 
 def _time(event: Event) -> tuple[float, float]:
-    """The longer of two slices that begin together holds the other."""
+    """Return the sorting key of an event: of two slices that begin together, the longer, outer one comes first."""
     return event["ts"], -event.get("dur", 0.0)
 
 
 def _whole(events: list[Event]) -> list[Event]:
-    """Without the ends, marks and arrowheads of what began before the recording; and what goes on behind it ends with it."""
+    """Drop ends, marks and arrowheads of spans that began before the recording, and end spans still open with it."""
     whole: list[Event] = []
     open_spans: dict[tuple[str, int], list[Event]] = {}
     arrows: set[tuple[str, int]] = set()
@@ -176,7 +176,7 @@ def _part(run_dir: Path, number: int, process: str) -> Path:
 
 
 def _claim(run_dir: Path, number: int, pid: int) -> Path:
-    """A link to where the trace is to lie: renaming it succeeds for one process only."""
+    """Return the path of a claim, a symlink to the trace's path: renaming it succeeds for one process only."""
     return run_dir / f"{_CLAIM_PREFIX}{number}-{pid}"
 
 

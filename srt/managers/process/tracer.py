@@ -1,6 +1,6 @@
-"""Events of one process while a trace is recorded: on the clock that all processes of a host share, in bounded memory.
+"""Recorder of one process's events during a trace, on the clock that all processes of a host share, in bounded memory.
 
-While none is, a caller that asks `is_on` first pays for reading one number.
+Without a trace, a caller that checks `is_on` first pays only for reading one number.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import orjson
 
 from srt.managers.process.runtime_switches import ControlWords
 
-MAX_EVENTS = 200_000  # of one process in one trace: later ones are counted, not kept
+MAX_EVENTS = 200_000  # per process and trace; later events are counted, not kept
 PART_PREFIX = "trace-part-"
-MAIN, DEVICE = 1, 2  # rows of a process
+MAIN, DEVICE = 1, 2  # a process's rows in the trace
 
-# What a number is a number of, where an arrow or a span has one.
+# Kinds of the numbers that identify arrows and spans.
 REQUEST, STATE, STEP, BATCH, HTTP = "request", "state", "step", "batch", "http"
 
 Event = dict[str, Any]
@@ -37,7 +37,7 @@ class _Recording:
 
 
 class Tracer:
-    """`tend` must be called a few times a second by some thread; all else by the threads whose work it tells of."""
+    """Recorder of a process's events. Some thread must call `tend` a few times a second; each thread records its own work."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Tracer:
         now_s: Callable[[], float] = time.monotonic,
         pid: int = 0,
     ) -> None:
-        """Without `control` it is never on."""
+        """Without `control` the tracer is never on."""
         self._process = process
         self._run_dir = Path(run_dir)
         self._control = control
         self._switch = NO_SWITCH if control is None else control.trace_switch
         self._now_s = now_s
         self._pid = pid or os.getpid()
-        self._recordings: dict[int, _Recording] = {}  # by number: a new one may begin before the last is written
+        self._recordings: dict[int, _Recording] = {}  # by trace number: a new one may begin before the last is written
         self._written = 0 if control is None else _last_ended(control)
 
     @property
@@ -62,28 +62,28 @@ class Tracer:
         return self._switch[0] > 0.0
 
     def slice(self, name: str, began_s: float, ended_s: float | None = None, row: int = MAIN, **args: object) -> None:
-        """Something that a row was busy with. Slices of a row lie in one another or apart."""
+        """Record a span of work of a row. Slices of one row must nest or not overlap."""
         ended_s = self._now_s() if ended_s is None else ended_s
         self._add({"ph": "X", "name": name, "ts": began_s, "end": ended_s, "tid": row, "args": args})
 
     def begin(self, kind: str, number: int, name: str, at_s: float | None = None, **args: object) -> None:
-        """Something that goes on beside others of its kind, until `end` with the same kind, number and name."""
+        """Begin a span that may overlap others of its kind; `end` with the same kind, number and name closes it."""
         self._async("b", kind, number, name, at_s, args)
 
     def end(self, kind: str, number: int, name: str, at_s: float | None = None, **args: object) -> None:
         self._async("e", kind, number, name, at_s, args)
 
     def mark(self, kind: str, number: int, name: str, at_s: float | None = None, **args: object) -> None:
-        """A moment of it."""
+        """Mark a moment within a span."""
         self._async("n", kind, number, name, at_s, args)
 
     def arrow(self, phase: str, kind: str, number: int, at_s: float, row: int = MAIN) -> None:
-        """An arrow starts (`s`), passes (`t`) or ends (`f`) at the slice that contains this moment."""
+        """Record that an arrow starts (`s`), passes (`t`) or ends (`f`) at the slice that contains this moment."""
         event = {"ph": phase, "cat": kind, "name": kind, "id": number, "ts": at_s, "tid": row}
         self._add(event | ({"bp": "e"} if phase == "f" else {}))
 
     def tend(self) -> None:
-        """Write down what was recorded when the recording has ended. Where that is not possible, the trace does without it."""
+        """Write this process's part once a recording has ended. If that fails, the trace lacks this part."""
         if self._control is None:
             return
         last = _last_ended(self._control)
@@ -112,7 +112,7 @@ class Tracer:
             recording.num_dropped += 1
 
     def _write(self, number: int, recording: _Recording) -> None:
-        """All of it, or nothing."""
+        """Write the part as a whole, or leave no file."""
         part = {
             "process": self._process,
             "pid": self._pid,
@@ -126,7 +126,7 @@ class Tracer:
             fresh.write_bytes(data)
             fresh.rename(path)
         except OSError:
-            fresh.unlink(missing_ok=True)  # it would leave no room for the word that it is missing
+            fresh.unlink(missing_ok=True)  # free the disk, so that the summary can say that this part is missing
             raise
 
 
@@ -136,7 +136,7 @@ def _last_ended(control: ControlWords) -> int:
 
 
 def request_number(frontend: int, rid: int) -> int:
-    """One number for a request in all processes."""
+    """Return the number that identifies a request in the traces of all processes."""
     return ((frontend + 1) << 40) | rid
 
 
