@@ -27,7 +27,7 @@ HELP = """\
 
 
 class Conversation:
-    """What was said so far, and the next answer."""
+    """A conversation: the messages so far, and a way to ask for the next answer."""
 
     def __init__(self, client: Client, system: str | None, parameters: dict[str, Any]) -> None:
         self._client = client
@@ -39,12 +39,14 @@ class Conversation:
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def reset(self) -> None:
-        """Instructions stay."""
+        """Forget all messages but the instructions."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def ask(self, text: str, show: Callable[[str], None]) -> None:
-        """Pass the answer to `show` as it comes. What was shown is remembered, also if Ctrl-C or the server broke it off; a question
-        that got no answer at all is forgotten."""
+        """Ask a question, and pass the answer to `show` as it comes.
+
+        What was shown is remembered, even if Ctrl-C or the server broke it off; a question without any answer is forgotten.
+        """
         self.messages.append({"role": "user", "content": text})
         answer = ""
         try:
@@ -68,7 +70,7 @@ class Conversation:
 
 
 def talk(conversation: Conversation, *, is_person: bool) -> None:
-    """Read, answer, until the end of input. For a person, what goes wrong is told and the conversation goes on."""
+    """Read questions and answer them until the end of input. For a person, errors are printed and the conversation continues."""
     while True:
         try:
             line = input("> " if is_person else "").strip()
@@ -132,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         with engine(options) as client:
             if is_person:
-                import readline  # noqa: F401  (gives input() line editing and the lines before)
+                import readline  # noqa: F401  (gives input() line editing and history)
 
                 print(f"Talking to {client.model()}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends.")
             talk(Conversation(client, options.system, sampling_of(options)), is_person=is_person)

@@ -36,7 +36,7 @@ from srt.utils.host import available_memory_bytes, usable_cores
 from srt.utils.log_files import last_lines, log_folder
 
 DISTRIBUTION = "srt-serve"
-USEFUL = ("triton", "flashinfer-python", "nvidia-ml-py")  # where they are installed
+USEFUL = ("triton", "flashinfer-python", "nvidia-ml-py")  # optional packages, listed if installed
 LEAST_SHM_BYTES = 64 << 20  # NCCL's and gloo's buffers between ranks
 NUM_LOG_LINES = 40
 TORCH_TIMEOUT_S = 120.0
@@ -55,7 +55,7 @@ Line = tuple[str, str]
 
 
 class CheckFailed(Exception):
-    """Something that keeps a server from working. The text says what to do."""
+    """Raised by a check for a problem that keeps a server from working. The text says what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +123,7 @@ class Report:
 
 
 def _options(words: list[str]) -> tuple[ServerArgs, str | None]:
-    """The options; where they cannot be understood, the defaults and the complaint."""
+    """Parse the options. If they are wrong, return the defaults and the error's text."""
     if not any(word.partition("=")[0] in ("--model-path", "--model") for word in words):
         words = ["--model-path", DEFAULT_MODEL, *words]
     try:
@@ -164,7 +164,7 @@ def _environment() -> Iterator[Line]:
 
 
 def hidden(name: str, value: str) -> str:
-    """The value without what must not be shown: all of a secret, the password in an address."""
+    """Return the value without its secrets: the whole of a secret variable, the password in an address."""
     if SECRET.search(name):
         return "(set)" if value else ""
     return re.sub(r"//[^/@\s]*@", "//(hidden)@", value)
@@ -178,7 +178,7 @@ def _changed_options(args: ServerArgs) -> Iterator[Line]:
 
 def _folders(args: ServerArgs) -> Iterator[Line]:
     environment = dict(os.environ)
-    with contextlib.suppress(StartError):  # a check below says so
+    with contextlib.suppress(StartError):  # the check of the caches reports it
         environment |= cache_environment(os.environ)
     cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     home = Path(environment.get("HF_HOME") or cache / "huggingface")
@@ -215,7 +215,7 @@ def _servers(args: ServerArgs) -> Iterator[Line]:
 
 
 def _required() -> list[str]:
-    """The packages that srt itself needs."""
+    """Return the names of the packages that srt requires."""
     return [re.split(r"[<>=!~\[; ]", one)[0] for one in _requirements()]
 
 
@@ -228,7 +228,7 @@ def _requirements() -> list[str]:
 
 
 def _torch_facts() -> dict[str, Any] | str:
-    """What PyTorch says, asked in a process of its own; or why it says nothing."""
+    """Ask PyTorch, in a separate process, for its version and GPUs; return these facts, or the reason why it failed."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _TORCH], capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, check=False

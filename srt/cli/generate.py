@@ -21,7 +21,7 @@ options, 130 stopped by Ctrl-C"""
 
 
 def generate(client: Client, prompt: str, options: argparse.Namespace) -> None:
-    """Write the continuation; with --json one line with what else is known of it."""
+    """Write the continuation; with --json, one line of JSON with its finish reason and usage."""
     body = {"prompt": prompt, **sampling_of(options), "stream_options": {"include_usage": True}}
     answer: dict[str, Any] = {"text": "", "finish_reason": None}
     with contextlib.closing(_pieces(client, body, answer)) as pieces:
@@ -30,7 +30,7 @@ def generate(client: Client, prompt: str, options: argparse.Namespace) -> None:
             if not options.json:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-    if options.json:  # escapes what standard output could write only as `?`
+    if options.json:  # escape characters that standard output could only write as `?`
         sys.stdout.write(json.dumps(answer, ensure_ascii=sys.stdout.encoding != "utf-8"))
     sys.stdout.write("\n")
 

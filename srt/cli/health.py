@@ -21,7 +21,7 @@ TIMEOUT_S = 4.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """A line for each server: its address, and what it says."""
+    """Print a line for each server: its address and its answer. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words:
         sys.stdout.write(f"usage: srt health\n\n{__doc__}")
@@ -38,22 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _addresses(folder: Path) -> list[str]:
     found = []
     for run_dir in sorted(folder.glob(f"{PREFIX}*")):
-        with contextlib.suppress(OSError):  # a Runtime that listens nowhere, or a server that ends now
+        with contextlib.suppress(OSError):  # a Runtime that does not listen, or a server that is just ending
             if is_in_use(run_dir):
                 found.append((run_dir / ADDRESS_FILE).read_text("ascii"))
     return found
 
 
 def _trouble_of(address: str) -> str | None:
-    """None if the server says that it is well."""
+    """Ask the server for its /health; return None if it is well, else the reason."""
     url = urlsplit(address)
     connection: http.client.HTTPConnection
     if url.scheme == "https":
         trust = ssl.create_default_context()
-        trust.check_hostname, trust.verify_mode = (
-            False,
-            ssl.CERT_NONE,
-        )  # its certificate is for another name than this host's
+        # The certificate is for a public name, not for the local address.
+        trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
         connection = http.client.HTTPSConnection(url.hostname or "", url.port, timeout=TIMEOUT_S, context=trust)
     else:
         connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The console command `srt`: it serves, talks, generates, tells what a bug report needs, and whether a server is well."""
+"""The console command `srt`, which runs one of its commands: serve, chat, generate, doctor or health."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     match command:
         case name if name in COMMANDS:
-            # By name: a command loads what it needs, and no other's modules.
+            # Imported by name, so that a command loads only its own modules.
             status: int = importlib.import_module(COMMANDS[name]).main(rest)
             return status
         case "--version" | "-V":

@@ -1,4 +1,4 @@
-"""What the terminal programs `srt chat` and `srt generate` share: their options, an engine to talk to over HTTP, and how they end."""
+"""Code that `srt chat` and `srt generate` share: options, an HTTP client of a server or started engine, and exit codes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from srt.utils.errors import StartError
 
 API_KEY_VARIABLE = "SRT_API_KEY"
 CONNECT_TIMEOUT_S = 10.0
-FAILED, INTERRUPTED, NOBODY_READS = 1, 130, 141  # exit codes; as a shell counts signals
-_IN_HTTP = re.compile("[!-~]*")  # what hosts and paths are written with
+FAILED, INTERRUPTED, NOBODY_READS = 1, 130, 141  # exit codes; the last two are a shell's for SIGINT and SIGPIPE
+_IN_HTTP = re.compile("[!-~]*")  # characters that hosts and paths may have
 
 
 class AnswerError(Exception):
-    """The server cannot be asked this or reached, refused the request or broke off. The text is for the person at the terminal."""
+    """Raised when a server cannot be reached, refuses a request or breaks off, or a request cannot be sent. The text is for the user."""
 
 
 class Client:
-    """Requests to a server, one connection each. Leaving the loop over a stream, or closing it, aborts its request."""
+    """Client of a server, with one connection per request. Leaving the loop over a stream, or closing it, aborts its request."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         wrong = AnswerError(f"{url} is not the address of a server: it should look like http://localhost:30000.")
@@ -53,12 +53,12 @@ class Client:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def model(self) -> str:
-        """The name of the model that the server serves."""
+        """Return the name of the model that the server serves."""
         with self._response("GET", "/v1/models", None) as response:
             return str(json.loads(response.read())["data"][0]["id"])
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The events of `POST path`, up to the end. AnswerError with the server's own words if it refuses."""
+        """Yield the events of `POST path` up to the end. AnswerError, with the server's own words, if it refuses."""
         with self._response("POST", path, json.dumps(body | {"stream": True})) as response:
             yield from _events(response)
 
@@ -69,7 +69,7 @@ class Client:
         connection = kind(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
         try:
             connection.connect()
-            connection.sock.settimeout(None)  # a long prompt may take its time; Ctrl-C ends the wait
+            connection.sock.settimeout(None)  # a long prompt may take long; Ctrl-C ends the wait
             connection.request(method, self._parts.path.rstrip("/") + path, body, self._headers)
             response = connection.getresponse()
             if response.status != 200:
@@ -102,7 +102,7 @@ def _reason(body: bytes, status: int) -> str:
         return f"The server answered with status {status}."
 
 
-# What is passed on as it was given, by its name in the OpenAI API, and its help.
+# Options passed on unchanged, by their names in the OpenAI API, with type and help.
 _SAMPLING = {
     "temperature": (float, "0 takes the likeliest token each time; higher is more daring"),
     "top_p": (float, "draw from the likeliest tokens that together have this share"),
@@ -126,7 +126,7 @@ def make_parser(usage: str, description: str, epilog: str) -> argparse.ArgumentP
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that both programs have, in groups."""
+    """Add the options that both programs have, in groups."""
     group = parser.add_argument_group("Where the model runs")
     where = group.add_mutually_exclusive_group()
     where.add_argument("--url", help="talk to this running server, such as http://localhost:30000")
@@ -154,15 +154,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given, by their names in the OpenAI API."""
+    """Return the sampling parameters that were given, by their names in the OpenAI API."""
     values = {name: getattr(options, name) for name in (*_SAMPLING, "stop")}
     return {"max_tokens": options.max_new_tokens} | {name: value for name, value in values.items() if value is not None}
 
 
 @contextlib.contextmanager
 def engine(options: argparse.Namespace) -> Iterator[Client]:
-    """A client of the server that was named, or of an engine that runs as long as the block. AnswerError, before one is started, for
-    options that no request can say."""
+    """Yield a client of the server at --url, or of an engine that runs for the duration of the block.
+
+    AnswerError, before an engine is started, for options that no request can carry.
+    """
     _check_options(options)
     if options.url:
         yield Client(options.url, options.api_key or os.environ.get(API_KEY_VARIABLE))
@@ -175,7 +177,7 @@ def engine(options: argparse.Namespace) -> Iterator[Client]:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """JSON has no bytes that are not text, and no numbers without end."""
+    """Raise AnswerError for options that JSON cannot carry: bytes that are not text, and infinite numbers."""
     for name, value in vars(options).items():
         named = "The prompt" if name == "prompt" else f"--{name.replace('_', '-')}"
         for one in value if isinstance(value, list) else [value]:
@@ -186,19 +188,19 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def not_text() -> AnswerError:
-    """What to tell where reading standard input raises UnicodeDecodeError."""
+    """Return the error to raise if reading standard input raises UnicodeDecodeError."""
     return AnswerError(f"Standard input is not valid {sys.stdin.encoding}.")
 
 
 def _tell_waiting(words: str) -> None:
-    """For a person who watches, until the next words."""
+    """Show a text on the terminal until the next one replaces it; without a terminal, nothing."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{words}")
         sys.stderr.flush()
 
 
 def exit_code_of(work: Callable[[], None]) -> int:
-    """Run the program. What went wrong is one sentence on standard error."""
+    """Run the program and return its exit code. An error is printed as one sentence on standard error."""
     _set_error_handlers()
     try:
         work()
@@ -211,13 +213,14 @@ def exit_code_of(work: Callable[[], None]) -> int:
         _tell_waiting("")
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's end complains again
+        # Else the interpreter reports the error again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOBODY_READS
     return 0
 
 
 def _set_error_handlers() -> None:
-    """What standard output cannot write becomes `?`; what is no text in standard input is an error, in every locale."""
+    """Write unencodable characters as `?`, and refuse input that is not text, whatever the locale."""
     for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "strict")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors != errors:
             stream.reconfigure(errors=errors)
