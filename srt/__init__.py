@@ -1,6 +1,6 @@
 """srt: a serving runtime for large language models.
 
-Importing this package is cheap: neither torch nor any of the processes' code is loaded before it is asked for.
+Importing this package is cheap: torch and the code of the processes are loaded only when used.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ install_finder()
 
 
 def __getattr__(name: str) -> Any:
-    """Load `Runtime` and what it raises at their first use, so that `import srt` stays free of the engine."""
-    # By name, not by an import statement: otherwise every module that reads the version would depend on Runtime.
+    """Load `Runtime` and its errors at their first use, so that `import srt` does not load the engine."""
+    # Imported by name: with an import statement every module that reads the version would depend on Runtime.
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,7 @@
-"""`python -m srt.launch_server`: check what can be checked, start the processes, and stay as their supervisor.
+"""`python -m srt.launch_server`: check the options and the model, start the processes, and stay as their supervisor.
 
-Exit code 0 after an orderly end, 2 for options that cannot be right, 1 after any other failure; with one sentence that explains
-it. The order below is the start-up speed:
-the wire format is loaded while the children are already loading theirs.
+Exit code 0 after an orderly end, 2 for wrong options, 1 after any other failure, with one sentence that explains it. The order of
+imports is for a quick start: the wire format is loaded while the children are already loading theirs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from srt.protocol.stream import MessageStream
 
 
-FAILED, WRONG_OPTIONS = 1, 2  # a service manager may try again after the first, and need not after the second
+FAILED, WRONG_OPTIONS = 1, 2  # exit codes: a service manager may try again after the first, but not after the second
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_standard_streams()
     if not sys.platform.startswith("linux"):
         return _refuse(f"srt runs on Linux (and WSL2) only, not on {sys.platform}.")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until there are processes to be ended in order
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until there are processes to end in order
     lifeline_fd = os.environ.pop(LIFELINE_FD, None)
     as_json = False
     try:
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_standard_streams() -> None:
-    """Lead those that are closed nowhere: else a socket gets the number of one, and is lost where a child gets its own."""
+    """Open closed standard streams on /dev/null: else a socket would get such a number, and a child's own stream would replace it."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -81,7 +80,7 @@ def open_standard_streams() -> None:
 
 
 def serve_runtime(lifeline_fd: int, started_s: float) -> int:
-    """The same for a Runtime, which gives the options and gets the reason of a failure over its lifeline."""
+    """Run a server for a Runtime, which sends the options and receives the reason of a failure over its lifeline."""
     from srt.managers.supervisor.lifeline import open_lifeline, say_failed
 
     lifeline, order = open_lifeline(lifeline_fd)
@@ -102,7 +101,8 @@ def serve(
         service_manager = ServiceManager()
         spawn = spawner(plan, modules)
         children = [spawn(key) for key in children_of(plan.num_http_frontends, plan.args.tp_size)]
-        from srt.managers.supervisor.progress_display import ProgressDisplay  # here: see above
+        # Imported here, while the children load their modules.
+        from srt.managers.supervisor.progress_display import ProgressDisplay
         from srt.managers.supervisor.supervisor import Supervisor
         from srt.utils.log_files import log_file_handler
 
@@ -118,7 +118,7 @@ def serve(
 
 
 def spawner(plan: ServerPlan, modules: Mapping[str, str]) -> Callable[[ChildKey], ChildProcess]:
-    """What starts a child, in the place of a dead one too."""
+    """Return the function that starts a child, at first or as a replacement."""
     num_processes = len(children_of(plan.num_http_frontends, plan.args.tp_size)) + 1
     cores = usable_cores()
 

@@ -3,8 +3,8 @@
     with srt.Runtime(model_path="Qwen/Qwen3-8B", tp_size=2) as runtime:
         print(runtime.generate("The capital of France is", {"max_new_tokens": 8})["text"])
 
-The engine is processes of its own, as for a server; this process holds one more frontend, on an event loop in a thread of its own.
-So it works in a script without a `__main__` guard, in any thread, and in a notebook whose loop is running.
+The engine runs in separate processes, as for a server; this process has one more frontend, on an event loop in its own thread. So it
+works in a script without a `__main__` guard, in any thread, and in a notebook whose event loop is running.
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ ELSEWHERE = MappingProxyType(
 
 class Runtime:
     """A running engine. The keywords are the server's options (`tp_size=2` is `--tp-size 2`); `port=` serves HTTP as well.
-    Without `model_path` it is the model that ships with the project.
+    Without `model_path` it runs the model that ships with the project.
 
-    Any thread may call any method. `RequestError` names the parameter that is wrong; `EngineDied` comes from every call that runs
-    when the engine ends. Only errors are printed, unless `log_level` is "info" or "debug", and what
-    `log_requests` and `decode_log_interval` ask for.
+    Any thread may call any method. `RequestError` names the parameter that is wrong; every call that is running when the engine ends
+    raises `EngineDied`. Only errors are printed, unless `log_level` is "info" or "debug", and what `log_requests` and
+    `decode_log_interval` ask for.
     """
 
     def __init__(self, *, launch_timeout: float | None = None, **server_args: Any) -> None:
-        """Start the engine and wait until it takes requests. StartError or ArgumentError say in a sentence why it cannot, or that it
-        does not within `launch_timeout` seconds; then nothing of it is left."""
+        """Start the engine and wait until it takes requests.
+
+        StartError or ArgumentError say in a sentence why it cannot start, or that it did not within `launch_timeout` seconds; then no
+        process of it is left.
+        """
         if launch_timeout is not None and not (type(launch_timeout) in (int, float) and launch_timeout > 0):
             raise ArgumentError(f"launch_timeout must be a positive number of seconds, not {launch_timeout!r}.")
         http = "port" in server_args
@@ -56,10 +59,10 @@ class Runtime:
                 raise ArgumentError(f"{name} needs port: without it a Runtime serves no HTTP.")
         self.server_args: ServerArgs = from_keywords({"model_path": DEFAULT_MODEL, "log_level": "error", **server_args})
         process = EngineProcess(self.server_args, http=http)
-        from srt.entrypoints.local_engine import LocalEngine  # here: the engine loads its modules meanwhile
+        from srt.entrypoints.local_engine import LocalEngine  # here, while the engine loads its modules
 
         self._engine = LocalEngine(process, self.server_args)
-        # Also at the interpreter's end, and when the last reference is dropped. It must not refer to self.
+        # Runs at the interpreter's end, too, and when the last reference is dropped, so it must not refer to self.
         self._finalizer = weakref.finalize(self, self._engine.shutdown)
         try:
             self._engine.start(launch_timeout)
@@ -69,7 +72,7 @@ class Runtime:
 
     @property
     def url(self) -> str | None:
-        """Where HTTP is served; None if no port was asked for."""
+        """The address at which HTTP is served; None if no port was asked for."""
         return self._engine.started.url
 
     @property
@@ -78,7 +81,7 @@ class Runtime:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor, the parent of all processes of the engine."""
+        """The process id of the supervisor, the parent of all processes of the engine."""
         return self._engine.process.pid
 
     def generate(
@@ -94,7 +97,7 @@ class Runtime:
         rid: str | list[str] | None = None,
         **more: Any,
     ) -> Any:
-        """What POST /generate answers: a dict, for a list of prompts (or n > 1) a list of them, with `stream` an iterator of dicts.
+        """Generate as POST /generate does: returns a dict, or a list of them for a list of prompts or n > 1; with `stream`, an iterator.
 
         `more` are the other fields of /generate (`return_text_in_logprobs`, `cache_salt`, …).
         """
@@ -116,7 +119,7 @@ class Runtime:
     async def async_generate(
         self, prompt: str | list[str] | None = None, sampling_params: Any = None, *, stream: bool = False, **fields: Any
     ) -> Any:
-        """`generate` for coroutines, with the same parameters: `await` it for the answer, or with `stream` for an asynchronous
+        """Generate from a coroutine, with the parameters of `generate`: `await` it for the answer, or with `stream` for an asynchronous
         iterator. Cancelling aborts the request."""
         body = {"text": prompt, "sampling_params": sampling_params, **fields}
         if not stream:
@@ -128,47 +131,47 @@ class Runtime:
         self.generate(prefix, {"max_new_tokens": 0})
 
     def flush_cache(self) -> bool:
-        """Forget the prefix cache; False if requests are running, which keep it."""
+        """Drop the prefix cache; False, without effect, if requests are running."""
         return self._engine.run(self._engine.flush_cache())
 
     def abort(self, rid: str = "", abort_all: bool = False) -> int:
-        """End the live requests named `rid`, or all. Returns how many there were."""
+        """End the live requests named `rid`, or all. Returns their number."""
         if not rid and not abort_all:
             raise ArgumentError("rid is required, unless abort_all is true.")
         return self._engine.run(self._engine.abort("" if abort_all else rid))
 
     def get_server_info(self) -> dict[str, Any]:
-        """The same as GET /server_info: options, limits, counters."""
+        """Return what GET /server_info answers: options, limits, counters."""
         return self._engine.run(self._engine.server_info())
 
     def get_model_info(self) -> dict[str, Any]:
-        """The same as GET /model_info."""
+        """Return what GET /model_info answers."""
         return self._engine.run(self._engine.model_info())
 
     def start_profile(self, output_dir: str | None = None, num_steps: int | None = None) -> str:
-        """Record what the engine's processes do, until `stop_profile` or for so many steps. Returns the file that it will be."""
+        """Record what the engine's processes do, until `stop_profile` or for `num_steps` steps. Returns the path of the future file."""
         return self._engine.run(self._engine.start_profile(output_dir, num_steps))
 
     def stop_profile(self) -> dict[str, Any]:
-        """End the recording and wait until its file is written: `path`, `num_events` and what is missing."""
+        """End the recording and wait until its file is written. Returns its `path`, `num_events` and what is missing."""
         return self._engine.run(self._engine.stop_profile())
 
     def freeze_gc(self) -> None:
-        """Have the engine's processes leave what they hold out of later garbage collections."""
+        """Exclude the objects that the engine's processes hold now from later garbage collections (gc.freeze)."""
         self._engine.run(self._engine.freeze_gc())
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer as transformers has it. The first call loads transformers, which takes seconds."""
+        """Return the model's tokenizer from transformers. The first call loads transformers, which takes seconds."""
         folder = self.server_args.tokenizer_path or self._engine.started.model_folder
-        # By name: nothing else in this process may come to depend on it.
+        # Imported by name, so that no other code of this process depends on transformers.
         return importlib.import_module("transformers").AutoTokenizer.from_pretrained(folder)
 
     def shutdown(self) -> None:
-        """End the engine and wait until it is gone. Pending calls raise EngineDied. Twice does no harm."""
+        """End the engine and wait until it is gone. Pending calls raise EngineDied. A second call does nothing."""
         self._finalizer()
 
     def __getattr__(self, name: str) -> NoReturn:
-        """What engines with the same interface have, and this one has not, is refused with the reason."""
+        """Refuse, with the reason, names that other engines with this interface have and this one lacks."""
         from srt.entrypoints.native import UNSUPPORTED
 
         plain = name.removeprefix("async_").removesuffix("_async")
@@ -188,14 +191,14 @@ class Runtime:
         self.shutdown()
 
 
-Engine = Runtime  # under this name other engines have the same
+Engine = Runtime  # the name in other engines
 
 
 class GenerateStream:
     """The chunks of a streamed answer, for `for` or for `async for`. Closing or dropping it aborts what still runs."""
 
     def __init__(self, runtime: Runtime, engine: LocalEngine, chunks: Chunks) -> None:
-        self._runtime = runtime  # which would end if it were dropped
+        self._runtime = runtime  # keeps the engine alive
         self._engine = engine
         self._chunks = chunks
         self._finalizer = weakref.finalize(self, engine.close_stream, chunks)

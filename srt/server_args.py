@@ -1,4 +1,4 @@
-"""Every option of the server, once: a dataclass with help texts. The command line, Runtime's keywords and the docs derive from it."""
+"""Options of the server: a dataclass with help texts, from which the command line, Runtime's keywords and the docs are derived."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import srt
 
 
 class ArgumentError(ValueError):
-    """An option that the user must change. The text is one sentence that names it."""
+    """Raised for an option that the user must change. The text is one sentence that names it."""
 
 
 def option(
@@ -33,12 +33,12 @@ MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "De
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 MOST = (1 << 31) - 1  # of counts, sizes and seconds
 MOST_SEED = (1 << 63) - 1
-CPU_CHUNK = 2048  # prompt tokens of a step, unless told; GPUs take more (preflight)
+CPU_CHUNK = 2048  # default for the most prompt tokens of a step; GPUs take more (preflight)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerArgs:
-    """The options as the user gave them. `check()` refuses what cannot work together; nothing is guessed here."""
+    """The options as the user gave them. `check()` refuses values that cannot work together; nothing is guessed here."""
 
     model_path: str = option(
         "", "checkpoint: an existing folder, a shipped name, or a hub id", group=MODEL, aliases=("--model",)
@@ -289,7 +289,7 @@ class ServerArgs:
         self.model_overrides()
 
     def model_overrides(self) -> dict[str, Any]:
-        """What --json-model-override-args says."""
+        """Return the object given by --json-model-override-args."""
         try:
             overrides = json.loads(self.json_model_override_args)
         except ValueError as error:
@@ -302,7 +302,7 @@ class ServerArgs:
         return self.served_model_name or (self.model_path,)
 
     def command(self) -> str:
-        """A command line that gives these options; of secrets only that they are set."""
+        """Return a command line with these options; secrets appear as `(set)`."""
         words = ["python", "-m", "srt.launch_server"]
         for f in dataclasses.fields(self):
             value = self.public_values()[f.name]
@@ -312,18 +312,18 @@ class ServerArgs:
         return shlex.join(words)
 
     def public_values(self) -> dict[str, Any]:
-        """By name, without the secrets: of these, only that they are set."""
+        """Return the options by name; secrets appear as `(set)`."""
         values = dataclasses.asdict(self)
         return values | {name: "(set)" for name in SECRETS if values[name] is not None}
 
     @property
     def prefill_chunk(self) -> int:
-        """Most prompt tokens in one step, or -1."""
+        """Largest number of prompt tokens in one step; -1 for no limit."""
         return CPU_CHUNK if self.chunked_prefill_size is None else self.chunked_prefill_size
 
     @property
     def window(self) -> int:
-        """Plans in flight."""
+        """Largest number of plans in flight."""
         return 1 if self.disable_overlap_schedule else 2
 
     @property
@@ -335,7 +335,7 @@ class ServerArgs:
             raise ArgumentError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}.")
 
 
-# Options of SGLang that mean something here but are not supported yet: refused by name rather than as a typing error.
+# Options of SGLang that are not supported yet: refused as such, rather than as unknown options.
 UNSUPPORTED = frozenset(
     "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port quantization tokenizer_mode"
     " skip_tokenizer_init trust_remote_code is_embedding reasoning_parser tool_call_parser allow_auto_truncate"
@@ -357,7 +357,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_args(argv: Sequence[str]) -> ServerArgs:
-    """The options of a command line; ArgumentError with one sentence for anything that is not one."""
+    """Parse a command line; ArgumentError, with one sentence, for a wrong option."""
     parser = make_parser()
     namespace, rest = parser.parse_known_args(argv)
     for word in rest:
@@ -372,7 +372,7 @@ def parse_args(argv: Sequence[str]) -> ServerArgs:
 
 
 def from_keywords(keywords: dict[str, Any]) -> ServerArgs:
-    """The options of `Runtime(**keywords)`: the same names and the same checks, types included."""
+    """Build the options from `Runtime(**keywords)`: the names and checks of the command line, and checks of types."""
     hints = typing.get_type_hints(ServerArgs)
     values = dict(keywords)
     for name, value in keywords.items():
