@@ -45,15 +45,20 @@ class ServerArgs:
     )
     tokenizer_path: str | None = option(None, "folder of the tokenizer, if it is not the model's", group=MODEL)
     load_format: str = option(
-        "auto", "how weights are read; dummy draws random ones", group=MODEL, choices=("auto", "safetensors", "dummy")
+        "auto",
+        "how the weights are loaded; dummy: random weights",
+        group=MODEL,
+        choices=("auto", "safetensors", "dummy"),
     )
     dtype: str = option(
-        "auto", "of weights and activations", group=MODEL, choices=("auto", "float32", "bfloat16", "float16")
+        "auto", "data type of weights and activations", group=MODEL, choices=("auto", "float32", "bfloat16", "float16")
     )
-    context_length: int | None = option(None, "longest prompt + output, if not the model's own", group=MODEL)
+    context_length: int | None = option(
+        None, "most tokens of prompt and output together (default: the model's own limit)", group=MODEL
+    )
     revision: str | None = option(None, "branch, tag or commit of a hub id", group=MODEL)
     download_dir: str | None = option(None, "cache folder for hub downloads", group=MODEL)
-    json_model_override_args: str = option("{}", "JSON object laid over config.json", group=MODEL)
+    json_model_override_args: str = option("{}", "JSON object whose members replace those of config.json", group=MODEL)
     served_model_name: tuple[str, ...] = option(
         (), "names that the OpenAI API answers to (default: the model path)", group=MODEL
     )
@@ -64,41 +69,43 @@ class ServerArgs:
 
     host: str = option("127.0.0.1", "address to listen on", group=HTTP)
     port: int = option(30000, "port to listen on", group=HTTP)
-    api_key: str | None = option(None, "clients must send it as a bearer token", group=HTTP)
+    api_key: str | None = option(None, "key that clients must send as a bearer token", group=HTTP)
     admin_api_key: str | None = option(
-        None, "who looks after the server (cache, pauses, aborts, logs, traces) must send it instead", group=HTTP
+        None, "key for the routes that manage the server (cache, pauses, aborts, logs, traces)", group=HTTP
     )
     enable_metrics: bool = option(
-        False, "serve /metrics to those without the API key too; with it they are served always", group=HTTP
+        False, "serve /metrics without the API key, too; with the key it is always served", group=HTTP
     )
     cors_allow_origins: tuple[str, ...] = option(
-        (), "web pages of these origins may use the API; * for all (default: none)", group=HTTP
+        (), "origins of web pages that may use the API; * for all (default: none)", group=HTTP
     )
     ssl_certfile: str | None = option(None, "PEM file of the certificate chain: serve HTTPS", group=HTTP)
     ssl_keyfile: str | None = option(None, "PEM file of the private key, if it is not in --ssl-certfile", group=HTTP)
-    ssl_keyfile_password: str | None = option(None, "of the private key", group=HTTP)
+    ssl_keyfile_password: str | None = option(None, "password of the private key", group=HTTP)
     tokenizer_worker_num: int = option(1, "frontend processes that share the port", group=HTTP)
     stream_interval: int = option(1, "tokens between two chunks of a stream", group=HTTP)
     incremental_streaming_output: bool = option(
-        False, "/generate streams the new text, not the text so far", group=HTTP
+        False, "/generate streams only the new text of each chunk, not the whole text so far", group=HTTP
     )
-    enable_cache_report: bool = option(False, "changes nothing: OpenAI answers always report cached_tokens", group=HTTP)
+    enable_cache_report: bool = option(False, "no effect: OpenAI answers always report cached_tokens", group=HTTP)
 
     mem_fraction_static: float | None = option(
         None,
-        "share of a GPU's memory for weights and KV (default: all that graphs and the largest step leave, but 2 %)",
+        "share of a GPU's memory for weights and KV (default: what graphs and the largest step leave, less 2 %)",
         group=MEMORY,
     )
     max_total_tokens: int | None = option(
-        None, "tokens that the KV memory holds (default: as many as fit)", group=MEMORY
+        None, "number of tokens that the KV memory holds (default: as many as fit)", group=MEMORY
     )
-    max_running_requests: int = option(256, "requests that run at the same time", group=MEMORY)
-    max_queued_requests: int = option(4096, "requests that may wait; more are answered 429", group=MEMORY)
+    max_running_requests: int = option(256, "most requests that run at the same time", group=MEMORY)
+    max_queued_requests: int = option(
+        4096, "most requests that wait; further ones are refused with status 429", group=MEMORY
+    )
     request_waiting_timeout: float | None = option(
-        None, "seconds that a request may wait before it runs; then it ends with status 503", group=MEMORY
+        None, "most seconds that a request waits before it runs; then it ends with status 503", group=MEMORY
     )
     request_running_timeout: float | None = option(
-        None, "seconds that a request may run, pauses included; then it ends with status 504", group=MEMORY
+        None, "most seconds that a request runs, pauses included; then it ends with status 504", group=MEMORY
     )
     chunked_prefill_size: int | None = option(
         None, "most prompt tokens in one step; -1: no limit (default: by the device's memory)", group=MEMORY
@@ -111,30 +118,30 @@ class ServerArgs:
     page_size: int = option(16, "tokens in one page of KV memory", group=MEMORY)
     schedule_policy: str = option(
         "fcfs",
-        "order of waiting requests: as they came, longest cached prefix first, or by priority",
+        "order of waiting requests; fcfs: first come, first served; lpm: longest cached prefix first",
         group=MEMORY,
         choices=("fcfs", "lpm", "priority"),
     )
     enable_priority_scheduling: bool = option(False, "the same as --schedule-policy priority", group=MEMORY)
     priority_scheduling_preemption_threshold: int = option(
-        10, "a request takes the place of one whose priority is lower by so much", group=MEMORY
+        10, "a waiting request preempts a running one whose priority is lower by at least this", group=MEMORY
     )
-    priority_aging_time: float = option(
-        60.0, "seconds of waiting that count as much as one step of priority", group=MEMORY
-    )
+    priority_aging_time: float = option(60.0, "seconds of waiting that raise a request's priority by 1", group=MEMORY)
     schedule_conservativeness: float = option(
         1.0,
-        "above 1, answers are expected to be longer than those before: fewer run, fewer are preempted",
+        "above 1, answers are expected to be longer than earlier ones, so fewer requests run and fewer are preempted",
         group=MEMORY,
     )
     disable_radix_cache: bool = option(False, "do not reuse the KV of shared prefixes", group=MEMORY)
     radix_eviction_policy: str = option(
         "lru",
-        "which cached prefixes go first: unused for longest, or used least often",
+        "cached prefixes to evict first: lru: least recently used; lfu: least frequently used",
         group=MEMORY,
         choices=("lru", "lfu"),
     )
-    disable_overlap_schedule: bool = option(False, "plan a step only when the one before is back", group=MEMORY)
+    disable_overlap_schedule: bool = option(
+        False, "plan a step only when the result of the one before has come", group=MEMORY
+    )
 
     tp_size: int = option(
         1, "GPUs (or CPU processes) that share each layer", group=DEVICE, aliases=("--tp", "--tensor-parallel-size")
@@ -145,54 +152,58 @@ class ServerArgs:
     base_gpu_id: int = option(0, "first GPU to use", group=DEVICE)
     attention_backend: str | None = option(
         None,
-        "attention kernels; fa3 is for prompts, on Hopper (default: the quickest that can serve the model)",
+        "attention kernels; fa3 serves prompts only, on Hopper (default: the quickest that can serve the model)",
         group=DEVICE,
         choices=("torch_native", "triton", "flashinfer", "fa3"),
     )
     prefill_attention_backend: str | None = option(
         None,
-        "those of prompts, if not --attention-backend",
+        "attention kernels for prompts (default: --attention-backend)",
         group=DEVICE,
         choices=("torch_native", "triton", "flashinfer", "fa3"),
     )
     decode_attention_backend: str | None = option(
         None,
-        "those of single tokens, if not --attention-backend",
+        "attention kernels for decode steps (default: --attention-backend)",
         group=DEVICE,
         choices=("torch_native", "triton", "flashinfer"),
     )
     kv_cache_dtype: str = option(
         "auto",
-        "of the KV memory: the model's own, or half of that",
+        "data type of the KV memory; auto: the model's own; fp8_e4m3: half its size",
         group=DEVICE,
         choices=("auto", "fp8_e4m3"),
     )
-    disable_cuda_graph: bool = option(False, "launch every decode step anew: much slower", group=DEVICE)
+    disable_cuda_graph: bool = option(
+        False, "launch each kernel of every decode step, without CUDA graphs: much slower", group=DEVICE
+    )
     cuda_graph_max_bs: int | None = option(
-        None, "most rows of decode steps that are captured as CUDA graphs (default: 256)", group=DEVICE
+        None, "most rows of a decode step that is captured as a CUDA graph (default: 256)", group=DEVICE
     )
     cuda_graph_bs: tuple[int, ...] = option(
-        (), "numbers of rows of these graphs, of more than 256 too (default: 1 2 4 8 16 … up to the most)", group=DEVICE
+        (),
+        "numbers of rows to capture as CUDA graphs, even above 256 (default: 1 2 4 8 16 … up to the most)",
+        group=DEVICE,
     )
     disable_cuda_graph_padding: bool = option(
-        False, "use graphs only for steps of exactly as many rows, never padded", group=DEVICE
+        False, "use a CUDA graph only for a step with exactly its number of rows, never padded", group=DEVICE
     )
     piecewise_cuda_graph_max_tokens: int | None = option(
         None,
-        "most tokens of steps with prompts that are captured as CUDA graphs, of few tokens whole, of others but for attention;"
-        " 0: none (default: as many as are computed sooner than launched)",
+        "most tokens of a step with prompts that is captured as CUDA graphs: whole for few tokens, else all but attention;"
+        " 0: none (default: as many as are computed in less time than their launch takes)",
         group=DEVICE,
     )
     enable_torch_compile: bool = option(
         False,
-        "decode steps of few rows run code that PyTorch compiles at the start: a minute the first time",
+        "run decode steps of few rows as code that PyTorch compiles at the start; the first time this takes a minute",
         group=DEVICE,
     )
-    torch_compile_max_bs: int = option(32, "most rows of these steps", group=DEVICE)
-    random_seed: int | None = option(None, "seed of the seeds that are drawn for requests without one", group=DEVICE)
+    torch_compile_max_bs: int = option(32, "most rows of a compiled decode step (--enable-torch-compile)", group=DEVICE)
+    random_seed: int | None = option(None, "seed from which requests without a seed get theirs", group=DEVICE)
     disable_custom_all_reduce: bool = option(
         False,
-        "exchange the few numbers of decode steps through NCCL, not by writing the other GPUs' memory",
+        "exchange the small results of decode steps through NCCL, not by writing to the other GPUs' memory",
         group=DEVICE,
     )
     dist_timeout: int = option(300, "seconds that collective operations wait for a peer", group=DEVICE)
@@ -201,18 +212,24 @@ class ServerArgs:
     )
     max_replacements: int = option(
         10,
-        "so many times within 5 minutes processes that died are replaced; the next death ends the server",
+        "most times within 5 minutes that a dead process is replaced; the next death ends the server",
         group=DEVICE,
     )
 
-    log_level: str = option("info", "what is logged", group=LOG, choices=("debug", "info", "warning", "error"))
-    log_format: str = option("text", "of log lines; json is one object a line", group=LOG, choices=("text", "json"))
+    log_level: str = option(
+        "info", "least level that is logged", group=LOG, choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = option(
+        "text", "format of log lines; json: one object per line", group=LOG, choices=("text", "json")
+    )
     log_requests: bool = option(False, "log each request when it comes and when it ends", group=LOG)
     log_requests_level: int = option(
-        2, "0: names and counts; 1: and parameters; 2: and the texts' first 2048 characters; 3: whole texts", group=LOG
+        2,
+        "0: names and counts; 1: also parameters; 2: also the first 2048 characters of texts; 3: whole texts",
+        group=LOG,
     )
     decode_log_interval: int | None = option(
-        None, "steps between two lines that say how the engine does (default: 10 s)", group=LOG
+        None, "steps between two log lines about the engine's state (default: a line every 10 s)", group=LOG
     )
 
     def check(self) -> None:
@@ -250,17 +267,15 @@ class ServerArgs:
             raise ArgumentError(f"--log-requests-level must lie between 0 and 3, not {self.log_requests_level}.")
         for name in ("ssl_keyfile", "ssl_keyfile_password"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
-                raise ArgumentError(f"--{name.replace('_', '-')} means something only with --ssl-certfile.")
+                raise ArgumentError(f"--{name.replace('_', '-')} needs --ssl-certfile.")
         if self.piecewise_cuda_graph_max_tokens is not None:
             self._at_least("piecewise_cuda_graph_max_tokens", 0)
         if self.cuda_graph_max_bs is not None:
             self._at_least("cuda_graph_max_bs", 1)
         if self.enable_torch_compile and self.tp_size > 1:
-            raise ArgumentError(
-                f"--enable-torch-compile serves one GPU: it does not go together with --tp {self.tp_size}."
-            )
+            raise ArgumentError(f"--enable-torch-compile works on one GPU only, not with --tp {self.tp_size}.")
         if any(not 1 <= size <= MOST for size in self.cuda_graph_bs):
-            raise ArgumentError(f"--cuda-graph-bs takes numbers of rows from 1 on, not {min(self.cuda_graph_bs)}.")
+            raise ArgumentError(f"--cuda-graph-bs takes numbers of at least 1, not {min(self.cuda_graph_bs)}.")
         for name in ("max_running_requests", "cuda_graph_max_bs"):
             most, largest = getattr(self, name), max(self.cuda_graph_bs, default=0)
             if most is not None and largest > most:
@@ -277,7 +292,7 @@ class ServerArgs:
         if not self.priority_aging_time > 0:
             raise ArgumentError(f"--priority-aging-time must be positive, not {self.priority_aging_time}.")
         if self.enable_priority_scheduling and self.schedule_policy == "lpm":
-            raise ArgumentError("--enable-priority-scheduling does not go together with --schedule-policy lpm.")
+            raise ArgumentError("--enable-priority-scheduling cannot be combined with --schedule-policy lpm.")
         if not self.max_decode_stall >= 0:
             raise ArgumentError(f"--max-decode-stall must be at least 0, not {self.max_decode_stall}.")
         for name in ("request_waiting_timeout", "request_running_timeout"):

@@ -129,7 +129,7 @@ def test_options_that_are_lists_of_numbers_are_read_and_checked() -> None:
     assert from_keywords({"model_path": "m", "cuda_graph_bs": [2, 4]}).cuda_graph_bs == (2, 4)
     with pytest.raises(ArgumentError, match="cuda_graph_bs must be a number or a list of numbers"):
         from_keywords({"model_path": "m", "cuda_graph_bs": ["4"]})
-    with pytest.raises(ArgumentError, match="--cuda-graph-bs takes numbers of rows from 1 on, not 0"):
+    with pytest.raises(ArgumentError, match="--cuda-graph-bs takes numbers of at least 1, not 0"):
         parse_args(["--model-path", "m", "--cuda-graph-bs", "0", "8"])
     more = ["--model-path", "m", "--max-running-requests", "600", "--cuda-graph-bs", "8", "512"]
     assert parse_args(more).cuda_graph_bs == (8, 512)

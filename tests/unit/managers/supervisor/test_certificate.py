@@ -39,5 +39,5 @@ def test_others_are_refused_in_a_sentence_and_nobody_is_asked_for_a_password(tmp
 
 
 def test_a_key_without_a_certificate_is_refused_by_name() -> None:
-    with pytest.raises(ArgumentError, match="--ssl-keyfile means something only with --ssl-certfile"):
+    with pytest.raises(ArgumentError, match="--ssl-keyfile needs --ssl-certfile"):
         parse_args(["--model-path", "m", "--ssl-keyfile", "x"])
