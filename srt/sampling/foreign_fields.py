@@ -73,7 +73,7 @@ BESIDE: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 
 # Refusals that can say more than "is not supported yet".
-_THINKING = "is not supported yet: say it in chat_template_kwargs, as far as the model's template knows it"
+_THINKING = "is not supported yet: set it in chat_template_kwargs, if the model's template has it"
 INSTEAD: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("sampling_params", "max_tokens"): "is called max_new_tokens here",
@@ -82,7 +82,7 @@ INSTEAD: Mapping[tuple[str, str], str] = MappingProxyType(
         (
             "sampling_params",
             "logprobs",
-        ): "is not a sampling parameter here: return_logprob stands beside sampling_params",
+        ): "is not a sampling parameter here: set return_logprob, next to sampling_params",
         ("chat", "reasoning_effort"): _THINKING,
         ("chat", "thinking"): _THINKING,
     }
@@ -120,7 +120,10 @@ def schema_of(off_values: Values) -> Schema:
     objects = [
         {
             "type": "object",
-            "properties": {name: {"const": member, "description": "As it is anyway."} for name, member in one.items()},
+            "properties": {
+                name: {"const": member, "description": "The value that always applies here."}
+                for name, member in one.items()
+            },
             "required": list(one),
             "additionalProperties": {"type": "null"},
         }

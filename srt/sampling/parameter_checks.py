@@ -107,9 +107,9 @@ class Strings:
         if any(not item for item in items):
             raise ParameterError(name, "must not contain an empty string")
         if any(len(item) > self.most_chars for item in items):
-            raise ParameterError(name, f"may have at most {self.most_chars} characters an entry")
+            raise ParameterError(name, f"may have at most {self.most_chars} characters per entry")
         if not all(is_unicode(item) for item in items):
-            raise ParameterError(name, "has half of a surrogate pair, which is no character")
+            raise ParameterError(name, "has half of a surrogate pair, which is not a character")
         return tuple(items)
 
     def schema(self) -> dict[str, Any]:

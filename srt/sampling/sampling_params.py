@@ -162,53 +162,57 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
     {
         "max_new_tokens": Parameter(
             Integer(0, 1 << 30),
-            "Most tokens to generate. With 0 only the prompt is computed, for its logprobs or the cache.",
+            "Most tokens to generate. With 0 only the prompt is computed, for its logprobs or the prefix cache.",
         ),
         "temperature": Parameter(
-            DRAW_CHECKS["temperature"], "Divides the logits before the draw; 0 always takes the likeliest token."
+            DRAW_CHECKS["temperature"], "Divides the logits before sampling; 0 always takes the most likely token."
         ),
-        "top_k": Parameter(DRAW_CHECKS["top_k"], "Draw among this many likeliest tokens; -1 or 0: all."),
+        "top_k": Parameter(DRAW_CHECKS["top_k"], "Sample among this many most likely tokens; -1 or 0: all."),
         "top_p": Parameter(
-            DRAW_CHECKS["top_p"], "Draw among the likeliest tokens that have this much probability together."
+            DRAW_CHECKS["top_p"], "Sample among the most likely tokens that together have this probability."
         ),
         "min_p": Parameter(
-            DRAW_CHECKS["min_p"], "Draw among tokens with at least this share of the likeliest one's probability."
+            DRAW_CHECKS["min_p"], "Sample among tokens with at least this share of the most likely token's probability."
         ),
         "frequency_penalty": Parameter(
-            Number(-2, 2), "Subtracted from a token's logit for each time that the output has it already."
+            Number(-2, 2), "Subtracted from a token's logit for each time that it is in the output already."
         ),
         "presence_penalty": Parameter(
-            Number(-2, 2), "Subtracted once from the logits of tokens that the output has already."
+            Number(-2, 2), "Subtracted once from the logit of each token that is in the output already."
         ),
         "repetition_penalty": Parameter(
-            DRAW_CHECKS["repetition_penalty"], "Above 1, tokens of the prompt and the output become less likely."
+            DRAW_CHECKS["repetition_penalty"],
+            "Above 1, tokens that are in the prompt or the output become less likely.",
         ),
-        "min_new_tokens": Parameter(Integer(0, 1 << 30), "No stop counts before so many tokens."),
+        "min_new_tokens": Parameter(
+            Integer(0, 1 << 30), "Fewest tokens to generate: until then no stop ends the output."
+        ),
         "stop": Parameter(Strings(MAX_STOPS, MAX_STOP_CHARS), "The output ends before the first of these strings."),
         "stop_token_ids": Parameter(TokenIds(MAX_STOP_TOKEN_IDS), "The output ends with any of these tokens."),
         "stop_regex": Parameter(
             Expressions(MAX_STOPS), "The output ends before the first match of any of these regular expressions (RE2)."
         ),
-        "ignore_eos": Parameter(Boolean(), "The model's end-of-text token does not end the output."),
-        "skip_special_tokens": Parameter(Boolean(), "Special tokens are not written into the text."),
+        "ignore_eos": Parameter(Boolean(), "If true, the model's end-of-text token does not end the output."),
+        "skip_special_tokens": Parameter(Boolean(), "If true, special tokens are left out of the text."),
         "spaces_between_special_tokens": Parameter(
-            Boolean(), "Special tokens that are written have spaces between them."
+            Boolean(), "If true, special tokens in the text are separated by spaces."
         ),
-        "no_stop_trim": Parameter(Boolean(), "The stop that ended the output stays in the text."),
+        "no_stop_trim": Parameter(Boolean(), "If true, the stop that ended the output stays in the text."),
         "logit_bias": Parameter(
-            Biases(MAX_BIAS_ENTRIES), "Added to the logits of these tokens: an object of token id: bias."
+            Biases(MAX_BIAS_ENTRIES), "Biases to add to the logits of tokens: an object of token id: bias."
         ),
         "include_stop_str_in_output": Parameter(
-            Boolean(), "Another name of no_stop_trim; a stop token stays too, unless skip_special_tokens leaves it out."
+            Boolean(),
+            "Another name of no_stop_trim. A stop token stays, too, unless skip_special_tokens leaves it out.",
         ),
         "bad_words": Parameter(
             Strings(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
-            "Words that are not generated, at the beginning of a text and behind a space. Only words of one token.",
+            "Words that are not generated at the beginning of a text or after a space. Each must be a single token.",
         ),
-        "n": Parameter(Integer(1, MAX_CHOICES), "How many outputs to draw for the prompt."),
+        "n": Parameter(Integer(1, MAX_CHOICES), "Number of outputs to generate for the prompt."),
         "sampling_seed": Parameter(
             Seed(),
-            "The same request with the same seed draws the same output, up to the rounding of its logits; drawn if absent.",
+            "The same request with the same seed gives the same output, up to rounding of its logits; random if absent.",
         ),
     }
 )
