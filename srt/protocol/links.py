@@ -82,7 +82,7 @@ class RouterLink:
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
-            raise StartError(f"The socket {endpoint} cannot be made: {error}.") from error
+            raise StartError(f"The socket {endpoint} cannot be created: {error}.") from error
         self._generation = generation
         self._read = read
         self._sent: defaultdict[bytes, int] = defaultdict(int)
@@ -108,7 +108,7 @@ class RouterLink:
             return None
         try:
             if len(parts) != 1:
-                raise DecodeError(f"{len(parts)} parts instead of one")
+                raise DecodeError(f"it has {len(parts)} parts, but must have one")
             envelope = self._read(parts[0])
         except DecodeError as error:
             self._expected[peer] += 1  # it had a sequence number, though unreadable
@@ -117,7 +117,10 @@ class RouterLink:
 
     def _in_order(self, peer: bytes, envelope: Envelope | EnvelopeView) -> Received | Broken:
         if envelope.generation != self._generation:
-            return Broken(peer, f"generation {envelope.generation}, but this is {self._generation}")
+            return Broken(
+                peer,
+                f"the message is of generation {envelope.generation}, but this link is of generation {self._generation}",
+            )
         if envelope.sequence == 0 and self._expected[peer] != 0:
             self._expected[peer] = self._sent[peer] = 0  # the peer was replaced: both streams start again
         expected = self._expected[peer]

@@ -88,7 +88,7 @@ class MessageStream:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > MAX_MESSAGE:
-            raise LinkBroken(f"a message of {length} bytes was announced")
+            raise LinkBroken(f"a message of {length} bytes was announced, more than the limit of {MAX_MESSAGE}")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None

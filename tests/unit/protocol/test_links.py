@@ -166,7 +166,7 @@ def test_another_generation_is_refused(context: zmq.Context[zmq.Socket[bytes]], 
     router = RouterLink(context, endpoint, 2)
     dealer = DealerLink(context, endpoint, 1, b"w0")
     dealer.send(HELLO)
-    assert "generation 1, but this is 2" in reason_of(next_of(router))
+    assert "of generation 1, but this link is of generation 2" in reason_of(next_of(router))
 
 
 def test_a_peer_that_was_replaced_begins_anew(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -227,5 +227,7 @@ def test_sockets_of_an_engine_of_which_nothing_is_left_are_removed(
 
 
 def test_a_path_that_cannot_be_bound_is_one_sentence(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"^The socket ipc://.*/missing/w1 cannot be made: No such file or directory"):
+    with pytest.raises(
+        StartError, match=r"^The socket ipc://.*/missing/w1 cannot be created: No such file or directory"
+    ):
         RouterLink(context, worker_path(str(tmp_path / "missing"), 1), 1)
