@@ -70,7 +70,7 @@ class Child:
         """Build the link from the environment that the supervisor set. Ends the process if the supervisor is gone already."""
         number, parent_pid = os.environ.pop(CHILD_FD, None), os.environ.pop(PARENT_PID, None)
         if number is None or parent_pid is None:
-            raise StartError("This module is a part of the server: start it with `python -m srt.launch_server`.")
+            raise StartError("This module is a part of the server: run `python -m srt.launch_server` instead.")
         _die_with_parent(int(parent_pid))
         stream = MessageStream(_inherited_socket(int(number)), generation=None)
         try:
@@ -100,7 +100,7 @@ class Child:
             raise SupervisorGone(str(error)) from error
         if message is None or isinstance(message, (ServerReady, EngineReplaced, Stop)):
             return message
-        raise SupervisorGone(f"unexpected {type(message).__name__} from the supervisor")
+        raise SupervisorGone(f"the supervisor sent an unexpected {type(message).__name__}")
 
     def send(self, message: FromChild) -> None:
         try:
@@ -190,7 +190,7 @@ def run_child(main: Callable[[Child], None]) -> NoReturn:
     except BaseException as error:  # the last place that can report an error: none may be lost
         if isinstance(error, SystemExit) and not error.code:
             _exit(0)
-        logger.exception("This process ends.")
+        logger.exception("This process ends because of an internal error.")
         _say_last_word(child, f"Internal error in {child.name}: {type(error).__name__}: {error}")
         _exit(1)
     _exit(0)
@@ -205,7 +205,7 @@ def _say_last_word(child: Child, sentence: str, is_final: bool = False) -> None:
     try:
         child.send(Failed(sentence, is_final))
     except SupervisorGone:
-        logger.exception("Nobody could be told: %s", sentence)
+        logger.exception("The supervisor has ended and could not be told: %s", sentence)
 
 
 def _exit(code: int) -> NoReturn:

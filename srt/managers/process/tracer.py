@@ -92,7 +92,9 @@ class Tracer:
             try:
                 self._write(self._written, self._recordings.pop(self._written, _Recording()))
             except (OSError, orjson.JSONEncodeError) as error:
-                logger.error("Trace %d does without what this process has recorded: %s", self._written, error)
+                logger.error(
+                    "Trace %d lacks the events of this process, which could not be written: %s", self._written, error
+                )
 
     def _async(
         self, phase: str, kind: str, number: int, name: str, at_s: float | None, args: Mapping[str, object]

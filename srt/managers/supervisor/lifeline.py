@@ -18,7 +18,7 @@ def open_lifeline(number: int) -> tuple[MessageStream, EngineStart]:
     lifeline = MessageStream(sock, generation=None)
     order = lifeline.receive_blocking()
     if not isinstance(order, EngineStart):
-        raise StartError(f"A Runtime's first message was {type(order).__name__}.")
+        raise StartError(f"A Runtime's first message must be EngineStart, not {type(order).__name__}.")
     return lifeline, order
 
 

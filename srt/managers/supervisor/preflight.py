@@ -116,7 +116,7 @@ def check_model(args: ServerArgs) -> Path:
     """Check that the model can be split as asked and that its weights fit. Returns its folder."""
     if args.mem_fraction_static is not None and runs_on_cpu(args):
         raise StartError(
-            "--mem-fraction-static is a share of a GPU's memory: on a CPU say with --max-total-tokens how much KV memory to take."
+            "--mem-fraction-static is a share of a GPU's memory: on a CPU, set the size of the KV memory with --max-total-tokens."
         )
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
     config = ModelConfig.from_folder(folder, args.model_overrides(), args.context_length)
@@ -147,7 +147,7 @@ def check_memory(folder: Path, dtype: str, args: ServerArgs) -> None:
         if memory is not None and needed / args.tp_size > memory.total:
             raise StartError(
                 f"The weights take {needed / args.tp_size / 1e9:.1f} GB on each of {args.tp_size} GPUs as {dtype}, and one has"
-                f" {memory.total / 1e9:.1f} GB: choose a smaller model, a larger --tp, or --dtype bfloat16 if it is not that"
+                f" {memory.total / 1e9:.1f} GB: choose a smaller model, a larger --tp, or --dtype bfloat16 if it is not set"
                 " already."
             )
         return
@@ -155,7 +155,7 @@ def check_memory(folder: Path, dtype: str, args: ServerArgs) -> None:
     if needed > available:
         raise StartError(
             f"The weights take {needed / 1e9:.1f} GB as {dtype}, and {available / 1e9:.1f} GB of memory are available:"
-            " choose a smaller model, or --dtype bfloat16 if it is not that already."
+            " choose a smaller model, or --dtype bfloat16 if it is not set already."
         )
 
 
@@ -166,7 +166,7 @@ def check_sampling_defaults(config: ModelConfig) -> None:
             DRAW_CHECKS[name](name, value)
         except ParameterError as error:
             raise ModelError(
-                f"generation_config.json: {error}: --sampling-defaults openai serves the model without its own defaults."
+                f"generation_config.json: {error}. Use --sampling-defaults openai to serve the model without its own defaults."
             ) from error
 
 
@@ -180,7 +180,7 @@ def check_tied_head(folder: Path, config: ModelConfig) -> None:
         return
     raise ModelError(
         f"The checkpoint {folder} has {head.name} and {embedding.name}, which differ, though tie_word_embeddings in config.json"
-        " says that they are one: --json-model-override-args '{\"tie_word_embeddings\": false}' serves each as it is stored."
+        " says that they are the same: use --json-model-override-args '{\"tie_word_embeddings\": false}' to serve both as stored."
     )
 
 

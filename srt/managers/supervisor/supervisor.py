@@ -291,7 +291,7 @@ class Supervisor:
                     self._service_manager.stopping()
                     if self._lifeline is None:  # a Runtime's program knows what it does
                         self._display.say(
-                            f"Stopping; running requests have {grace_s:.0f} s to finish (Ctrl-C again: stop at once)."
+                            f"Stopping; running requests have {grace_s:.0f} s to finish (press Ctrl-C again to stop at once)."
                         )
                 case Finish(exit_code, reason):
                     self._finish(exit_code, reason)

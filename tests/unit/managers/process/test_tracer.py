@@ -120,7 +120,7 @@ def test_a_part_that_cannot_be_written_is_missed_and_nothing_else(
     hindrance.mkdir()  # as a full disk, of which root takes notice too
     files = sorted(tmp_path.iterdir())
     server.worker.tend()
-    assert "Trace 1 does without what this process has recorded: [Errno" in caplog.text
+    assert "Trace 1 lacks the events of this process, which could not be written: [Errno" in caplog.text
     assert sorted(tmp_path.iterdir()) == files
     server.worker.tend()
     assert len(caplog.records) == 1

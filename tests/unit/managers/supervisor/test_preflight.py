@@ -85,7 +85,7 @@ def test_a_sampling_default_that_no_request_may_ask_for_is_refused_with_the_way_
 ) -> None:
     args = args_for(checkpoint("qwen3", generation_config={"do_sample": True, name: value}))
     with pytest.raises(
-        ModelError, match=rf"^generation_config\.json: {name} must be .* not .*: --sampling-defaults openai "
+        ModelError, match=rf"^generation_config\.json: {name} must be .* not .*\. Use --sampling-defaults openai "
     ):
         preflight.check_model(args)
     preflight.check_model(replace(args, sampling_defaults="openai"))

@@ -303,4 +303,4 @@ def test_a_child_is_not_started_by_hand() -> None:
         [sys.executable, "-m", "tests.support.fake_children"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert done.stderr == "This module is a part of the server: start it with `python -m srt.launch_server`.\n"
+    assert done.stderr == "This module is a part of the server: run `python -m srt.launch_server` instead.\n"
