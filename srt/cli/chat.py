@@ -16,14 +16,14 @@ examples:
   echo "What is 12 + 30?" | python -m srt.chat
 
 While it runs, /help lists the commands. Ctrl-C stops an answer, not the
-program; Ctrl-D ends it. Where standard input is no terminal, each line is a
+program; Ctrl-D ends it. If standard input is not a terminal, each line is a
 question, and the first that fails ends the program with exit code 1."""
 
 HELP = """\
 /reset         forget the conversation
-/system TEXT   forget it, and begin with these instructions (without TEXT: with none)
-/help          this list
-/quit          end, as Ctrl-D does"""
+/system TEXT   forget it, and begin again with these instructions (without TEXT: with none)
+/help          show this list
+/quit          end the program, as Ctrl-D does"""
 
 
 class Conversation:
@@ -99,7 +99,7 @@ def talk(conversation: Conversation, *, is_person: bool) -> None:
             case "/help":
                 print(HELP)
             case _ if command.startswith("/"):
-                _tell(AnswerError(f"There is no command {command}; /help lists them."), is_person=is_person)
+                _tell(AnswerError(f"Unknown command {command}: /help lists the commands."), is_person=is_person)
             case _:
                 _answer(conversation, line, is_person=is_person)
 

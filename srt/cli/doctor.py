@@ -1,6 +1,6 @@
-"""`srt doctor`: what a bug report needs to say about this machine, on one page, and whether a server could start here.
+"""`srt doctor` prints what a bug report needs about this machine, on one page, and checks whether a server could start here.
 
-It takes the options of `srt serve`, starts no server, and shows no secret.
+It takes the options of `srt serve`, starts no server, and shows no secrets.
 """
 
 from __future__ import annotations
@@ -137,7 +137,10 @@ def _options(words: list[str]) -> tuple[ServerArgs, str | None]:
 
 def _versions(torch: dict[str, Any] | str) -> Iterator[Line]:
     yield "srt", f"{srt.__version__} in {Path(srt.__file__).parent}"
-    yield "scheduler", "compiled" if is_compiled(scheduler_state) else "plain Python: `make compile` makes it quicker"
+    yield (
+        "scheduler",
+        "compiled" if is_compiled(scheduler_state) else "plain Python (run `make compile` to make it quicker)",
+    )
     yield "Python", f"{platform.python_version()} at {sys.executable}"
     for name in [*_required(), *USEFUL]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -266,8 +269,8 @@ def _driver() -> str:
 
 def _pass_or_fail(complaint: str | None) -> str:
     if complaint is not None:
-        raise CheckFailed(f"{complaint} The rest is checked with the defaults.")
-    return "understood"
+        raise CheckFailed(f"{complaint} The other checks use the default options.")
+    return "valid"
 
 
 def _check_packages() -> str:
@@ -280,10 +283,10 @@ def _check_packages() -> str:
         try:
             version = importlib.metadata.version(one.name)
         except importlib.metadata.PackageNotFoundError:
-            raise CheckFailed(f"{one.name} is missing: pip install '{one}'.") from None
+            raise CheckFailed(f"{one.name} is missing: run pip install '{one}'.") from None
         if not one.specifier.contains(version, prereleases=True):
-            raise CheckFailed(f"{one.name} {version} does not fit: pip install '{one}'.")
-    return f"all {len(wanted)} are there, in versions that fit"
+            raise CheckFailed(f"{one.name} {version} is not a supported version: run pip install '{one}'.")
+    return f"all {len(wanted)} are installed, in supported versions"
 
 
 def _check_torch(torch: dict[str, Any] | str) -> str:
@@ -306,14 +309,14 @@ def _check_temporary_folder() -> str:
 
 def _check_caches() -> str:
     moved = cache_environment(os.environ)
-    return f"moved to {', '.join(sorted(set(moved.values())))}" if moved else "where the libraries have them"
+    return f"moved to {', '.join(sorted(set(moved.values())))}" if moved else "in the libraries' own folders"
 
 
 def _check_shared_memory(args: ServerArgs) -> str:
     free = shutil.disk_usage("/dev/shm").free
     if args.tp_size > 1 and free < LEAST_SHM_BYTES:
         raise CheckFailed(
-            f"/dev/shm has {free >> 20} MiB free, and ranks need {LEAST_SHM_BYTES >> 20} (docker run --shm-size 1g)."
+            f"/dev/shm has {free >> 20} MiB free, but ranks need {LEAST_SHM_BYTES >> 20}: use docker run --shm-size 1g."
         )
     return f"{free / 1e9:.1f} GB free"
 
@@ -335,7 +338,7 @@ def _check_devices(args: ServerArgs, torch: dict[str, Any] | str) -> str:
     num_gpus = len(torch["gpus"]) if isinstance(torch, dict) else 0
     if args.base_gpu_id + args.tp_size > num_gpus:
         raise CheckFailed(
-            f"--tp {args.tp_size} from GPU {args.base_gpu_id} on needs {args.base_gpu_id + args.tp_size} GPUs, and PyTorch"
-            f" sees {num_gpus}: --device cpu runs without."
+            f"--tp {args.tp_size} from GPU {args.base_gpu_id} on needs {args.base_gpu_id + args.tp_size} GPUs, but PyTorch"
+            f" sees {num_gpus}: use --device cpu to run without GPUs."
         )
     return f"{args.tp_size} of {num_gpus} GPUs"

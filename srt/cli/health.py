@@ -1,6 +1,6 @@
-"""`srt health`: whether the servers that this user runs on this host are well, wherever they listen. For the health check of a container.
+"""`srt health` asks every server of this user on this host for its /health, whatever its address; meant for a container's health check.
 
-It asks each of them its /health. Exit code 0 if all are well and there is one, else 1.
+Exit code 0 if there is a server and all are well, else 1.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ usage: srt COMMAND [options]
   srt serve --model-path MODEL    start a server; the same as python -m srt.launch_server
   srt chat                        talk to a model in the terminal
   srt generate "Once upon a time" continue a prompt, for scripts
-  srt doctor                      what a bug report needs, and whether a server could start here
-  srt health                      whether the servers that run here are well, for scripts
+  srt doctor                      show what a bug report needs, and check whether a server could start
+  srt health                      check whether the servers of this user are well, for scripts
   srt --version                   print the version
 
 Each command lists its options with --help."""

@@ -49,7 +49,9 @@ class Client:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             if not (api_key.isascii() and api_key.isprintable()):
-                raise AnswerError("The API key has a character that is not printable ASCII, which no header can carry.")
+                raise AnswerError(
+                    "The API key has a character that is not printable ASCII, so it cannot be sent in a header."
+                )
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def model(self) -> str:
@@ -104,14 +106,14 @@ def _reason(body: bytes, status: int) -> str:
 
 # Options passed on unchanged, by their names in the OpenAI API, with type and help.
 _SAMPLING = {
-    "temperature": (float, "0 takes the likeliest token each time; higher is more daring"),
-    "top_p": (float, "draw from the likeliest tokens that together have this share"),
-    "top_k": (int, "draw from so many of the likeliest tokens"),
-    "min_p": (float, "draw from tokens with at least this share of the likeliest one's probability"),
+    "temperature": (float, "0 always takes the most likely token; higher values are more random"),
+    "top_p": (float, "sample among the most likely tokens that together have this probability"),
+    "top_k": (int, "sample among this many most likely tokens"),
+    "min_p": (float, "sample among tokens with at least this share of the most likely token's probability"),
     "frequency_penalty": (float, "make tokens less likely each time they occur"),
     "presence_penalty": (float, "make tokens less likely once they occur"),
     "repetition_penalty": (float, "above 1, make tokens of prompt and answer less likely"),
-    "seed": (int, "the same seed gives the same answer (default: drawn anew)"),
+    "seed": (int, "the same seed gives the same answer (default: random)"),
 }
 
 
@@ -134,16 +136,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model-path",
         "--model",
         metavar="MODEL",
-        help="start an engine for this folder, shipped model or hub id"
-        f" (default: {DEFAULT_MODEL}, which ships with srt)",
+        help=f"start an engine for this folder, shipped model or hub id (default: {DEFAULT_MODEL}, shipped with srt)",
     )
-    group.add_argument("--api-key", metavar="KEY", help=f"of the server at --url (default: ${API_KEY_VARIABLE})")
     group.add_argument(
-        "--device", choices=("cpu", "cuda"), help="of an engine that is started (default: cuda if there)"
+        "--api-key", metavar="KEY", help=f"API key of the server at --url (default: ${API_KEY_VARIABLE})"
     )
-    sampling = parser.add_argument_group("Sampling", "What is not given is the model's own default.")
+    group.add_argument(
+        "--device", choices=("cpu", "cuda"), help="device of an engine that is started (default: cuda if present)"
+    )
+    sampling = parser.add_argument_group("Sampling", "Parameters that are not given have the model's own defaults.")
     sampling.add_argument(
-        "--max-new-tokens", "--max-tokens", type=int, default=512, metavar="N", help="end there (default: 512)"
+        "--max-new-tokens",
+        "--max-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="most tokens to generate (default: 512)",
     )
     for name, (kind, words) in _SAMPLING.items():
         metavar = "N" if kind is int else "X"
