@@ -19,18 +19,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# `make lint` checks the types. Here only what is compiled is read, with the messages, whose fields have types; all else is Any.
+# `make lint` checks the types. Here only the compiled modules are read, and those in TYPED; everything else is Any.
 CONFIG = """\
 [mypy]
 explicit_package_bases = True
 ignore_missing_imports = True
 follow_imports = skip
 disable_error_code = attr-defined, index, var-annotated, valid-type, misc, call-arg, union-attr
-[mypy-srt.protocol.messages]
-follow_imports = silent
-[mypy-srt.protocol.views]
-follow_imports = silent
-[mypy-msgspec.*]
+"""
+FOLLOWED = """\
+[mypy-{}]
 follow_imports = silent
 """
 
@@ -46,6 +44,13 @@ OPTIONS = ["-fno-plt", "-fno-semantic-interposition"]
 PROFILED = ["-fprofile-use", "-fprofile-partial-training", "-Wno-missing-profile"]
 
 
+def mypy_config() -> str:
+    """Name the modules whose types the compiler may rely on."""
+    from srt.utils.compiled import TYPED
+
+    return CONFIG + "".join(map(FOLLOWED.format, ("msgspec.*", *TYPED)))
+
+
 def compile_into(folder: Path) -> None:
     """Leave the compiled modules there, one file each, and the library that they share. Any error means that it cannot be done."""
     import numpy  # noqa: F401  # where it is missing, mypy takes a comparison of two arrays for a bool
@@ -55,7 +60,7 @@ def compile_into(folder: Path) -> None:
 
     with tempfile.TemporaryDirectory() as scratch, _inside(ROOT):
         config = Path(scratch, "mypy.ini")
-        config.write_text(CONFIG)
+        config.write_text(mypy_config())
         paths = [str(source(name).relative_to(ROOT)) for name in MODULES]
         extensions = mypycify(
             [f"--config-file={config}", f"--cache-dir={scratch}/cache", *paths],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
 from importlib.util import spec_from_file_location
@@ -45,6 +46,18 @@ MODULES = (
     "srt.mem_cache.radix_cache",
     "srt.protocol.arrays",
 )
+# Not compiled, but read by the compiler: the types that compiled code takes from them are checked and converted as written there.
+TYPED = (
+    "srt.managers.scheduler.effects",  # msgspec structs: compiled, their class keywords (`frozen`, `gc`) would be lost
+    "srt.mem_cache.tables_hash",
+    "srt.protocol.labels",
+    "srt.protocol.messages",
+    "srt.protocol.views",
+    "srt.sampling.draw_checks",
+    "srt.sampling.parameter_checks",
+    "srt.sampling.sampling_params",
+    "srt.server_args",
+)
 
 
 def source(name: str) -> Path:
@@ -56,7 +69,7 @@ def built_folder() -> Path:
     import hashlib  # imported here because every process imports this module and few call this function
 
     digest = hashlib.blake2b(SUFFIX.encode(), digest_size=8)
-    for name in (*MODULES, "srt.protocol.messages", "srt.protocol.views"):  # the last two: their types are compiled in
+    for name in (*MODULES, *TYPED):
         digest.update(source(name).read_bytes())
     return PACKAGE / "compiled" / digest.hexdigest()
 
@@ -93,6 +106,11 @@ def _usable_folder() -> Path | None:
         return None
     folder = Path(switch) if switch else built_folder()
     return folder if folder.is_dir() else None
+
+
+def plain_modules() -> list[str]:
+    """Name those of MODULES that this process runs as Python; all are imported for it."""
+    return [name for name in MODULES if not is_compiled(import_module(name))]
 
 
 def is_compiled(module: ModuleType) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -50,6 +51,11 @@ def test_all_modules_are_there_and_taken(compiled: Path) -> None:
     script = f"import importlib; print(*(importlib.import_module(name).__file__ for name in {MODULES}), sep='\\n')"
     assert all(file.startswith(str(compiled)) for file in run(compiled, "-c", script).splitlines())
     assert run(PLAIN, "-c", script).splitlines() == [str(source(name)) for name in MODULES]
+
+
+def test_the_scheduler_benchmark_runs_all_modules_compiled(compiled: Path) -> None:
+    last = run(compiled, "-m", "benchmarks.scheduler", "--quick", "--only", "step").splitlines()[-1]
+    assert json.loads(last)["form"] == "compiled"  # it refuses a mixture
 
 
 def test_a_source_that_was_edited_since_runs_as_it_is(compiled: Path, tmp_path: Path) -> None:
