@@ -7,7 +7,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
@@ -21,10 +22,21 @@ def read_version() -> str:
     return found.group(1)
 
 
+class Package(Distribution):  # type: ignore[misc]
+    """Knows whether the scheduler was compiled, which ties a wheel to this interpreter and this kind of machine."""
+
+    holds_compiled = False
+
+    def has_ext_modules(self) -> bool:
+        return self.holds_compiled or bool(super().has_ext_modules())
+
+
 class BuildPy(build_py):  # type: ignore[misc]
     """Compiles the scheduler too, where that can be done. Where it cannot, the same sources run as they are, and slower."""
 
     def run(self) -> None:
+        if not self.editable_mode:  # an earlier build may have left files there that the package no longer has
+            shutil.rmtree(Path(self.build_lib, "srt"), ignore_errors=True)
         super().run()
         sys.path.insert(0, str(HERE))
         try:
@@ -37,8 +49,18 @@ class BuildPy(build_py):  # type: ignore[misc]
                 compile_into(folder)
             elif not self.editable_mode:
                 compile_into(Path(self.build_lib).resolve() / folder.relative_to(HERE.resolve()))
+                self.distribution.holds_compiled = True
         except (Exception, SystemExit) as error:
             self.warn(f"The scheduler is not compiled and will run as plain Python: {str(error)[:200]}")
+
+
+class BdistWheel(bdist_wheel):  # type: ignore[misc]
+    """Tags the wheel by what was built: `py3-none-any` only where the scheduler is not compiled."""
+
+    def run(self) -> None:
+        self.run_command("build")
+        self.root_is_pure = not self.distribution.has_ext_modules()
+        super().run()
 
 
 # torch is capped where an open range would replace a host's build by one with gigabytes of CUDA libraries.
@@ -65,6 +87,7 @@ TEST_REQUIRES = [
     "httpx>=0.27,<1",
     "hypothesis>=6.100,<7",
     "jsonschema-rs>=0.30,<1",
+    "mypy>=2,<3",
     "nvidia-cuda-nvrtc>=13,<14",
     "openai>=2,<4",
     "prometheus-client>=0.20,<1",
@@ -72,6 +95,7 @@ TEST_REQUIRES = [
     "pytest>=8,<10",
     "pytest-timeout>=2.3,<3",
     "schemathesis>=4,<5",
+    "setuptools>=77",  # with mypy: the scheduler is compiled by tests too
     "triton>=3.3,<4",
 ]
 
@@ -82,7 +106,6 @@ EXTRAS_REQUIRE = {
     "dev": [
         *TEST_REQUIRES,
         "import-linter>=2.4,<3",
-        "mypy>=2,<3",
         "pre-commit>=4,<5",
         "ruff>=0.17,<0.18",
     ],
@@ -103,7 +126,8 @@ setup(
     package_data={"srt": ["py.typed", "assets/**/*", "entrypoints/page/*", "kernels/**/*.cu", "kernels/**/*.cuh"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
-    cmdclass={"build_py": BuildPy},
+    distclass=Package,
+    cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
     entry_points={"console_scripts": ["srt = srt.cli.main:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -31,13 +31,14 @@ class ServerProcess:
         *,
         cwd: Path = ROOT,
         is_alone: bool = False,
+        python: Path = Path(sys.executable),
     ) -> None:
         self.tmp = tmp
         self._lines: list[str] = []
         self._news = threading.Condition()
         self._ended = False
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", module, *words],
+            [str(python), "-m", module, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
