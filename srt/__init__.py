@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ArgumentError", "Engine", "EngineDied", "RequestError", "Runtime", "StartError", "__version__"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME: Mapping[str, str] = MappingProxyType(
     {
