@@ -4,7 +4,7 @@
 #   make test       everything but the GPU tests and the full product (ARGS="tests/unit -k radix")
 #   make test-all   everything but the GPU tests
 #   make clients    clients from elsewhere against the real server    (PARTS="current pinned npm")
-#   make lint       ruff, mypy, import-linter, and whether docs/options.md and docs/api.md are current
+#   make lint       ruff, mypy, import-linter, whether docs/options.md and docs/api.md are current, subjects of commits
 #   make compile    compile the scheduler anew, after a change of its sources (an installation does it too)
 #   make docs       write docs/options.md and docs/api.md
 #   make bench      the benchmarks that a CPU can run
@@ -56,6 +56,7 @@ lint: $(VENV)/.installed-dev
 	check $(RUN) scripts.lint_imports --no-logo; \
 	check $(RUN) scripts.document_options --check; \
 	check $(RUN) scripts.document_api --check; \
+	check $(RUN) scripts.check_commits; \
 	if (( $${#failed[@]} )); then echo "failed: $${failed[*]}" >&2; exit 1; fi
 
 format: $(VENV)/.installed-dev
