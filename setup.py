@@ -16,9 +16,9 @@ HERE = Path(__file__).parent
 
 def read_version() -> str:
     """The one version of the project, read without importing the package."""
-    found = re.search(r'^__version__ = "([^"]+)"$', (HERE / "srt/__init__.py").read_text("utf-8"), re.MULTILINE)
+    found = re.search(r'^__version__ = "([^"]+)"$', (HERE / "srt/version.py").read_text("utf-8"), re.MULTILINE)
     if found is None:
-        raise RuntimeError("srt/__init__.py does not define __version__")
+        raise RuntimeError("srt/version.py does not define __version__")
     return found.group(1)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 LONGEST = 72
 ROOT = Path(__file__).parents[1]
-VERSION_FILE = "srt/__init__.py"
+VERSION_FILE = "srt/version.py"
 FIRST_VERSION = '__version__ = "0.2.0"'
 
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from srt.utils.compiled import install_finder
+from srt.version import __version__
 
 if TYPE_CHECKING:
     from srt.managers.tokenizer_manager.api_types import EngineDied, RequestError
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from srt.utils.errors import StartError
 
 __all__ = ["ArgumentError", "Engine", "EngineDied", "RequestError", "Runtime", "StartError", "__version__"]
-
-__version__ = "0.2.0"
 
 _HOME: Mapping[str, str] = MappingProxyType(
     {
@@ -38,7 +37,7 @@ install_finder()
 
 def __getattr__(name: str) -> Any:
     """Load `Runtime` and its errors at their first use, so that `import srt` does not load the engine."""
-    # Imported by name: with an import statement every module that reads the version would depend on Runtime.
+    # Imported by name: with an import statement every module would depend on Runtime, since each imports this package.
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

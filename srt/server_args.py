@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import srt
+from srt.version import __version__
 
 
 class ArgumentError(ValueError):
@@ -428,7 +428,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="The same options are keywords of srt.Runtime (page_size=16). srt doctor checks them without starting a server.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"srt {srt.__version__}")
+    parser.add_argument("--version", action="version", version=f"srt {__version__}")
     groups: dict[str, Any] = {}
     hints = typing.get_type_hints(ServerArgs)
     for f in dataclasses.fields(ServerArgs):

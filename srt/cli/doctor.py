@@ -34,6 +34,7 @@ from srt.utils.compiled import is_compiled
 from srt.utils.errors import StartError
 from srt.utils.host import available_memory_bytes, usable_cores
 from srt.utils.log_files import last_lines, log_folder
+from srt.version import __version__
 
 DISTRIBUTION = "srt-serve"
 USEFUL = ("triton", "flashinfer-python", "nvidia-ml-py")  # optional packages, listed if installed
@@ -136,7 +137,7 @@ def _options(words: list[str]) -> tuple[ServerArgs, str | None]:
 
 
 def _versions(torch: dict[str, Any] | str) -> Iterator[Line]:
-    yield "srt", f"{srt.__version__} in {Path(srt.__file__).parent}"
+    yield "srt", f"{__version__} in {Path(srt.__file__).parent}"
     yield (
         "scheduler",
         "compiled" if is_compiled(scheduler_state) else "plain Python (run `make compile` to make it quicker)",

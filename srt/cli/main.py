@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-import srt
+from srt.version import __version__
 
 USAGE = """\
 usage: srt COMMAND [options]
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status: int = importlib.import_module(COMMANDS[name]).main(rest)
             return status
         case "--version" | "-V":
-            print(f"srt {srt.__version__}")
+            print(f"srt {__version__}")
             return 0
         case "--help" | "-h":
             print(USAGE)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import srt
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.service import Service
 from srt.managers.tokenizer_manager.frontend_metrics import COUNTERS, HISTOGRAMS, STATUS_CLASSES, histogram_names
+from srt.version import __version__
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -180,4 +180,4 @@ def _processes(page: Page, service: Service) -> None:
         "Since a process last completed what it had to do.",
         [({"process": status.process}, round(status.age_s, 3)) for status in statuses],
     )
-    page.gauge("srt:info", "The version.", [({"version": srt.__version__}, 1)])
+    page.gauge("srt:info", "The version.", [({"version": __version__}, 1)])

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-import srt
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.native_shapes import WEIGHT_VERSION, NativeAnswer, parse_generate
 from srt.entrypoints.request_schema import LABEL, RequestBody, bad_parameter, described
@@ -17,6 +16,7 @@ from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import answer_call, event
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, RequestError
 from srt.managers.tokenizer_manager.request_checks import check_label
+from srt.version import __version__
 
 FLUSH_RETRY_S = 0.05
 MAX_FLUSH_WAIT_S = 600.0
@@ -166,7 +166,7 @@ async def server_facts(service: Service, deep: bool = False) -> dict[str, Any]:
         "kv_events": None,
         "internal_states": [state],
         "frontend": {"index": service.index, **engine.stats()},
-        "version": srt.__version__,
+        "version": __version__,
     }
 
 

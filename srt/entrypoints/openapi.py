@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import srt
 from srt.entrypoints import answer_schemas as answers
 from srt.entrypoints import health, metrics, native, operations, profiling, tokenizing, web_page
 from srt.entrypoints.body_schemas import Schema, body_schema, with_values
@@ -22,6 +21,7 @@ from srt.entrypoints.openai.schema import ChatBody, CompletionBody
 from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.service import Service
 from srt.server_args import ServerArgs
+from srt.version import __version__
 
 Handler = Callable[[Exchange, Service], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, Handler]]
@@ -161,7 +161,7 @@ def describe(routes: Routes, service: Service) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "srt",
-            "version": srt.__version__,
+            "version": __version__,
             "description": "OpenAI's and SGLang's interfaces to a language model. Fields that are not described are refused.",
         },
         "paths": paths,
