@@ -148,8 +148,9 @@ class KernelOps(LayerOps):
     ) -> Tensor:
         pool, layer_id = batch.token_to_kv_pool, layer.layer_id
         weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
-        if batch.num_extend_rows == 0:
-            attended = batch.attn_backend.decode_packed(qkv, weights, eps, rotation.cos, rotation.sin, layer, batch)
+        packed = batch.attn_backend.packed_decodes
+        if packed is not None and batch.num_extend_rows == 0:
+            attended = packed.decode_packed(qkv, weights, eps, rotation.cos, rotation.sin, layer, batch)
             if attended is not None:
                 return attended
         prepared = batch.attn_backend.place_of(qkv)

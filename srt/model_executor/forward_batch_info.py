@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from srt.layers.attention.base import AttentionBackend
+    from srt.layers.attention.base import LayerAttention
     from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from srt.model_executor.step.plan_arrays import PlanArrays
 
@@ -86,7 +86,7 @@ class ForwardBatch:
 
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: MHATokenToKVPool
-    attn_backend: AttentionBackend
+    attn_backend: LayerAttention
 
     output_tokens: torch.Tensor | None = None
     """[N] int64: whose hidden states are wanted; the last layer leaves out the others behind its attention. None: all."""
@@ -102,7 +102,7 @@ class ForwardBatch:
         plan: PlanArrays[torch.Tensor],
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: MHATokenToKVPool,
-        attn_backend: AttentionBackend,
+        attn_backend: LayerAttention,
     ) -> ForwardBatch:
         """Gather the step's tensors from the tables, to which the plan's delta was applied; slots grow by what it computes."""
         pool = req_to_token_pool

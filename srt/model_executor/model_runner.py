@@ -136,7 +136,7 @@ class ModelRunner:
         if self.attention.reason:
             logger.warning("%s", self.attention.reason)
         # Whether its kernels run is found by trying, on each rank by itself; but all take graphs of the same sizes.
-        self._captures_whole = bool(tp.min_int(int(self._attn_backend.can_capture_prompts)))
+        self._captures_whole = bool(tp.min_int(int(self._attn_backend.prompt_graphs is not None)))
         self._kv_scales = self._read_kv_scales(folder)
         self._logits_processor = LogitsProcessor(tp, config.vocab_size)
         self._pieces: PiecewiseCudaGraphRunner | None = None
@@ -287,7 +287,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             compilers.compile(compile_fill, partial(compile_fill, self.device))  # for the graph that comes first
         pieces = self._new_pieces(None)
-        decodes = self._decode_runner.precompile() if self._attn_backend.can_capture_decodes else ()
+        decodes = self._decode_runner.precompile() if self._attn_backend.decode_graphs is not None else ()
         graphs: Iterator[Graph] = chain(decodes, () if pieces is None else pieces.precompile())
         for graph in graphs:
             self._kernels_of[graph] = compilers.take_asked()
@@ -375,7 +375,7 @@ class ModelRunner:
             self.device,
             sizes=args.cuda_graph_bs or graph_sizes(most_graph_rows(args)),
             pads=not args.disable_cuda_graph_padding,
-            capture=capture if self._attn_backend.can_capture_decodes else None,
+            capture=capture,
         )
 
     def _new_resident_layers(self) -> dict[int, ResidentLayers]:

@@ -154,8 +154,10 @@ def test_a_captured_decode_step_serves_rows_that_grew_and_moved(name: str) -> No
     world = world_of(backend, spec)
     world.step(extends=[(3, 15), (0, 40), (5, 150), (6, 1)], decodes=[])
     batch, fused = world.make_batch([(3, 1), (5, 1)], 0), world.make_qkv([(3, 1), (5, 1)])
-    backend.init_cuda_graph_state(4)
-    backend.init_forward_metadata_capture_cuda_graph(batch)
+    graphs, host_plans = backend.decode_graphs, backend.host_plans
+    assert graphs is not None
+    graphs.init_cuda_graph_state(4)
+    graphs.init_forward_metadata_capture_cuda_graph(batch)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -172,8 +174,8 @@ def test_a_captured_decode_step_serves_rows_that_grew_and_moved(name: str) -> No
         for name_of_tensor in ("positions", "out_cache_loc", "req_pool_indices", "seq_lens"):
             getattr(batch, name_of_tensor).copy_(getattr(now, name_of_tensor))
         batch.req_pool_indices_cpu, batch.seq_lens_cpu = now.req_pool_indices_cpu, now.seq_lens_cpu
-        if backend.plans_decodes_on_host:
-            backend.init_forward_metadata_replay_cuda_graph(batch)
+        if host_plans is not None:
+            host_plans.init_forward_metadata_replay_cuda_graph(batch)
         graph.replay()
         assert world.error_of(rows, fused, out) <= TOLERANCE[spec.dtype]
 

@@ -10,6 +10,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from srt.layers.attention.base import AnyRows, DecodeGraphs, HostPlans, PromptGraphs
+from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.graphs.cuda_graph_runner import NUM_WARM_UPS, Work
@@ -121,13 +123,40 @@ class _Turns:
 class PlansAtOnce(TorchNativeBackend):
     """Reads the page table when a decode is planned, and lengths from the host, as flashinfer does."""
 
-    can_capture_decodes = True
-    plans_decodes_on_host = True
+    @property
+    def decode_graphs(self) -> DecodeGraphs:
+        return self
+
+    @property
+    def host_plans(self) -> HostPlans:
+        return self
 
     def plan_decode(self, batch: ForwardBatch) -> None:
         rows = np.arange(batch.num_extend_rows, batch.batch_size)
         told = replace(batch, seq_lens=torch.from_numpy(batch.seq_lens_cpu))
         self._decodes = {None: _group_rows(told, rows, rows - batch.num_extend_rows, None)}
 
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        del max_bs
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
+        self.plan_decode(batch)
+
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
         self.plan_decode(batch)
+
+
+class NamesPromptGraphs(TorchNativeBackend):
+    """Says that graphs can hold its prompts, for tests in which none does."""
+
+    @property
+    def prompt_graphs(self) -> PromptGraphs | None:
+        return self
+
+    def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
+        del rows, batch
+
+    def attend_any(
+        self, q: torch.Tensor, rows: AnyRows, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        del q, rows, layer, batch, out

@@ -16,8 +16,9 @@ from srt.model_executor.forward_batch_info import ForwardBatch
 class _InTwoSteps(TritonAttentionBackend):
     """Norm, rotation and the memory's writes first, as other backends have it: then every decode comes by here."""
 
-    def decode_packed(self, *args: object) -> None:
-        del args
+    @property
+    def packed_decodes(self) -> None:
+        return None
 
 
 class ShortByOne(_InTwoSteps):

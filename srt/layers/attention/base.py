@@ -1,11 +1,15 @@
-"""What an attention backend promises. One backend serves all layers of a worker, one batch at a time."""
+"""What an attention backend promises. One backend serves all layers of a worker, one batch at a time.
+
+`LayerAttention` is what a model calls, `AttentionBackend` what every backend does. The protocols between them are abilities that only some
+backends have: a backend names each one that it has by a property, which is None in all others.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -65,7 +69,7 @@ class Views:
 
 @dataclass(frozen=True, slots=True)
 class AnyRows:
-    """Rows of steps that are captured with their prompts: what they are stands on the device. All int64; those of no tokens are none."""
+    """Rows of steps that are captured with their prompts, as the device knows them. All int64; a row without tokens is padding."""
 
     extend_slots: torch.Tensor  # [E]: their tokens lie end to end, from the step's first on
     extend_prefix_lens: torch.Tensor  # [E]
@@ -74,7 +78,99 @@ class AnyRows:
     decode_lens: torch.Tensor  # [D], with the new position
 
 
-class AttentionBackend(ABC):
+# ---- Abilities that only some backends have
+
+
+class DecodeGraphs(Protocol):
+    """Decode steps that graphs can hold. `batch` has decode rows only, and the device's tensors keep their addresses."""
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        """Take the memory that graphs of up to `max_bs` rows share."""
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
+        """Prepare the runs of a graph of `batch.batch_size` rows, warm-ups included."""
+
+
+class HostPlans(Protocol):
+    """Plans of decodes that read the rows' lengths and pages on the host: each step is planned anew, also where a graph is replayed."""
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
+        """Plan a replay. Of `batch` the graph's size, the `*_cpu` arrays (padded) and the tables count."""
+
+
+class DecodeReadings(Protocol):
+    """Decode steps that can read the memory in other ways than row by row."""
+
+    def can_read(self, reading: Reading, num_rows: int) -> bool:
+        """Whether decode steps of `num_rows` rows may be read so, and are quicker where it fits them."""
+
+    def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
+        """Do on the device what comes before the first layer of a planned step of decodes; a graph may hold it."""
+
+
+class PromptGraphs(Protocol):
+    """Steps with prompts that graphs can hold, attention included."""
+
+    def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
+        """Do on the device what comes before the first layer. Of `batch` the memory and the tables count."""
+
+    def attend_any(
+        self, q: torch.Tensor, rows: AnyRows, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        """Attend like `attend`, whatever the rows are; tokens without a row get finite numbers, or nothing."""
+
+
+class PackedDecodes(Protocol):
+    """Norms, rotation, the memory's writes and attention in one kernel."""
+
+    def decode_packed(
+        self,
+        qkv: torch.Tensor,
+        norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        """Attend from the packed projection of a step of decode rows on; None where one kernel does not serve this step."""
+
+
+# ---- What models call, and what every backend does
+
+
+class LayerAttention(ABC):
+    """Attention as a model calls it, layer after layer, for the tokens of the step at hand."""
+
+    @property
+    def packed_decodes(self) -> PackedDecodes | None:
+        return None
+
+    def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The memory for these packed rows once they are normed and rotated, for `attend`: their own, unless a subclass has another."""
+        return qkv
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
+        """Store the step's keys and values at `batch.out_cache_loc`, in the memory's dtype."""
+        batch.token_to_kv_pool.set_kv(
+            layer.layer_id, batch.out_cache_loc, layer.split_kv_heads(k), layer.split_kv_heads(v)
+        )
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Write k and v, then attend."""
+        self.write_kv(k, v, layer, batch)
+        return self.attend(q, k, v, layer, batch)
+
+    @abstractmethod
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """[tokens, heads * head_dim] for tokens whose k and v are in the memory; a mixed batch is extend rows, then decode rows."""
+
+
+class AttentionBackend(LayerAttention):
     """Causal attention over the paged memory: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
 
     `init_forward_metadata` comes once per step, before the first layer; `attend` once per layer. A token sees its
@@ -82,15 +178,21 @@ class AttentionBackend(ABC):
     wider rows; a token's own elements are contiguous.
     """
 
-    can_capture_decodes: bool = False
-    """Whether a decode step can be captured in a graph."""
-    plans_decodes_on_host: bool = False
-    """Whether a decode's plan reads the rows' pages, and a replayed graph needs `init_forward_metadata_replay_cuda_graph` first."""
+    @property
+    def decode_graphs(self) -> DecodeGraphs | None:
+        return None
 
-    def can_read(self, reading: Reading, num_rows: int) -> bool:
-        """Whether decode steps of so many rows may be read so, and are quicker where it fits them."""
-        del num_rows
-        return reading is Reading.BY_ROW
+    @property
+    def host_plans(self) -> HostPlans | None:
+        return None
+
+    @property
+    def decode_readings(self) -> DecodeReadings | None:
+        return None
+
+    @property
+    def prompt_graphs(self) -> PromptGraphs | None:
+        return None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Work out whatever all layers of this step share: indices, masks, plans. Never waits for the device."""
@@ -123,76 +225,9 @@ class AttentionBackend(ABC):
     def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
         """Attention of the decode rows' tokens, one a row, which are all of q. Their k and v are in the memory already."""
 
-    def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
-        """In a step of decode rows alone, planned before, which may be a graph's: what is done on the device before the first layer."""
-        del batch, reading
-
-    # ---- Graphs of decode steps: `batch` has decode rows only, and the device's tensors stay where they are
-
-    def init_cuda_graph_state(self, max_bs: int) -> None:
-        """Take what graphs of up to `max_bs` rows share."""
-        del max_bs
-
-    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
-        """Before the runs of a graph of `batch.batch_size` rows, warm-ups included."""
-        self.plan_decode(batch)
-
-    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
-        """Before each replay, where `plans_decodes_on_host`. Of `batch` the graph's size, `*_cpu` arrays (padded) and tables count."""
-        del batch
-
-    # ---- Graphs of steps with prompts, attention included
-
-    can_capture_prompts: bool = False
-    """Whether there are the two below."""
-
-    def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
-        """On the device before the first layer. Of `batch` the memory and the tables count."""
-        raise AssertionError("prompts are not captured")
-
-    def attend_any(
-        self, q: torch.Tensor, rows: AnyRows, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor
-    ) -> None:
-        """As `attend`, whatever the rows are; finite numbers or nothing for tokens of none."""
-        raise AssertionError("prompts are not captured")
-
-    # ---- A layer
-
-    def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Where these packed rows are to be when they are normed and rotated, for `attend`: where they are, unless it says otherwise."""
-        return qkv
-
-    def decode_packed(
-        self,
-        qkv: torch.Tensor,
-        norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        layer: RadixAttention,
-        batch: ForwardBatch,
-    ) -> torch.Tensor | None:
-        """All from the packed projection of a step of decode rows to their attention, or None where that is not one kernel."""
-        del qkv, norm_weights, eps, cos, sin, layer, batch
-        return None
-
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
-        """Store the step's keys and values at `batch.out_cache_loc`, in the memory's dtype."""
-        batch.token_to_kv_pool.set_kv(
-            layer.layer_id, batch.out_cache_loc, layer.split_kv_heads(k), layer.split_kv_heads(v)
-        )
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Write k and v, then attend."""
-        self.write_kv(k, v, layer, batch)
-        return self.attend(q, k, v, layer, batch)
-
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
     ) -> torch.Tensor:
-        """[tokens, heads * head_dim] for tokens whose k and v are in the memory; a mixed batch is extend rows, then decode rows."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.attend_views(Views.of(q, k, v, layer, batch, out), layer, batch)
         return out

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from srt.kernels.attention.gather_pages import gather_pages
 from srt.layers.attention.attention_spec import AttentionSpec
-from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.base import AttentionBackend, DecodeGraphs, HostPlans
 
 if TYPE_CHECKING:
     from srt.layers.attention.radix_attention import RadixAttention
@@ -43,9 +43,6 @@ class FlashInferBackend(AttentionBackend):
     (64 rows of 32 tokens behind 4,096: 1,066 µs, Triton's kernel 450).
     """
 
-    plans_decodes_on_host = True
-    can_capture_decodes = True
-
     def __init__(
         self, spec: AttentionSpec, device: torch.device, kernels: str, other: AttentionBackend | None = None
     ) -> None:
@@ -66,6 +63,14 @@ class FlashInferBackend(AttentionBackend):
         self._graph_pins: _Ring[torch.Tensor] = _Ring([])
         self._active_decodes: dict[int | None, Any] = {}
         self._is_ragged = False
+
+    @property
+    def decode_graphs(self) -> DecodeGraphs:
+        return self
+
+    @property
+    def host_plans(self) -> HostPlans:
+        return self
 
     # ---- Prefill
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from srt.layers.attention.base import AttentionBackend
+
 if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -49,9 +51,11 @@ class RadixAttention(nn.Module):
 
     def attend_decodes(self, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The same for a batch in which every row decodes."""
+        backend = batch.attn_backend
+        assert isinstance(backend, AttentionBackend), "a stand-in has no decode rows"
         out = torch.empty_like(q)
         heads = -1, self.num_heads, self.head_dim
-        batch.attn_backend.forward_decode(q.view(heads), self, batch, out.view(heads))
+        backend.forward_decode(q.view(heads), self, batch, out.view(heads))
         return out
 
     def split_packed(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -35,7 +35,16 @@ from srt.kernels.build.pdl import EARLY, has_pdl, pdl_for
 from srt.kernels.build.shared_memory import shared_bytes
 from srt.kernels.build.triton_support import require_triton
 from srt.layers.attention.attention_spec import AttentionSpec
-from srt.layers.attention.base import LEAST_SAVED, AnyRows, AttentionBackend, Reading
+from srt.layers.attention.base import (
+    LEAST_SAVED,
+    AnyRows,
+    AttentionBackend,
+    DecodeGraphs,
+    DecodeReadings,
+    PackedDecodes,
+    PromptGraphs,
+    Reading,
+)
 
 if TYPE_CHECKING:
     from srt.layers.attention.radix_attention import RadixAttention
@@ -53,8 +62,6 @@ class TritonAttentionBackend(AttentionBackend):
 
     Nothing in the plan of a decode depends on a length: a captured step serves every step of its size.
     """
-
-    can_capture_decodes = True
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         require_triton(device.type)
@@ -83,10 +90,26 @@ class TritonAttentionBackend(AttentionBackend):
         if sees_all and not has_stream and can_be_even(*shape):  # else row by row is evenly, whatever the lengths are
             self._readings.add(Reading.EVEN)
         # Of few decodes among room for many, others would give each to one program alone.
-        self.can_capture_prompts = self._streams or Reading.EVEN in self._readings
+        self._captures_prompts = self._streams or Reading.EVEN in self._readings
         self._max_extend_len = 0
         self._max_context = 0
         self._scratch: DecodeScratch | None = None
+
+    @property
+    def decode_graphs(self) -> DecodeGraphs:
+        return self
+
+    @property
+    def decode_readings(self) -> DecodeReadings:
+        return self
+
+    @property
+    def packed_decodes(self) -> PackedDecodes | None:
+        return self
+
+    @property
+    def prompt_graphs(self) -> PromptGraphs | None:
+        return self if self._captures_prompts else None
 
     def plan_extend(self, batch: ForwardBatch) -> None:
         self._max_extend_len = int(batch.extend_seq_lens_cpu.max())
@@ -289,6 +312,9 @@ class TritonAttentionBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         self._max_graph_rows = max_bs
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
+        self.plan_decode(batch)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
         write_kv(layer.split_kv_heads(k), layer.split_kv_heads(v), batch.out_cache_loc, _paged_kv(layer, batch))

@@ -91,12 +91,14 @@ class DecodeRunner:
         self._sizes = tuple(sorted(sizes))
         self._chosen: _Chosen | None = None  # for the step at hand
         self._has_stored = True  # since the last step: the next number says which pages begin
-        self._plans_on_host = parts.attn_backend.plans_decodes_on_host
+        self._host_plans = parts.attn_backend.host_plans
+        self._readings = parts.attn_backend.decode_readings
+        self._backend_graphs = parts.attn_backend.decode_graphs
         self._captured_last: CudaGraphRunner | None = None
         self._sizes_of = self._graph_sizes(pads)
         self.graphs: dict[Reading, CudaGraphRunner] = {}  # the first serve where others have no size
-        if capture is not None and sizes:
-            parts.attn_backend.init_cuda_graph_state(max(sizes))
+        if capture is not None and self._backend_graphs is not None and sizes:
+            self._backend_graphs.init_cuda_graph_state(max(sizes))
             for reading, some in self._sizes_of.items():
                 self.graphs[reading] = CudaGraphRunner(some, pads, partial(self._works, reading=reading), capture)
 
@@ -119,7 +121,7 @@ class DecodeRunner:
         if chosen is None or chosen.slots is not step.slots or chosen.asked is not step.reading:
             chosen = self._chosen = self._choose(step)
         self.buffers.tell(step.slots, step.new_pages)
-        if self._plans_on_host and step.new_pages is not None:
+        if self._host_plans is not None and step.new_pages is not None:
             self.buffers.enter_pages(step.slots, step.seq_lens, step.new_pages)
         if chosen.graph is None:
             batch = self._batch(chosen.size)
@@ -127,10 +129,10 @@ class DecodeRunner:
             self._parts.attn_backend.init_forward_metadata(batch)
             self._run_forward(chosen.size, chosen.reading)
         else:
-            if self._plans_on_host:
+            if self._host_plans is not None:
                 batch = self._batch(chosen.size)
                 self._pad_host_rows(batch, step.slots, step.seq_lens)
-                self._parts.attn_backend.init_forward_metadata_replay_cuda_graph(batch)
+                self._host_plans.init_forward_metadata_replay_cuda_graph(batch)
             chosen.graph()
         return chosen.logits
 
@@ -160,7 +162,9 @@ class DecodeRunner:
     def _can_read(self, reading: Reading, num_rows: int) -> bool:
         if reading is Reading.RESIDENT:
             return num_rows in self._parts.resident
-        return reading is Reading.BY_ROW or self._parts.attn_backend.can_read(reading, num_rows)
+        if reading is Reading.BY_ROW:
+            return True
+        return self._readings is not None and self._readings.can_read(reading, num_rows)
 
     def sample(self, step: DecodeStep) -> None:
         """Draw the rows' next ids from the logits, and store them."""
@@ -253,9 +257,10 @@ class DecodeRunner:
 
     def capture_next(self) -> int:
         """Capture graphs of one more size, and return it. The tables stay as they are: only padding runs."""
+        assert self._backend_graphs is not None, "this backend's decodes cannot be captured"
         graphs = self._captured_last = self._next_graphs
         size = graphs.next_size
-        self._tell_padding(size, self._parts.attn_backend.init_forward_metadata_capture_cuda_graph)
+        self._tell_padding(size, self._backend_graphs.init_forward_metadata_capture_cuda_graph)
         with _quick_products(size, self._device):
             graphs.capture(size)
         return size
@@ -281,7 +286,8 @@ class DecodeRunner:
         if reading is Reading.RESIDENT:
             forward = parts.resident[size]
         else:
-            parts.attn_backend.begin_decodes(batch, reading)
+            if self._readings is not None:
+                self._readings.begin_decodes(batch, reading)
             if parts.compiled is not None and size <= parts.compiled.most_tokens and reading is not Reading.SHARED:
                 forward = parts.compiled
         hidden = forward(batch.input_ids, batch.positions, batch)

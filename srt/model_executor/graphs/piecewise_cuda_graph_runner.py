@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from srt.layers.attention.base import AnyRows, AttentionBackend, Views
+from srt.layers.attention.base import AnyRows, AttentionBackend, LayerAttention, PromptGraphs, Views
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -55,37 +55,11 @@ class _Pieces:
     layers: list[RadixAttention]
 
 
-class _Captured(AttentionBackend):
-    """Stands for attention while something is captured: the model calls nothing but `attend`."""
-
-    def __init__(self, runner: PiecewiseCudaGraphRunner) -> None:
-        self._runner = runner
-
-    def plan_extend(self, batch: ForwardBatch) -> None:
-        raise AssertionError("nothing is planned while steps are captured")
-
-    plan_decode = plan_extend
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        batch: ForwardBatch,
-        out: torch.Tensor,
-    ) -> None:
-        raise AssertionError("rows are not known while steps are captured")
-
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
-        raise AssertionError("rows are not known while steps are captured")
-
-
-class _Breaks(_Captured):
-    """Hands over attention's inputs, cuts, and goes on with what will be its output."""
+class _Breaks(LayerAttention):
+    """Stands in for attention while pieces are captured: hands over its inputs, cuts, and goes on with what will be its output."""
 
     def __init__(self, runner: PiecewiseCudaGraphRunner, cut: Work) -> None:
-        super().__init__(runner)
+        self._runner = runner
         self._cut = cut
         self.layers: list[RadixAttention] = []
 
@@ -101,19 +75,19 @@ class _Breaks(_Captured):
         return out
 
 
-class _Whole(_Captured):
-    """Attends to whatever the rows will be."""
+class _Whole(LayerAttention):
+    """Stands in for attention while whole steps are captured: attends to whatever the rows will be."""
 
-    def __init__(self, runner: PiecewiseCudaGraphRunner, backend: AttentionBackend, rows: AnyRows) -> None:
-        super().__init__(runner)
-        self._backend = backend
+    def __init__(self, runner: PiecewiseCudaGraphRunner, graphs: PromptGraphs, rows: AnyRows) -> None:
+        self._runner = runner
+        self._graphs = graphs
         self._rows = rows
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
     ) -> torch.Tensor:
         out = self._runner.place_of_attended(len(q))
-        self._backend.attend_any(q, self._rows, layer, batch, out)
+        self._graphs.attend_any(q, self._rows, layer, batch, out)
         return out
 
 
@@ -260,9 +234,10 @@ class PiecewiseCudaGraphRunner:
         return size <= self._most_whole
 
     def _run_whole(self, size: int) -> None:
-        rows = self._rows_of(size)
-        batch = self._padding_batch(size, _Whole(self, self._attn_backend, rows))
-        self._attn_backend.begin_any(rows, batch)
+        graphs, rows = self._attn_backend.prompt_graphs, self._rows_of(size)
+        assert graphs is not None, "this backend captures no prompts"
+        batch = self._padding_batch(size, _Whole(self, graphs, rows))
+        graphs.begin_any(rows, batch)
         self._run(batch)
 
     def _run(self, batch: ForwardBatch) -> None:
@@ -336,7 +311,7 @@ class PiecewiseCudaGraphRunner:
         rows = self._rows
         return replace(rows, decode_slots=rows.decode_slots[:size], decode_lens=rows.decode_lens[:size])
 
-    def _padding_batch(self, size: int, attention: _Captured) -> ForwardBatch:
+    def _padding_batch(self, size: int, attention: LayerAttention) -> ForwardBatch:
         none = self._input_ids[:0]
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,

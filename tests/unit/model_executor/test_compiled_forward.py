@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from srt.layers.attention.torch_native import TorchNativeBackend
+from srt.layers.attention import backend_choice
 from srt.protocol.messages import SamplingSpec
 from srt.server_args import ArgumentError, ServerArgs, parse_args
 from srt.utils.errors import StartError
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver
-from tests.support.recorder import Recorder
+from tests.support.recorder import PlansAtOnce, Recorder
 from tests.support.runners import make_runner
 
 COMPILED: dict[str, Any] = {"enable_torch_compile": True, "torch_compile_max_bs": 6}
@@ -50,9 +50,7 @@ def test_float32_tokens_are_those_of_eager_steps(
     assert len(set(small)) > 3
     assert any(decodes > 6 for extends, decodes in driver.steps if not extends)
     # And inside graphs, as a GPU has them.
-    monkeypatch.setattr(TorchNativeBackend, "can_capture_decodes", True)
-    monkeypatch.setattr(TorchNativeBackend, "plans_decodes_on_host", True)
-    monkeypatch.setattr(TorchNativeBackend, "init_forward_metadata_replay_cuda_graph", TorchNativeBackend.plan_decode)
+    monkeypatch.setattr(backend_choice, "TorchNativeBackend", PlansAtOnce)
     recorder = Recorder()
     graphs = make_runner(checkpoint("qwen3"), 4, capture=recorder, cuda_graph_bs=(4, 16), **COMPILED)
     while graphs.num_graphs_left:

@@ -17,7 +17,7 @@ from srt.protocol.messages import LogprobSpec, SamplingSpec
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy
 from tests.support.ranks import run_ranks
-from tests.support.recorder import Recorder
+from tests.support.recorder import NamesPromptGraphs, Recorder
 from tests.support.runners import make_runner
 
 
@@ -112,12 +112,9 @@ def test_ranks_agree_on_what_is_captured_whole_where_kernels_of_one_do_not_run(
 ) -> None:
     run_here = iter((True, False))
 
-    class RunsHere(TorchNativeBackend):
-        def __init__(self) -> None:
-            super().__init__()
-            self.can_capture_prompts = next(run_here)
-
-    monkeypatch.setattr(backend_choice, "TorchNativeBackend", RunsHere)
+    monkeypatch.setattr(
+        backend_choice, "TorchNativeBackend", lambda: NamesPromptGraphs() if next(run_here) else TorchNativeBackend()
+    )
 
     def work(tp: TensorParallel) -> int:
         runner = make_runner(checkpoint("qwen3"), 4, tp=tp, capture=Recorder(), tp_size=2)

@@ -109,7 +109,7 @@ class Even(TritonAttentionBackend):
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         super().__init__(spec, device)
         self._readings.add(Reading.EVEN)
-        self.can_capture_prompts = True
+        self._captures_prompts = True
         self.num_even = 0
 
     def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:

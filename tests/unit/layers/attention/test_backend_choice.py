@@ -14,6 +14,7 @@ from srt.layers.attention.backend_choice import BackendChoice, choose_backends, 
 from srt.layers.attention.torch_native import TorchNativeBackend
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from tests.support.recorder import NamesPromptGraphs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 QWEN3 = AttentionSpec(32, 8, 128, torch.bfloat16, torch.bfloat16, 16, 40_960, (None,))
@@ -137,9 +138,7 @@ def test_captured_prompts_are_left_to_the_decodes_backend_unless_theirs_was_aske
     host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(name: str, spec: AttentionSpec, device: torch.device) -> TorchNativeBackend:
-        backend = TorchNativeBackend()
-        backend.can_capture_prompts = name == "triton"
-        return backend
+        return NamesPromptGraphs() if name == "triton" else TorchNativeBackend()
 
     host()
     monkeypatch.setattr(backend_choice, "_make", make)
@@ -151,6 +150,6 @@ def test_captured_prompts_are_left_to_the_decodes_backend_unless_theirs_was_aske
     ]
     for options, is_asked_for in asked:
         choice = choose_backends(ServerArgs(model_path="x", **options), QWEN3, CUDA)
-        assert make_backend(choice, QWEN3, CUDA).can_capture_prompts is not is_asked_for
+        assert (make_backend(choice, QWEN3, CUDA).prompt_graphs is None) == is_asked_for
     only_decodes = choose_backends(ServerArgs(model_path="x", decode_attention_backend="flashinfer"), QWEN3, CUDA)
-    assert not make_backend(only_decodes, QWEN3, CUDA).can_capture_prompts
+    assert make_backend(only_decodes, QWEN3, CUDA).prompt_graphs is None
