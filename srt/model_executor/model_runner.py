@@ -460,8 +460,8 @@ class ModelRunner:
             case ForwardMode.IDLE:
                 return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self.device)
             case ForwardMode.EXTEND | ForwardMode.DECODE | ForwardMode.MIXED:
-                if self._pieces is not None and (size := self._pieces.size_for(batch)) is not None:
-                    return self._pieces.forward(batch, size)
+                if self._pieces is not None and self._pieces.can_run(batch):
+                    return self._pieces.replay(batch)
                 self._attn_backend.init_forward_metadata(batch)
                 hidden: torch.Tensor = self._model(batch.input_ids, batch.positions, batch)
                 return hidden

@@ -90,13 +90,14 @@ class CudaGraphRunner:
         return len(self.sizes) - len(self._captured)
 
     def size_for(self, num_rows: int) -> int | None:
-        """The captured size that serves so many rows; None: the step has to be launched eagerly."""
+        """The captured size that serves `num_rows` rows, noting a missed one; None: the step is launched kernel by kernel."""
         best, size = self._smallest(self.sizes, num_rows), self._smallest(self._captured, num_rows)
         if best is not None:
             self._misses.note(best, size)
         return size
 
-    def has(self, size: int) -> bool:
+    def can_run(self, size: int) -> bool:
+        """Whether there are graphs of just this size."""
         return size in self._replays
 
     @property
@@ -111,7 +112,7 @@ class CudaGraphRunner:
     def forget_missed(self) -> None:
         self._misses.forget()
 
-    def capture(self, size: int) -> None:
+    def capture_one_batch_size(self, size: int) -> None:
         self._replays[size] = [self._capture(work) for work in self._works(size)]
         self._captured = sorted(self._replays)
         self._misses.note_capture(self._smallest(self._captured, self._misses.size))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from srt.layers.attention.base import AttentionBackend, Reading
+from srt.layers.attention.base import AttentionBackend, HostPlans, Reading
 from srt.layers.logits_processor import LogitsProcessor
 from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -130,11 +130,15 @@ class DecodeRunner:
             self._run_forward(chosen.size, chosen.reading)
         else:
             if self._host_plans is not None:
-                batch = self._batch(chosen.size)
-                self._pad_host_rows(batch, step.slots, step.seq_lens)
-                self._host_plans.init_forward_metadata_replay_cuda_graph(batch)
+                self.replay_prepare(step, chosen.size, self._host_plans)
             chosen.graph()
         return chosen.logits
+
+    def replay_prepare(self, step: DecodeStep, size: int, host_plans: HostPlans) -> None:
+        """Plan the replay of a graph of `size` rows, where plans are made on the host."""
+        batch = self._batch(size)
+        self._pad_host_rows(batch, step.slots, step.seq_lens)
+        host_plans.init_forward_metadata_replay_cuda_graph(batch)
 
     def _choose(self, step: DecodeStep) -> _Chosen:
         """For this step. Later ones of these rows are launched alike where nothing is left to be captured, but short rows grow."""
@@ -145,7 +149,7 @@ class DecodeRunner:
             graphs, size = found
             graph = graphs.replays_of(size)[FORWARD]
             by_row = self.graphs.get(Reading.BY_ROW)
-            if by_row is not None and by_row.has(size):
+            if by_row is not None and by_row.can_run(size):
                 samples = by_row.replays_of(size)[FIRST_SAMPLE:]
         if num_rows not in self._logits_of_rows:
             self._logits_of_rows[num_rows] = self.logits[:num_rows]
@@ -262,7 +266,7 @@ class DecodeRunner:
         size = graphs.next_size
         self._tell_padding(size, self._backend_graphs.init_forward_metadata_capture_cuda_graph)
         with _quick_products(size, self._device):
-            graphs.capture(size)
+            graphs.capture_one_batch_size(size)
         return size
 
     def _tell_padding(self, size: int, init_attention: Callable[[ForwardBatch], None]) -> None:

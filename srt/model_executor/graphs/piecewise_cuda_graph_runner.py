@@ -11,7 +11,7 @@ the device: one launch for the whole step. There prompts are the first tokens, d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from srt.layers.attention.radix_attention import RadixAttention
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Misses, Work, is_far, smallest
+from srt.model_executor.graphs.piece_inputs import PieceInputs
 
 if TYPE_CHECKING:
     from srt.models.decoder import CausalLM
@@ -31,8 +32,6 @@ NO_ROWS = np.zeros(0, np.int64)
 LAUNCH_S = 0.8e-3  # of a layer, one kernel after the other: 0.35 to 1.0 on hosts of an H200
 ATTENTION_LAUNCH_S = 0.15e-3  # of a layer in pieces
 MOST_WHOLE_TOKENS = 1024  # of more, prompts are worth kernels that are planned on the host
-MOST_WHOLE_EXTENDS = 64
-MOST_WHOLE_DECODES = 512
 MOST_WHOLE_PAIRS = 1 << 24
 """Of a token of a prompt and a position that it may see. By 16 heads in 28 layers the planned kernels are 4 ms quicker with so many."""
 FLOPS = 600e12  # that this GPU's prompts are computed with
@@ -113,22 +112,8 @@ class PiecewiseCudaGraphRunner:
         self._tables = tables
         self._kv_pool = kv_pool
         self._capture = capture
-        most = self._sizes[-1]
-        self._dummy_location = tables.num_pages * tables.page_size
-        self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self._locations = torch.full((most,), self._dummy_location, dtype=torch.int64, device=device)
-        self._outputs = torch.zeros(tables.num_slots, dtype=torch.int64, device=device)
-        self._padding = torch.zeros(max(most, len(self._outputs)), dtype=torch.int64, device=device)
-        self._dummies = torch.full((most,), self._dummy_location, dtype=torch.int64, device=device)
+        self._inputs = PieceInputs(tables, self._sizes[-1], device)
         self._most_whole = most_whole
-        extends, decodes = (min(tables.num_slots, most) for most in (MOST_WHOLE_EXTENDS, MOST_WHOLE_DECODES))
-        self._rows = AnyRows(
-            *(
-                torch.zeros(count, dtype=torch.int64, device=device)
-                for count in (extends, extends, extends, decodes, decodes)
-            )
-        )
         self._buffers: _Buffers | None = None
         self._pieces: dict[int, _Pieces] = {}
         self._misses = Misses()
@@ -137,21 +122,26 @@ class PiecewiseCudaGraphRunner:
     def num_left(self) -> int:
         return len(self._sizes) - len(self._pieces)
 
-    def size_for(self, batch: ForwardBatch) -> int | None:
-        """The captured size that serves the batch, if there is one: a step is launched kernel by kernel rather than padded far."""
+    def can_run(self, batch: ForwardBatch) -> bool:
+        """Whether a captured size serves the batch; a missing one is noted. A step is launched kernel by kernel rather than padded far."""
         if batch.output_tokens is None:  # graphs give hidden states of no more tokens than there are requests
-            return None
-        num_tokens = len(batch.input_ids)
-        if not self._can_be_whole(batch):
-            num_tokens = max(num_tokens, self._most_whole + 1)
-        best, size = smallest(self._sizes, num_tokens), smallest(sorted(self._pieces), num_tokens)
+            return False
+        num_tokens = self._least_size(batch)
+        best, size = smallest(self._sizes, num_tokens), self._captured_size(num_tokens)
         if best is None:
-            return None
+            return False
         self._misses.note(best, size)
-        return None if is_far(size, best) else size
+        return not is_far(size, best)
+
+    def _least_size(self, batch: ForwardBatch) -> int:
+        num_tokens = len(batch.input_ids)
+        return num_tokens if self._can_be_whole(batch) else max(num_tokens, self._most_whole + 1)
+
+    def _captured_size(self, num_tokens: int) -> int | None:
+        return smallest(sorted(self._pieces), num_tokens)
 
     def _can_be_whole(self, batch: ForwardBatch) -> bool:
-        num_extends, rows = batch.num_extend_rows, self._rows
+        num_extends, rows = batch.num_extend_rows, self._inputs.rows
         pairs = int(batch.extend_seq_lens_cpu @ batch.seq_lens_cpu[:num_extends])
         have_room = num_extends <= len(rows.extend_lens) and batch.num_decode_rows <= len(rows.decode_lens)
         return have_room and pairs <= MOST_WHOLE_PAIRS
@@ -181,10 +171,14 @@ class PiecewiseCudaGraphRunner:
     def capture_next(self) -> int:
         """Capture one more size; returns it. Tables stay as they are: only padding runs."""
         size = self.next_size
-        self._tell_padding(size)
-        self._pieces[size] = self._capture_whole(size) if self._is_whole(size) else self._capture_pieces(size)
-        self._misses.note_capture(smallest(sorted(self._pieces), self._misses.size))
+        self._populate_padding(size)
+        self.capture_one_batch_size(size)
         return size
+
+    def capture_one_batch_size(self, size: int) -> None:
+        """Capture steps of `size` tokens, as the inputs have them now."""
+        self._pieces[size] = self._capture_whole(size) if self._is_whole(size) else self._capture_pieces(size)
+        self._misses.note_capture(self._captured_size(self._misses.size))
 
     def _capture_whole(self, size: int) -> _Pieces:
         assert self._capture is not None
@@ -203,24 +197,21 @@ class PiecewiseCudaGraphRunner:
     def precompile(self) -> Iterator[int]:
         """The work of one size after the other, each before it is named."""
         for size in reversed(self._sizes):
-            self._tell_padding(size)
+            self._populate_padding(size)
             if self._is_whole(size):
                 self._run_whole(size)
             else:
                 self._run(self._padding_batch(size, _Breaks(self, lambda: None)))
             yield size
 
-    def forward(self, batch: ForwardBatch, size: int) -> torch.Tensor:
-        """Hidden states by the graphs of a size for the batch, as the model gives them; the next step overwrites them."""
-        num_tokens = len(batch.input_ids)
-        pieces, buffers = self._pieces[size], self._buffers
-        assert buffers is not None and batch.output_tokens is not None
-        if self._is_whole(size):
-            self._tell(size, batch, batch.num_extend_tokens)
-            self._tell_rows(size, batch)
-        else:
-            self._tell(size, batch, num_tokens)
-            self._attn_backend.init_forward_metadata(batch)
+    def replay(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states of a batch that `can_run`, as the model gives them; the next step overwrites them."""
+        size, buffers = self._captured_size(self._least_size(batch)), self._buffers
+        assert size is not None and buffers is not None and batch.output_tokens is not None
+        pieces = self._pieces[size]
+        self.replay_prepare(batch, size)
+        if not self._is_whole(size):
+            num_tokens = len(batch.input_ids)
             first = pieces.layers[0]  # heads are alike in all of them
             q, k, v = first.split_packed(buffers.qkv[:num_tokens])
             views = Views.of(q, k, v, first, batch, buffers.attended[:num_tokens])
@@ -230,11 +221,20 @@ class PiecewiseCudaGraphRunner:
         pieces.replays[-1]()
         return buffers.hidden[: len(batch.output_tokens)]
 
+    def replay_prepare(self, batch: ForwardBatch, size: int) -> None:
+        """Lay the batch where the size's graphs read, and plan the attentions between pieces."""
+        if self._is_whole(size):
+            self._inputs.populate_from_forward_batch(batch, size, batch.num_extend_tokens)
+            self._inputs.populate_rows(batch, size)
+        else:
+            self._inputs.populate_from_forward_batch(batch, size, len(batch.input_ids))
+            self._attn_backend.init_forward_metadata(batch)
+
     def _is_whole(self, size: int) -> bool:
         return size <= self._most_whole
 
     def _run_whole(self, size: int) -> None:
-        graphs, rows = self._attn_backend.prompt_graphs, self._rows_of(size)
+        graphs, rows = self._attn_backend.prompt_graphs, self._inputs.rows_of(size)
         assert graphs is not None, "this backend captures no prompts"
         batch = self._padding_batch(size, _Whole(self, graphs, rows))
         graphs.begin_any(rows, batch)
@@ -272,55 +272,27 @@ class PiecewiseCudaGraphRunner:
         def zeros(rows: int, columns: int) -> torch.Tensor:
             return torch.zeros((rows, columns), dtype=weight.dtype, device=weight.device)
 
-        return _Buffers(zeros(most, q_size + 2 * kv_size), zeros(most, q_size), zeros(len(self._outputs), len(weight)))
+        return _Buffers(
+            zeros(most, q_size + 2 * kv_size), zeros(most, q_size), zeros(len(self._inputs.output_tokens), len(weight))
+        )
 
-    # ---- What the graphs read
+    # ---- Runs of padding alone
 
-    def _tell(self, size: int, batch: ForwardBatch, num_first: int) -> None:
-        """The batch's tokens: so many at the beginning, the others at the end. Padding between them is written to the dummy page."""
-        outputs, shift = batch.output_tokens, size - len(batch.input_ids)
-        assert outputs is not None
-        if num_first < len(batch.input_ids):
-            outputs = torch.where(outputs < num_first, outputs, outputs + shift)
-        _lay(outputs, len(outputs), self._padding, self._outputs)
-        _lay(batch.input_ids, num_first, self._padding, self._input_ids[:size])
-        _lay(batch.positions, num_first, self._padding, self._positions[:size])
-        _lay(batch.out_cache_loc, num_first, self._dummies, self._locations[:size])
-
-    def _tell_rows(self, size: int, batch: ForwardBatch) -> None:
-        num_extends, rows = batch.num_extend_rows, self._rows_of(size)
-        slots, padding = batch.req_pool_indices, self._padding
-        _lay(slots[:num_extends], num_extends, padding, rows.extend_slots)
-        _lay(batch.extend_prefix_lens, num_extends, padding, rows.extend_prefix_lens)
-        _lay(batch.extend_seq_lens, num_extends, padding, rows.extend_lens)
-        _lay(slots[num_extends:], 0, padding, rows.decode_slots)
-        _lay(batch.seq_lens[num_extends:], 0, padding, rows.decode_lens)
-
-    def _tell_padding(self, size: int) -> None:
-        """Nothing but padding, for a run that leaves the tables as they are."""
+    def _populate_padding(self, size: int) -> None:
         self._buffers = self._buffers or self._take_buffers()
-        self._input_ids[:size].zero_()
-        self._positions[:size].zero_()
-        self._locations[:size].fill_(self._dummy_location)
-        self._outputs.zero_()
-        for lens in (self._rows.extend_lens, self._rows.decode_lens):
-            lens.zero_()
-
-    def _rows_of(self, size: int) -> AnyRows:
-        """A step of so many tokens has no more decodes than these."""
-        rows = self._rows
-        return replace(rows, decode_slots=rows.decode_slots[:size], decode_lens=rows.decode_lens[:size])
+        self._inputs.populate_padding(size)
 
     def _padding_batch(self, size: int, attention: LayerAttention) -> ForwardBatch:
-        none = self._input_ids[:0]
+        inputs = self._inputs
+        none = inputs.input_ids[:0]
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=0,
             num_extend_rows=0,
             num_extend_tokens=size,
-            input_ids=self._input_ids[:size],
-            positions=self._positions[:size],
-            out_cache_loc=self._locations[:size],
+            input_ids=inputs.input_ids[:size],
+            positions=inputs.positions[:size],
+            out_cache_loc=inputs.out_cache_loc[:size],
             req_pool_indices=none,
             seq_lens=none,
             extend_prefix_lens=none,
@@ -333,14 +305,8 @@ class PiecewiseCudaGraphRunner:
             req_to_token_pool=self._tables,
             token_to_kv_pool=self._kv_pool,
             attn_backend=attention,
-            output_tokens=self._outputs[:size],
+            output_tokens=inputs.output_tokens[:size],
         )
-
-
-def _lay(values: torch.Tensor, num_first: int, padding: torch.Tensor, out: torch.Tensor) -> None:
-    """So many of the values at the beginning of `out`, the others at its end, padding between them."""
-    assert len(values) <= len(out), (len(values), len(out))
-    torch.cat((values[:num_first], padding[: len(out) - len(values)], values[num_first:]), out=out)
 
 
 def worthwhile_tokens(num_layers: int, num_weights: int) -> int:

@@ -142,7 +142,7 @@ class StepPlanner:
                 adjusted.append(admission.slot)
         page_slots, page_columns, pages = self._append_pages(section.pages)
         rows = self._advance(section)
-        first_tokens = np.cumsum(rows.extend_lens) - rows.extend_lens
+        token_positions, first_tokens = compute_position(rows.prefix_lens, rows.extend_lens)
         prompt_logprobs, output_logprobs = self._plan_logprobs(rows, first_tokens)
         num_extends = len(rows.extend_lens)
         row_tokens = np.concatenate((rows.extend_lens, np.ones(len(rows.slots) - num_extends, np.int64)))
@@ -164,7 +164,7 @@ class StepPlanner:
             extend_counts=rows.extend_lens,
             extend_first=first_tokens,
             token_slots=np.repeat(rows.slots[:num_extends], rows.extend_lens),
-            token_positions=_ranges(rows.prefix_lens, rows.extend_lens),
+            token_positions=token_positions,
             sample_rows=rows.sample_rows,
             sample_tokens=last_tokens[rows.sample_rows],
             sampling=self._sampling.arrays(sampling_slots),
@@ -213,6 +213,11 @@ def _ids_of(admissions: list[Admission]) -> dict[str, Ints]:
         "id_positions": _ranges(np.zeros_like(counts), counts),
         "ids": ids,
     }
+
+
+def compute_position(prefix_lens: Ints, extend_lens: Ints) -> tuple[Ints, Ints]:
+    """The positions of all rows' tokens, row after row, and the index of each row's first token."""
+    return _ranges(prefix_lens, extend_lens), np.cumsum(extend_lens) - extend_lens
 
 
 def _ranges(starts: Ints, counts: Ints) -> Ints:

@@ -478,21 +478,21 @@ def make_graphs(sizes: tuple[int, ...], pads: bool = True) -> CudaGraphRunner:
 
 def capture_next(graphs: CudaGraphRunner) -> int:
     size = graphs.next_size
-    graphs.capture(size)
+    graphs.capture_one_batch_size(size)
     return size
 
 
 def test_a_step_takes_graphs_of_its_kind_unless_others_fit_it_better() -> None:
     graphs = {Reading.BY_ROW: make_graphs((32, 64, 256)), Reading.EVEN: make_graphs((64, 256))}
     assert find_graph(graphs, Reading.EVEN, 60) is None
-    graphs[Reading.EVEN].capture(256)
+    graphs[Reading.EVEN].capture_one_batch_size(256)
     assert find_graph(graphs, Reading.EVEN, 60) == (graphs[Reading.EVEN], 256), "better than none"
-    graphs[Reading.BY_ROW].capture(64)
+    graphs[Reading.BY_ROW].capture_one_batch_size(64)
     assert find_graph(graphs, Reading.EVEN, 60) == (graphs[Reading.BY_ROW], 64)
-    graphs[Reading.EVEN].capture(64)
+    graphs[Reading.EVEN].capture_one_batch_size(64)
     assert find_graph(graphs, Reading.EVEN, 60) == (graphs[Reading.EVEN], 64)
     graphs[Reading.SHARED] = make_graphs((256,))
-    graphs[Reading.SHARED].capture(256)
+    graphs[Reading.SHARED].capture_one_batch_size(256)
     assert find_graph(graphs, Reading.SHARED, 60) == (graphs[Reading.SHARED], 256), (
         "what is shared is worth the padding"
     )
@@ -562,7 +562,7 @@ def test_steps_that_share_miss_what_they_share_in_and_no_size_of_others() -> Non
     assert [one.is_missing_one for one in graphs.values()] == [True, True]
     for one in graphs.values():
         one.forget_missed()
-    graphs[Reading.SHARED].capture(256)
+    graphs[Reading.SHARED].capture_one_batch_size(256)
     find_graph(graphs, Reading.SHARED, 20)
     assert [one.is_missing_one for one in graphs.values()] == [False, True]
 

@@ -14,7 +14,7 @@ from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import Reading
 from srt.layers.attention.triton_backend import TritonAttentionBackend
 from srt.model_executor.forward_batch_info import ForwardBatch
-from srt.model_executor.graphs import decode_runner, piecewise_cuda_graph_runner
+from srt.model_executor.graphs import decode_runner, piece_inputs, piecewise_cuda_graph_runner
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.step import step_planner
 from srt.server_args import ServerArgs
@@ -145,7 +145,7 @@ def test_steps_that_are_captured_whole_draw_the_same_tokens(
     checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts alone and beside decodes; and in pieces, where there are more of them than whole steps have room for."""
-    monkeypatch.setattr(piecewise_cuda_graph_runner, "MOST_WHOLE_EXTENDS", 2)
+    monkeypatch.setattr(piece_inputs, "MOST_WHOLE_EXTENDS", 2)
     monkeypatch.setattr(piecewise_cuda_graph_runner, "MOST_WHOLE_TOKENS", 32)
     options: dict[str, Any] = {
         "attention_backend": "triton",
@@ -166,15 +166,15 @@ def test_steps_that_are_captured_whole_draw_the_same_tokens(
     driver().run(expected)
     monkeypatch.setattr(triton_backend, "TritonAttentionBackend", Even)
     whole = driver(Recorder())
-    pieces, steps = whole.runner._pieces, list[tuple[int, int, int | None]]()
+    pieces, steps = whole.runner._pieces, list[tuple[int, int, int]]()
     assert pieces is not None
-    size_for = pieces.size_for
+    replay_prepare = pieces.replay_prepare
 
-    def noted(batch: ForwardBatch) -> int | None:
-        steps.append((batch.num_extend_rows, batch.num_decode_rows, size_for(batch)))
-        return steps[-1][2]
+    def noted(batch: ForwardBatch, size: int) -> None:
+        steps.append((batch.num_extend_rows, batch.num_decode_rows, size))
+        replay_prepare(batch, size)
 
-    monkeypatch.setattr(pieces, "size_for", noted)
+    monkeypatch.setattr(pieces, "replay_prepare", noted)
     whole.run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
     assert {decodes > 0 for _, decodes, size in steps if size == 32} == {False, True}

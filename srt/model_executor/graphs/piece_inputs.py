@@ -1,0 +1,76 @@
+"""The fixed device memory of steps with prompts: what their graphs read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from srt.layers.attention.base import AnyRows
+from srt.mem_cache.memory_pool import ReqToTokenPool
+from srt.model_executor.forward_batch_info import ForwardBatch
+
+MOST_WHOLE_EXTENDS = 64
+MOST_WHOLE_DECODES = 512
+
+
+class PieceInputs:
+    """Tokens of up to `most_tokens`, which outputs are wanted, and the rows of steps that are captured with their attention.
+
+    A step is padded to a size. Padding is written to the dummy page, and lies between the tokens that come first and those that come last.
+    """
+
+    def __init__(self, tables: ReqToTokenPool, most_tokens: int, device: torch.device) -> None:
+        def fill(count: int, value: int = 0) -> torch.Tensor:
+            return torch.full((count,), value, dtype=torch.int64, device=device)
+
+        self._dummy_location = tables.num_pages * tables.page_size
+        self.input_ids = fill(most_tokens)
+        self.positions = fill(most_tokens)
+        self.out_cache_loc = fill(most_tokens, self._dummy_location)
+        self.output_tokens = fill(tables.num_slots)
+        self._zeros = fill(max(most_tokens, tables.num_slots))
+        self._dummies = fill(most_tokens, self._dummy_location)
+        extends, decodes = (min(tables.num_slots, most) for most in (MOST_WHOLE_EXTENDS, MOST_WHOLE_DECODES))
+        self.rows = AnyRows(*(fill(count) for count in (extends, extends, extends, decodes, decodes)))
+
+    def rows_of(self, size: int) -> AnyRows:
+        """The rows of a step of `size` tokens, which has no more decodes than that."""
+        rows = self.rows
+        return replace(rows, decode_slots=rows.decode_slots[:size], decode_lens=rows.decode_lens[:size])
+
+    def populate_from_forward_batch(self, batch: ForwardBatch, size: int, num_first: int) -> None:
+        """Lay the batch's first `num_first` tokens at the beginning of the size's, and the others at their end."""
+        outputs, shift = batch.output_tokens, size - len(batch.input_ids)
+        assert outputs is not None
+        if num_first < len(batch.input_ids):
+            outputs = torch.where(outputs < num_first, outputs, outputs + shift)
+        _lay(outputs, len(outputs), self._zeros, self.output_tokens)
+        _lay(batch.input_ids, num_first, self._zeros, self.input_ids[:size])
+        _lay(batch.positions, num_first, self._zeros, self.positions[:size])
+        _lay(batch.out_cache_loc, num_first, self._dummies, self.out_cache_loc[:size])
+
+    def populate_rows(self, batch: ForwardBatch, size: int) -> None:
+        """Lay the batch's extend rows first and its decode rows last, as their tokens lie."""
+        num_extends, rows = batch.num_extend_rows, self.rows_of(size)
+        slots, padding = batch.req_pool_indices, self._zeros
+        _lay(slots[:num_extends], num_extends, padding, rows.extend_slots)
+        _lay(batch.extend_prefix_lens, num_extends, padding, rows.extend_prefix_lens)
+        _lay(batch.extend_seq_lens, num_extends, padding, rows.extend_lens)
+        _lay(slots[num_extends:], 0, padding, rows.decode_slots)
+        _lay(batch.seq_lens[num_extends:], 0, padding, rows.decode_lens)
+
+    def populate_padding(self, size: int) -> None:
+        """Have nothing but padding, for a run that leaves the tables as they are."""
+        self.input_ids[:size].zero_()
+        self.positions[:size].zero_()
+        self.out_cache_loc[:size].fill_(self._dummy_location)
+        self.output_tokens.zero_()
+        for lens in (self.rows.extend_lens, self.rows.decode_lens):
+            lens.zero_()
+
+
+def _lay(values: torch.Tensor, num_first: int, padding: torch.Tensor, out: torch.Tensor) -> None:
+    """Lay the first `num_first` values at the beginning of `out`, the others at its end, padding between them."""
+    assert len(values) <= len(out), (len(values), len(out))
+    torch.cat((values[:num_first], padding[: len(out) - len(values)], values[num_first:]), out=out)
