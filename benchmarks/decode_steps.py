@@ -21,7 +21,9 @@ import torch
 from benchmarks import limits, models
 from benchmarks.gpu_readings import watched
 from srt.distributed.parallel_state import TensorParallel
-from srt.model_executor.model_runner import ModelRunner, resolve_device
+from srt.model_executor.loaded_model import resolve_device
+from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.startup.start_runner import start_runner
 from srt.model_executor.step.step_output import StepOutput
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from srt.server_args import parse_args
@@ -42,7 +44,7 @@ class Steps:
         self.lengths = np.array(lengths)
         empty, ones, slots = int32_array(), np.ones(len(lengths), np.int32), int32_array(range(len(lengths)))
         rng = np.random.default_rng(0)
-        num_pages = -(-(self.lengths + most_steps + 1) // runner.page_size)
+        num_pages = -(-(self.lengths + most_steps + 1) // runner.state.page_size)
         pages = int32_array(rng.permutation(int(num_pages.sum())))  # anywhere
         spec = SamplingSpec(max_new_tokens=most_steps + 2, temperature=0.6)
         admissions = [
@@ -113,11 +115,11 @@ def main() -> int:
     if options.kernels and device.type != "cuda":
         parser.error("--kernels: the profiler looks at a GPU, and there is none")
     hardware, shape = limits.measured(), limits.Shape.of(folder, args.kv_cache_dtype)
-    runner = ModelRunner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
-    runner.capture_graphs()
+    runner = start_runner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
+    runner.graphs.capture_all()
     with torch.inference_mode():
         for layer in range(config.num_layers):
-            for buffer in runner._token_to_kv_pool.get_kv(layer):
+            for buffer in runner.state.token_to_kv_pool.get_kv(layer):
                 # Zeros would take less power.
                 if buffer.dtype.itemsize > 1:
                     buffer.normal_()

@@ -42,6 +42,15 @@ class Logprobs:
     of_ids: torch.Tensor  # [N, m] float32
 
 
+@dataclass(frozen=True, slots=True)
+class LogitsProcessorOutput:
+    """What a step's hidden states say of its tokens."""
+
+    next_token_logits: torch.Tensor | None
+    """[R, this rank's columns], overwritten by the next step; None where no row samples."""
+    prompt_logprobs: Logprobs | None
+
+
 def gather_vocabulary(tp: TensorParallel, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return [rows, vocab_size] on every rank from each rank's [rows, columns]. The padding after the last token is cut off."""
     return tp.all_gather(logits, dim=-1)[:, :vocab_size]

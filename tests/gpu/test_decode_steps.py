@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.startup.warm_up import warm_up
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from tests.support.plan_driver import run_section
 from tests.support.runners import make_runner
@@ -33,7 +34,7 @@ def runner(tmp_path: Path) -> ModelRunner:
     spec = SamplingSpec(4 * STEPS, temperature=0.6)
     admissions = [Admission(slot, int32_array([7]), 1, 0, slot, spec, LogprobSpec()) for slot in range(ROWS)]
     pages = PageDelta(SLOTS, 2 * ones, int32_array(range(2 * ROWS)))
-    made.warm_up()
+    warm_up(made)
     run_section(made, PlanSection(admissions, [pages], SLOTS, 0 * ones, ones, ones, EMPTY))
     run_section(made, decodes())
     return made
@@ -67,7 +68,7 @@ def waiting_is_an_error() -> Iterator[None]:
 @pytest.mark.parametrize("captures", [False, True])
 def test_steps_of_the_same_rows_wait_for_nothing_and_copy_nothing(runner: ModelRunner, captures: bool) -> None:
     if captures:
-        runner.capture_graphs()
+        runner.graphs.capture_all()
     launch_ahead(runner, [decodes()] * STEPS)
     with pytest.raises(RuntimeError, match="synchronizing"), waiting_is_an_error():
         torch.zeros(1, device=CUDA).item()
@@ -103,10 +104,10 @@ def decodes_that_begin_pages() -> Iterator[PlanSection]:
 @pytest.mark.parametrize("captures", [False, True])
 def test_pages_that_rows_begin_are_told_without_a_copy(runner: ModelRunner, captures: bool) -> None:
     if captures:
-        runner.capture_graphs()
+        runner.graphs.capture_all()
     begin(runner, 2)
     expected = launch_ahead(runner, [decodes()] * STEPS)
-    tables = runner._req_to_token_pool.page_table[:ROWS, :2].tolist()
+    tables = runner.state.req_to_token_pool.page_table[:ROWS, :2].tolist()
     assert tables == [[row, row + ROWS] for row in range(ROWS)]
     begin(runner, 1)
     steps = decodes_that_begin_pages()
@@ -114,5 +115,5 @@ def test_pages_that_rows_begin_are_told_without_a_copy(runner: ModelRunner, capt
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile, waiting_is_an_error():
         found = launch_ahead(runner, steps)
     assert found == expected[1:]
-    assert runner._req_to_token_pool.page_table[:ROWS, :2].tolist() == tables
+    assert runner.state.req_to_token_pool.page_table[:ROWS, :2].tolist() == tables
     assert [event.key for event in profile.key_averages() if "Memcpy" in event.key] == []

@@ -14,6 +14,7 @@ import torch
 from srt.model_executor.memory.device_memory import Tag
 from srt.model_executor.memory.memory_profile import CUDA_SLACK, FIRST_USE_BYTES, graph_bytes
 from srt.model_executor.startup.peak_step import peak_section
+from srt.model_executor.startup.warm_up import warm_up
 from srt.protocol.messages import LogprobSpec, SamplingSpec
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
@@ -70,9 +71,9 @@ def random_mix(seed: int, vocab_size: int) -> list[Job]:
 
 def test_no_mix_of_requests_takes_more_than_was_measured(folder: Path) -> None:
     runner = make_runner(folder, 16, **OPTIONS)
-    assert runner.max_total_num_tokens > 1_000_000
-    measured, peaks = runner.memory.num_bytes["activations"], []
-    vocab_size = runner.config.vocab_size
+    assert runner.state.max_total_num_tokens > 1_000_000
+    measured, peaks = runner.loaded.memory.num_bytes["activations"], []
+    vocab_size = runner.loaded.config.vocab_size
     for jobs in (worst_mix(vocab_size), *(random_mix(seed, vocab_size) for seed in range(3))):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -88,13 +89,13 @@ def test_all_memory_that_is_kept_has_a_name(folder: Path) -> None:
     runner = make_runner(folder, 16, **OPTIONS)
     kept = torch.cuda.memory_allocated() - before
     names: tuple[Tag, ...] = ("weights", "kv_cache", "buffers")
-    named = [runner.memory.num_bytes[name] for name in names]
+    named = [runner.loaded.memory.num_bytes[name] for name in names]
     assert min(named) > 0
     assert kept - FIRST_USE_BYTES <= sum(named) <= kept, (named, kept)
-    runner.warm_up()
-    PlanDriver(runner, 16, chunk=CHUNK, share=True).run(worst_mix(runner.config.vocab_size))
+    warm_up(runner)
+    PlanDriver(runner, 16, chunk=CHUNK, share=True).run(worst_mix(runner.loaded.config.vocab_size))
     kept = torch.cuda.memory_allocated() - before
-    named = [runner.memory.num_bytes[name] for name in names]
+    named = [runner.loaded.memory.num_bytes[name] for name in names]
     assert kept - FIRST_USE_BYTES <= sum(named) <= kept, (named, kept)
 
 
@@ -103,15 +104,19 @@ def test_thousands_of_requests_leave_what_was_to_be_kept_free(folder: Path) -> N
     free, total = torch.cuda.mem_get_info(CUDA)
     args = ServerArgs(model_path="x", max_running_requests=8192)
     # Half of the slack may have gone to what libraries load.
-    needed = runner.memory.num_bytes["activations"] + graph_bytes(args, runner.config) + int(total * CUDA_SLACK / 2)
+    needed = (
+        runner.loaded.memory.num_bytes["activations"]
+        + graph_bytes(args, runner.loaded.config)
+        + int(total * CUDA_SLACK / 2)
+    )
     assert free >= needed, (free, needed)
 
 
 def test_graphs_take_no_more_than_was_set_aside(folder: Path) -> None:
     runner = make_runner(folder, 16, **OPTIONS)
-    runner.capture_graphs()
+    runner.graphs.capture_all()
     args = ServerArgs(model_path="x")
-    assert 0 < runner.memory.num_bytes["cuda_graph"] <= graph_bytes(args, runner.config)
+    assert 0 < runner.loaded.memory.num_bytes["cuda_graph"] <= graph_bytes(args, runner.loaded.config)
 
 
 def test_a_step_that_does_not_fit_is_refused_with_the_options_to_change(folder: Path) -> None:

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from srt.layers.attention.triton_backend import TritonAttentionBackend
-from srt.model_executor import model_runner
-from srt.model_executor.model_runner import DecodeOutput, ModelRunner
+from srt.model_executor import loaded_model
+from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.step.executed_step import DecodeOutput
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
 from tests.support.ranks import CPU
-from tests.support.runners import make_runner
+from tests.support.runners import decodes_of, logits_in, make_runner
 from tests.support.wrong_attention import WRONG
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +59,7 @@ def test_float32_gives_the_tokens_of_a_cpu(
     folder = checkpoint(family)
     ours, theirs = jobs_of(3, 9), jobs_of(3, 9)
     runner = make_runner(folder, page_size, device=CUDA, attention_backend=backend, cuda_graph_bs=(2, 4, 8))
-    runner.capture_graphs()
+    runner.graphs.capture_all()
     PlanDriver(runner, page_size, chunk=50, share=True).run(ours)
     PlanDriver(make_runner(folder, page_size, device=CPU), page_size).run(theirs)
     assert [job.outputs for job in ours] == [job.outputs for job in theirs]
@@ -70,7 +71,7 @@ def test_graphs_give_the_tokens_of_eager_steps(checkpoint: CheckpointFactory) ->
     options: dict[str, Any] = {"device": CUDA, "dtype": "bfloat16"}
     PlanDriver(make_runner(folder, 16, disable_cuda_graph=True, **options), 16).run(eager)
     runner = make_runner(folder, 16, cuda_graph_bs=(1, 2, 4, 8), **options)
-    runner.capture_graphs()
+    runner.graphs.capture_all()
     PlanDriver(runner, 16).run(captured)
     agree = sum(a.outputs == b.outputs for a, b in zip(eager, captured, strict=True))
     assert agree >= len(eager) - 1  # padding may change a rounding, and with it a tie
@@ -89,14 +90,14 @@ def test_rows_that_share_a_prefix_draw_what_they_draw_without(checkpoint: Checkp
         options: dict[str, Any] = {"dtype": "bfloat16", "decode_attention_backend": decode, "cuda_graph_bs": (16, 32)}
         runner = make_runner(folder, 16, device=CUDA, max_total_tokens=40_000, max_running_requests=32, **options)
         if captures:
-            runner.capture_graphs()
+            runner.graphs.capture_all()
         driver, made = PlanDriver(runner, 16, share=True), jobs()
         driver.run(made[:1])
         driver.run(made[1:])
         return made, runner
 
     (theirs, _), (ours, runner) = run("torch_native"), run("triton")
-    backend = runner._attn_backend
+    backend = runner.loaded.attn_backend
     decode = getattr(backend, "_decode", backend)
     assert isinstance(decode, TritonAttentionBackend)
     assert decode._shared_memory is not None, "no step could share"
@@ -122,12 +123,12 @@ def test_float32_gives_the_tokens_of_a_cpu_to_rows_with_adjustments(
     ours, theirs = ([Job([5 + i, 6, 7], spec, seed=i) for i, spec in enumerate(specs)] for _ in range(2))
     options: dict[str, Any] = {"attention_backend": "triton", "cuda_graph_bs": (2, 8), "enable_torch_compile": compiled}
     runner = make_runner(folder, 16, device=CUDA, **options)
-    runner.compile()
-    runner.capture_graphs()
+    runner.graphs.compile()
+    runner.graphs.capture_all()
     PlanDriver(runner, 16).run(ours)
     PlanDriver(make_runner(folder, 16, device=CPU), 16).run(theirs)
     assert [job.outputs for job in ours] == [job.outputs for job in theirs]
-    assert (runner.num_compiled_steps > 0) == compiled
+    assert (runner.graphs.num_compiled_steps > 0) == compiled
 
 
 @torch.inference_mode()
@@ -150,10 +151,9 @@ def logits_of(runner: ModelRunner, prompt: list[int], chunk: int, page_size: int
             decode_slots=empty,
         )
         output = runner.execute(section)
-        assert output.logits is not None
-        rows.append(output.logits[0].float().cpu())
+        rows.append(logits_in(output)[0].float().cpu())
     for position in range(len(prompt), len(prompt) + decodes):
-        runner._req_to_token_pool.token_table[0, position] = 7
+        runner.state.req_to_token_pool.token_table[0, position] = 7
         begun = position // page_size if position % page_size == 0 else None
         pages = nothing if begun is None else PageDelta(slot, int32_array([1]), int32_array([begun]))
         decoded = runner.execute(PlanSection([], [pages], empty, empty, empty, empty, slot))
@@ -178,7 +178,7 @@ def logits_of_rows(runner: ModelRunner, prompts: list[list[int]], page_size: int
     steps = []
     for step in range(decodes + 1):
         for slot, prompt in enumerate(prompts):
-            runner._req_to_token_pool.token_table[slot, len(prompt) + step] = 7
+            runner.state.req_to_token_pool.token_table[slot, len(prompt) + step] = 7
         if step < decodes:
             nothing = PageDelta(empty, empty, empty)
             output = runner.execute(PlanSection([], [nothing], empty, empty, empty, empty, slots))
@@ -190,8 +190,7 @@ def logits_of_rows(runner: ModelRunner, prompts: list[list[int]], page_size: int
             output = runner.execute(
                 PlanSection([newcomer], [page], new, int32_array([0]), int32_array([9]), one, slots)
             )
-        assert output.logits is not None
-        steps.append(output.logits.float().cpu().clone())
+        steps.append(logits_in(output).float().cpu().clone())
         runner.sample(output)
     return torch.cat(steps)
 
@@ -199,7 +198,7 @@ def logits_of_rows(runner: ModelRunner, prompts: list[list[int]], page_size: int
 @torch.inference_mode()
 def round_weights(runner: ModelRunner) -> ModelRunner:
     """To bfloat16, and back: so that what is compared is arithmetic, not two models."""
-    for parameter in runner._model.parameters():
+    for parameter in runner.loaded.model.parameters():
         parameter.copy_(parameter.to(torch.bfloat16))
     return runner
 
@@ -239,7 +238,7 @@ def test_a_wrong_kernel_shows_in_the_logits(
     prompt = token_ids(np.random.default_rng(1), 100, 512)
     exact = round_weights(make_runner(folder, 16, device=CPU, dtype="float32"))
     reference = logits_of(exact, prompt, 40, 16)
-    monkeypatch.setattr(model_runner, "make_backend", lambda choice, spec, device: wrong(spec, device))
+    monkeypatch.setattr(loaded_model, "make_backend", lambda choice, spec, device: wrong(spec, device))
     options: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "triton", "disable_cuda_graph": True}
     ours = logits_of(make_runner(folder, 16, device=CUDA, **options), prompt, 40, 16)
     with pytest.raises(AssertionError, match=wrong.__name__):
@@ -259,7 +258,7 @@ def test_every_decode_knows_the_page_that_it_begins(
     options: dict[str, Any] = {"dtype": "bfloat16", "decode_attention_backend": decode, "cuda_graph_bs": (2,)}
     runner = make_runner(folder, page_size, device=CUDA, **options)
     if captures:
-        runner.capture_graphs()
+        runner.graphs.capture_all()
     # Forty roundings add up, to 0.03 on a CPU; without the page that a step begins it is 0.2.
     assert_near(logits_of(runner, prompt, 27, page_size, decodes=40), reference, decode, most=0.06)
 
@@ -293,7 +292,7 @@ def test_steps_of_many_rows_are_near_those_of_float32(tmp_path: Path, num_rows: 
     for sizes in ((), (num_rows + 2,)):
         graphs: dict[str, Any] = {"disable_cuda_graph": not sizes, "cuda_graph_bs": sizes}
         runner = make_runner(tmp_path, 16, dtype="bfloat16", **graphs, **options)
-        runner.capture_graphs()
+        runner.graphs.capture_all()
         assert_near(logits_of_rows(runner, prompts, 16, decodes=3), reference, f"{num_rows} rows, {sizes or 'eager'}")
 
 
@@ -313,12 +312,12 @@ def test_layers_in_one_kernel_are_near_those_of_plain_attention(tmp_path: Path, 
     def run(decode: str) -> tuple[torch.Tensor, set[int]]:
         runner = make_runner(tmp_path, 16, decode_attention_backend=decode, **options)
         vary_norms(runner)
-        resident = runner._decode_runner._parts.resident
+        resident = decodes_of(runner)._parts.resident
         with torch.inference_mode():
             for layers in resident.values():
                 layers._tag.fill_(-31)
         if captures:
-            runner.capture_graphs()
+            runner.graphs.capture_all()
         steps = []
         for prompt in prompts:
             steps.append(logits_of(runner, prompt, 4096, 16, decodes=20)[1:])
@@ -335,7 +334,7 @@ def test_layers_in_one_kernel_are_near_those_of_plain_attention(tmp_path: Path, 
 def vary_norms(runner: ModelRunner) -> None:
     """Dummy weights of norms are 1: who took another's, or none, would not be noticed."""
     generator = torch.Generator(CUDA).manual_seed(5)
-    for name, weight in runner._model.named_parameters():
+    for name, weight in runner.loaded.model.named_parameters():
         if "norm" in name:
             weight.uniform_(0.5, 1.5, generator=generator)
 
@@ -361,14 +360,14 @@ def test_rows_of_different_lengths_are_near_those_of_plain_attention(
         options: dict[str, Any] = {**types, "decode_attention_backend": decode, "cuda_graph_bs": (4, 32)}
         runner = make_runner(folder, 16, device=CUDA, max_total_tokens=40_000, max_running_requests=32, **options)
         if decode == "triton" and memory != "auto":
-            pool = runner._token_to_kv_pool
+            pool = runner.state.token_to_kv_pool
             pool.k_scales[:], pool.v_scales[:] = ([scale] * len(pool.k_scales) for scale in (0.25, 0.5))
         if captures:
-            runner.capture_graphs()
+            runner.graphs.capture_all()
         return logits_of_rows(runner, prompts, 16, decodes=20), runner
 
     (theirs, _), (ours, runner) = run("torch_native"), run("triton")
-    decode = getattr(runner._attn_backend, "_decode", runner._attn_backend)
+    decode = getattr(runner.loaded.attn_backend, "_decode", runner.loaded.attn_backend)
     assert isinstance(decode, TritonAttentionBackend)
     is_hopper = torch.cuda.get_device_capability(CUDA)[0] == 9
     assert decode._streams == is_hopper and (decode._even_memory is not None or not is_hopper)
@@ -381,7 +380,9 @@ def test_rows_of_different_lengths_are_near_those_of_plain_attention(
 def test_weights_are_the_same_wherever_they_are_loaded(checkpoint: CheckpointFactory, load_format: str) -> None:
     folder = checkpoint("llama", num_shards=3, tied=False)
     options: dict[str, Any] = {"load_format": load_format, "dtype": "bfloat16"}
-    here, there = (make_runner(folder, 16, device=device, **options)._model.state_dict() for device in (CPU, CUDA))
+    here, there = (
+        make_runner(folder, 16, device=device, **options).loaded.model.state_dict() for device in (CPU, CUDA)
+    )
     assert here.keys() == there.keys()
     for name, tensor in here.items():
         assert torch.equal(tensor, there[name].cpu()), name

@@ -15,6 +15,7 @@ import torch
 from triton import knobs
 
 from srt.kernels.build import cuda_source
+from srt.model_executor.startup.warm_up import warm_up
 from tests.support.plan_driver import Job, PlanDriver, greedy
 from tests.support.runners import make_runner
 
@@ -59,7 +60,7 @@ def test_a_start_without_caches_compiles_nothing_in_its_steps(
     make_real_shape(tmp_path)
     with caplog.at_level(logging.WARNING):
         runner = make_runner(tmp_path, 16, device=CUDA, dtype="float16", load_format="dummy")
-    runner.warm_up()
+    warm_up(runner)
     assert compiled
     # Kernels in CUDA's C++ that say whether others of their kind will run are compiled before.
     assert [name for name, is_here in compiled if is_here and "{" not in name] == []
@@ -75,19 +76,20 @@ def test_graphs_compile_nothing_and_wait_for_those_who_do(tmp_path: Path, compil
     """In bfloat16, with widths that other tests do not have: so products have kernels of their own."""
     make_real_shape(tmp_path, hidden_size=1280, intermediate_size=3328)
     runner = make_runner(tmp_path, 16, device=CUDA, dtype="bfloat16", load_format="dummy", max_running_requests=256)
-    runner.warm_up()
-    assert runner._kernels_of
+    warm_up(runner)
+    precompiled = runner.graphs._kernels
+    assert precompiled._kernels
     sizes = []
-    while runner.num_graphs_left:
-        kernels = runner._kernels_of[runner._next_graphs.next_graph]
+    while runner.graphs.num_left:
+        kernels = precompiled._kernels[runner.graphs._next_runner.next_graph]
         wait(kernels)
         before = len(compiled)
-        sizes.append(runner.capture_graph())
+        sizes.append(runner.graphs.capture_next())
         assert [name for name, is_here in compiled[before:] if is_here] == []
     assert sizes[0] == 256
     assert 0 not in sizes
     assert any("STAGES" in name for name, _ in compiled), "kernels in CUDA's C++ are among them"
-    assert runner._compilers is not None
-    runner._compilers._threads.shutdown()  # once they have compiled what larger steps without a graph need
+    assert precompiled._compilers is not None
+    precompiled._compilers._threads.shutdown()  # once they have compiled what larger steps without a graph need
     again = make_runner(tmp_path, 16, device=CUDA, dtype="bfloat16", load_format="dummy", max_running_requests=256)
-    assert again._compilers is None
+    assert again.graphs._kernels._compilers is None

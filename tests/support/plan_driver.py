@@ -51,9 +51,9 @@ class PlanDriver:
         self.chunk = chunk
         self.share = share
         self.steps: list[tuple[int, int]] = []  # extend rows, decode rows
-        self._free_pages = list(range(runner.num_pages))
+        self._free_pages = list(range(runner.state.num_pages))
         random.Random(0).shuffle(self._free_pages)
-        self._free_slots = list(range(runner.num_slots))
+        self._free_slots = list(range(runner.state.num_slots))
         self._ended: list[Job] = []
 
     def run(self, jobs: Iterable[Job]) -> None:

@@ -9,7 +9,10 @@ import torch
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.model_executor.graphs.cuda_graph_runner import Capture
+from srt.model_executor.graphs.decode_runner import DecodeRunner
 from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.startup.start_runner import start_runner
+from srt.model_executor.step.executed_step import DecodeOutput, ModelRunnerOutput
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig
 from tests.support.ranks import CPU, single_rank
@@ -27,4 +30,17 @@ def make_runner(
     defaults = {"max_total_tokens": 8192, "max_running_requests": 24}
     args = ServerArgs(model_path=str(folder), device=device.type, page_size=page_size, **{**defaults, **options})
     config = ModelConfig.from_folder(folder)
-    return ModelRunner(args, config, str(folder), tp or single_rank(), device, capture=capture)
+    return start_runner(args, config, str(folder), tp or single_rank(), device, capture=capture)
+
+
+def decodes_of(runner: ModelRunner) -> DecodeRunner:
+    """Its runner of decodes, which every runner but a trial has."""
+    assert runner.graphs.decodes is not None
+    return runner.graphs.decodes
+
+
+def logits_in(output: ModelRunnerOutput | DecodeOutput) -> torch.Tensor:
+    """The logits of an executed step's rows; the next step overwrites them."""
+    logits = output.logits if isinstance(output, DecodeOutput) else output.logits_output.next_token_logits
+    assert logits is not None
+    return logits

@@ -21,9 +21,11 @@ def test_every_step_adds_a_token_to_the_rows_that_decode(checkpoint: CheckpointF
     steps.run(3, 4)
     steps.run(2, 5)
     assert steps.lengths.tolist() == [14, 49, 21]
-    table = runner._req_to_token_pool.token_table
+    table = runner.state.req_to_token_pool.token_table
     fresh = [table[slot, length].item() for slot, length in enumerate((14, 49, 21))]
-    assert all(0 <= token < runner.config.vocab_size for token in fresh), "the newest token of each row was drawn"
+    assert all(0 <= token < runner.loaded.config.vocab_size for token in fresh), (
+        "the newest token of each row was drawn"
+    )
     with pytest.raises(AssertionError, match="tokens in pages for"):
         steps.run(1, 20)
 

@@ -144,7 +144,7 @@ class TpWorker:
             self._trace.slice("forward", begun_s, now_s, DEVICE, step=done.step, num_tokens=len(rows.ids))
         ids_hash = 0 if self._is_alone else rows.ids_hash()
         if self._rank == 0:
-            wants_capture = self._runner.is_missing_graph
+            wants_capture = self._runner.graphs.is_missing_one
             self._link.send(
                 StepResult(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us, wants_capture)
             )
@@ -162,16 +162,17 @@ class TpWorker:
             case "inspect":
                 return self._runner.inspect() | self._compiled_steps() | self._times.take()
             case "capture":
-                size = self._runner.capture_graph()
-                if not self._runner.num_graphs_left:
+                graphs = self._runner.graphs
+                size = graphs.capture_next()
+                if not graphs.num_left:
                     gc.collect()
                     gc.freeze()
-                return {"size": size, "num_left": self._runner.num_graphs_left}
+                return {"size": size, "num_left": graphs.num_left}
             case _:
                 raise ValueError(f"unknown work {kind!r}")
 
     def _compiled_steps(self) -> dict[str, Scalar]:
-        count = self._runner.num_compiled_steps
+        count = self._runner.graphs.num_compiled_steps
         return {"num_compiled_steps": count} if count else {}
 
 
@@ -179,12 +180,15 @@ def main(child: Child) -> None:
     runner = load_runner(child)
     import torch  # load_runner has loaded it
 
-    with runner.naming_lost_peer():
+    from srt.model_executor.startup.warm_up import warm_up
+
+    naming_lost_peer = runner.loaded.tp.naming_lost_peer
+    with naming_lost_peer():
         if child.start.args.enable_torch_compile:
             child.report_phase("compile")
-            runner.compile()
+            runner.graphs.compile()
         child.report_phase("warm-up")
-        runner.warm_up()
+        warm_up(runner)
     link = WorkerLink(child)
     rank, args = child.start.index, child.start.args
     worker = TpWorker(rank, runner, link, args.window, child.tracer, args.tp_size)
@@ -195,7 +199,7 @@ def main(child: Child) -> None:
     child.start_heartbeats(worker.progress_age_s)
     child.report_ready(facts_of(runner))
     try:
-        with runner.naming_lost_peer(), torch.inference_mode():  # once, not in each step
+        with naming_lost_peer(), torch.inference_mode():  # once, not in each step
             worker.serve()
     except SupervisorGone:
         raise
@@ -216,7 +220,8 @@ def load_runner(child: Child) -> ModelRunner:
     import torch
 
     from srt.distributed.rendezvous import init_tensor_parallel
-    from srt.model_executor.model_runner import ModelRunner, resolve_device
+    from srt.model_executor.loaded_model import resolve_device
+    from srt.model_executor.startup.start_runner import start_runner
 
     # A worker's operations run one after the other: a second pool of threads would only take cores.
     torch.set_num_interop_threads(1)
@@ -240,7 +245,7 @@ def load_runner(child: Child) -> ModelRunner:
     )
     child.report_phase("weights")
     with tp.naming_lost_peer():
-        return ModelRunner(
+        return start_runner(
             args,
             config,
             start.model_folder,
@@ -260,30 +265,32 @@ def _hash_compiler() -> None:
 
 
 def hello_of(rank: int, page_size: int, runner: ModelRunner) -> WorkerHello:
+    loaded, state = runner.loaded, runner.state
     return WorkerHello(
         rank=rank,
         protocol_hash=protocol_hash(),
-        config_hash=runner.config.config_hash(),
-        dtype=str(runner.dtype).removeprefix("torch."),
+        config_hash=loaded.config.config_hash(),
+        dtype=str(loaded.dtype).removeprefix("torch."),
         page_size=page_size,
-        num_pages=runner.num_pages,
-        num_slots=runner.num_slots,
-        max_request_tokens=runner.max_request_tokens,
-        vocab_size=runner.config.vocab_size,
-        num_graphs=runner.num_graphs_left,
+        num_pages=state.num_pages,
+        num_slots=state.num_slots,
+        max_request_tokens=state.max_request_tokens,
+        vocab_size=loaded.config.vocab_size,
+        num_graphs=runner.graphs.num_left,
     )
 
 
 def facts_of(runner: ModelRunner) -> dict[str, Scalar]:
+    loaded, state = runner.loaded, runner.state
     return {
-        "device": str(runner.device),
-        "dtype": str(runner.dtype).removeprefix("torch."),
-        "attention_backend": runner.attention.name,
-        "max_total_num_tokens": runner.max_total_num_tokens,
-        "max_request_tokens": runner.max_request_tokens,
-        "num_pages": runner.num_pages,
-        "weight_bytes": runner.weight_bytes,
-        "kv_bytes": runner.kv_bytes,
+        "device": str(loaded.device),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "attention_backend": loaded.attention.name,
+        "max_total_num_tokens": state.max_total_num_tokens,
+        "max_request_tokens": state.max_request_tokens,
+        "num_pages": state.num_pages,
+        "weight_bytes": loaded.weight_bytes,
+        "kv_bytes": state.kv_bytes,
     }
 
 

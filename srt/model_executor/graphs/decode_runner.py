@@ -19,7 +19,14 @@ from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from srt.model_executor.graphs.compiled_forward import CompiledForward, compiling
-from srt.model_executor.graphs.cuda_graph_runner import Capture, CudaGraphRunner, Work, sharing_sizes
+from srt.model_executor.graphs.cuda_graph_runner import (
+    Capture,
+    CudaGraphRunner,
+    Work,
+    graph_sizes,
+    sharing_sizes,
+)
+from srt.model_executor.memory.memory_profile import most_graph_rows
 from srt.model_executor.step.draw_store import DrawStore
 from srt.model_executor.step.input_buffers import GraphInputBuffers
 from srt.model_executor.step.slot_mirror import Ints
@@ -28,6 +35,8 @@ from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo, 
 
 if TYPE_CHECKING:
     from srt.kernels.decoder.resident_layers import ResidentLayers
+    from srt.model_executor.loaded_model import LoadedModel
+    from srt.model_executor.memory.device_state import DeviceState
     from srt.models.decoder import CausalLM
 
 NO_ROWS = np.zeros(0, np.int64)
@@ -101,6 +110,33 @@ class DecodeRunner:
             self._backend_graphs.init_cuda_graph_state(max(sizes))
             for reading, some in self._sizes_of.items():
                 self.graphs[reading] = CudaGraphRunner(some, pads, partial(self._works, reading=reading), capture)
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedModel, state: DeviceState, capture: Capture | None, compiled: CompiledForward | None
+    ) -> DecodeRunner:
+        """For a worker's model and memory, as its options say."""
+        args = loaded.args
+        parts = DecodeParts(
+            loaded.model,
+            loaded.logits_processor,
+            state.sampler,
+            loaded.attn_backend,
+            state.req_to_token_pool,
+            state.token_to_kv_pool,
+            loaded.draw_store,
+            compiled,
+            resident_layers_of(loaded, state, compiled),
+        )
+        return cls(
+            parts,
+            state.num_slots,
+            args.window,
+            loaded.device,
+            sizes=args.cuda_graph_bs or graph_sizes(most_graph_rows(args)),
+            pads=not args.disable_cuda_graph_padding,
+            capture=capture,
+        )
 
     def _graph_sizes(self, pads: bool) -> dict[Reading, tuple[int, ...]]:
         sizes = self._sizes
@@ -205,6 +241,11 @@ class DecodeRunner:
             positions=self.buffers.seq_lens[:num_rows],
             arrays=arrays,
         )
+
+    @property
+    def num_compiled_steps(self) -> int:
+        compiled = self._parts.compiled
+        return 0 if compiled is None else compiled.num_steps
 
     def compile(self) -> None:
         """What would else be compiled in the first steps of one row and of several. The tables stay as they are: only padding runs."""
@@ -358,6 +399,21 @@ class DecodeRunner:
             token_to_kv_pool=parts.kv_pool,
             attn_backend=parts.attn_backend,
         )
+
+
+def resident_layers_of(
+    loaded: LoadedModel, state: DeviceState, compiled: CompiledForward | None
+) -> dict[int, ResidentLayers]:
+    """All layers in one kernel, by numbers of rows. They attend as our own decode kernels do and know no other ranks; where PyTorch's
+    compiler was asked for, it has these steps."""
+    if loaded.device.type != "cuda" or loaded.attention.decode != "triton" or loaded.tp.size > 1 or compiled:
+        return {}
+    # Triton is not there on every host; with PyTorch for CUDA it is.
+    from srt.kernels.decoder.resident_layers import ROWS, ResidentLayers
+
+    parts = loaded.model, state.token_to_kv_pool, state.req_to_token_pool, loaded.device
+    made = {rows: ResidentLayers.of(*parts, rows) for rows in ROWS if rows <= state.num_slots}
+    return {rows: layers for rows, layers in made.items() if layers is not None}
 
 
 def find_graph(

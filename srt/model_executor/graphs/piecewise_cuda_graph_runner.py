@@ -26,11 +26,14 @@ from srt.model_executor.graphs.cuda_graph_runner import Capture, Misses, Work, i
 from srt.model_executor.graphs.piece_inputs import PieceInputs
 
 if TYPE_CHECKING:
+    from srt.model_executor.loaded_model import LoadedModel
+    from srt.model_executor.memory.device_state import DeviceState
     from srt.models.decoder import CausalLM
 
 NO_ROWS = np.zeros(0, np.int64)
 LAUNCH_S = 0.8e-3  # of a layer, one kernel after the other: 0.35 to 1.0 on hosts of an H200
 ATTENTION_LAUNCH_S = 0.15e-3  # of a layer in pieces
+MOST_PIECE_TOKENS = 8192  # of prompts; decodes come beside them
 MOST_WHOLE_TOKENS = 1024  # of more, prompts are worth kernels that are planned on the host
 MOST_WHOLE_PAIRS = 1 << 24
 """Of a token of a prompt and a position that it may see. By 16 heads in 28 layers the planned kernels are 4 ms quicker with so many."""
@@ -117,6 +120,29 @@ class PiecewiseCudaGraphRunner:
         self._buffers: _Buffers | None = None
         self._pieces: dict[int, _Pieces] = {}
         self._misses = Misses()
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, state: DeviceState, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
+        """For a worker's model and memory; None where the options leave no size, or none is worth a graph."""
+        args, num_layers = loaded.args, loaded.config.num_layers
+        num_weights = num_layers * sum(weight.numel() for weight in loaded.model.model.layers[0].parameters())
+        most = args.piecewise_cuda_graph_max_tokens
+        if most is None:
+            chunk = MOST_PIECE_TOKENS if args.prefill_chunk == -1 else args.prefill_chunk
+            largest = min(chunk, MOST_PIECE_TOKENS) + state.num_slots
+            most = min(worthwhile_tokens(num_layers, num_weights), largest)
+        if not most:
+            return None
+        return cls(
+            piece_sizes(most),
+            loaded.model,
+            loaded.attn_backend,
+            state.req_to_token_pool,
+            state.token_to_kv_pool,
+            loaded.device,
+            capture,
+            most_whole_tokens(num_layers, num_weights) if loaded.captures_prompts else 0,
+        )
 
     @property
     def num_left(self) -> int:

@@ -27,6 +27,10 @@ class DeviceMemory:
         finally:
             self.num_bytes[tag] = self.num_bytes.get(tag, 0) + self._taken(tag) - before
 
+    def note_activations(self, num_bytes: int) -> None:
+        """Record what is kept free for the largest step."""
+        self.num_bytes["activations"] = num_bytes
+
     def _taken(self, tag: Tag) -> int:
         if self._device.type != "cuda":
             return 0

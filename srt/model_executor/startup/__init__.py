@@ -1,1 +1,2 @@
-"""What happens once before the first request: the largest step, a warm-up, and the record of compiled kernels."""
+"""What happens once before the first request; read `start_runner.py` first. Kernels are precompiled, the largest step is measured,
+the runner is made and warmed up."""

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
 
+if TYPE_CHECKING:
+    from srt.model_executor.loaded_model import LoadedModel
+
 REPORTED_TOKENS = 64  # of the prompt: logprobs are computed in blocks, and two blocks need as much as all
+
+
+def largest_step(loaded: LoadedModel) -> tuple[PlanSection, int]:
+    """The largest step that this worker's options allow, and how many tokens of prompts it has."""
+    args, config = loaded.args, loaded.config
+    longest = max(1, config.context_length - 1)
+    prompt_tokens = longest if args.prefill_chunk == -1 else min(args.prefill_chunk, longest)
+    section = peak_section(args.max_running_requests, prompt_tokens, longest, args.page_size, config.vocab_size)
+    return section, prompt_tokens
 
 
 def peak_section(num_slots: int, prompt_tokens: int, longest: int, page_size: int, vocab_size: int) -> PlanSection:

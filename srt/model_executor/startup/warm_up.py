@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from srt.protocol.messages import Admission, Int32Array, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
+
+if TYPE_CHECKING:
+    from srt.model_executor.model_runner import ModelRunner
 
 CPU_TOKENS = 8
 GPU_TOKENS = 64  # more than kernels of their own serve
 BATCHES = (2, 8, 32, *range(64, 209, 16), 240, 256)  # rows, one number of each class that has kernels of its own
 BATCH_TOKENS = 4  # of a row of those
 SHORT_TOKENS = 8  # of a chunk behind a prefix, which has kernels of its own
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run requests through the whole model, prompt and next token, so that what is made at first use is made now."""
+    loaded, state = runner.loaded, runner.state
+    with loaded.memory.region("buffers"):
+        run_requests(runner, warm_up_requests(loaded.device.type, state.max_request_tokens, state.page_size))
+        runner.graphs.forget_missed()
+
+
+def run_requests(runner: ModelRunner, requests: Iterator[list[PlanSection]]) -> None:
+    """Run one request after the other, each on empty tables."""
+    for sections in requests:
+        for section in sections:
+            run_to_the_end(runner, section)
+        runner.reset()
+
+
+def run_to_the_end(runner: ModelRunner, section: PlanSection) -> None:
+    """Run a step, and wait until its ids are on the host."""
+    runner.sample(runner.execute(section)).result()
 
 
 def warm_up_requests(device_type: str, max_request_tokens: int, page_size: int) -> Iterator[list[PlanSection]]:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from srt.layers.logits_processor import LogprobArrays
+from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 from srt.sampling.logit_adjustments import AdjustmentArrays
 from srt.sampling.sampling_batch_info import DrawArrays, SamplingArrays
 
@@ -53,6 +54,19 @@ class SamplingStep(Generic[A]):
 
     sampling: SamplingArrays[A]
     output_logprobs: LogprobArrays[A]
+
+
+def write_tables(plan: PlanArrays[torch.Tensor], tables: ReqToTokenPool) -> None:
+    """Enter a plan's delta: who is admitted, how they draw, and which pages are new."""
+    if len(plan.admitted_slots):
+        tables.write_tokens(plan.id_slots, plan.id_positions, plan.ids)
+        draws = plan.admitted_draws
+        values = (draws.temperatures, draws.seeds, draws.top_ks, draws.top_ps, draws.min_ps)
+        tables.admit(plan.admitted_slots, plan.admitted_lens, DrawTables(*values))
+    if len(plan.adjustments.slots):
+        tables.adjustments.admit(plan.adjustments)
+    if len(plan.pages):
+        tables.write_pages(plan.page_slots, plan.page_columns, plan.pages)
 
 
 class Staging:

@@ -40,25 +40,25 @@ def test_float32_tokens_are_those_of_eager_steps(
     driver = PlanDriver(make_runner(checkpoint("qwen3"), 4), 4, chunk=40)
     driver.run(expected)
     runner = make_runner(checkpoint("qwen3"), 4, **COMPILED)
-    runner.compile()
-    before = runner.num_compiled_steps
+    runner.graphs.compile()
+    before = runner.graphs.num_compiled_steps
     assert before == 2, "a step of one row, and one of several"
     PlanDriver(runner, 4, chunk=40).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
     small = [decodes for extends, decodes in driver.steps if not extends and decodes <= 6]
-    assert runner.num_compiled_steps - before == len(small)
+    assert runner.graphs.num_compiled_steps - before == len(small)
     assert len(set(small)) > 3
     assert any(decodes > 6 for extends, decodes in driver.steps if not extends)
     # And inside graphs, as a GPU has them.
     monkeypatch.setattr(backend_choice, "TorchNativeBackend", PlansAtOnce)
     recorder = Recorder()
     graphs = make_runner(checkpoint("qwen3"), 4, capture=recorder, cuda_graph_bs=(4, 16), **COMPILED)
-    while graphs.num_graphs_left:
-        graphs.capture_graph()
+    while graphs.graphs.num_left:
+        graphs.graphs.capture_next()
     PlanDriver(graphs, 4, chunk=40).run(replayed)
     assert [job.outputs for job in replayed] == [job.outputs for job in expected]
     assert recorder.num_replays > 10
-    assert graphs.num_compiled_steps > 5
+    assert graphs.graphs.num_compiled_steps > 5
 
 
 def test_without_a_compiler_it_is_refused_before_anything_is_served(

@@ -19,11 +19,15 @@ from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
 from srt.layers.sampler import Draws
 from srt.model_executor.forward_batch_info import ForwardBatch
+from srt.model_executor.graphs import decode_runner
 from srt.model_executor.graphs.cuda_graph_runner import PADDED_STEPS, CudaGraphRunner, Work, graph_sizes
 from srt.model_executor.graphs.decode_runner import DecodeRunner, find_graph
+from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.memory.memory_profile import graph_bytes
-from srt.model_executor.model_runner import DecodeOutput, ModelRunner
+from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.startup.warm_up import warm_up
 from srt.model_executor.step.draw_store import RING, DrawStore
+from srt.model_executor.step.executed_step import DecodeOutput
 from srt.model_executor.step.input_buffers import GraphInputBuffers
 from srt.model_executor.step.page_mailbox import PAGE_BITS
 from srt.model_executor.step.slot_mirror import Ints, NewPages
@@ -42,7 +46,7 @@ from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, run_section
 from tests.support.ranks import run_ranks
 from tests.support.recorder import PlansAtOnce, Recorder, UnseenGraphs
-from tests.support.runners import make_runner
+from tests.support.runners import decodes_of, make_runner
 
 EMPTY = int32_array()
 SIZES = (1, 2, 4, 8, 16)
@@ -95,8 +99,8 @@ def test_a_plan_that_is_made_before_a_step_knows_the_pages_that_the_step_begins(
     PlanDriver(make_runner(checkpoint("qwen3"), page_size), page_size).run(expected)
     if captures:
         runner = with_graphs(checkpoint, page_size, Recorder())
-        while runner.num_graphs_left:
-            runner.capture_graph()
+        while runner.graphs.num_left:
+            runner.graphs.capture_next()
     else:
         runner = planning_at_once(checkpoint("qwen3"), page_size)
     PlanDriver(runner, page_size).run(found)
@@ -128,15 +132,15 @@ def test_short_rows_go_through_all_layers_at_once_and_longer_ones_do_not(
     PlanDriver(make_runner(checkpoint("qwen3"), 4), 4).run(expected)
     made: dict[int, Resident] = {}
 
-    def resident(runner: ModelRunner) -> dict[int, Resident]:
-        made.update({rows: Resident(runner._model, rows) for rows in (1, 2)})
+    def resident(loaded: LoadedModel, *rest: object) -> dict[int, Resident]:
+        made.update({rows: Resident(loaded.model, rows) for rows in (1, 2)})
         return made
 
-    monkeypatch.setattr(ModelRunner, "_new_resident_layers", resident)
+    monkeypatch.setattr(decode_runner, "resident_layers_of", resident)
     runner = with_graphs(checkpoint, 4, Recorder(), cuda_graph_bs=(1, 2, 4))
-    assert runner._decode_runner.graphs[Reading.RESIDENT].sizes == (1, 2)
-    while captures and runner.num_graphs_left:
-        runner.capture_graph()
+    assert decodes_of(runner).graphs[Reading.RESIDENT].sizes == (1, 2)
+    while captures and runner.graphs.num_left:
+        runner.graphs.capture_next()
     for layers in made.values():
         layers.lengths.clear()
     driver = PlanDriver(runner, 4)
@@ -154,8 +158,8 @@ def test_tokens_are_those_of_steps_without_graphs(checkpoint: CheckpointFactory,
     PlanDriver(make_runner(checkpoint("qwen3"), page_size), page_size, chunk=25).run(expected)
     recorder = Recorder()
     runner = with_graphs(checkpoint, page_size, recorder)
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     assert recorder.num_captures == 4 * len(SIZES)
     PlanDriver(runner, page_size, chunk=25).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
@@ -174,12 +178,12 @@ def test_graphs_that_are_captured_while_requests_run_change_nothing(checkpoint: 
     class Capturing(PlanDriver):
         def _step(self, waiting: list[Job], running: list[Job]) -> None:
             super()._step(waiting, running)
-            if len(self.steps) % 3 == 0 and runner.num_graphs_left:
-                runner.capture_graph()
+            if len(self.steps) % 3 == 0 and runner.graphs.num_left:
+                runner.graphs.capture_next()
 
     Capturing(runner, 4, chunk=16).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
-    assert runner.num_graphs_left == 0
+    assert runner.graphs.num_left == 0
     assert recorder.num_replays > 10
 
 
@@ -191,19 +195,19 @@ def test_draws_are_counted_as_the_device_counts_them_through_warm_ups_captures_a
     graphs = UnseenGraphs()
     monkeypatch.setattr(DrawStore, "take", graphs.take_store)
     runner = with_graphs(checkpoint, 4, graphs)
-    runner.warm_up()
-    half = runner.num_graphs_left // 2
-    while runner.num_graphs_left > half:
-        runner.capture_graph()
+    warm_up(runner)
+    half = runner.graphs.num_left // 2
+    while runner.graphs.num_left > half:
+        runner.graphs.capture_next()
     PlanDriver(runner, 4, chunk=25).run(found)
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     again = jobs(9)
     PlanDriver(runner, 4, chunk=25).run(again)
     outputs = [[job.outputs for job in some] for some in (found, again, expected)]
     assert outputs[0] == outputs[1] == outputs[2]
     assert graphs.num_replays > 20
-    assert int(runner._draw_store.last) == runner._draw_store._number
+    assert int(runner.loaded.draw_store.last) == runner.loaded.draw_store._number
 
 
 def section_of(slots: list[int]) -> PlanSection:
@@ -224,10 +228,10 @@ def admit(
 
 def test_a_padded_step_leaves_all_other_slots_and_pages_as_they_are(checkpoint: CheckpointFactory) -> None:
     runner = with_graphs(checkpoint, 4, Recorder())
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     run_section(runner, admit([0, 1, 2, 3, 4], [5, 6, 7], 3, greedy(9)))
-    tables, memory = runner._req_to_token_pool, runner._token_to_kv_pool
+    tables, memory = runner.state.req_to_token_pool, runner.state.token_to_kv_pool
     before = (
         tables.token_table.clone(),
         tables.page_table.clone(),
@@ -242,7 +246,7 @@ def test_a_padded_step_leaves_all_other_slots_and_pages_as_they_are(checkpoint: 
     assert (tables.seq_lens - before[2]).tolist()[:6] == [1, 0, 0, 1, 1, 0]
     assert int(tables.seq_lens[tables.dummy_slot]) == 0
     changed = (memory.k_buffer[0] != before[3]).flatten(1).any(dim=1).nonzero().flatten().tolist()
-    dummy_page = range(runner.num_pages * 4, runner.num_pages * 4 + 4)
+    dummy_page = range(runner.state.num_pages * 4, runner.state.num_pages * 4 + 4)
     written = {int(tables.page_table[slot, 0]) * 4 + 3 for slot in (0, 3, 4)}
     assert set(changed) - set(dummy_page) == written
 
@@ -250,10 +254,10 @@ def test_a_padded_step_leaves_all_other_slots_and_pages_as_they_are(checkpoint: 
 def test_the_slots_of_the_step_before_are_not_told_again(checkpoint: CheckpointFactory) -> None:
     runner = with_graphs(checkpoint, 4, Recorder())
     run_section(runner, admit([0, 1], [5, 6, 7], 3, greedy(9)))
-    buffers = runner._decode_runner.buffers
+    buffers = decodes_of(runner).buffers
     slots = np.array([0, 1])
     with torch.inference_mode():
-        _tell_in_turn(buffers, slots, runner._decode_runner)
+        _tell_in_turn(buffers, slots, decodes_of(runner))
 
 
 def _tell_in_turn(buffers: GraphInputBuffers, slots: Ints, decodes: DecodeRunner) -> None:
@@ -284,14 +288,14 @@ def test_rows_that_decode_on_are_launched_by_what_was_chosen_for_them(checkpoint
     """But not while there is something to capture, and not where they are to be read in another way."""
     recorder = Recorder()
     runner = with_graphs(checkpoint, 4, recorder)
-    decodes = runner._decode_runner
+    decodes = decodes_of(runner)
     run_section(runner, admit([0, 1], [5, 6, 7], 9, greedy(30)))
     run_section(runner, section_of([0, 1]))
     assert recorder.num_replays == 0
-    runner.capture_graph()  # the largest; the planner goes on with the same rows
+    runner.graphs.capture_next()  # the largest; the planner goes on with the same rows
     run_section(runner, section_of([0, 1]))
     assert recorder.num_replays == 2, "a graph for the forward pass, and one for sampling"
-    runner.capture_graphs()
+    runner.graphs.capture_all()
     run_section(runner, section_of([0, 1]))
     chosen = decodes._chosen
     assert chosen is not None
@@ -320,8 +324,8 @@ def test_a_slot_that_was_admitted_anew_between_two_steps_of_the_same_slots_has_i
     checkpoint: CheckpointFactory,
 ) -> None:
     runner = with_graphs(checkpoint, 4, Recorder())
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     run_section(runner, admit([0], [5, 6, 7, 8], 1, greedy(9)))
     begins = PlanSection(
         [], [PageDelta(int32_array([0]), int32_array([1]), int32_array([40]))], EMPTY, EMPTY, EMPTY, EMPTY,
@@ -330,14 +334,14 @@ def test_a_slot_that_was_admitted_anew_between_two_steps_of_the_same_slots_has_i
     run_section(runner, begins)
     run_section(runner, admit([0], [5, 6, 7, 8], 2, greedy(9)))
     run_section(runner, section_of([0]))
-    assert runner._req_to_token_pool.page_table[0, :2].tolist() == [0, 1]
+    assert runner.state.req_to_token_pool.page_table[0, :2].tolist() == [0, 1]
 
 
 def test_what_graphs_cannot_serve_is_launched_from_the_same_tables(checkpoint: CheckpointFactory) -> None:
     recorder = Recorder()
     runner = with_graphs(checkpoint, 4, recorder)
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     run_section(runner, admit([0, 1], [5, 6, 7], 3, SamplingSpec(9, temperature=1.0), LogprobSpec(output=True)))
     output = runner.execute(section_of([1, 0]))
     assert isinstance(output, DecodeOutput)
@@ -360,8 +364,8 @@ def test_filters_are_a_graph_of_their_own_and_greedy_rows_beside_them_are_as_alo
     for job in expected:
         PlanDriver(make_runner(checkpoint("qwen3"), 4), 4).run([job])
     runner = with_graphs(checkpoint, 4, recorder := Recorder())
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     PlanDriver(runner, 4).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
     assert recorder.num_replays == 2 * 11
@@ -386,8 +390,8 @@ def test_penalties_biases_and_held_back_stops_are_a_graph_of_their_own(checkpoin
     for job in first + later:
         alone.run([job])
     runner = with_graphs(checkpoint, 4, recorder := Recorder(), max_running_requests=8, cuda_graph_bs=SIZES[:-1])
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     driver = PlanDriver(runner, 4)
     for jobs in found:
         driver.run(jobs)
@@ -397,26 +401,26 @@ def test_penalties_biases_and_held_back_stops_are_a_graph_of_their_own(checkpoin
 
 def test_prompts_logits_are_padded_to_sizes_that_decodes_have(checkpoint: CheckpointFactory) -> None:
     runner = with_graphs(checkpoint, 4, Recorder())
-    decodes, head = runner._decode_runner, runner._model.lm_head
-    hidden = torch.randn(9, runner.config.hidden_size)
+    decodes, head = decodes_of(runner), runner.loaded.model.lm_head
+    hidden = torch.randn(9, runner.loaded.config.hidden_size)
     with torch.inference_mode():
         for rows in ([3], [8, 0, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8], [1] * 20):
             padded = decodes.padded(torch.tensor(rows))
             assert padded[: len(rows)].tolist() == rows
             assert len(padded) in SIZES or len(rows) > SIZES[-1]
             logits = decodes.logits_of(hidden[padded])[: len(rows)]
-            assert logits.shape == (len(rows), runner.config.vocab_size)
+            assert logits.shape == (len(rows), runner.loaded.config.vocab_size)
             torch.testing.assert_close(logits, head.logits(hidden[rows]), atol=1e-5, rtol=1e-5)
 
 
 def test_sizes_that_were_asked_for_are_captured_however_large(checkpoint: CheckpointFactory) -> None:
     options: dict[str, Any] = {"cuda_graph_bs": (8, 300), "max_running_requests": 600}
     runner = with_graphs(checkpoint, 4, Recorder(), **options)
-    assert [runner.capture_graph() for _ in range(runner.num_graphs_left)] == [300, 8]
-    extra = graph_bytes(ServerArgs(model_path="x", **options), runner.config) - graph_bytes(
-        ServerArgs(model_path="x"), runner.config
+    assert [runner.graphs.capture_next() for _ in range(runner.graphs.num_left)] == [300, 8]
+    extra = graph_bytes(ServerArgs(model_path="x", **options), runner.loaded.config) - graph_bytes(
+        ServerArgs(model_path="x"), runner.loaded.config
     )
-    assert extra == 4 * runner.config.vocab_size * (300 - 256)
+    assert extra == 4 * runner.loaded.config.vocab_size * (300 - 256)
 
 
 class Failing(Recorder):
@@ -440,11 +444,11 @@ def test_a_capture_that_fails_ends_capturing_and_nothing_else(
     expected, found = plain_jobs(6), plain_jobs(6)
     PlanDriver(make_runner(checkpoint("qwen3"), 4), 4).run(expected)
     runner = with_graphs(checkpoint, 4, recorder := Failing(room), piecewise_cuda_graph_max_tokens=64)
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     assert recorder.num_captures == room
     assert [record.message for record in caplog.records if "out of shared memory" in record.message] != []
-    (graphs,) = runner._decode_runner.graphs.values()
+    (graphs,) = decodes_of(runner).graphs.values()
     assert graphs.sizes == kept
     PlanDriver(runner, 4).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
@@ -461,11 +465,11 @@ def test_a_capture_that_fails_on_all_ranks_alike_ends_capturing_on_each_and_noth
     def work(tp: TensorParallel) -> tuple[list[list[int]], int]:
         options: dict[str, Any] = {"cuda_graph_bs": SIZES, "piecewise_cuda_graph_max_tokens": 0, "tp_size": 2}
         runner = make_runner(folder, 4, tp=tp, capture=Failing(6), **options)
-        sizes = [runner.capture_graph(), runner.capture_graph()]
+        sizes = [runner.graphs.capture_next(), runner.graphs.capture_next()]
         jobs = plain_jobs(4)
         PlanDriver(runner, 4).run(jobs)
         assert sizes[0] == SIZES[-1], sizes
-        return [job.outputs for job in jobs], runner.num_graphs_left
+        return [job.outputs for job in jobs], runner.graphs.num_left
 
     for outputs, num_left in run_ranks(2, tmp_path, work):
         assert num_left == 0
@@ -588,24 +592,24 @@ def test_what_is_missed_is_captured_first_by_decodes_then_by_prompts(checkpoint:
     """Decodes from slots 0 and 1, prompts of a few tokens."""
     options: dict[str, Any] = {"cuda_graph_bs": (2, 8), "piecewise_cuda_graph_max_tokens": 64}
     runner = with_graphs(checkpoint, 4, Recorder(), **options)
-    runner.warm_up()
-    assert not runner.is_missing_graph, "what warms up says nothing of what comes"
+    warm_up(runner)
+    assert not runner.graphs.is_missing_one, "what warms up says nothing of what comes"
     run_section(runner, admit([0, 1], [5, 6, 7], 3, greedy(9)))
-    assert runner.is_missing_graph
-    assert runner.capture_graph() == 64
+    assert runner.graphs.is_missing_one
+    assert runner.graphs.capture_next() == 64
     run_section(runner, section_of([0, 1]))
-    assert [runner.capture_graph() for _ in range(3)] == [8, 2, 32]
-    assert not runner.is_missing_graph
-    assert runner.num_graphs_left == 0
+    assert [runner.graphs.capture_next() for _ in range(3)] == [8, 2, 32]
+    assert not runner.graphs.is_missing_one
+    assert runner.graphs.num_left == 0
 
 
 def test_where_captures_end_nothing_is_missed(checkpoint: CheckpointFactory) -> None:
     runner = with_graphs(checkpoint, 4, Failing(0), piecewise_cuda_graph_max_tokens=64)
     run_section(runner, admit([0, 1], [5, 6, 7], 3, greedy(9)))
     run_section(runner, section_of([0, 1]))
-    runner.capture_graph()
+    runner.graphs.capture_next()
     run_section(runner, section_of([0, 1]))
-    assert not runner.is_missing_graph
+    assert not runner.graphs.is_missing_one
 
 
 def test_sizes_end_at_the_most_rows() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.memory import memory_profile
+from srt.model_executor.memory.device_memory import DeviceMemory
 from srt.model_executor.memory.memory_profile import (
+    FIRST_USE_BYTES,
     admission_bytes,
     check_pages,
     check_tables,
@@ -20,7 +26,11 @@ from srt.model_executor.memory.memory_profile import (
     mlp_bytes,
     profile_max_num_token,
 )
+from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.startup import profile_pages
 from srt.model_executor.startup.peak_step import peak_section
+from srt.model_executor.startup.profile_pages import measure_largest_step
+from srt.model_executor.startup.trial_runner import trial_runner
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
@@ -145,13 +155,43 @@ def test_the_worst_step_is_a_step_that_a_runner_can_run(
 ) -> None:
     """A chunk and a token from everybody else, every row sampling, on a memory of one page."""
     runner = make_runner(qwen3_checkpoint, 16, max_running_requests=num_slots)
-    section = peak_section(num_slots, prompt_tokens, longest, 16, runner.config.vocab_size)
+    section = peak_section(num_slots, prompt_tokens, longest, 16, runner.loaded.config.vocab_size)
     chunk = min(prompt_tokens, longest)
     assert len(section.extend_slots) == num_slots
     assert int(section.extend_counts.sum()) == chunk + num_slots - 1
     assert int((section.extend_starts + section.extend_counts).max()) == (longest if num_slots > 1 else chunk)
     with torch.inference_mode():
-        runner._init_memory(1, longest + 1)
-        rows = runner.sample(runner.execute(section)).result()
+        trial = trial_runner(runner.loaded)
+        rows = trial.sample(trial.execute(section)).result()
     assert len(rows.counts) == num_slots
     assert {(row.slot, row.is_prompt) for row in rows.logprobs} >= {(slot, False) for slot in range(num_slots)}
+
+
+def test_the_largest_step_is_measured_on_memory_that_is_gone_afterwards(
+    qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only when garbage is collected: the KV memory is taken next. A CPU counts no bytes, so the step alone runs here."""
+    loaded = make_runner(qwen3_checkpoint, 16, chunked_prefill_size=32).loaded
+    tables, num_runs = list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def noted(loaded: LoadedModel) -> ModelRunner:
+        runner = trial_runner(loaded)
+        tables.append(weakref.ref(runner.state.req_to_token_pool.page_table))
+        return runner
+
+    def run(memory: DeviceMemory, work: Callable[[], None]) -> int:
+        work()
+        num_runs.append(1)
+        return 1_000_000
+
+    monkeypatch.setattr(profile_pages, "trial_runner", noted)
+    monkeypatch.setattr(DeviceMemory, "peak_of", run)
+    gc.disable()
+    try:
+        with torch.inference_mode():
+            measured = measure_largest_step(loaded)
+        assert [table() for table in tables] == [None]
+    finally:
+        gc.enable()
+    assert num_runs == [1]
+    assert measured == loaded.memory.num_bytes["activations"] == 1_000_000 + FIRST_USE_BYTES

@@ -16,7 +16,7 @@ from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, idle_section, run_section
 from tests.support.recorder import Recorder
-from tests.support.runners import make_runner
+from tests.support.runners import logits_in, make_runner
 
 EMPTY = int32_array()
 
@@ -84,7 +84,7 @@ def test_behind_its_attention_the_last_layer_goes_on_with_those_who_are_asked_fo
 ) -> None:
     folder, sizes = checkpoint("qwen3"), []
     runner = make_runner(folder, 4)
-    runner._model.model.layers[-1].get_submodule("mlp").register_forward_pre_hook(
+    runner.loaded.model.model.layers[-1].get_submodule("mlp").register_forward_pre_hook(
         lambda mlp, args: sizes.append(len(args[0].hidden))
     )
     with_all = Job(prompt := list(range(20, 42)), greedy(3), logprobs=LogprobSpec(prompt_start=0))
@@ -105,8 +105,8 @@ def test_hidden_states_are_those_of_the_tokens_that_are_wanted(
     recorder = Recorder()
     pieces: dict[str, Any] = {"capture": recorder, "piecewise_cuda_graph_max_tokens": 32} if in_pieces else {}
     runner = make_runner(checkpoint("qwen3"), 4, **pieces)
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     found: list[torch.Tensor] = []
     forward = runner.forward
 
@@ -131,22 +131,21 @@ def test_tables_are_reported_as_the_device_has_them_and_emptied_by_a_reset(check
     run_section(runner, two_prompts([1, 2, 3, 4, 5], [6], LogprobSpec()))
     assert runner.inspect() == {"tables_hash": tables_hash({0: [5, 6], 1: [7, 8]}), "num_slots_seen": 2}
     with torch.inference_mode():
-        runner._req_to_token_pool.page_table[1, 1] = 9
+        runner.state.req_to_token_pool.page_table[1, 1] = 9
     assert runner.inspect()["tables_hash"] == tables_hash({0: [5, 6], 1: [7, 9]})
     runner.reset()
     assert runner.inspect() == {"tables_hash": tables_hash({}), "num_slots_seen": 0}
-    assert int(runner._req_to_token_pool.seq_lens.sum()) == 0
+    assert int(runner.state.req_to_token_pool.seq_lens.sum()) == 0
 
 
 def test_bfloat16_runs_and_its_logits_are_float32(checkpoint: CheckpointFactory) -> None:
     runner = make_runner(checkpoint("llama"), 16, dtype="bfloat16")
     step = runner.execute(two_prompts([1, 2], [3], LogprobSpec()))
-    assert step.logits is not None
-    assert step.logits.dtype == torch.float32
+    assert logits_in(step).dtype == torch.float32
     assert runner.sample(step).result().counts.tolist() == [1, 1]
 
 
 def test_a_request_is_bounded_by_the_context_and_by_the_memory(checkpoint: CheckpointFactory) -> None:
     folder = checkpoint("qwen3")
-    assert make_runner(folder, 16, max_total_tokens=200).max_request_tokens == 192
-    assert make_runner(folder, 16, max_total_tokens=8192).max_request_tokens == 4096
+    assert make_runner(folder, 16, max_total_tokens=200).state.max_request_tokens == 192
+    assert make_runner(folder, 16, max_total_tokens=8192).state.max_request_tokens == 4096

@@ -37,13 +37,13 @@ def test_tokens_are_those_of_steps_that_are_launched_whole(
     PlanDriver(make_runner(checkpoint(name), page_size), page_size, chunk=48).run(expected)
     recorder = Recorder()
     runner = make_runner(checkpoint(name), page_size, capture=recorder, piecewise_cuda_graph_max_tokens=64)
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     driver = PlanDriver(runner, page_size, chunk=48, share=True)
     driver.run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
     assert any(extends and decodes for extends, decodes in driver.steps), "no step was mixed"
-    num_layers = runner.config.num_layers
+    num_layers = runner.loaded.config.num_layers
     assert recorder.num_replays >= 3 * (num_layers + 1)  # those that report logprobs of a prompt are launched whole
 
 
@@ -51,12 +51,12 @@ def test_a_capture_and_its_padding_change_nothing_but_the_dummy_page(checkpoint:
     runner = make_runner(checkpoint("qwen3"), 4, capture=Recorder(), piecewise_cuda_graph_max_tokens=32)
     job = Job([5, 6, 7, 8, 9], greedy(2))
     PlanDriver(runner, 4).run([job])
-    memory = runner._token_to_kv_pool.k_buffer[0]
+    memory = runner.state.token_to_kv_pool.k_buffer[0]
     before = memory.clone()
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     changed = (memory != before).flatten(1).any(dim=1).nonzero().flatten()
-    assert (changed >= runner.num_pages * 4).all()
+    assert (changed >= runner.state.num_pages * 4).all()
     PlanDriver(runner, 4).run([again := Job(job.prompt, greedy(2))])
     assert again.outputs == job.outputs
     assert torch.isfinite(memory).all()
@@ -64,8 +64,8 @@ def test_a_capture_and_its_padding_change_nothing_but_the_dummy_page(checkpoint:
 
 def test_larger_steps_than_the_largest_size_are_launched_whole(checkpoint: CheckpointFactory) -> None:
     runner = make_runner(checkpoint("qwen3"), 4, capture=(recorder := Recorder()), piecewise_cuda_graph_max_tokens=32)
-    while runner.num_graphs_left:
-        runner.capture_graph()
+    while runner.graphs.num_left:
+        runner.graphs.capture_next()
     PlanDriver(runner, 4).run([Job(list(range(40)), greedy(1))])
     assert recorder.num_replays == 0
 
@@ -79,32 +79,34 @@ def test_a_prompt_takes_a_larger_size_that_is_near_and_misses_its_own_where_none
 ) -> None:
     runner = make_runner(checkpoint("qwen3"), 4, capture=(recorder := Recorder()), piecewise_cuda_graph_max_tokens=128)
     run_prompt(runner, 130)
-    assert not runner.is_missing_graph, "there is no size for so many tokens"
+    assert not runner.graphs.is_missing_one, "there is no size for so many tokens"
     run_prompt(runner, 70)
-    assert runner.is_missing_graph
-    assert runner.capture_graph() == 128
-    assert not runner.is_missing_graph, "128 is near to 96"
+    assert runner.graphs.is_missing_one
+    assert runner.graphs.capture_next() == 128
+    assert not runner.graphs.is_missing_one, "128 is near to 96"
     run_prompt(runner, 70)
-    assert recorder.num_replays == runner.config.num_layers + 1
+    assert recorder.num_replays == runner.loaded.config.num_layers + 1
     run_prompt(runner, 10)
-    assert recorder.num_replays == runner.config.num_layers + 1, "launched whole: to pad it to 128 would take its time"
+    assert recorder.num_replays == runner.loaded.config.num_layers + 1, (
+        "launched whole: to pad it to 128 would take its time"
+    )
     run_prompt(runner, 70)
-    assert runner.is_missing_graph, "and is remembered"
-    assert runner.capture_graph() == 32
+    assert runner.graphs.is_missing_one, "and is remembered"
+    assert runner.graphs.capture_next() == 32
     run_prompt(runner, 10)
-    assert recorder.num_replays == 3 * (runner.config.num_layers + 1)
-    assert not runner.is_missing_graph
-    assert [runner.capture_graph() for _ in range(runner.num_graphs_left)] == [96, 64]
+    assert recorder.num_replays == 3 * (runner.loaded.config.num_layers + 1)
+    assert not runner.graphs.is_missing_one
+    assert [runner.graphs.capture_next() for _ in range(runner.graphs.num_left)] == [96, 64]
 
 
 def test_a_whole_chunk_fits_with_the_decodes_beside_it(
     checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("srt.model_executor.model_runner.MOST_PIECE_TOKENS", 128)
+    monkeypatch.setattr("srt.model_executor.graphs.piecewise_cuda_graph_runner.MOST_PIECE_TOKENS", 128)
     for chunk, most in ((100, 108), (4096, 136), (-1, 136)):
         options: dict[str, Any] = {"chunked_prefill_size": chunk, "max_running_requests": 8}
         runner = make_runner(checkpoint("qwen3"), 4, capture=Recorder(), **options)
-        assert runner._pieces is not None and runner._pieces.next_size == most
+        assert runner.graphs.pieces is not None and runner.graphs.pieces.next_size == most
 
 
 def test_ranks_agree_on_what_is_captured_whole_where_kernels_of_one_do_not_run(
@@ -118,8 +120,8 @@ def test_ranks_agree_on_what_is_captured_whole_where_kernels_of_one_do_not_run(
 
     def work(tp: TensorParallel) -> int:
         runner = make_runner(checkpoint("qwen3"), 4, tp=tp, capture=Recorder(), tp_size=2)
-        assert runner._pieces is not None
-        return runner._pieces._most_whole
+        assert runner.graphs.pieces is not None
+        return runner.graphs.pieces._most_whole
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
 

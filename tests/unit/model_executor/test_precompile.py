@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 import srt
 from srt.distributed.parallel_state import TensorParallel
@@ -19,12 +22,18 @@ from srt.kernels.build import precompile as precompiling
 from srt.kernels.build.precompile import Compilers
 from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
-from srt.model_executor import model_runner
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Work
-from srt.model_executor.model_runner import Graph, ModelRunner
+from srt.model_executor.graphs.decode_runner import DecodeRunner
+from srt.model_executor.graphs.graph_kernels import Graph, GraphKernels
+from srt.model_executor.loaded_model import LoadedModel, load_model
+from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup import kernel_record
+from srt.model_executor.startup import precompile as precompile_module
 from srt.model_executor.startup.kernel_record import KernelRecord
-from srt.model_executor.startup.warm_up import num_distinct_layers
+from srt.model_executor.startup.precompile import precompile
+from srt.model_executor.startup.start_runner import build_runner
+from srt.model_executor.startup.trial_runner import trial_runner
+from srt.model_executor.startup.warm_up import num_distinct_layers, warm_up
 from srt.protocol.messages import PlanSection
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig
@@ -33,14 +42,6 @@ from tests.support.plan_driver import Job, PlanDriver, greedy
 from tests.support.ranks import CPU, run_ranks, single_rank
 from tests.support.recorder import PlansAtOnce, Recorder
 from tests.support.runners import make_runner
-
-
-class PrecompilingRunner(ModelRunner):
-    """Precompiles on a CPU too, where there is no kernel to compile."""
-
-    def _profile_num_pages(self, num_tokens: int) -> int:
-        self._precompile()
-        return super()._profile_num_pages(num_tokens)
 
 
 @pytest.fixture
@@ -58,17 +59,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def precompiling_runner(
     folder: Path, tp: TensorParallel | None = None, capture: Capture | None = None, **options: Any
-) -> PrecompilingRunner:
+) -> ModelRunner:
+    """Precompiles on a CPU too, where there is no kernel to compile."""
     args = ServerArgs(
         str(folder), device="cpu", max_total_tokens=8192, max_running_requests=24, dtype="float32", **options
     )
     config = ModelConfig.from_folder(folder)
-    return PrecompilingRunner(args, config, str(folder), tp or single_rank(), CPU, capture=capture)
+    loaded = load_model(args, config, str(folder), tp or single_rank(), CPU)
+    return build_runner(loaded, precompile(loaded), capture)
 
 
 def tokens_of(runner: ModelRunner) -> list[list[int]]:
     jobs = [Job(list(range(1, 4 + 9 * index)), greedy(12)) for index in range(4)]
-    PlanDriver(runner, runner.page_size).run(jobs)
+    PlanDriver(runner, runner.state.page_size).run(jobs)
     return [job.outputs for job in jobs]
 
 
@@ -76,7 +79,28 @@ def test_precompiling_leaves_no_trace(checkpoint: CheckpointFactory) -> None:
     folder = checkpoint("qwen3")
     plain, precompiled = make_runner(folder, 16, dtype="float32"), precompiling_runner(folder)
     assert tokens_of(precompiled) == tokens_of(plain)
-    assert precompiled.weight_bytes == plain.weight_bytes
+    assert precompiled.loaded.weight_bytes == plain.loaded.weight_bytes
+
+
+def test_the_memory_that_its_steps_ran_on_is_gone_at_its_end(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only when garbage is collected: what is left then is measured."""
+    loaded = make_runner(checkpoint("qwen3"), 16).loaded
+    tables = list[weakref.ref[torch.Tensor]]()
+
+    def noted(loaded: LoadedModel) -> ModelRunner:
+        runner = trial_runner(loaded)
+        tables.append(weakref.ref(runner.state.req_to_token_pool.page_table))
+        return runner
+
+    monkeypatch.setattr(precompile_module, "trial_runner", noted)
+    gc.disable()
+    try:
+        precompile(loaded)
+        assert [table() for table in tables] == [None]
+    finally:
+        gc.enable()
 
 
 def test_what_fails_in_it_is_told_once_and_the_start_goes_on(
@@ -89,12 +113,12 @@ def test_what_fails_in_it_is_told_once_and_the_start_goes_on(
         raise RuntimeError("no threads")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(model_runner, "warm_up_requests", fail)
+        patch.setattr(precompile_module, "warm_up_requests", fail)
         runner = precompiling_runner(folder)
     assert [record.getMessage() for record in caplog.records] == [
         "Kernels are compiled one after the other, because of RuntimeError: no threads"
     ]
-    runner.warm_up()
+    warm_up(runner)
     assert tokens_of(runner) == expected
 
 
@@ -112,8 +136,9 @@ def test_no_rank_waits_for_another_ones_precompiling(checkpoint: CheckpointFacto
 
 def kernels_that_compile(runner: ModelRunner) -> dict[Graph, Future[None]]:
     """One of its own for each graph."""
-    kernels = {graph: Future[None]() for graph in runner._kernels_of}
-    runner._kernels_of = {graph: frozenset({kernel}) for graph, kernel in kernels.items()}
+    kernels = {graph: Future[None]() for graph in runner.graphs._kernels._kernels}
+    for graph, kernel in kernels.items():
+        runner.graphs._kernels.add(graph, frozenset({kernel}))
     return kernels
 
 
@@ -123,14 +148,14 @@ def test_no_step_waits_for_a_graph_whose_kernels_are_being_compiled(checkpoint: 
     runner = precompiling_runner(
         checkpoint("qwen3"), capture=recorder, cuda_graph_bs=[2, 8], piecewise_cuda_graph_max_tokens=0
     )
-    kernels, num_graphs = kernels_that_compile(runner), runner.num_graphs_left
+    kernels, num_graphs = kernels_that_compile(runner), runner.graphs.num_left
     expected = tokens_of(runner)
-    assert not runner.is_missing_graph, "they do miss one, but it cannot be made yet"
-    assert runner.capture_graph() == 0
-    assert runner.num_graphs_left == num_graphs
+    assert not runner.graphs.is_missing_one, "they do miss one, but it cannot be made yet"
+    assert runner.graphs.capture_next() == 0
+    assert runner.graphs.num_left == num_graphs
     kernels[Reading.BY_ROW, 8].set_result(None)
-    assert runner.is_missing_graph
-    assert runner.capture_graph() == 8
+    assert runner.graphs.is_missing_one
+    assert runner.graphs.capture_next() == 8
     assert tokens_of(runner) == expected
     assert recorder.num_replays
 
@@ -142,7 +167,7 @@ def test_what_cannot_be_compiled_ahead_is_left_to_the_capture(checkpoint: Checkp
     )
     for kernel in kernels_that_compile(runner).values():
         kernel.set_exception(RuntimeError("No space left on device"))
-    assert runner.capture_graph() == 8
+    assert runner.graphs.capture_next() == 8
 
 
 @pytest.mark.usefixtures("captured_attention")
@@ -154,14 +179,14 @@ def test_ranks_capture_once_all_of_them_have_the_kernels(checkpoint: CheckpointF
         options: dict[str, Any] = {"cuda_graph_bs": [8], "piecewise_cuda_graph_max_tokens": 0}
         runner = make_runner(folder, 16, tp, capture=Recorder(), dtype="float32", **options)
         kernel = Future[None]()
-        runner._kernels_of = {(Reading.BY_ROW, 8): frozenset({kernel})}
+        runner.graphs._kernels.add((Reading.BY_ROW, 8), frozenset({kernel}))
         if tp.rank == 0:
             kernel.set_result(None)
-        captured = [runner.capture_graph()]
+        captured = [runner.graphs.capture_next()]
         can_go_on.wait()
         if tp.rank == 1:
             kernel.set_result(None)
-        return [*captured, runner.capture_graph(), runner.num_graphs_left]
+        return [*captured, runner.graphs.capture_next(), runner.graphs.num_left]
 
     assert run_ranks(2, tmp_path, on_rank) == [[0, 8, 0]] * 2
 
@@ -185,13 +210,13 @@ def slow_compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlowCompile
         may_compile: ClassVar = threading.Event()
         waited_for: ClassVar = list[int]()
 
-    def with_kernels(runner: ModelRunner, compilers: OfThisTest) -> None:
-        precompile_graphs(runner, compilers)
+    def with_kernels(runner: ModelRunner, decodes: DecodeRunner, compilers: OfThisTest, kernels: GraphKernels) -> None:
+        precompile_graphs(runner, decodes, compilers, kernels)
         compilers.compile_late("of a step without a graph")
 
-    precompile_graphs: Callable[..., None] = ModelRunner._precompile_graphs
+    precompile_graphs: Callable[..., None] = precompile_module._precompile_graphs
     monkeypatch.setattr(precompiling, "Compilers", OfThisTest)
-    monkeypatch.setattr(ModelRunner, "_precompile_graphs", with_kernels)
+    monkeypatch.setattr(precompile_module, "_precompile_graphs", with_kernels)
     yield OfThisTest
     OfThisTest.may_compile.set()
 
@@ -201,7 +226,8 @@ OPTIONS: dict[str, Any] = {"cuda_graph_bs": [1, 4, 8], "piecewise_cuda_graph_max
 
 def precompiled(runner: ModelRunner) -> list[Graph] | None:
     """The graphs that its start has precompiled; None if it relies on the record."""
-    return None if runner._compilers is None else list(runner._kernels_of)
+    kernels = runner.graphs._kernels
+    return None if kernels._compilers is None else list(kernels._kernels)
 
 
 def has_record(cache: Path) -> bool:
@@ -217,8 +243,8 @@ def test_all_graphs_are_precompiled_and_nothing_again_once_all_was_compiled(
     runner = start(**OPTIONS)
     graphs = [*((Reading.BY_ROW, size) for size in (8, 4, 1)), 64, 32]
     assert precompiled(runner) == graphs
-    assert [runner.capture_graph() for _ in range(runner.num_graphs_left)] == [8, 4, 1, 64, 32]
-    assert runner._kernels_of == {}
+    assert [runner.graphs.capture_next() for _ in range(runner.graphs.num_left)] == [8, 4, 1, 64, 32]
+    assert runner.graphs._kernels._kernels == {}
     assert not has_record(cache), "a step without a graph needs one more"
     assert precompiled(start(**OPTIONS)) == graphs
     slow_compilers.may_compile.set()
@@ -251,7 +277,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.usefixtures("captured_attention")
-@pytest.mark.parametrize("part", ["_precompile_graphs", "_run_requests"])
+@pytest.mark.parametrize("part", ["_precompile_graphs", "batches"])
 def test_where_later_steps_cannot_be_precompiled_the_first_ones_are(
     checkpoint: CheckpointFactory,
     cache: Path,
@@ -260,30 +286,28 @@ def test_where_later_steps_cannot_be_precompiled_the_first_ones_are(
     caplog: pytest.LogCaptureFixture,
     part: str,
 ) -> None:
-    is_later = list[bool]()
-    sound: Callable[..., None] = getattr(ModelRunner, part)
+    num_calls = list[int]()
 
-    def fail(runner: ModelRunner, *about: Any) -> None:
-        if runner._compilers is not None:
-            is_later.append(True)
-            raise RuntimeError("no room")
-        sound(runner, *about)
+    def fail(*about: Any) -> None:
+        num_calls.append(1)
+        raise RuntimeError("no room")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(ModelRunner, part, fail)
+        patch.setattr(precompile_module, part, fail)
         runner = precompiling_runner(checkpoint("qwen3"), capture=Recorder(), **OPTIONS)
-    assert is_later == [True]
+    assert num_calls == [1]
     assert len(slow_compilers.waited_for) == 1
     assert [record.getMessage() for record in caplog.records] == [
         "Not all kernels are compiled ahead, because of RuntimeError: no room"
     ]
     assert not has_record(cache)
     slow_compilers.may_compile.set()
-    assert runner._compilers is not None
-    begun = [future.result(60) for future in runner._compilers._futures.values()]
-    assert begun == [True] * (part == "_run_requests"), "what was asked for before it failed is compiled nevertheless"
-    runner.capture_graphs()
-    assert runner.num_graphs_left == 0
+    compilers = runner.graphs._kernels._compilers
+    assert compilers is not None
+    begun = [future.result(60) for future in compilers._futures.values()]
+    assert begun == [True] * (part == "batches"), "what was asked for before it failed is compiled nevertheless"
+    runner.graphs.capture_all()
+    assert runner.graphs.num_left == 0
 
 
 @pytest.mark.usefixtures("captured_attention")
@@ -295,9 +319,9 @@ def test_threads_compile_nothing_for_graphs_that_nobody_captures_any_more(
             raise RuntimeError("no graphs here")
 
     runner = precompiling_runner(checkpoint("qwen3"), capture=Broken(), **OPTIONS)
-    runner.capture_graph()
-    assert runner.num_graphs_left == 0
-    assert (runner._compilers, runner._kernels_of) == (None, {})
+    runner.graphs.capture_next()
+    assert runner.graphs.num_left == 0
+    assert (runner.graphs._kernels._compilers, runner.graphs._kernels._kernels) == (None, {})
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_an_fp8_memory_is_half_as_large_and_its_logits_stay_near(
     with caplog.at_level(logging.WARNING):
         small = make_runner(folder, 16, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
     assert "no scales" in caplog.text
-    assert small.kv_bytes * 2 == own.kv_bytes
+    assert small.state.kv_bytes * 2 == own.state.kv_bytes
     jobs = [Job(prompt, greedy(10)), Job(prompt, greedy(10))]
     PlanDriver(own, 16).run(jobs[:1])
     PlanDriver(small, 16, chunk=17).run(jobs[1:])
@@ -102,11 +102,11 @@ def test_a_checkpoint_that_quantizes_keys_and_values_alone_brings_their_scales(
     }
     save_file({**load_file(folder / "model.safetensors"), **scales}, folder / "model.safetensors")
     small = make_runner(folder, 16, kv_cache_dtype="fp8_e4m3")
-    memory = small._token_to_kv_pool
+    memory = small.state.token_to_kv_pool
     assert (memory.k_scales, memory.v_scales) == ([0.25, 0.5], [0.5, 2.0])
 
     own, plain = make_runner(folder, 16), make_runner(checkpoint("qwen3"), 16)
-    assert own.kv_bytes == plain.kv_bytes == 4 * small.kv_bytes  # in float32, the checkpoint's own
+    assert own.state.kv_bytes == plain.state.kv_bytes == 4 * small.state.kv_bytes  # in float32, the checkpoint's own
     prompt = token_ids(np.random.default_rng(1), 40, 512)
     jobs = [Job(prompt, greedy(5)) for _ in range(2)]
     for runner, job in zip((own, plain), jobs, strict=True):

@@ -15,7 +15,7 @@ from srt.layers.attention.base import Reading
 from srt.layers.attention.triton_backend import TritonAttentionBackend
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.graphs import decode_runner, piece_inputs, piecewise_cuda_graph_runner
-from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.startup.start_runner import start_runner
 from srt.model_executor.step import step_planner
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig
@@ -50,7 +50,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     )
     cpu = torch.device("cpu")
     config = ModelConfig.from_folder(folder)
-    runner = ModelRunner(args, config, str(folder), TensorParallel(0, 1, None, cpu), cpu)
+    runner = start_runner(args, config, str(folder), TensorParallel(0, 1, None, cpu), cpu)
     driver = PlanDriver(runner, page_size, chunk, share=True)
     jobs = [Job(prompt, greedy(5)) for prompt, _ in safe]
     driver.run(jobs[:2])
@@ -78,8 +78,8 @@ def test_rows_that_share_a_prefix_draw_what_they_draw_alone(
 ) -> None:
     def driver(capture: Recorder | None = None) -> PlanDriver:
         runner = make_runner(checkpoint("qwen3"), 4, attention_backend="triton", cuda_graph_bs=(2, 4), capture=capture)
-        while capture is not None and runner.num_graphs_left:
-            runner.capture_graph()
+        while capture is not None and runner.graphs.num_left:
+            runner.graphs.capture_next()
         return PlanDriver(runner, 4, share=True)
 
     prompts = [list(range(3, 21)) + [30 + i] * (1 + i) for i in range(5)]  # 16 positions in common pages
@@ -95,7 +95,7 @@ def test_rows_that_share_a_prefix_draw_what_they_draw_alone(
     sharing.run(found[:1])
     sharing.run(found[1:])
     assert [job.outputs for job in found] == [job.outputs for job in expected]
-    backend = sharing.runner._attn_backend
+    backend = sharing.runner.loaded.attn_backend
     assert isinstance(backend, Sharing)
     assert [16, 16, 16, 16] in backend.found, "all share"
     padding = [0] if captures else []
@@ -123,8 +123,8 @@ def test_rows_of_uneven_lengths_draw_what_they_draw_when_read_one_by_one(
 ) -> None:
     def driver(capture: Recorder | None = None) -> PlanDriver:
         runner = make_runner(checkpoint("qwen3"), 4, attention_backend="triton", cuda_graph_bs=(2, 4), capture=capture)
-        while capture is not None and runner.num_graphs_left:
-            runner.capture_graph()
+        while capture is not None and runner.graphs.num_left:
+            runner.graphs.capture_next()
         return PlanDriver(runner, 4)
 
     prompts = [list(range(3, 3 + length)) for length in (2, 150, 9, 70, 30)]
@@ -135,7 +135,7 @@ def test_rows_of_uneven_lengths_draw_what_they_draw_when_read_one_by_one(
     even = driver(recorder := Recorder() if captures else None)
     even.run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
-    backend = even.runner._attn_backend
+    backend = even.runner.loaded.attn_backend
     assert isinstance(backend, Even)
     assert backend.num_even > 3
     assert recorder is None or recorder.num_replays > 0
@@ -155,8 +155,8 @@ def test_steps_that_are_captured_whole_draw_the_same_tokens(
 
     def driver(capture: Recorder | None = None) -> PlanDriver:
         runner = make_runner(checkpoint("qwen3"), 4, capture=capture, max_running_requests=5, **options)
-        while capture is not None and runner.num_graphs_left:
-            runner.capture_graph()
+        while capture is not None and runner.graphs.num_left:
+            runner.graphs.capture_next()
         return PlanDriver(runner, 4, chunk=24, share=True)
 
     prefix = list(range(3, 13))
@@ -166,7 +166,7 @@ def test_steps_that_are_captured_whole_draw_the_same_tokens(
     driver().run(expected)
     monkeypatch.setattr(triton_backend, "TritonAttentionBackend", Even)
     whole = driver(Recorder())
-    pieces, steps = whole.runner._pieces, list[tuple[int, int, int]]()
+    pieces, steps = whole.runner.graphs.pieces, list[tuple[int, int, int]]()
     assert pieces is not None
     replay_prepare = pieces.replay_prepare
 

@@ -221,27 +221,35 @@ class LateOutput:
         return SampledRows(int32_array([1]), int32_array([5]), [])
 
 
+class OneGraph:
+    """There is one graph to capture."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self.num_left = 1
+        self.is_missing_one = False
+
+    def capture_next(self) -> int:
+        self._log.append("capture")
+        self.num_left, self.is_missing_one = 0, False
+        return 1
+
+
 class LateRunner:
-    """A device whose steps take until somebody waits for them. There is one graph, which they miss."""
+    """A device whose steps take until somebody waits for them, and miss the one graph."""
 
     def __init__(self, log: list[str], ready: bool) -> None:
         self._log, self._ready, self._count = log, ready, 0
-        self.num_graphs_left = 1
-        self.is_missing_graph = False
+        self.graphs = OneGraph(log)
 
     def launch(self, section: PlanSection) -> LateOutput:
         self._count += 1
-        self.is_missing_graph = self.num_graphs_left > 0
+        self.graphs.is_missing_one = self.graphs.num_left > 0
         self._log.append(f"launch {self._count}")
         return LateOutput(self._log, str(self._count), self._ready)
 
     def reset(self) -> None:
         self._log.append("reset")
-
-    def capture_graph(self) -> int:
-        self._log.append("capture")
-        self.num_graphs_left, self.is_missing_graph = 0, False
-        return 1
 
 
 class ScriptedLink:

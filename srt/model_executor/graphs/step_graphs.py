@@ -1,0 +1,123 @@
+"""The graphs of a worker's steps: which serve, which is captured next, and what happens when a capture fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from srt.distributed.errors import CollectiveError
+from srt.model_executor.graphs.decode_runner import DecodeRunner
+from srt.model_executor.graphs.graph_kernels import GraphKernels
+from srt.model_executor.graphs.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
+
+if TYPE_CHECKING:
+    from srt.model_executor.loaded_model import LoadedModel
+
+logger = logging.getLogger(__name__)
+GraphRunner = DecodeRunner | PiecewiseCudaGraphRunner
+
+
+class StepGraphs:
+    """Captures graphs between steps, one size at a time. Ranks are asked for it at the same places of their streams of plans."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        decodes: DecodeRunner | None = None,
+        pieces: PiecewiseCudaGraphRunner | None = None,
+        kernels: GraphKernels | None = None,
+    ) -> None:
+        """`decodes` runs steps of decodes, `pieces` replays steps with prompts; without them all steps are launched kernel by kernel."""
+        self.decodes = decodes
+        self.pieces = pieces
+        self._tp = loaded.tp
+        self._memory = loaded.memory
+        self._device = loaded.device
+        self._kernels = kernels or GraphKernels()
+        self._runners: list[GraphRunner] = [runner for runner in (decodes, pieces) if runner is not None]
+        self._num_left = self._count_left()
+
+    @property
+    def num_left(self) -> int:
+        """How often `capture_next` has something to capture."""
+        return self._num_left
+
+    @property
+    def is_missing_one(self) -> bool:
+        """Whether steps miss a graph that is worth its capture even while requests run, and its kernels are compiled."""
+        if not self._num_left or not any(runner.is_missing_one for runner in self._runners):
+            return False
+        return self._kernels.are_ready(self._next_runner.next_graph)
+
+    def forget_missed(self) -> None:
+        """Start anew with what steps miss: those so far were no clients'."""
+        for runner in self._runners:
+            runner.forget_missed()
+
+    @torch.inference_mode()
+    def capture_next(self) -> int:
+        """Capture steps of one more size; returns its rows or tokens, or 0 if a rank is still compiling what it needs.
+
+        Everything that was launched is done. What fails on all ranks alike is a warning and ends the captures: steps without a graph
+        are launched kernel by kernel. If it fails on one rank alone, the others wait for it in the middle of the size, until the
+        watchdog ends the server.
+        """
+        chosen = self._next_runner
+        graph, size = chosen.next_graph, chosen.next_size
+        if not self._tp.min_int(int(self._kernels.are_ready(graph))):
+            return 0
+        self._kernels.forget(graph)
+        if not self._tp.min_int(int(self._succeeds(chosen.capture_next, size))):
+            for runner in self._runners:
+                runner.give_up(size if runner is chosen else 0)
+            self._kernels.give_up()
+        self._num_left = self._count_left()
+        return size
+
+    def capture_all(self) -> None:
+        """Capture every graph that is left, waiting for its kernels; for callers without requests."""
+        while self.num_left:
+            self._kernels.wait(self._next_runner.next_graph)
+            self.capture_next()
+
+    @property
+    def num_compiled_steps(self) -> int:
+        """Forward passes of code from PyTorch's compiler, captures included; a graph that is replayed is not counted."""
+        return 0 if self.decodes is None else self.decodes.num_compiled_steps
+
+    @torch.inference_mode()
+    def compile(self) -> None:
+        """Compile everything that --enable-torch-compile asks for, before the first step."""
+        if self.decodes is not None:
+            self.decodes.compile()
+
+    @property
+    def _next_runner(self) -> GraphRunner:
+        """The runner that steps have missed a graph of, and decodes before prompts."""
+        left = [runner for runner in self._runners if runner.num_left]
+        return next((runner for runner in left if runner.is_missing_one), left[0])
+
+    def _count_left(self) -> int:
+        return sum(runner.num_left for runner in self._runners)
+
+    def _succeeds(self, capture: Callable[[], int], size: int) -> bool:
+        """Whether the capture worked. A GPU that cannot go on afterwards raises."""
+        try:
+            with self._memory.region("cuda_graph"):
+                capture()
+            return True
+        except CollectiveError:
+            raise
+        except Exception as error:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            logger.warning(
+                "A graph of steps of %d rows or tokens could not be captured, so no more are: %s: %s",
+                size,
+                type(error).__name__,
+                error,
+            )
+            return False

@@ -1,0 +1,177 @@
+"""What a worker has before its KV memory is made: weights, attention, and what carries a step's inputs and draws."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.backend_choice import BackendChoice, choose_backends, make_backend
+from srt.layers.attention.base import AttentionBackend
+from srt.layers.logits_processor import LogitsProcessor
+from srt.mem_cache.memory_pool import MHATokenToKVPool
+from srt.model_executor.memory.device_memory import DeviceMemory
+from srt.model_executor.memory.memory_profile import check_weights
+from srt.model_executor.step.draw_store import DrawStore
+from srt.model_executor.step.plan_arrays import Staging
+from srt.model_loader.kv_scales import read_kv_scales
+from srt.model_loader.loader import LoadConfig, get_model_loader
+from srt.models.decoder import CausalLM
+from srt.server_args import ServerArgs
+from srt.utils.errors import StartError
+from srt.utils.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+KVScales = tuple[list[float], list[float]]  # of keys and of values, one a layer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """One rank's model and everything beside it that does not depend on the size of the KV memory."""
+
+    args: ServerArgs
+    config: ModelConfig
+    tp: TensorParallel
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    kv_scales: KVScales | None
+    memory: DeviceMemory
+    attention: BackendChoice
+    attn_backend: AttentionBackend
+    captures_prompts: bool  # with their attention, on all ranks
+    logits_processor: LogitsProcessor
+    staging: Staging
+    draw_store: DrawStore
+    model: CausalLM
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.model.parameters())
+
+    @property
+    def num_kv_heads(self) -> int:
+        """This rank's."""
+        return self.config.num_kv_heads_per_rank(self.tp.size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        config = self.config
+        return MHATokenToKVPool.bytes_per_token(config.num_layers, self.num_kv_heads, config.head_dim, self.kv_dtype)
+
+
+def load_model(
+    args: ServerArgs,
+    config: ModelConfig,
+    folder: str,
+    tp: TensorParallel,
+    device: torch.device,
+    report_weights: Progress = lambda done, total: None,
+) -> LoadedModel:
+    """Load this rank's weights, reporting bytes done and in all; StartError, before any is read, for what attention cannot do."""
+    torch.set_float32_matmul_precision("highest")  # whatever the environment says: float32 is not TF32
+    dtype = resolve_dtype(args, config)
+    kv_dtype = dtype if args.kv_cache_dtype == "auto" else torch.float8_e4m3fn
+    memory = DeviceMemory(device)
+    with memory.region("buffers"):
+        attention, attn_backend = init_attention_backend(
+            args, _attention_spec(args, config, tp, dtype, kv_dtype), device
+        )
+        staging = Staging(device, args.window)
+        draw_store = DrawStore.take(device, args.max_running_requests, args.window)
+    # Each rank finds out by trying whether its kernels run, but all capture graphs of the same sizes.
+    captures_prompts = bool(tp.min_int(int(attn_backend.prompt_graphs is not None)))
+    kv_scales = None if kv_dtype == dtype else _read_kv_scales(args, config, folder)
+    with torch.inference_mode(), memory.region("weights"):
+        loader = get_model_loader(LoadConfig(load_format=args.load_format))  # type: ignore[arg-type]  # a checked choice
+        model = loader.load_model(
+            config,
+            folder,
+            tp,
+            dtype,
+            device,
+            report_weights,
+            check_size=lambda num_bytes: check_weights(num_bytes, device),
+        )
+    return LoadedModel(
+        args=args,
+        config=config,
+        tp=tp,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
+        memory=memory,
+        attention=attention,
+        attn_backend=attn_backend,
+        captures_prompts=captures_prompts,
+        logits_processor=LogitsProcessor(tp, config.vocab_size),
+        staging=staging,
+        draw_store=draw_store,
+        model=model,
+    )
+
+
+def init_attention_backend(
+    args: ServerArgs, spec: AttentionSpec, device: torch.device
+) -> tuple[BackendChoice, AttentionBackend]:
+    """Choose attention's kernels, and warn where a default is not the best; StartError for what was asked for and cannot be."""
+    choice = choose_backends(args, spec, device)
+    backend = make_backend(choice, spec, device)
+    if choice.reason:
+        logger.warning("%s", choice.reason)
+    return choice, backend
+
+
+def _attention_spec(
+    args: ServerArgs, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=config.num_heads // tp.size,
+        num_kv_heads=config.num_kv_heads_per_rank(tp.size),
+        head_dim=config.head_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=args.page_size,
+        max_context=config.context_length,
+        windows=tuple(dict.fromkeys(config.layer_windows)),
+    )
+
+
+def _read_kv_scales(args: ServerArgs, config: ModelConfig, folder: str) -> KVScales | None:
+    scales = None
+    if args.load_format != "dummy":
+        scales = read_kv_scales(folder, config.num_layers)
+    if scales is None:
+        logger.warning(
+            "The checkpoint has no scales for --kv-cache-dtype fp8_e4m3: keys and values are stored as they are."
+        )
+        return None
+    return scales.k, scales.v
+
+
+def resolve_dtype(args: ServerArgs, config: ModelConfig) -> torch.dtype:
+    """The type of weights and activations: the option's, or the checkpoint's."""
+    name = config.torch_dtype if args.dtype == "auto" else args.dtype
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def resolve_device(args: ServerArgs, rank: int) -> torch.device:
+    """This rank's device; StartError for one that is not there."""
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = args.base_gpu_id + rank
+    if index >= count:
+        raise StartError(
+            f"--tp {args.tp_size} from --base-gpu-id {args.base_gpu_id} on needs CUDA device {index}, and there are {count}."
+        )
+    return torch.device("cuda", index)

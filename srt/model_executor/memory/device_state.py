@@ -1,0 +1,61 @@
+"""The device's state behind all requests: tables, keys and values, and the sampler that reads the tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from srt.layers.sampler import Sampler
+from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+
+if TYPE_CHECKING:
+    from srt.model_executor.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """Everything whose size is a number of pages: made at once, for a run or for a trial before it, and never resized."""
+
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: MHATokenToKVPool
+    sampler: Sampler
+    max_request_tokens: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.req_to_token_pool.num_slots
+
+    @property
+    def num_pages(self) -> int:
+        return self.req_to_token_pool.num_pages
+
+    @property
+    def page_size(self) -> int:
+        return self.req_to_token_pool.page_size
+
+    @property
+    def max_total_num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def kv_bytes(self) -> int:
+        pool = self.token_to_kv_pool
+        return sum(memory.nbytes for memory in (*pool.k_buffer, *pool.v_buffer))
+
+
+def init_memory_pool(loaded: LoadedModel, num_pages: int, max_request_tokens: int) -> DeviceState:
+    """Take the tables and the KV memory of so many pages, for requests of up to `max_request_tokens` tokens."""
+    args, config, device = loaded.args, loaded.config, loaded.device
+    tables = ReqToTokenPool(args.max_running_requests, max_request_tokens, num_pages, args.page_size, device)
+    kv_pool = MHATokenToKVPool(
+        num_pages,
+        args.page_size,
+        config.num_layers,
+        loaded.num_kv_heads,
+        config.head_dim,
+        loaded.kv_dtype,
+        device,
+        loaded.kv_scales,
+    )
+    sampler = Sampler(loaded.tp, config.vocab_size, loaded.model.lm_head.shard_start, tables)
+    return DeviceState(tables, kv_pool, sampler, max_request_tokens)

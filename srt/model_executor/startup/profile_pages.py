@@ -1,0 +1,73 @@
+"""How many pages the KV memory has: on a GPU what the largest step takes is measured by running it."""
+
+from __future__ import annotations
+
+import torch
+
+from srt.model_executor.loaded_model import LoadedModel
+from srt.model_executor.memory.memory_profile import (
+    FIRST_USE_BYTES,
+    admission_bytes,
+    check_pages,
+    check_tables,
+    graph_bytes,
+    mlp_bytes,
+    out_of_step_memory,
+    profile_max_num_token,
+    table_bytes,
+)
+from srt.model_executor.startup.peak_step import largest_step
+from srt.model_executor.startup.trial_runner import trial_runner
+from srt.model_executor.startup.warm_up import run_to_the_end
+from srt.protocol.messages import PlanSection
+
+
+def profile_num_pages(loaded: LoadedModel, num_tokens: int) -> int:
+    """The pages that all ranks can keep beside the largest step; StartError where there is no room for it or for a page.
+
+    `num_tokens`, unless 0, have fitted before and must again.
+    """
+    args, device, token_bytes = loaded.args, loaded.device, loaded.kv_bytes_per_token
+    num_slots, page_size = args.max_running_requests, args.page_size
+    with loaded.memory.region("buffers"):
+        other_bytes = _measure_other_bytes(loaded) if device.type == "cuda" else 0
+    most_tokens = profile_max_num_token(args, device, token_bytes, other_bytes, num_tokens)
+    num_pages = loaded.tp.min_int(most_tokens // page_size)
+    check_pages(num_pages, args, token_bytes, other_bytes)
+    check_tables(num_slots, min(loaded.config.context_length, num_pages * page_size), page_size, device)
+    return num_pages
+
+
+def _measure_other_bytes(loaded: LoadedModel) -> int:
+    """Bytes that have to be kept free beside the KV memory."""
+    num_slots, longest, head = loaded.args.max_running_requests, loaded.config.context_length, loaded.model.lm_head
+    return (
+        measure_largest_step(loaded)
+        + num_slots * head.shard_size * head.weight.itemsize  # the decodes' logits
+        + table_bytes(num_slots, longest, loaded.args.page_size)
+        + admission_bytes(num_slots, longest)
+        + graph_bytes(loaded.args, loaded.config)
+    )
+
+
+def measure_largest_step(loaded: LoadedModel) -> int:
+    """Bytes that the largest step takes, found by running it on tables of full size and a memory of one page."""
+    section, prompt_tokens = largest_step(loaded)
+    num_slots = loaded.args.max_running_requests
+    try:
+        peak = _peak_of(loaded, section)
+    except torch.OutOfMemoryError as error:
+        raise out_of_step_memory(prompt_tokens, num_slots, loaded.device) from error
+    finally:
+        torch.cuda.empty_cache()
+    # For some smaller numbers of tokens, products do not take in the activation: those steps need more.
+    most_tokens = prompt_tokens + num_slots - 1
+    plain_mlp = mlp_bytes(loaded.config, loaded.tp.size, most_tokens, loaded.dtype.itemsize)
+    peak = max(peak, plain_mlp) + FIRST_USE_BYTES
+    loaded.memory.note_activations(peak)
+    return peak
+
+
+def _peak_of(loaded: LoadedModel, section: PlanSection) -> int:
+    runner = trial_runner(loaded)
+    return loaded.memory.peak_of(lambda: run_to_the_end(runner, section))

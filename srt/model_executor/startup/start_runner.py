@@ -1,0 +1,70 @@
+"""The start of a worker's model: weights, kernels, memory, in this order; then everything that has the memory's size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.model_executor.graphs.compiled_forward import CompiledForward
+from srt.model_executor.graphs.cuda_graph_runner import Capture, GraphCapture
+from srt.model_executor.graphs.decode_runner import DecodeRunner
+from srt.model_executor.graphs.graph_kernels import GraphKernels
+from srt.model_executor.graphs.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
+from srt.model_executor.graphs.step_graphs import StepGraphs
+from srt.model_executor.loaded_model import LoadedModel, Progress, load_model
+from srt.model_executor.memory.device_state import init_memory_pool
+from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.startup.precompile import precompile
+from srt.model_executor.startup.profile_pages import profile_num_pages
+from srt.model_executor.step.step_sampler import RowSampler, StepSampler
+from srt.server_args import ServerArgs
+from srt.utils.model_config import ModelConfig
+
+
+def start_runner(
+    args: ServerArgs,
+    config: ModelConfig,
+    folder: str,
+    tp: TensorParallel,
+    device: torch.device,
+    report_weights: Progress = lambda done, total: None,
+    report_phase: Callable[[str], None] = lambda name: None,
+    capture: Capture | None = None,
+    num_tokens: int = 0,
+) -> ModelRunner:
+    """Load the weights, reporting bytes done and in all; then compile kernels and take the KV memory, reporting these phases.
+
+    `capture` makes graphs of steps: CUDA's own on a GPU, unless another is given. The memory must hold `num_tokens`, as it has held them
+    before; 0: as the options say.
+    """
+    loaded = load_model(args, config, folder, tp, device, report_weights)
+    kernels = GraphKernels()
+    if device.type == "cuda":
+        report_phase("kernels")
+        with loaded.memory.region("buffers"):  # of attention's kernels, which are kept
+            kernels = precompile(loaded)
+    report_phase("memory")
+    return build_runner(loaded, kernels, capture, num_tokens)
+
+
+@torch.inference_mode()
+def build_runner(
+    loaded: LoadedModel, kernels: GraphKernels, capture: Capture | None = None, num_tokens: int = 0
+) -> ModelRunner:
+    """Take the KV memory, as large as the options and the device allow, and make everything that has its size."""
+    args, device = loaded.args, loaded.device
+    compiled = CompiledForward(loaded.model, args.torch_compile_max_bs) if args.enable_torch_compile else None
+    num_pages = profile_num_pages(loaded, num_tokens)
+    with loaded.memory.region("kv_cache"):
+        state = init_memory_pool(loaded, num_pages, min(loaded.config.context_length, num_pages * args.page_size))
+    if capture is None and device.type == "cuda" and not args.disable_cuda_graph:
+        capture = GraphCapture(device)
+    with loaded.memory.region("buffers"):
+        decodes = DecodeRunner.of(loaded, state, capture, compiled)
+        state.sampler.prepare(decodes.logits)
+        pieces = None if capture is None else PiecewiseCudaGraphRunner.of(loaded, state, capture)
+    draws_by_row = device.type == "cuda" or capture is not None
+    sampler = RowSampler(loaded, state, decodes) if draws_by_row else StepSampler(loaded, state)
+    return ModelRunner(loaded, state, sampler, StepGraphs(loaded, decodes, pieces, kernels))

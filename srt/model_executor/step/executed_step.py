@@ -1,0 +1,30 @@
+"""Steps that were executed and not yet sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from srt.layers.logits_processor import LogitsProcessorOutput
+from srt.model_executor.step.plan_arrays import PlanArrays
+from srt.model_executor.step.step_planner import DecodeStep, HostStep
+from srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+class DecodeOutput(NamedTuple):
+    """A step in which every row decodes."""
+
+    step: DecodeStep
+    logits: torch.Tensor  # [rows, this rank's columns] in the model's dtype; the next step overwrites them
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """Any other step."""
+
+    sampling_info: SamplingBatchInfo
+    host: HostStep
+    plan: PlanArrays[torch.Tensor]
+    logits_output: LogitsProcessorOutput
