@@ -1,4 +1,4 @@
-"""Which requests came from which frontend, by number and by the client's label."""
+"""The frontends and their requests, found by request number or by the client's label."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from srt.protocol.labels import is_named
 
 
 class Client:
-    """One frontend (or Runtime) and its requests, those that ended included until it has acknowledged that."""
+    """A frontend (or Runtime) and its requests, including ended ones until it has acknowledged their end."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -39,13 +39,16 @@ class Client:
 
     @property
     def num_known(self) -> int:
-        """Choices that have not been acknowledged as ended."""
+        """Number of choices whose end the frontend has not acknowledged."""
         return sum(len(choices) for choices in self._requests.values())
 
 
 class Labels:
-    """The clients' names for their live requests. Each names one, or two where one came back from a scheduler that has died; it is free
-    again when the last choice has ended."""
+    """The clients' labels of live requests.
+
+    A label belongs to one request, or to two if one of them was resumed after a scheduler died. It is free again when the last choice
+    has ended.
+    """
 
     def __init__(self) -> None:
         self._live: dict[str, list[Request]] = {}
@@ -59,11 +62,11 @@ class Labels:
             self._live.setdefault(label, []).extend(requests)
 
     def named(self, name: str) -> list[Request]:
-        """Those of every prompt that the client means by this name."""
+        """Return the live requests that this name means: of one prompt, or of all prompts of a batch."""
         return [request for label, live in self._live.items() if is_named(label, name) for request in live]
 
     def leave(self, request: Request) -> None:
-        """This choice has ended."""
+        """Remove a choice that has ended."""
         others = [other for other in self._live.get(request.label, ()) if other is not request]
         if others:
             self._live[request.label] = others

@@ -1,4 +1,4 @@
-"""What the Scheduler asks its host process to do, and where a message came from. Plain data: the simulation reads the same."""
+"""Effects, which the Scheduler asks its host process to carry out, and sources of messages. Plain data, read by the simulation too."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ToWorkers(Struct, frozen=True, gc=False):
 
 
 class HandshakeDone(Struct, frozen=True, gc=False):
-    """All ranks are there and agree: the replica serves from now on. `values` are facts for the start-up report."""
+    """Report that all ranks are ready and agree, so the engine serves from now on. `values` are facts for the start-up report."""
 
     values: dict[str, Scalar]
 
 
 class Fatal(Struct, frozen=True, gc=False):
-    """The replica cannot go on. The sentence says why; no later effect means anything."""
+    """End the engine: it cannot continue. The sentence says why; later effects are void."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""What a frontend is still to be sent. Tokens travel as ranges read from the requests themselves, so nothing piles up here."""
+"""Everything still to be sent to a frontend. Tokens are sent as ranges read from the requests themselves, so none pile up here."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ MAX_UNACKNOWLEDGED: Final = 8
 
 
 class _Sent:
-    """What is forgotten when this batch is acknowledged."""
+    """A sent batch: the requests and logprobs to forget once it is acknowledged."""
 
     def __init__(self, number: int, ended: list[Request], logged: list[tuple[Request, int]]) -> None:
         self.number = number
         self.ended = ended
-        self.logged = logged  # with the number of logprob chunks that were sent by then
+        self.logged = logged  # with the number of logprob chunks sent by then
 
 
 class Outbox:
-    """One frontend's numbered batches. While 8 are unacknowledged it sends none; the next one then catches up."""
+    """A frontend's numbered batches. While 8 are unacknowledged none is sent; the next one then carries everything."""
 
     def __init__(self) -> None:
         self._next_number = 0
         self._unacknowledged: deque[_Sent] = deque()
-        # All by serial:
-        self._ended: dict[int, Request] = {}  # their RequestDone is to be sent
-        self._logged: dict[int, Request] = {}  # have logprobs to be sent
-        self._waiting: dict[int, Request] = {}  # lost their slots, with tokens that are to be sent
+        # Requests by serial:
+        self._ended: dict[int, Request] = {}  # with a RequestDone to be sent
+        self._logged: dict[int, Request] = {}  # with logprobs to be sent
+        self._waiting: dict[int, Request] = {}  # without a slot, with tokens to be sent
 
     @property
     def is_open(self) -> bool:
@@ -42,7 +42,7 @@ class Outbox:
 
     @property
     def is_sent(self) -> bool:
-        """All ends were sent, if not acknowledged."""
+        """True if all ends were sent; they may be unacknowledged."""
         return not self._ended
 
     @property
@@ -54,11 +54,11 @@ class Outbox:
         return bool(self._ended or self._logged or self._waiting)
 
     def add_end(self, request: Request) -> None:
-        """The request has ended: its last tokens and its `done` are to be sent."""
+        """Add an ended request: its last tokens and its `done` are to be sent."""
         self._ended[request.serial] = request
 
     def add_waiting(self, request: Request) -> None:
-        """It was preempted: tokens that are not sent yet are no longer in the slot table."""
+        """Add a request without a slot if it has unsent tokens, since these are not in the slot table."""
         if request.sent < request.num_output:
             self._waiting[request.serial] = request
 
@@ -70,7 +70,7 @@ class Outbox:
         self.add_end(request)
 
     def acknowledge(self, number: int) -> list[Request]:
-        """Batches up to this one have arrived. Returns the requests of which the frontend now knows the end."""
+        """Note that batches up to this one have arrived, and return the requests whose end the frontend now knows."""
         known = []
         while self._unacknowledged and self._unacknowledged[0].number <= number:
             sent = self._unacknowledged.popleft()
@@ -80,8 +80,11 @@ class Outbox:
         return known
 
     def make_batch(self, slots: SlotTable, rows: Int64Array) -> TokenBatch:
-        """All that is not sent yet: the tokens of this frontend's running requests in `rows`, then those of requests without a slot,
-        and the ends, in order of arrival."""
+        """Return a batch with everything unsent, and count it as sent.
+
+        It has the tokens of this frontend's running requests in `rows`, then those of requests without a slot, and the ends, in order
+        of arrival.
+        """
         ended = [self._ended[serial] for serial in sorted(self._ended)]
         number = self._next_number
         self._next_number += 1
@@ -117,7 +120,7 @@ def _done(request: Request) -> RequestDone:
 
 
 class _Ranges:
-    """The tokens of a batch: those of the slots in `rows`, then those of requests without a slot. They count as sent."""
+    """The tokens of a batch: those of the slots in `rows`, then those of requests without a slot. Adding them counts as sending."""
 
     def __init__(self, slots: SlotTable, rows: Int64Array) -> None:
         first = slots.sent[rows]

@@ -1,4 +1,4 @@
-"""A step's plan: in the making, and as it was submitted."""
+"""The plan of a step: a `Draft` while it is made, `Planned` once it was submitted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from srt.protocol.arrays import INT32, int32_bytes
 from srt.protocol.messages import Int64Array, PageDelta, StepPlan, int32_array
 from srt.protocol.views import AdmissionView
 
-NextPage = tuple[int, str, bytes]  # where the tree would go on: serial of the node, salt, ids of the page behind it
+NextPage = tuple[int, str, bytes]  # page after a prefix: serial of its end in the tree, salt, ids of the page
 
 
 NO_PAGE_DELTA = PageDelta(int32_array(), int32_array(), int32_array())
 
 
 class Planned:
-    """A step that was submitted. Its result is matched against who had the slots then."""
+    """A submitted step. Its result is matched against the requests that had the slots at that time."""
 
     def __init__(
         self,
@@ -34,18 +34,18 @@ class Planned:
         self.plan = plan
         self.sampling_slots = sampling_slots
         self.sampling_incarnations = sampling_incarnations
-        self.num_prompt_ends = num_prompt_ends  # so many of them, the first, are prompts: these get one id
+        self.num_prompt_ends = num_prompt_ends  # the first of them end prompts and get one id each
         self.extends = extends  # slot -> incarnation of the rows that compute prompt tokens
-        self.num_tokens = num_tokens  # that these compute
-        self.num_pairs = num_pairs  # and the positions that each of these attends to, together
+        self.num_tokens = num_tokens  # prompt tokens that these compute
+        self.num_pairs = num_pairs  # sum of the positions that each of these attends to
 
 
 class Draft:
-    """A plan in the making."""
+    """A plan that is being made."""
 
     def __init__(self, budget: int, budget_us: float) -> None:
         self.budget = budget  # prompt tokens that may still be planned
-        self.budget_us = budget_us  # and how much longer they may make the step
+        self.budget_us = budget_us  # time that they may still add to the step
         self.admissions: list[AdmissionView] = []
         self.extends: list[Request] = []
         self.starts: list[int] = []
@@ -56,8 +56,8 @@ class Draft:
         self.page_slots: list[int] = []
         self.page_counts: list[int] = []
         self.pages: list[bytes] = []
-        self.coming: set[NextPage] = set()  # what its rows compute next, behind the tree
-        self.aside: list[Request] = []  # wait for one of them, in the queue, until the next plan
+        self.coming: set[NextPage] = set()  # pages, not in the tree yet, that rows compute next
+        self.aside: list[Request] = []  # wait for one of these pages, until the next plan
 
     @property
     def has_budget(self) -> bool:

@@ -1,4 +1,4 @@
-"""A request in the scheduler: what the frontend asked for, and one `Request` for each choice of it that is to run."""
+"""The scheduler's requests: one `Request` for each choice that a frontend's message asks for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Status(Enum):
 
 
 class Request:
-    """One choice. What changes at every step lies in the SlotTable while it runs. Ids are bytes, int32 values end to end."""
+    """A choice of a request. While it runs, the values that change at every step are in the SlotTable. Ids are bytes: int32 end to end."""
 
     __slots__ = (
         "arrived_s",
@@ -70,7 +70,7 @@ class Request:
     )
 
     def __init__(self, frontend: int, message: RequestView, index: int, serial: int, now: float = 0.0) -> None:
-        # At once: one by one they cost a third of all that is done here.
+        # Unpacked at once: reading the fields one by one would take a third of the time of this method.
         (
             rid,
             label,
@@ -97,7 +97,7 @@ class Request:
         self.priority: int = priority
         self.urgent: bool = urgent
         self.stream: bool = stream
-        self.suspect: bool = suspect  # still to be tried
+        self.suspect: bool = suspect  # its trial has not begun
         # Neither may be negative, which is found when it is looked at as a whole.
         self.seed: int = choice_seed(seed, self.choice) if self.choice > 0 and seed >= 0 else seed
         self.salt: str = salt
@@ -105,36 +105,36 @@ class Request:
         self.max_new: int = self.sampling.max_new_tokens
         self.stop_ids: bytes = self.sampling.stop_ids
         self.logprobs: LogprobView = logprobs
-        self.prompt_start: int = self.logprobs.prompt_start  # the first whose logprob is asked for; -1: none is
+        self.prompt_start: int = self.logprobs.prompt_start  # first prompt token whose logprob is wanted; -1: none
         prompt: bytes = prompt_ids
         self.prompt_len = len(prompt) // ITEM
-        self.outputs: bytes = outputs[index]  # while waiting: what it comes with; when ended: all
-        self.id_bytes: bytes = prompt + self.outputs  # known when it was admitted last, or is to be
+        self.outputs: bytes = outputs[index]  # while waiting: those so far; when ended: all
+        self.id_bytes: bytes = prompt + self.outputs  # ids known at its last admission, or for its next one
         self.num_known = len(self.id_bytes) // ITEM
         self.status = Status.WAITING
-        self.trial_end = len(self.outputs) // ITEM + TRIAL_TOKENS  # so many outputs, and it has done no harm
-        self.sent = len(self.outputs) // ITEM  # while it runs, the SlotTable counts
+        self.trial_end = len(self.outputs) // ITEM + TRIAL_TOKENS  # number of outputs that ends its trial
+        self.sent = len(self.outputs) // ITEM  # outputs sent; while it runs, the SlotTable counts them
         self.done: RequestDone | None = None
-        self.done_batch = -1  # number of the batch that carried `done` last
-        self.logs: list[TokenLogprobs] = []  # not acknowledged yet; the first is number `logs_acked`
+        self.done_batch = -1  # number of the last batch that carried `done`
+        self.logs: list[TokenLogprobs] = []  # not acknowledged yet; the first one has number `logs_acked`
         self.logs_acked = 0
         self.logs_sent = 0
         self.cached_tokens = 0
         self.num_chunks = 0
-        self.prompt_done = False  # all ids that it came with were planned: from the next step on it decodes
+        self.prompt_done = False  # all known ids are planned: it decodes from the next step on
         self.slot = -1
         self.incarnation = 0
         self.node: RadixNode | None = None  # the pinned end of its prefix in the tree, `num_in_tree` pages deep
         self.num_in_tree = 0
-        self.num_matched = 0  # tokens that the cache had of it when it waited and was looked at last
-        self.num_passed = 0  # so many went before it that came after it; counted by lpm alone
+        self.num_matched = 0  # cached tokens found at its last lookup in the waiting queue
+        self.num_passed = 0  # later requests admitted before it; counted by lpm only
         self.num_preempted = 0
-        self.order: tuple[float, int] = (0.0, serial)  # by the Ranking
-        self.own_copies = NO_PAGES  # of its first `num_in_tree` pages, those that the tree has twice
+        self.order: tuple[float, int] = (0.0, serial)  # set by the Ranking
+        self.own_copies = NO_PAGES  # of its first `num_in_tree` pages, those that the tree has as other pages
 
     @property
     def key(self) -> tuple[int, int]:
-        """Unique among a frontend's choices."""
+        """The choice's key, unique within its frontend."""
         return self.rid, self.choice
 
     @property
@@ -146,15 +146,17 @@ class Request:
         return len(self.outputs) // ITEM
 
     def cacheable_pages(self, page_size: int) -> int:
-        """At most so many pages can come from the cache: the last known position is computed in any case, and those whose
-        logprobs are asked for."""
+        """Return the largest number of pages that the cache may supply.
+
+        The last known position is always computed, and so are positions that give requested logprobs.
+        """
         tokens = self.num_known - 1
         if self.prompt_start >= 0:
             tokens = min(tokens, max(self.prompt_start - 1, 0))
         return tokens // page_size
 
     def lose_slot(self, outputs: bytes, sent: int, computed: int) -> None:
-        """Preempted: it waits again, with what it has. Prompt logprobs that workers have been told to send are not asked for twice."""
+        """Wait again after a preemption, with the outputs so far. Prompt logprobs that the workers already owe are not requested again."""
         self.status = Status.WAITING
         self.outputs, self.sent = outputs, sent
         self.slot = -1
@@ -162,21 +164,21 @@ class Request:
         self.prompt_done = False
         self.num_preempted += 1
         if self.prompt_start >= 0:
-            told = computed + 1  # a position tells of the token behind it
+            told = computed + 1  # a position gives the logprob of the next token
             self.prompt_start = max(self.prompt_start, told) if told < self.prompt_len else -1
             self.logprobs = replace(self.logprobs, prompt_start=self.prompt_start)
 
     def append(self, token: int) -> None:
-        """A token that was in flight when it was preempted."""
+        """Append a token that was in flight when the request was preempted."""
         self.outputs += token.to_bytes(ITEM, "little", signed=True)
 
     def know_all(self) -> None:
-        """Nothing of it is in flight: it may be admitted again, with all its tokens."""
+        """Make all outputs known ids, so that the request can be admitted again. None of its rows may be in flight."""
         self.id_bytes = self.bytes_with_outputs()
         self.num_known = len(self.id_bytes) // ITEM
 
     def bytes_with_outputs(self) -> bytes:
-        """The prompt and all outputs so far, which it has again when it runs no more."""
+        """Return the ids of the prompt and all outputs. Call this only when it does not run: until then the SlotTable has the outputs."""
         return self.id_bytes[: self.prompt_len * ITEM] + self.outputs
 
     def log(self, chunk: TokenLogprobs) -> None:
@@ -192,13 +194,13 @@ class Request:
         return chunks
 
     def forget_logs(self, number: int) -> None:
-        """The frontend has all chunks before this number."""
+        """Drop the chunks before this number: the frontend has received them."""
         if number > self.logs_acked:
             del self.logs[: number - self.logs_acked]
             self.logs_acked = number
 
     def send_logs_again(self, first: int) -> None:
-        """From output index `first` on; prompt logprobs too if they are still here."""
+        """Mark logprobs from output index `first` on as unsent, and prompt logprobs too if they are still kept."""
         self.logs_sent = self.logs_acked
         for chunk in self.logs:
             if chunk.is_prompt or chunk.first >= first:
@@ -207,7 +209,7 @@ class Request:
 
 
 def expand(frontend: int, message: RequestView, next_serial: int, now: float = 0.0) -> list[Request]:
-    """One Request for each choice, in order."""
+    """Return one Request for each choice, in order."""
     return [Request(frontend, message, index, next_serial + index, now) for index in range(len(message.output_ids))]
 
 

@@ -1,4 +1,4 @@
-"""The counters of all running requests, one column a number, so that a step handles its rows at once."""
+"""Counters of all running requests, one column per counter, so that a step handles all its rows at once."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from srt.mem_cache.radix_cache import ITEM, NO_PAGES
 from srt.mem_cache.tables_hash import tables_hash
 from srt.protocol.messages import Int32Array, Int64Array
 
-NUM_STOPS: Final = 8  # stop ids of a request that are checked for all rows at once; who has more is looked at alone
+NUM_STOPS: Final = 8  # stop ids checked for all rows at once; a request with more is checked alone
 NO_STOP: Final = b"\xff\xff\xff\xff"  # no token has the id -1
 ONE = np.ones(1, np.int32).tobytes()
-ROW = struct.Struct("3q10i4s4x")  # of the table: columns of int64, of int32, and the bytes of a stop id
+ROW = struct.Struct("3q10i4s4x")  # a row of the table: int64 columns, int32 columns, and the first stop id
 ROW_BYTES: Final = 72
 
 
 class SlotTable:
-    """What the scheduler counts per slot. A number is meaningful while the slot's `incarnation` is not 0.
+    """The scheduler's counters per slot. They are valid while the slot's `incarnation` is not 0.
 
-    Steps read and write columns, at an index of rows. One slot's number is had by the memoryview of its column (`computed_at` is
-    that of `computed`), which costs a fraction of an array's item.
+    Steps read and write columns, indexed by an array of rows. To read or write one slot, use the memoryview of a column (`computed_at`
+    belongs to `computed`): it takes a fraction of the time of an array item.
 
-    Of a request's positions, `computed` have been given to the workers; its prompt and `num_output` sampled tokens are known.
-    A row decodes until `computed` is `most_computed`: then all samples that it may have are known or on their way. Where a step
-    may bring a row several ids, or none, `computed` counts the most that is possible, until its result is here. A slot's pages stay
-    as sent until it is filled anew: that is what the workers hold too.
+    `computed` counts the positions of a request that were given to the workers; its prompt and `num_output` sampled tokens are known.
+    A row decodes until `computed` reaches `most_computed`: then all its samples are known or in flight. If a step may give a row
+    several ids, or none, `computed` counts the largest possible number until the result arrives. A slot's pages stay as sent until the
+    slot is filled again, because the workers' tables keep them too.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -40,14 +40,14 @@ class SlotTable:
         numbers: Int64Array = table.view(np.int64).T
         self.incarnation: Int64Array = numbers[0]  # number of its admission; 0: the slot is free
         self.rid: Int64Array = numbers[1]
-        self.planned_at: Int64Array = numbers[2]  # the last step that had the row
+        self.planned_at: Int64Array = numbers[2]  # the last step with this row; kept for pipelines only
         columns: Int32Array = table.view(np.int32).T[6:]
         self.frontend: Int32Array = columns[0]
         self.choice: Int32Array = columns[1]
         self.max_new: Int32Array = columns[2]
         self.num_output: Int32Array = columns[3]
-        self.cached: Int32Array = columns[4]  # tokens that it found in the prefix cache
-        self.sent: Int32Array = columns[5]  # outputs that the frontend was sent
+        self.cached: Int32Array = columns[4]  # prompt tokens found in the prefix cache
+        self.sent: Int32Array = columns[5]  # outputs sent to the frontend
         self.computed: Int32Array = columns[6]
         self.most_computed: Int32Array = columns[7]
         self.num_pages: Int32Array = columns[8]
@@ -61,12 +61,12 @@ class SlotTable:
         stops: Int32Array = np.full((NUM_STOPS, num_slots), -1, np.int32)
         self.stops = [columns[10], *stops[1:]]
         self.many_stops: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        self.has_many_stops = False  # any slot, ever
-        self.most_stops = 1  # of those, so many columns of `stops` were ever used
+        self.has_many_stops = False  # True once any slot had more than NUM_STOPS
+        self.most_stops = 1  # number of columns of `stops` used so far
         self._outputs_width = 64
         self._outputs_bytes = bytearray(num_slots * 64 * ITEM)
         self._outputs: Int32Array = np.frombuffer(self._outputs_bytes, np.int32)
-        self._most_output = 0  # at most so many has any slot that is used
+        self._most_output = 0  # upper bound of `num_output` in any used slot
         self._is_used = [False] * num_slots
         self._was_admitted = [False] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
@@ -85,7 +85,7 @@ class SlotTable:
         return slot
 
     def fill(self, request: Request, cached: bytes, num_cached: int) -> None:
-        """Everything about the request that has been given this slot, and the pages and tokens of it that the cache has."""
+        """Write the row of the request that was given its slot, with the pages and the number of tokens that the cache has of it."""
         slot, stops, num_output = request.slot, request.stop_ids, request.num_output
         self._pack_row(
             self._table_bytes,
@@ -125,14 +125,14 @@ class SlotTable:
         assert self._is_used[slot], f"slot {slot} is released twice"
         self._is_used[slot] = False
         self.incarnation_at[slot] = 0
-        self.num_output_at[slot] = 0  # so nothing of it is to be sent
+        self.num_output_at[slot] = 0  # so that no output is left to send
         self._free.append(slot)
 
     def num_pages_of(self, slot: int) -> int:
         return len(self.pages[slot]) // ITEM
 
     def pages_of(self, slot: int, first: int, end: int) -> bytes:
-        """Those from number `first` up to `end`."""
+        """Return the slot's pages from index `first` up to `end`, excluding `end`."""
         return self.pages[slot][first * ITEM : end * ITEM]
 
     def append_pages(self, slot: int, pages: bytes) -> None:
@@ -140,7 +140,7 @@ class SlotTable:
         self._num_pages_at[slot] = len(self.pages[slot]) // ITEM
 
     def append_outputs(self, rows: Int64Array, ids: Int32Array) -> Int32Array:
-        """One more id for each of these slots. How many each has then."""
+        """Append one id to the outputs of each of these slots, and return their new lengths."""
         lengths = self.num_output[rows]
         self._most_output += 1
         if self._most_output > self._outputs_width:
@@ -156,7 +156,7 @@ class SlotTable:
         return bytes(self._outputs_bytes[start * ITEM : (start + self.num_output_at[slot]) * ITEM])
 
     def outputs_from(self, rows: Int64Array, first: Int32Array, counts: Int32Array) -> Int32Array:
-        """`counts[i]` outputs of the slot `rows[i]`, from number `first[i]` on, end to end."""
+        """Return `counts[i]` outputs of slot `rows[i]` from index `first[i]` on, for all i end to end."""
         starts = rows * self._outputs_width + first
         if counts.tobytes() == ONE * len(rows):
             one_each: Int32Array = self._outputs[starts]
@@ -165,7 +165,7 @@ class SlotTable:
         return np.concatenate([self._outputs[start : start + count] for start, count in ranges])
 
     def tables_hash(self) -> str:
-        """The digest of the page tables that workers have who did everything they were told."""
+        """Return the digest of the page tables that the workers must have once they have done everything that was sent."""
         slots = [slot for slot in range(self.num_slots) if self._was_admitted[slot]]
         return tables_hash({slot: np.frombuffer(self.pages[slot], np.int32) for slot in slots})
 
@@ -173,7 +173,7 @@ class SlotTable:
         return [int(slot) for slot in np.flatnonzero(self.incarnation)]
 
     def check(self) -> None:
-        """AssertionError unless every slot is free or used, once, and has as many pages as are counted."""
+        """Raise AssertionError unless every slot is either free or used, once, and its pages are counted right."""
         used = self.used_slots()
         assert sorted([*self._free, *used]) == list(range(self.num_slots)), "a slot is lost or doubled"
         assert all(self.num_pages_of(slot) == int(self.num_pages[slot]) for slot in used), (
@@ -181,7 +181,7 @@ class SlotTable:
         )
 
     def _make_room_for_outputs(self, width: int) -> None:
-        """At least so much; doubled, so that a column costs little however many come."""
+        """Make room for `width` outputs per slot. The width at least doubles, so that widening is rare."""
         if width > self._outputs_width:
             before, self._outputs_width = self._outputs.reshape(self.num_slots, -1), max(width, 2 * self._outputs_width)
             self._outputs_bytes = bytearray(self.num_slots * self._outputs_width * ITEM)
