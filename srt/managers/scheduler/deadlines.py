@@ -1,4 +1,4 @@
-"""Requests that wait or run longer than the server allows."""
+"""Time limits for requests that wait or run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from srt.managers.scheduler.request import Request, Status
 
 
 class Deadlines:
-    """`--request-waiting-timeout` counts from arrival to the first admission, `--request-running-timeout` from there on."""
+    """The limits `--request-waiting-timeout`, from arrival to the first admission, and `--request-running-timeout`, from there on."""
 
     def __init__(self, waiting_s: float | None, running_s: float | None) -> None:
         self._waiting_s = waiting_s
@@ -22,7 +22,7 @@ class Deadlines:
             self._by_arrival.append(request)
 
     def overdue(self, started: list[Request], now: float) -> Iterator[tuple[Request, str]]:
-        """Those who must end, with the sentence that says why. `started` have run, whether they run now or were preempted."""
+        """Yield the requests that must end, each with a sentence that says why. `started`: those that run, or ran and were preempted."""
         while (first := self._first_waiting()) is not None and self._waiting_s is not None:
             if now < first.arrived_s + self._waiting_s:
                 break
@@ -41,7 +41,7 @@ class Deadlines:
                 )
 
     def next_s(self, started: list[Request]) -> float | None:
-        """When the first of them is due."""
+        """Return the time at which the next request becomes overdue, or None."""
         times = []
         first = self._first_waiting()
         if first is not None and self._waiting_s is not None:
@@ -51,7 +51,7 @@ class Deadlines:
         return min(times, default=None)
 
     def _first_waiting(self) -> Request | None:
-        """Who arrived first of those that have never run."""
+        """Return the earliest request that has never run, or None."""
         waiting = self._by_arrival
         while waiting and (waiting[0].status is Status.ENDED or waiting[0].started_s is not None):
             waiting.popleft()

@@ -1,4 +1,4 @@
-"""In which order requests are admitted, and who may take the place of whom."""
+"""The order in which requests are admitted, and the rule by which one may preempt another."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from srt.server_args import ServerArgs
 class Ranking:
     """Gives each request its `order`, once: the smallest is admitted first and preempted last.
 
-    Without priorities that is arrival. With them one step of priority is worth `--priority-aging-time` seconds of waiting: as
-    all who wait grow older alike, the order among them never changes, and whoever waits long enough is first some day.
+    Without priorities the order is that of arrival. With them, one step of priority is worth `--priority-aging-time` seconds of
+    waiting. All waiting requests age alike, so the order among them never changes, and one that waits long enough becomes the first.
     """
 
     def __init__(self, args: ServerArgs) -> None:
@@ -25,12 +25,12 @@ class Ranking:
             return -inf, request.serial
         if not self.has_priorities:
             return 0.0, request.serial
-        if self._aging_s == inf:  # nobody grows older: who is important enough starves the others
+        if self._aging_s == inf:  # without aging, high priorities can starve low ones
             return float(-request.priority), request.serial
         return request.arrived_s - request.priority * self._aging_s, request.serial
 
     def may_displace(self, request: Request, running: Request) -> bool:
-        """May `running` be preempted so that `request` can start at once?"""
+        """Return whether `running` may be preempted so that `request` can start at once."""
         if request.urgent:
             return not running.urgent
         is_worth_it = request.priority - running.priority >= self._threshold

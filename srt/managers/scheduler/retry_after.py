@@ -1,4 +1,4 @@
-"""How fast requests end: what to say to somebody who asks when to come again."""
+"""The Retry-After value of a refusal, estimated from the rate at which requests end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections import deque
 
 NUM_REMEMBERED = 32
-SHARE = 8  # an eighth of those that wait is gone when a client comes again
+SHARE = 8  # a client should retry when an eighth of the waiting requests is gone
 MOST_S = 60
 
 
 class EndRate:
-    """The times of the last ends."""
+    """The times at which the last requests ended."""
 
     def __init__(self) -> None:
         self._ends: deque[float] = deque(maxlen=NUM_REMEMBERED)
@@ -20,7 +20,7 @@ class EndRate:
         self._ends.append(now)
 
     def retry_after_s(self, num_waiting: int, now: float) -> int:
-        """Whole seconds, between 1 and 60: until an eighth of those that wait will have gone, if it goes on as it went."""
+        """Return the whole seconds, between 1 and 60, until an eighth of the waiting requests is gone at the recent rate."""
         if not self._ends:
             return 1
         seconds_each = (now - self._ends[0]) / len(self._ends)

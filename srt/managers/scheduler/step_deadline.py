@@ -1,4 +1,4 @@
-"""When a step has taken too long: the oldest that not every rank has answered, against `--watchdog-timeout`. Reads no clock."""
+"""The deadline of a step, from `--watchdog-timeout`: every rank must answer the oldest step in time. Reads no clock."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass, field
 from srt.managers.process.watchdog import TOKENS_PER_TIMEOUT
 from srt.protocol.messages import StepPlan, ToWorker, WorkPlan
 
-CAPTURE_TIMEOUTS = 10  # for a capture, which may compile kernels
+CAPTURE_TIMEOUTS = 10  # time-outs that a capture may take: it may compile kernels
 
 
 @dataclass(slots=True)
 class _Item:
     step: int
     num_tokens: int
-    timeouts: float  # that it may take
+    timeouts: float  # time-outs that it may take
     waiting_for: set[int] = field(default_factory=set)  # ranks
 
 
 class StepDeadline:
-    """Ranks work through the items in their order, so the time of one begins when all have answered the one before."""
+    """The items that ranks have not answered. They work in order, so an item's time begins when all have answered the one before."""
 
     def __init__(self, timeout_s: float, num_ranks: int) -> None:
         self._timeout_s = timeout_s
         self._num_ranks = num_ranks
         self._items: deque[_Item] = deque()
-        self._begun_s = 0.0  # the first of _items
+        self._begun_s = 0.0  # of the first of _items
 
     @property
     def due_s(self) -> float | None:
-        """When the oldest item must be answered; None if there is none."""
+        """Time by which the oldest item must be answered; None without items."""
         return self._begun_s + self._limit_s(self._items[0]) if self._items else None
 
     def sent(self, message: ToWorker, now_s: float) -> None:
@@ -39,7 +39,7 @@ class StepDeadline:
         self._items.append(_Item(message.step, _num_tokens(message), _timeouts(message), set(range(self._num_ranks))))
 
     def answered(self, rank: int, step: int, now_s: float) -> None:
-        """Answers come in order; of one that was never asked for the Scheduler itself complains."""
+        """Record a rank's answer. Answers come in order; the Scheduler itself rejects an answer to an item that was never sent."""
         for item in self._items:
             if item.step == step:
                 item.waiting_for.discard(rank)
@@ -48,11 +48,11 @@ class StepDeadline:
             self._begun_s = now_s
 
     def excuse(self, now_s: float) -> None:
-        """Begin to count anew: this process itself was stopped for a while, and the workers perhaps with it."""
+        """Restart the oldest item's time: this process itself was stopped for a while, and perhaps the workers too."""
         self._begun_s = now_s
 
     def is_nearly_over(self, now_s: float) -> bool:
-        """Two thirds of the time are: nobody who can wait should send requests here. Any thread may ask."""
+        """Return whether two thirds of the time are over: new requests should then go elsewhere. Any thread may call this."""
         try:
             limit_s = self._limit_s(self._items[0])
         except IndexError:
@@ -60,7 +60,7 @@ class StepDeadline:
         return now_s - self._begun_s > limit_s * 2 / 3
 
     def complaint(self, now_s: float) -> str | None:
-        """The sentence that ends the core, once the time is over."""
+        """Return the reason to end the engine if the time is over, else None."""
         due_s = self.due_s
         if due_s is None or now_s < due_s:
             return None

@@ -1,4 +1,4 @@
-"""The requests that wait for a slot, and who of them is next."""
+"""The queue of requests that wait for a slot, and the choice of the next one."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Final
 
 from srt.managers.scheduler.request import Request, Status
 
-Order = tuple[float, int]  # unique: comparisons never get to the request behind it
-NUM_COMPARED: Final = 32  # so many of the earliest are compared by what the cache has of them
-NUM_MATCHED_AGAIN: Final = 2  # of these per plan: the cache may have more of them, or less, than when they came
-MAX_PASSED: Final = 64  # so many may be admitted before the earliest
+Order = tuple[float, int]  # unique, so that a heap never compares the requests themselves
+NUM_COMPARED: Final = 32  # earliest requests, compared by the length of their cached prefix
+NUM_MATCHED_AGAIN: Final = 2  # of these per plan, because the cache changes
+MAX_PASSED: Final = 64  # later requests that may be admitted before a request
 
 
 class WaitingQueue:
-    """In `Request.order`, also for requests that stood aside for a while or were preempted, and come back.
+    """The waiting requests by `Request.order`, including those that come back after standing aside or a preemption.
 
-    Who comes behind all others, as most do, stands in a line, so that the cost does not grow with its length; the others in a heap.
-    Who ended meanwhile is dropped when met.
+    A request that comes after all others, as most do, joins a line, so that the cost does not grow with the number of requests; the
+    others go to a heap. Ended requests are dropped when they are met.
     """
 
     def __init__(self) -> None:
         self._line: deque[Request] = deque()
-        self._last: Request | None = None  # to enter the line
+        self._last: Request | None = None  # that joined the line
         self._heap: list[tuple[Order, Request]] = []
         self._num_dead = 0
 
@@ -48,21 +48,21 @@ class WaitingQueue:
         return line[0] if line else None
 
     def pop(self) -> None:
-        """Take out the request that `first` returned, and that is admitted."""
+        """Remove the request that `first` returned: it is admitted."""
         if self._is_heap_first():
             heapq.heappop(self._heap)
         else:
             self._line.popleft()
 
     def stand_aside(self) -> None:
-        """Take it out for the rest of the plan; it is pushed again before the next."""
+        """Remove the request that `first` returned for the rest of the plan. It is pushed again before the next plan."""
         self.pop()
 
     def begin_plan(self) -> None:
-        """A plan is about to be made."""
+        """Prepare for the next plan."""
 
     def note_end(self) -> None:
-        """A request in here has ended. Its place is cleared when most places are such."""
+        """Note that a request in the queue has ended. Ended requests are removed together once they are the majority."""
         self._num_dead += 1
         if self._num_dead > (len(self._line) + len(self._heap)) // 2 + 16:
             self._line = deque(request for request in self._line if request.status is Status.WAITING)
@@ -75,25 +75,26 @@ class WaitingQueue:
 
 
 def _comes_before(one: Request, other: Request) -> bool:
-    """By `order`; comparing the tuples themselves would make them objects first."""
+    """Return whether `one` has the smaller `order`. Compiled code would have to build objects to compare the tuples themselves."""
     if one.order[0] != other.order[0]:
         return one.order[0] < other.order[0]
     return one.order[1] < other.order[1]
 
 
 class LongestPrefixQueue(WaitingQueue):
-    """Of the 32 earliest, first the one of which the cache has most; but nobody is passed by more than 64 that came later.
+    """A queue that prefers the longest cached prefix among the 32 earliest requests; one that 64 later ones have passed goes first.
 
-    What a plan costs does not depend on how many wait: requests are matched when they come among the 32, and two of them anew.
+    A plan's cost does not depend on the length of the queue: a request is matched when it becomes one of the 32, and two of these are
+    matched again per plan.
     """
 
     def __init__(self, num_cached: Callable[[Request], int]) -> None:
         super().__init__()
         self._num_cached = num_cached
-        self._near: list[Request] = []  # in order; some may have ended
-        self._turn = 0  # place among them of who was matched anew last
-        self._best: Request | None = None  # None: to be found
-        self._aside: list[Request] = []  # who stood aside in this plan
+        self._near: list[Request] = []  # the earliest, in order; some may have ended
+        self._turn = 0  # index in `_near` of the request last matched again
+        self._best: Request | None = None  # None: not chosen yet
+        self._aside: list[Request] = []  # requests that stood aside in this plan
 
     def push(self, request: Request) -> None:
         super().push(request)
