@@ -1,4 +1,4 @@
-"""What the scheduler counts about its own work: the step reports by which tests and users see what happened."""
+"""Counters of the scheduler's work, which show tests and users what it did."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from srt.protocol.messages import Scalar
 
 
 class Histogram:
-    """How many values were at most each of these bounds and above the one before, and how many were above all."""
+    """Numbers of values by range: above the previous bound and at most this one; the last range is above all bounds."""
 
     def __init__(self, *bounds: float) -> None:
-        self._bounds = [float(bound) for bound in bounds]  # compared as they are
+        self._bounds = [float(bound) for bound in bounds]  # floats like the values, for a quick comparison
         self._counts = [0] * (len(bounds) + 1)
 
     def take(self, value: float) -> None:
@@ -32,7 +32,7 @@ class Counters:
     num_rows: int = 0  # over all steps
     num_prompt_rows: int = 0  # of these, with chunks of prompts
     max_rows_in_step: int = 0
-    num_prompt_tokens: int = 0  # of requests when they are admitted, cached ones included
+    num_prompt_tokens: int = 0  # known tokens of requests at their admission, including cached ones
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     max_chunks_of_a_prompt: int = 0
@@ -44,17 +44,17 @@ class Counters:
     num_aborted_prefill: int = 0
     num_aborted_decode: int = 0
     num_refused: int = 0
-    num_dropped_rows: int = 0  # sampled for requests that had ended meanwhile
+    num_dropped_rows: int = 0  # results for requests that had ended meanwhile
     num_preempted: int = 0
-    num_recomputed_tokens: int = 0  # of preempted requests that came back, what the cache had lost meanwhile
-    num_tried: int = 0  # suspects, of which workers may have died, that got steps of their own
+    num_recomputed_tokens: int = 0  # tokens of preempted requests that the cache had lost when they ran again
+    num_tried: int = 0  # trials of suspects: requests that workers may have died of
     queue_us: int = 0  # sum of the times from arrival to the first admission
     num_timed_out: int = 0
-    num_held_back: int = 0  # waited for another request to compute their prefix
-    step_us: int = 0  # sum of what workers report
+    num_held_back: int = 0  # times that a request waited for another to compute its prefix
+    step_us: int = 0  # sum of the step times that workers report
     prompt_step_us: int = 0  # of this, steps with prompt tokens
     num_prompt_steps: int = 0
-    num_computed_prompt_tokens: int = 0  # in them
+    num_computed_prompt_tokens: int = 0  # in these steps
     rows_per_step: Histogram = field(default_factory=lambda: Histogram(1, 4, 16, 64, 256))
     queue_ms: Histogram = field(default_factory=lambda: Histogram(1, 10, 100, 1000, 10_000))
 
@@ -85,7 +85,7 @@ class Counters:
             self.max_pages_of_a_prompt = num_pages
 
     def values(self) -> dict[str, Scalar]:
-        """By name; a histogram has one for each of its ranges."""
+        """Return the counters by name; a histogram has one for each of its ranges."""
         values: dict[str, Scalar] = {}
         for one in fields(self):
             name, value = one.name, getattr(self, one.name)

@@ -1,4 +1,4 @@
-"""How long answers are expected to become, from how long those were that ended lately."""
+"""Forecast of the lengths of answers, from those that ended lately."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import math
 from typing import Final
 
 NUM_REMEMBERED: Final = 128
-NUM_NEEDED: Final = 16  # fewer say nothing: until then all that a request may use counts
+NUM_NEEDED: Final = 16  # ends; with fewer, requests are expected to use all that they may
 TENTH_LONGEST: Final = 0.9
 NUM_PARTS: Final = 256  # shares are rounded up to a multiple of 1/256
-NUM_KINDS: Final = 33  # a request's tokens are counted with 64 bits
+NUM_KINDS: Final = 33  # enough for token counts of 64 bits
 UNKNOWN: Final = -1.0
 
 
 class OutputForecast:
-    """The share of `max_new_tokens` that a request is expected to use: nine of ten of the last 128 of its kind used less.
+    """The share of `max_new_tokens` that a request is expected to use: the 90th percentile of the last 128 requests of its kind.
 
-    Of a kind are those that may use about as much, within a factor of four: who asks for one token always uses all of it, which
-    says nothing about those who may use thousands. `conservativeness` (--schedule-conservativeness) multiplies the share; at most
-    everything is expected. Where the forecast is wrong, requests are preempted; that costs time, never an answer.
+    Requests are of one kind if their `max_new_tokens` are within a factor of four: a request for one token always uses all of it,
+    which says nothing about requests for thousands. `conservativeness` (--schedule-conservativeness) multiplies the share, up to 1.
+    If the forecast is wrong, requests are preempted: that costs time, but no answer is lost.
     """
 
     def __init__(self, conservativeness: float) -> None:
         self._conservativeness = conservativeness
-        self._used: list[list[int]] = [[] for _ in range(NUM_KINDS)]  # parts; each a ring, once it is full
-        self._counts = [[0] * (NUM_PARTS + 1) for _ in range(NUM_KINDS)]  # of how many in the ring used so many parts
+        self._used: list[list[int]] = [[] for _ in range(NUM_KINDS)]  # in parts; a ring once full
+        self._counts = [[0] * (NUM_PARTS + 1) for _ in range(NUM_KINDS)]  # of requests in the ring, by parts
         self._num_ends = [0] * NUM_KINDS
-        self._shares = [UNKNOWN] * NUM_KINDS  # what they say, once it is asked for
+        self._shares = [UNKNOWN] * NUM_KINDS  # UNKNOWN until they are asked for
         self._last_kind = 0
 
     def note_end(self, num_output: int, max_new: int) -> None:
@@ -44,11 +44,11 @@ class OutputForecast:
 
     @property
     def latest_share(self) -> float:
-        """Of requests like the one that ended last."""
+        """Share expected of requests of the kind that ended last."""
         return self._share(self._last_kind)
 
     def expected_outputs(self, max_new: int) -> int:
-        """Between 1 and `max_new`."""
+        """Return the number of output tokens to expect, between 1 and `max_new`."""
         return max(1, min(max_new, math.ceil(self._share(_kind(max_new)) * max_new)))
 
     def _share(self, kind: int) -> float:
@@ -58,7 +58,7 @@ class OutputForecast:
         return share
 
     def _most_parts(self, kind: int) -> int:
-        """That any used of whom nine of ten used fewer."""
+        """Return the 90th percentile of the share used, in 1/256ths; the whole share while too few requests have ended."""
         num_used, counts, part = len(self._used[kind]), self._counts[kind], NUM_PARTS
         if num_used < NUM_NEEDED:
             return NUM_PARTS

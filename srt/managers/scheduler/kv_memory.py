@@ -1,4 +1,4 @@
-"""The replica's KV memory as the scheduler sees it: who owns which page, what the prefix cache keeps, what is promised to whom."""
+"""The engine's KV memory as the scheduler sees it: owners of pages, the prefix cache, and pages promised to running requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from srt.managers.scheduler.slots import SlotTable
 from srt.mem_cache.allocator import TokenToKVPoolAllocator
 from srt.mem_cache.radix_cache import ITEM, NO_PAGES, NoPrefixCache, RadixCache, RadixNode
 
-# Beyond what is missing, so many are evicted at a time that most takes then find free pages: this part of all pages in a large
-# memory, in a small one a larger part of it.
+# Least number of pages evicted at a time, so that most allocations find free pages: 1/LEAST_SHARE of all pages in a large memory; in
+# a small one 1/MOST_SHARE, up to ENOUGH.
 LEAST_SHARE: Final = 256
 MOST_SHARE: Final = 32
 ENOUGH: Final = 64
@@ -23,11 +23,13 @@ def _evicted_at_once(num_pages: int) -> int:
 
 
 class KvMemory:
-    """Gives pages to requests. Each is admitted for as many as it is expected to need, which may be fewer than it may ask for:
-    so a running request can lack one, and the planner then preempts another.
+    """Gives pages to requests.
 
-    `num_promised` counts what running requests are expected to ask for still: up to the forecast made at admission; whoever has
-    outgrown that is expected to use half of what it may still ask for.
+    A request is admitted for the pages that it is expected to need, which may be fewer than it may ask for. So a running request can
+    lack a page, and the planner then preempts another one.
+
+    `num_promised` counts the pages that running requests are still expected to ask for: up to the forecast made at admission, or half
+    of what it may still ask for if a request has outgrown its forecast.
     """
 
     def __init__(
@@ -38,8 +40,8 @@ class KvMemory:
         self._slots = slots
         self._allocator = TokenToKVPoolAllocator(num_pages)
         self.tree = RadixCache(page_size, by_frequency=by_frequency) if prefix_cache else NoPrefixCache(page_size)
-        self._expected = [0] * slots.num_slots  # pages of the slot's request, by the forecast
-        self._most = [0] * slots.num_slots  # and at the very most
+        self._expected = [0] * slots.num_slots  # by slot: pages that its request needs by the forecast
+        self._most = [0] * slots.num_slots  # by slot: pages that its request needs at most
         self.num_promised = 0
         self._evicted_at_once = _evicted_at_once(num_pages)
 
@@ -53,22 +55,22 @@ class KvMemory:
 
     @property
     def num_available(self) -> int:
-        """Free, or cached for nobody who runs."""
+        """Pages that are free, or cached and used by no running request."""
         return self._allocator.num_free + self.tree.num_evictable
 
     def capacity(self, slot: int) -> int:
-        """Positions that the slot could have if it got all that is available."""
+        """Return the positions that the slot could have with all available pages."""
         return (self._slots.num_pages_of(slot) + self.num_available) * self.page_size
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
     def pin_prefix(self, request: Request) -> tuple[RadixNode, bytes]:
-        """What the cache has of this request, pinned: to be admitted with, or given back with `unpin`."""
+        """Pin the cached prefix of this request and return its end and pages. Pass them to `admit`, or the end to `unpin`."""
         return self.tree.pin_prefix(request.id_bytes, request.salt, request.cacheable_pages(self.page_size))
 
     def num_cached(self, request: Request) -> int:
-        """Tokens of it that the cache has."""
+        """Return the number of tokens of this request that the cache has."""
         found = self.tree.match(request.id_bytes, request.salt, request.cacheable_pages(self.page_size))
         return found * self.page_size
 
@@ -76,7 +78,7 @@ class KvMemory:
         self.tree.unpin(node)
 
     def has_room(self, expected_tokens: int, num_cached: int) -> bool:
-        """Is there room for so many tokens, apart from the `num_cached` pages that are pinned, beside what is promised?"""
+        """Return whether `expected_tokens`, less the `num_cached` pages that are pinned, fit beside the promised pages."""
         return self.num_available - self.num_promised >= self.pages_for(expected_tokens) - num_cached
 
     def has_room_for(self, request: Request, expected_tokens: int) -> bool:
@@ -87,11 +89,11 @@ class KvMemory:
         return has_room
 
     def held_by(self, slot: int) -> int:
-        """Pages that its end would set free, shared ones and promises included."""
+        """Return the pages that the end of its request would free, including shared and promised ones."""
         return self._slots.num_pages_of(slot) + self._promised_to(slot)
 
     def admit(self, request: Request, node: RadixNode, cached: bytes, expected_tokens: int) -> None:
-        """Promise the request its pages. It has a slot, and its pinned prefix is its first pages."""
+        """Promise the request its pages. It has a slot, whose first pages are its pinned prefix."""
         slot = request.slot
         request.node = node
         request.num_in_tree = len(cached) // ITEM
@@ -102,7 +104,7 @@ class KvMemory:
             self.tree.note_hit(node)
 
     def grow(self, slot: int, tokens: int) -> bytes:
-        """Give the slot the pages that it lacks for `tokens` positions, and say which."""
+        """Give the slot the pages that it lacks for `tokens` positions, and return them."""
         missing = self.pages_for(tokens) - self._slots.num_pages_of(slot)
         if missing <= 0:
             return NO_PAGES
@@ -111,7 +113,7 @@ class KvMemory:
         return pages
 
     def grow_by_one_each(self, slots: list[int]) -> bytes:
-        """Give each of these slots one more page, and say which."""
+        """Give each of these slots one more page, and return them."""
         pages = self._take(len(slots))
         start = 0
         for slot in slots:
@@ -120,7 +122,7 @@ class KvMemory:
         return pages
 
     def insert_computed(self, request: Request, ids: bytes, computed: int) -> None:
-        """Let the cache have the full pages of the first `computed` positions, which hold the KV of `ids` from now on."""
+        """Hand the full pages of the first `computed` positions to the cache; they hold the KV of `ids` from now on."""
         first, end = request.num_in_tree, min(computed, len(ids) // ITEM) // self.page_size
         if not self.caches or end <= first:
             return
@@ -135,7 +137,7 @@ class KvMemory:
             request.own_copies += extension.not_taken
 
     def release(self, request: Request) -> None:
-        """Everything that the request holds. What the cache has taken over stays there, without its pin."""
+        """Release everything that the request holds. Pages that the cache has taken over stay there, unpinned."""
         assert request.node is not None
         slots, slot = self._slots, request.slot
         self.num_promised -= self._promised_to(slot)
@@ -145,18 +147,18 @@ class KvMemory:
         request.own_copies = NO_PAGES
 
     def distrust(self, request: Request) -> None:
-        """It has ended, and what it computed may be wrong: the cache forgets it as far back as no other request made use of it."""
+        """Drop an ended request's prefix from the cache, as its KV may be wrong, back to the first part that another request shares."""
         ids = request.bytes_with_outputs()
         node, _ = self.tree.pin_prefix(ids, request.salt, len(ids) // ITEM // self.page_size)
         self.tree.unpin(node)
         self._allocator.free(self.tree.drop(node))
 
     def flush(self) -> None:
-        """Forget the prefix cache. No request may be running."""
+        """Empty the prefix cache. No request may be running."""
         self._allocator.free(self.tree.clear())
 
     def check(self, running: list[Request]) -> None:
-        """AssertionError unless every page is free, cached or one request's, exactly once, and promised to those that run."""
+        """Raise AssertionError unless every page is free, cached or a request's, exactly once, and the promises are counted right."""
         slots = self._slots
         self._allocator.check()
         owned = [self.tree.check([r.node for r in running if r.node is not None])]

@@ -1,8 +1,8 @@
-"""How long a step takes, learnt from what workers report, so that prompts do not hold up those who stream.
+"""A model of a step's duration, fitted to the workers' reports, so that prompts do not delay streamed answers.
 
-A step that has decodes of a streamed request may take at most twice as long as without prompt tokens, and `--max-decode-stall` on
-top. What is needed for that is measured: now and then a step leaves prompts out, and a chunk is at most twice as large as one that
-was timed. Nobody watches the tokens of other requests come, so where only such decode, prompts get all that there is.
+A step that decodes streamed requests may take at most twice as long as without prompt tokens, plus `--max-decode-stall`. The model is
+fitted to measurements: now and then a step leaves prompts out, and a chunk is at most twice as large as one that was timed. No client
+watches the tokens of other requests arrive, so if only such requests decode, prompts get the whole budget.
 """
 
 from __future__ import annotations
@@ -10,36 +10,35 @@ from __future__ import annotations
 import math
 from collections import deque
 
-MEMORY = 0.85  # what a report counts, when the next has come
-LEAST_CHUNK = 16  # tokens that a prompt goes on by in any case
-NUM_DECODE_STEPS = 8  # steps without prompts that are remembered
-MEASURE_EVERY = 64  # steps with streams have one among them without prompts, at least
-MEASURE_FIRST = 4  # as long as there was none
-FEWER = 0.75  # so small a share of the streams of then takes less time, so that is measured anew
+MEMORY = 0.85  # factor by which a report loses weight with each later one
+LEAST_CHUNK = 16  # tokens by which a prompt advances in any case
+NUM_DECODE_STEPS = 8  # steps without prompts to remember
+MEASURE_EVERY = 64  # after this many steps with both, a step leaves prompts out
+MEASURE_FIRST = 4  # the same, until one such step was timed
+FEWER = 0.75  # with less than this share of the rows measured, decodes take less time: measure again
 
 
 class StepTimes:
-    """step = decodes + tokens * (per_token + per_pair * the positions that a token attends to); in µs.
+    """The model, in µs: step = decodes + tokens * (per_token + per_pair * positions that a token attends to).
 
-    The decodes' part is the shortest of the last steps without prompt tokens; the other two are fitted to what a token took beyond
-    it in steps with both. Until there is one, what it took in a step of prompts alone is the most that it may take. Every step counts
-    alike, so that one that compiled kernels is soon forgotten, and those that nobody watches, so that all is known when a stream
-    comes. Only messages matter: no clock.
+    `decodes` is the shortest of the last steps without prompt tokens. The two prices are fitted to the time that a token took beyond
+    it in steps with both. Until there is such a step, the time of a token in a step of prompts alone is the upper bound. All steps
+    count alike: one that compiled kernels is soon forgotten, and steps without streams count too, so that the model is ready when a
+    stream comes. It depends on messages alone and reads no clock.
     """
 
     def __init__(self, stall_us: float) -> None:
         self._stall_us = stall_us
-        self._decode_steps: deque[tuple[int, int]] = deque(maxlen=NUM_DECODE_STEPS)  # time and rows
+        self._decode_steps: deque[tuple[int, int]] = deque(maxlen=NUM_DECODE_STEPS)  # µs and rows
         self.decode_us = 0.0  # the shortest of them
         self._fewest_rows = 0
-        self._num_mixed = 0  # steps that were planned with decodes and prompts since one with decodes only
-        self._largest = 0.0  # number of tokens that were timed in one step; decaying
-        # Decaying sums of what a token of each step was: 1, attended, attended², µs, attended * µs.
+        self._num_mixed = 0  # planned steps with decodes and prompts since the last with decodes only
+        self._largest = 0.0  # largest number of prompt tokens timed in one step; decays
+        # Decaying sums over steps, per prompt token: 1, attended, attended², µs, attended * µs.
         self._n = self._x = self._xx = self._u = self._xu = 0.0
         self._has_mixed = False
-        self._prices: list[
-            tuple[float, float]
-        ] = []  # of a token and of a pair, each as things may be: the dearest counts
+        # Pairs of per_token and per_pair, one for each possible explanation: the dearest counts.
+        self._prices: list[tuple[float, float]] = []
 
     @property
     def per_token(self) -> float:
@@ -50,7 +49,7 @@ class StepTimes:
         return self._prices[0][1] if self._prices else 0.0
 
     def must_measure(self, num_decodes: int) -> bool:
-        """Is the next step to be one without prompts, so that it shows what the decodes take?"""
+        """Return whether the next step must leave prompts out, to measure the decodes alone."""
         if not num_decodes:
             return False
         enough = MEASURE_EVERY if self._decode_steps else MEASURE_FIRST
@@ -61,11 +60,11 @@ class StepTimes:
             self._num_mixed = self._num_mixed + 1 if num_tokens else 0
 
     def most_tokens(self, num_streams: int) -> int:
-        """So many prompt tokens may a step have in which so many streams decode."""
+        """Return the largest number of prompt tokens for a step with `num_streams` decodes of streamed requests."""
         return max(LEAST_CHUNK, int(2 * self._largest)) if num_streams else 1 << 40
 
     def take(self, num_decodes: int, num_tokens: int, num_pairs: float, step_us: int) -> None:
-        """A step with so many decodes and prompt tokens, which attended to so many positions together, took so long."""
+        """Record the time of a step; `num_pairs` is the sum, over its prompt tokens, of the positions that each attended to."""
         if not num_tokens:
             self._decode_steps.append((step_us, num_decodes))
             self.decode_us = float(min([us for us, _ in self._decode_steps]))
@@ -91,14 +90,14 @@ class StepTimes:
         self._fit()
 
     def budget_us(self, num_streams: int) -> float:
-        """What prompt tokens may add to a step in which so many streams decode."""
+        """Return the time that prompt tokens may add to a step with `num_streams` decodes of streamed requests."""
         return self.decode_us + self._stall_us if num_streams else math.inf
 
     def cost_us(self, start: int, count: int) -> float:
         return max((count * (token + pair * (start + count / 2)) for token, pair in self._prices), default=0.0)
 
     def tokens_within(self, budget_us: float, start: int) -> int:
-        """So many tokens from position `start` on fit into the budget; at least LEAST_CHUNK."""
+        """Return the number of tokens from position `start` on that fit into the budget; at least LEAST_CHUNK."""
         count = 1 << 40
         if math.isinf(budget_us):
             return count
@@ -109,16 +108,16 @@ class StepTimes:
         return max(count, LEAST_CHUNK)
 
     def _take_alone(self, us: float, attended: float) -> None:
-        """A token took so long at most, since the step's own cost is in it."""
+        """Lower the upper bound of a token's time to that in a step of prompts alone, which includes the step's own cost."""
         if not self._prices or us < self.per_token:
             self._know_one(us, attended)
 
     def _know_one(self, us: float, attended: float) -> None:
-        """Tokens that attend to so much take so long. Less may cost as much, and more may cost more in proportion."""
+        """Set the prices from one measurement. Tokens that attend to less may cost as much; to more, proportionally more."""
         self._prices = [(us, 0.0), (0.0, us / attended)]
 
     def _fit(self) -> None:
-        """Least squares, where what they give can be: few steps of few tokens may say that what attends to more costs less."""
+        """Fit the prices by least squares. If one would be negative, as a few small steps may suggest, use the averages instead."""
         n, x, xx, u, xu = self._n, self._x, self._xx, self._u, self._xu
         det = n * xx - x * x
         if det > 1e-6 * n * xx:
