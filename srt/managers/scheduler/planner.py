@@ -1,13 +1,13 @@
-"""What the next step does: which requests get a slot, which prompts go on, which rows decode.
+"""The planner of steps: it decides which requests get a slot, which prompts advance, and which rows decode.
 
-There are no phases. Every step lets `computed` chase what is wanted: all running decodes first, then chunks of prompts within
-one budget of tokens and time, those of running requests before those of new ones. Prompts that do not fit into one step go
-last, but the first of them has half of the budget for itself: long prompts go on at any time, and short ones pass them.
+There are no phases. Every step moves `computed` of its rows forward: first for all running decodes, then for chunks of prompts within
+one budget of tokens and time, running requests before new ones. Prompts that do not fit into one step come last, but half of the
+budget is reserved for the first of them: so long prompts always advance, and short ones overtake them.
 
-Requests are admitted for the memory that they are expected to need. When it runs out, the last in rank is preempted: its slot
-and pages are taken, its computed prefix stays in the cache, and it waits again in its old place. So the first always goes on.
+Requests are admitted for the memory that they are expected to need. When it runs out, the last in rank is preempted: it loses its slot
+and pages, its computed prefix stays in the cache, and it waits again in its old place. So the first in rank always advances.
 
-Suspects, of which workers may have died, go before all others, one by one and each alone, until each has got further than it was then.
+Suspects, which workers may have died of, run before all others, one by one and each alone, until each is further than it was then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NO_EXTENDS: dict[int, int] = {}
 
 
 class Planner:
-    """Owns the waiting requests and the order of the running ones. Slots and pages are taken and given back here only."""
+    """Owns the waiting requests and the order of the running ones. Slots and pages are allocated and freed here only."""
 
     def __init__(
         self,
@@ -73,17 +73,17 @@ class Planner:
         self._decoding = NO_SLOTS
         self._num_admitted = 0
         self._something_ended = False  # since the last plan
-        self._no_room_for: Request | None = None  # the first that waits, found not to fit; nothing was released since
-        self._num_urgent = 0  # of those that wait
-        self._suspects: list[Request] = []  # still to be tried
+        self._no_room_for: Request | None = None  # first in the queue, found not to fit; nothing was freed since
+        self._num_urgent = 0  # urgent requests in the queue
+        self._suspects: list[Request] = []  # their trials have not begun
         self._on_trial: Request | None = None
-        self._now = 0.0  # when the present plan is made
+        self._now = 0.0  # time of the present plan
         self._planned_step = 0
         self._answered_step = 0
         self.preempted = PreemptedRequests()
         self.num_waiting = 0
 
-    # ---- Requests come and go
+    # ---- Arrival and end of requests
 
     def add(self, request: Request) -> None:
         self.num_waiting += 1
@@ -98,7 +98,7 @@ class Planner:
             self._queue.push(request)
 
     def end(self, request: Request, *, keep_prefix: bool = True) -> None:
-        """Take the request out of everything. What it has computed stays in the prefix cache if it may be trusted."""
+        """End a request and free what it holds. Its computed prefix stays in the cache, unless `keep_prefix` is False: it may be wrong."""
         was_waiting = request.status is Status.WAITING
         request.status = Status.ENDED
         self._no_room_for = None
@@ -130,7 +130,7 @@ class Planner:
             self._preempt(request)
 
     def note_answered(self, planned: Planned, step_us: int) -> None:
-        """The results of all plans up to this one are entered."""
+        """Note that the results of all plans up to this one are applied."""
         self._answered_step = planned.plan.step
         num_decodes = len(planned.sampling_slots) - planned.num_prompt_ends
         self._step_times.take(num_decodes, planned.num_tokens, planned.num_pairs, step_us)
@@ -140,22 +140,22 @@ class Planner:
             self._line_up(request)
 
     def in_flight(self, incarnations: set[int]) -> list[Request]:
-        """Those of these incarnations that have not ended."""
+        """Return the requests with these incarnations that have not ended."""
         return [request for request in self.started() if request.incarnation in incarnations]
 
     def started(self) -> list[Request]:
-        """Who runs, and who was preempted and waits to run again."""
+        """Return the requests that run, and those that were preempted and wait to run again."""
         return [*self.running(), *self.preempted.requests()]
 
     # ---- The next step
 
     @property
     def has_trials(self) -> bool:
-        """Then no step may be planned before all ranks have answered all others: who is tried is alone."""
+        """True if a suspect is or will be on trial. Then a step may be planned only after all ranks have answered all earlier ones."""
         return bool(self._suspects) or self._on_trial is not None
 
     def plan(self, step: int, now: float) -> Planned | None:
-        """The next step, or None if there is nothing to do. What it does counts as done from now on."""
+        """Plan the next step, or return None if there is nothing to do. The step's work counts as done from now on."""
         self._now = now
         self._forget_ended()
         if self.has_trials and self._find_on_trial():
@@ -171,7 +171,7 @@ class Planner:
         draft = Draft(min(self._chunk_size, times.most_tokens(num_streams)), times.budget_us(num_streams))
         self._plan_decodes(draft, rows)
         if not must_measure and (self._prefilling or self.num_waiting):
-            # Whoever was preempted comes first: all others wait until its rows in flight are answered.
+            # A plan that preempts admits only if nothing runs or is in flight: the preempted requests come first, once they are answered.
             is_all_answered = self._slots.num_used == 0 and self._planned_step == self._answered_step
             self._plan_prompts(step, draft, may_admit=not is_short or is_all_answered)
         times.note_planned(len(rows), draft.num_tokens)
@@ -185,7 +185,7 @@ class Planner:
         return self._finish_plan(step, draft, rows)
 
     def _find_on_trial(self) -> bool:
-        """Whether somebody is on trial: who was, until it has got far enough or ended; then the next."""
+        """Return whether a request is on trial. When the present one has ended or is far enough, the trial of the next suspect begins."""
         tried = self._on_trial
         if tried is not None and (
             tried.status is not Status.RUNNING or self._slots.num_output_at[tried.slot] >= tried.trial_end
@@ -199,7 +199,7 @@ class Planner:
         return tried is not None
 
     def _plan_trial(self, step: int) -> Planned:
-        """The next step of the request on trial, and of nobody else: others keep their places, unless it needs their memory."""
+        """Plan a step of the request on trial alone. Other requests keep their slots, unless it needs room."""
         request = self._on_trial
         assert request is not None
         draft, rows, memory = Draft(self._chunk_size, inf), NO_SLOTS, self._memory
@@ -226,7 +226,7 @@ class Planner:
         self._plan_chunk(draft, request)
 
     def _make_room_beside(self, request: Request, is_enough: Callable[[], bool]) -> None:
-        """Preempt others, the last in rank first, until there is room or nobody else. No row is in flight."""
+        """Preempt other requests, the last in rank first, until there is room or no other is left. No row may be in flight."""
         while not is_enough():
             others = [other for other in self.running() if other is not request]
             if not others:
@@ -240,7 +240,7 @@ class Planner:
             self._something_ended = False
 
     def _preempt_for_room(self, step: int) -> bool:
-        """Preempt until all decodes can go on, and the first in rank whatever it does. True if anybody was preempted."""
+        """Preempt until all decodes and the first in rank can advance. Return True if a request was preempted."""
         before = self._counters.num_preempted
         while self._is_short(step):
             self._preempt(max(self.running(), key=_order))
@@ -248,7 +248,7 @@ class Planner:
         return self._counters.num_preempted > before
 
     def _displace(self) -> bool:
-        """Preempt those whose place the first that waits may take, the last in rank first, if that makes it fit. Was anybody?"""
+        """Preempt for the first waiting request, the last in rank first, if that makes it fit. Return True if a request was preempted."""
         request = self._queue.first()
         if request is None:
             return False
@@ -288,7 +288,7 @@ class Planner:
         return computed >= self._slots.num_pages_of(slot) * self._memory.page_size
 
     def _preempt(self, request: Request) -> None:
-        """Take its slot and pages. It may come back when all its rows in flight are answered, which are entered as if it still ran."""
+        """Take the request's slot and pages. It still gets the results of its rows in flight; then it may be admitted again."""
         computed = self._slots.computed_at[request.slot]
         self._vacate(request, keep_prefix=True)
         request.lose_slot(request.outputs, request.sent, computed)
@@ -296,7 +296,7 @@ class Planner:
         self.num_waiting += 1
         self._num_urgent += request.urgent
         self._no_room_for = None
-        if request is self._on_trial:  # in a pause that takes all slots: it is tried anew
+        if request is self._on_trial:  # a pause preempts all: its trial begins again
             request.suspect, self._on_trial = True, None
         for back in self.preempted.add(request, self._planned_step):
             self._line_up(back)
@@ -308,9 +308,9 @@ class Planner:
         return wanting if self._num_stages == 1 else self._whose_turn_it_is(step, wanting)
 
     def _whose_turn_it_is(self, step: int, rows: Int64Array) -> Int64Array:
-        """A pipeline is full when each step has its share of the rows: those that have waited for longest.
+        """Return this step's share of the rows, those that have waited longest. A pipeline is full when each step has its share.
 
-        Of all who decode: were it of those who still want, the last of them would wait for ever smaller shares.
+        The share is taken over all decoding rows; over rows that still want tokens alone it would shrink and starve the last.
         """
         share = -(-len(self._decoding) // self._num_stages)
         rows = rows[self._is_back(step, rows)]
@@ -321,13 +321,13 @@ class Planner:
         return turn
 
     def _is_back(self, step: int, slots: Int64Array) -> NDArray[np.bool_]:
-        """Who has left the pipeline, or will have when this step enters it."""
+        """Return for each slot whether its row has left the pipeline, or will have when this step enters it."""
         planned_at = self._slots.planned_at[slots]
         back: NDArray[np.bool_] = planned_at <= max(step - self._num_stages, self._answered_step)
         return back
 
     def _ends(self, rows: Int64Array) -> Int32Array:
-        """How many positions each of these has after the step at most. Nobody guesses beyond what it may have."""
+        """Return the largest number of positions that each row can have after the step. No row speculates beyond its own limit."""
         ends: Int32Array = self._slots.computed[rows]
         if self._max_row_tokens == 1:
             ends += 1
@@ -336,12 +336,12 @@ class Planner:
         return ends
 
     def _num_lacking(self, rows: Int64Array) -> int:
-        """Pages that these need for the step, and do not have."""
+        """Return the number of pages that these rows need for the step and do not have."""
         missing = -(-self._ends(rows) // self._memory.page_size) - self._slots.num_pages[rows]
         return int(missing.clip(0).sum())
 
     def _plan_decodes(self, draft: Draft, rows: Int64Array) -> None:
-        """The next tokens of every request that wants some: its last id is on the device already, or will be."""
+        """Plan the next tokens of these rows. Each row's last id is on the device already, or will be."""
         slots = self._slots
         if not len(rows):
             return
@@ -392,7 +392,7 @@ class Planner:
             self._lengthen_chunks(draft)
 
     def _lengthen_chunks(self, draft: Draft) -> None:
-        """What was kept for long prompts that have no page left goes to who has room in its pages."""
+        """Spend the budget of long prompts that found no page on chunks of requests that have room in their pages."""
         for index, request in enumerate(draft.extends):
             if not draft.has_budget:
                 return
@@ -424,7 +424,7 @@ class Planner:
         return min(draft.budget, self._step_times.tokens_within(draft.budget_us, start))
 
     def _plan_chunk(self, draft: Draft, request: Request, behind: NextPage | None = None) -> None:
-        """The next known ids of this request, as far as budget and memory go. `behind`: its `_page_behind`, if known."""
+        """Plan the next known ids of this request, as far as budget and memory allow. `behind`: its `_page_behind`, if known."""
         slots, memory, slot = self._slots, self._memory, request.slot
         start = slots.computed_at[slot]
         count = self._count_within(draft, request)
@@ -435,7 +435,7 @@ class Planner:
             return
         self._spend(draft, start, count)
         end = start + count
-        had = slots.num_pages_of(slot) if request.num_chunks == 0 else 0  # of a prefix: the workers do not know them
+        had = slots.num_pages_of(slot) if request.num_chunks == 0 else 0  # cached ones, new to the workers
         pages = memory.grow(slot, end)
         draft.add_pages(slot, slots.pages_of(slot, 0, had) + pages if had else pages)
         slots.computed_at[slot] = end
@@ -450,7 +450,7 @@ class Planner:
             draft.budget_us -= self._step_times.cost_us(start, count)
 
     def _admit(self, draft: Draft) -> None:
-        """Give slots to those who wait, in order, while there is room and something left of the budget."""
+        """Give slots to waiting requests, in order, while there is room and budget."""
         slots, memory = self._slots, self._memory
         while draft.has_budget and slots.num_free > 0:
             request = self._queue.first()
@@ -460,13 +460,13 @@ class Planner:
             num_cached = len(cached) // ITEM
             behind = self._next_page(request, node, num_cached) if memory.caches else None
             if behind in draft.coming and num_cached < request.cacheable_pages(memory.page_size):
-                # Another one computes this page in this very plan: the next plan has it in the cache. Nobody waits for long:
-                # as long as budget is left, those in the plan compute all that they know.
+                # Another request computes this page in this very plan, so the next plan finds it in the cache. The wait is short:
+                # while budget is left, the requests in the plan compute all their known ids.
                 memory.unpin(node)
                 self._queue.stand_aside()
                 draft.aside.append(request)
                 if len(draft.aside) == slots.num_free:
-                    return  # more than these cannot be admitted next time
+                    return  # the next plan cannot admit more than these
                 continue
             expected = self._expected_tokens(request)
             if not memory.has_room(expected, num_cached):
@@ -479,19 +479,19 @@ class Planner:
             self._plan_chunk(draft, request, behind)
 
     def _expected_tokens(self, request: Request) -> int:
-        """Prompt and output. Whoever was preempted comes back only when there is room for all that it may need."""
+        """Return the tokens, prompt and output, that the request needs room for: the forecast, or its maximum if it was preempted."""
         if request.num_preempted:
             return request.max_tokens
         expected = self._forecast.expected_outputs(request.max_new)
         return max(request.prompt_len + expected, request.num_known + 1)
 
     def _page_behind(self, request: Request) -> NextPage:
-        """The page behind what the tree has of a running request."""
+        """Return the page after the part of a running request that the tree has."""
         assert request.node is not None
         return self._next_page(request, request.node, request.num_in_tree)
 
     def _next_page(self, request: Request, node: RadixNode, num_pages: int) -> NextPage:
-        """The page behind the request's first `num_pages`, which end at `node`."""
+        """Return the page after the request's first `num_pages`, which end at `node`."""
         size = self._memory.page_size * ITEM
         return node.serial, request.salt, request.id_bytes[num_pages * size : (num_pages + 1) * size]
 
@@ -504,7 +504,7 @@ class Planner:
         request.slot = self._slots.take()
         num_cached = len(cached) // ITEM * self._memory.page_size
         if not request.num_preempted:
-            # The tokens that it came with may be cached, too.
+            # Outputs that it came with may be cached too, but only prompt tokens count.
             request.cached_tokens = min(num_cached, request.prompt_len)
         self._slots.fill(request, cached, num_cached)
         self._memory.admit(request, node, cached, expected_tokens)
@@ -533,7 +533,7 @@ class Planner:
         )
 
     def _publish(self, draft: Draft) -> None:
-        """The plan stands: what it writes is in the prefix cache for later plans, and prompts that end in it decode from then on."""
+        """Enter the finished draft: later plans find what it writes in the prefix cache, and prompts that end in it decode from then on."""
         finished: list[int] = []
         for i, request in enumerate(draft.extends):
             self._memory.insert_computed(request, request.id_bytes, draft.starts[i] + draft.counts[i])
@@ -562,7 +562,7 @@ class Planner:
         if self._num_stages > 1:
             slots.planned_at[decodes] = step
         section = PlanSection(
-            cast("list[Admission]", draft.admissions),  # which they are on the wire
+            cast("list[Admission]", draft.admissions),  # their type on the wire
             [draft.page_delta()],
             columns[0],
             columns[1],
@@ -587,14 +587,14 @@ class Planner:
         self._something_ended = True
 
     def _num_written(self, request: Request) -> int:
-        """Positions whose KV is, or will be, what the known ids say. What comes behind the last one is only guessed at."""
+        """Return the number of positions whose KV is, or will be, that of the known ids. Beyond these, ids are only guesses."""
         computed: int = self._slots.computed_at[request.slot]
         if self._max_row_tokens == 1:
             return computed
         return min(computed, max(request.num_known, request.prompt_len + request.num_output - 1))
 
     def check(self) -> None:
-        """AssertionError if slots, pages, promises and lists of requests do not agree."""
+        """Raise AssertionError unless slots, pages, promises and lists of requests agree."""
         running = self.running()
         self._slots.check()
         self._memory.check(running)

@@ -1,4 +1,4 @@
-"""What a step's result means for the requests that were in it: new tokens, logprobs, and who has ended."""
+"""Application of a step's result to its requests: new tokens, logprobs, and ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_FINITE = "The model produced no finite logits for this request."
 
 
 class End:
-    """A request that this result ends."""
+    """The end of a request by a result."""
 
     def __init__(self, request: Request, reason: str, matched: int = -1, status: int = 0, message: str = "") -> None:
         self.request = request
@@ -32,12 +32,12 @@ class End:
 class Outcome:
     def __init__(self, ends: list[End], logged: list[Request], late: list[Request]) -> None:
         self.ends = ends
-        self.logged = logged  # have new logprobs
-        self.late = late  # were preempted, and have a new token all the same
+        self.logged = logged  # requests with new logprobs
+        self.late = late  # preempted requests that still got a token
 
 
 class ResultReader:
-    """Enters results into the slot table. A row whose request does not have the slot any more is dropped."""
+    """Applies results to the slot table. A row is dropped if its request has ended, and goes to the request if that was preempted."""
 
     def __init__(self, slots: SlotTable, planner: Planner, counters: Counters, max_row_tokens: int) -> None:
         self._slots = slots
@@ -46,7 +46,7 @@ class ResultReader:
         self._max_row_tokens = max_row_tokens
 
     def take(self, planned: Planned, result: StepResult) -> Outcome:
-        """Append the tokens and say which requests end by them. BrokenReplica if the result does not fit the plan."""
+        """Append the tokens, and return the requests that they end. BrokenReplica if the result does not fit the plan."""
         rows, ids = planned.sampling_slots, result.ids
         has_one_each = len(ids) == len(rows) and result.counts.tobytes() == ONE * len(rows)
         if not has_one_each:
@@ -79,7 +79,7 @@ class ResultReader:
             raise BrokenReplica(f"The result of step {result.step} has wrong counts of ids: {counts.tolist()}.")
 
     def _append_any(self, planned: Planned, result: StepResult, alive: NDArray[np.bool_]) -> list[End]:
-        """Rows that have any number of ids: first the first of each, then the second of those that go on, and so on."""
+        """Append any number of ids per row: first the first id of each row, then the second of each row that has not ended, and so on."""
         rows, counts = planned.sampling_slots, result.counts.clip(0)
         places = np.cumsum(counts) - counts
         decoding = alive.copy()
@@ -96,7 +96,7 @@ class ResultReader:
         return ends
 
     def _append_late(self, planned: Planned, result: StepResult) -> tuple[list[Request], list[End]]:
-        """The tokens of requests that were preempted while this step was in flight."""
+        """Append the tokens of requests that were preempted while this step was in flight."""
         if not self._planner.preempted.are_some_away:
             return [], []
         late, ends = [], []
@@ -145,7 +145,7 @@ class ResultReader:
         return End(request, "stop", token) if has_stopped else End(request, "length")
 
     def _log(self, planned: Planned, row: RowLogprobs) -> Request | None:
-        """Keep the row's logprobs with its request. Comes before the row's token is appended."""
+        """Keep the row's logprobs with its request. Call this before the row's token is appended."""
         slot = row.slot
         incarnation = planned.extends.get(slot)
         if incarnation is None:
@@ -169,6 +169,6 @@ class ResultReader:
 
 
 def is_stop(request: Request, token: int) -> bool:
-    """Is this one of the ids that the request stops at?"""
+    """Return whether the request stops at this id."""
     stops = request.stop_ids
     return any(id_at(stops, i) == token for i in range(len(stops) // ITEM))
