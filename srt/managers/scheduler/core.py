@@ -1,4 +1,4 @@
-"""What a scheduler holds once its workers have said how much they hold: slots, memory, plans, and the stream to the workers."""
+"""Parts of a scheduler that are built once its workers have reported their capacity: slots, memory, planner, and stream of work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLOAT32_CODE: Final = CODES[FLOAT32]
 
 
 class SchedulerCore:
-    """The parts, built from what all ranks agree on; and the answers to questions about their limits and their state."""
+    """The scheduler's parts, built from values that all ranks agree on. It answers questions about their limits and state."""
 
     def __init__(self, args: ServerArgs, hello: WorkerHello) -> None:
         self._hello = hello
@@ -66,7 +66,7 @@ class SchedulerCore:
         self.max_request_tokens = min(hello.max_request_tokens, self.max_total_num_tokens)
 
     def facts(self) -> dict[str, Scalar]:
-        """For the start-up report and /server_info."""
+        """Return facts for the start-up report and /server_info."""
         return {
             "max_total_num_tokens": self.max_total_num_tokens,
             "max_request_tokens": self.max_request_tokens,
@@ -83,14 +83,14 @@ class SchedulerCore:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing waits or runs, and no step is out."""
+        """True if nothing waits or runs, and no step is in flight."""
         return not (self.stream.num_in_flight or self.slots.num_used or self.planner.num_waiting)
 
     def load(self) -> Load:
         return Load(self.slots.num_used, self.planner.num_waiting, self.memory.num_free, self.counters.num_steps)
 
     def reason_to_refuse(self, message: RequestView, requests: list[Request]) -> tuple[int, str] | None:
-        """Status and sentence if this request cannot be taken, ever or now; None if it can. `requests` are its choices."""
+        """Return the status and sentence of a refusal, for now or for ever, or None to accept. `requests` are the message's choices."""
         broken = _what_is_broken(message, requests)
         if broken is not None:
             return 400, broken
@@ -108,14 +108,14 @@ class SchedulerCore:
         return None
 
     def reason_to_refuse_ids(self, ids: bytes) -> str | None:
-        """A sentence about a request that has these, or several, joined; None if the workers' model knows all of them."""
-        unsigned = np.frombuffer(ids, np.uint32)  # so one look finds negative ones too
+        """Return a sentence if one of these ids is outside the model's vocabulary, else None. The ids may be those of several requests."""
+        unsigned = np.frombuffer(ids, np.uint32)  # so that negative ids are too large as well
         if int(unsigned[unsigned.argmax()]) < self._hello.vocab_size:
             return None
         return f"A token id lies outside the vocabulary of {self._hello.vocab_size}."
 
     def flush(self, call: int, *, is_paused: bool) -> ControlReply:
-        """Forget the prefix cache, unless a request is there that uses it, or will at once. Workers need not know."""
+        """Empty the prefix cache, unless a request uses it now or will at once. Workers need not be told."""
         num_running, num_waiting = self.slots.num_used, self.planner.num_waiting
         if num_running or (num_waiting and not is_paused):
             reason = f"The cache cannot be flushed while {num_running} requests run and {num_waiting} wait."
@@ -147,7 +147,7 @@ class SchedulerCore:
 
 
 def _what_is_broken(message: RequestView, requests: list[Request]) -> str | None:
-    """A sentence about a request that no frontend should have sent."""
+    """Return what is wrong with a malformed request, which no frontend should send, or None."""
     num_choices = len(message.choices) // ITEM
     if num_choices == 0 or num_choices != len(requests):
         return f"{num_choices} choices came with {len(requests)} lists of output ids."
@@ -171,7 +171,7 @@ def _what_is_broken(message: RequestView, requests: list[Request]) -> str | None
 
 
 def _can_workers_decode(request: Request) -> bool:
-    """A part of an id in what they are sent unseen would be the end of the core."""
+    """Return whether arrays that are passed on undecoded hold whole ids: a part of one would end the engine."""
     sampling = request.sampling
     values = sampling.bias_values
     biases: bytes = sampling.bias_ids

@@ -1,4 +1,4 @@
-"""The scheduler's counters where others can read them at any time, and a line now and then that says how the engine does."""
+"""Publication of the scheduler's counters in shared memory, and the status lines of the log."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from srt.utils.shared_numbers import SharedNumbers
 
 PUBLISH_S = 0.25
 STEP_MS = (1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000)
-STATUS_S = 10.0  # between two lines, while anything happens
-RATE_S = 5.0  # over which tokens per second are counted
+STATUS_S = 10.0  # between two status lines, while steps run
+RATE_S = 5.0  # period of the tokens per second
 
 logger = logging.getLogger(__name__)
 
 
 class EngineStatus:
-    """`counters` are the Scheduler's own; they are looked at every PUBLISH_S at most."""
+    """Publishes the Scheduler's counters, at most every PUBLISH_S, and logs status lines."""
 
     def __init__(self, run_dir: str | Path, decode_log_interval: int | None) -> None:
-        """A line every `decode_log_interval` steps, if that is given, whatever --log-level says."""
+        """Log a line every `decode_log_interval` steps, if that is given, whatever --log-level says."""
         if decode_log_interval is not None:
             logger.setLevel(logging.INFO)
         self._path = Path(run_dir) / ENGINE_STATE_FILE
@@ -38,7 +38,7 @@ class EngineStatus:
         self._last_throughput = 0.0
         self._hit_rate = 0.0
         self._values: Mapping[str, float] = {}  # the latest
-        self._before: Mapping[str, float] = {}  # the next line is about what came since
+        self._before: Mapping[str, float] = {}  # the next line reports changes since then
         self._before_s = 0.0
         self._logged_s = float("-inf")
 
@@ -47,11 +47,11 @@ class EngineStatus:
 
     @property
     def due_s(self) -> float:
-        """When what changed since the last time may be published."""
+        """Time from which new values may be published."""
         return self._published_s + PUBLISH_S
 
     def take_step(self, step_us: int) -> None:
-        """A worker has reported a step that took so long."""
+        """Record the duration of a step, as a worker reported it."""
         self._step_ms.take(step_us / 1000)
         self._step_us += step_us
 
@@ -63,13 +63,13 @@ class EngineStatus:
             self._numbers = SharedNumbers.fresh(self._path, values)
         for place, value in enumerate(values.values()):
             self._numbers.cells[place] = value
-        if not self._values.get("num_running"):  # the time in which nothing happened does not count
+        if not self._values.get("num_running"):  # idle time does not count
             self._before, self._before_s = self._values or values, max(self._published_s, now_s - PUBLISH_S)
         self._values, self._published_s = values, now_s
         self._log(values, now_s)
 
     def _rates(self, values: Mapping[str, float], now_s: float) -> dict[str, float]:
-        """What the last seconds were like. No tokens per second when nothing runs."""
+        """Return the rates of the last RATE_S seconds. Tokens per second are 0 when nothing runs."""
         recent = self._recent
         recent.append((now_s, values))
         while now_s - recent[0][0] > RATE_S:
@@ -106,7 +106,7 @@ class EngineStatus:
 
 
 def _status(before: Mapping[str, float], now: Mapping[str, float], seconds: float) -> tuple[str, dict[str, float]]:
-    """What happened in between, as a sentence and as numbers."""
+    """Return a sentence and numbers about the changes from `before` to `now`."""
 
     def added(name: str) -> float:
         return now[name] - before[name]

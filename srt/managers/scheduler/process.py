@@ -1,4 +1,4 @@
-"""The scheduler's process: sockets and supervisor around the Scheduler, which decides everything.
+"""The scheduler's process: it connects the Scheduler, which decides everything, to its sockets and its supervisor.
 
 python -m srt.managers.scheduler        (started by the supervisor)
 """
@@ -45,17 +45,17 @@ from srt.utils.compiled import is_compiled
 from srt.utils.errors import StartError
 from srt.utils.host import usable_cores
 
-MAX_MESSAGES_AT_ONCE = 512  # from frontends, before the next plan is made
-LINGER_MS = 500  # for last messages to leave
-AWAKE_S = 1e-3  # between steps that take less it does not sleep: to wake would take a good part of one
-SPARE_CORES = 2  # beside one for each process, where it does so
-OVERSLEPT_S = 2.0  # who wakes so much too late was stopped from outside
+MAX_MESSAGES_AT_ONCE = 512  # from frontends, before the next plan
+LINGER_MS = 500  # time for the last messages to leave
+AWAKE_S = 1e-3  # between steps shorter than this the process does not sleep: waking up would take a good part of one
+SPARE_CORES = 2  # that the host must have beside one for each process, for this process to stay awake
+OVERSLEPT_S = 2.0  # waking later than planned by this much means that this process was stopped from outside
 
 logger = logging.getLogger(__name__)
 
 
 class Links:
-    """What a scheduler's process hears: its frontends, its workers, and its supervisor by a descriptor."""
+    """The links on which a scheduler receives: its frontends, its workers, and the descriptor of its supervisor."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], start: ChildStart, supervisor: int) -> None:
         remove_sockets(start.run_dir, start.generation - 1)
@@ -67,18 +67,18 @@ class Links:
             self._poller.register(source, zmq.POLLIN)
 
     def wait(self, timeout_ms: int | None) -> bool:
-        """Until there is a message, but no longer than this. True if there is one."""
+        """Wait for a message, at most `timeout_ms` if given. Return True if there is one."""
         return bool(self._poller.poll(timeout_ms))
 
     def close(self) -> None:
-        """Let what was sent last leave."""
+        """Close the sockets, with some time for the last messages to leave."""
         for link in (self.frontends, self.workers):
             link.socket.setsockopt(zmq.LINGER, LINGER_MS)
             link.socket.close()
 
 
 class SchedulerProcess:
-    """Moves messages: from the links into the Scheduler, its effects back onto the links."""
+    """Moves messages from the links into the Scheduler, and its effects back onto the links."""
 
     def __init__(
         self, child: Child, links: Links, status: EngineStatus, now: Callable[[], float] = time.monotonic
@@ -97,14 +97,14 @@ class SchedulerProcess:
         self._status = status
         self._is_unpublished = False
         self._stop_at: float | None = None
-        self._is_lost = False  # the workers are
+        self._is_lost = False  # True once the workers are lost
         self._busy_since: float | None = None
         num_processes = len(children_of(start.num_frontends, start.args.tp_size)) + 1
-        self._has_core = usable_cores() >= num_processes + SPARE_CORES  # for itself, also while it has no work
-        self._awake_until_s = 0.0  # before that it does not sleep
+        self._has_core = usable_cores() >= num_processes + SPARE_CORES  # so it may poll without sleep
+        self._awake_until_s = 0.0  # it does not sleep before this time
 
     def run(self) -> None:
-        """Serve until the supervisor says Stop and all is done. StartError if the workers cannot go on."""
+        """Serve until the supervisor says Stop and all is done. StartError if the workers cannot continue."""
         try:
             self._serve()
         except StartError:
@@ -121,7 +121,7 @@ class SchedulerProcess:
             self._take_turn()
 
     def _take_turn(self) -> None:
-        """Hear what has come, and do what follows."""
+        """Receive the messages that have come, and do what follows from them."""
         self._busy_since = self._now()
         self._hear_supervisor()
         self._hear_workers()
@@ -129,17 +129,17 @@ class SchedulerProcess:
             return
         self._hear_frontends()
         while self._tick():
-            pass  # a frontend has gone, and left room for others
+            pass  # a frontend is gone, which leaves room for other requests
         self._check_deadline()
         self._publish()
         self._busy_since = None
 
     def _say_last_words(self) -> None:
-        """Its workers are lost: frontends are told what those were at. A defect of its own is no request's fault, and told to nobody."""
+        """Tell frontends which requests the lost workers had. Not after a defect of this process itself, which is no request's fault."""
         self._apply(self._scheduler.last_words())
 
     def progress_age_s(self) -> float:
-        """How long the messages at hand have been worked on. Called by the heartbeat's thread."""
+        """Return the seconds for which the present messages have been worked on. Called by the heartbeat's thread."""
         since = self._busy_since
         return 0.0 if since is None else self._now() - since
 
@@ -149,14 +149,14 @@ class SchedulerProcess:
         return self._apply(self._scheduler.tick(now, watch))
 
     def _publish(self) -> None:
-        """Leave the counters where others look, if it is time."""
+        """Publish the counters, if it is time."""
         now = self._now()
         self._is_unpublished = not self._status.is_due(now)
         if not self._is_unpublished and (counters := self._scheduler.counters()) is not None:
             self._status.publish(counters, now)
 
     def _wait(self) -> None:
-        """Until there is a message, or time alone brings something to do."""
+        """Wait for a message, or until time alone brings something to do."""
         while self._now() < self._awake_until_s:
             if self._links.wait(0):
                 return
@@ -235,7 +235,7 @@ class SchedulerProcess:
             self._trace.heard(number, message, now)
 
     def _meet(self, peer: bytes, number: int) -> None:
-        """From now on this peer is that frontend, and no other is."""
+        """Record that this peer is now the frontend `number`, and no other peer is."""
         before = self._peer_of_frontend.pop(number, None)
         if before is not None:
             del self._frontend_of_peer[before]
@@ -249,7 +249,7 @@ class SchedulerProcess:
     # ---- Effects out
 
     def _apply(self, effects: list[Effect]) -> bool:
-        """Do what the Scheduler asks for. True if a frontend turned out to be gone."""
+        """Carry out the Scheduler's effects. Return True if a frontend turned out to be gone."""
         is_gone = False
         for effect in effects:
             match effect:
@@ -267,7 +267,7 @@ class SchedulerProcess:
         return is_gone
 
     def _settle(self) -> None:
-        """What is here now stays: no collection looks at it again."""
+        """Exempt all present objects, which stay, from garbage collection."""
         gc.collect()
         gc.freeze()
 
@@ -280,10 +280,10 @@ class SchedulerProcess:
                 raise StartError(f"Worker {rank} is gone.") from error
 
     def _send_to_frontend(self, number: int, message: Message) -> bool:
-        """False if it is gone; then it is forgotten, too."""
+        """Send a message. Return False if the frontend turns out to be gone; then forget it."""
         peer = self._peer_of_frontend.get(number)
         if peer is None:
-            return True  # an effect from before it was found gone
+            return True  # the effect is from before the frontend was found gone
         now = self._now()
         try:
             self._frontends.send(peer, message)
@@ -305,7 +305,7 @@ class SchedulerProcess:
     # ---- The end
 
     def _has_ended(self) -> bool:
-        """After Stop: when nothing is left to do; or at the end of the grace, when the rest was aborted and said so."""
+        """Return True after Stop if nothing is left to do, or if the grace period is over; then abort the rest and tell its frontends."""
         if self._stop_at is None:
             return False
         if not self._scheduler.is_ready or self._scheduler.is_drained:
@@ -317,7 +317,7 @@ class SchedulerProcess:
         return True
 
     def _timeout_ms(self) -> int | None:
-        """Sleep until a message comes, unless time alone will bring something to do."""
+        """Return the time to sleep if no message comes: until time alone brings something to do, or None without limit."""
         now = self._now()
         publish_s = self._status.due_s if self._is_unpublished else None
         due = (self._stop_at, self._scheduler.next_tick_s, self._deadline.due_s, publish_s)

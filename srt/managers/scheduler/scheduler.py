@@ -1,10 +1,10 @@
-"""The scheduler of one core, as a state machine: messages in, effects out. No clock, no sockets, no randomness.
+"""The scheduler of one engine, as a state machine: messages in, effects out. No clock, no sockets, no randomness.
 
     effects = scheduler.handle(source, message, now)      for every message that has arrived
-    effects = scheduler.tick(now)                         when there are no more: plans the next steps, sends what is due
+    effects = scheduler.tick(now)                         when there are no more: plans steps, sends what is due
 
-What happens to a request: Waiting (WaitingQueue) -> running in a slot (Planner, SlotTable) -> ended (Outbox), and forgotten when
-its frontend has acknowledged the end.
+The life of a request: waiting (WaitingQueue) -> running in a slot (Planner, SlotTable) -> ended (Outbox). It is forgotten when its
+frontend has acknowledged the end.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ from srt.protocol.views import FromFrontendView, RequestView
 from srt.server_args import ServerArgs
 
 LOAD_INTERVAL_S = 0.2
-CAPTURE_AFTER_S = 0.5  # from the workers' hello on, with nothing to do: the first token waits for no graph
-CAPTURE_REST_S = 0.1  # from the last step on: whoever asks again as soon as it is answered waits for none; or until kernels are compiled
+# Idle workers capture graphs, but no sooner than this:
+CAPTURE_AFTER_S = 0.5  # after their hello, so that the first token waits for no graph
+CAPTURE_REST_S = 0.1  # after a step, for clients that ask again at once; or after a try that lacked kernels
 PAUSE_MODES = ("abort", "retract", "in_place")
 _FROM_FRONTEND = (
     FrontendHello,
@@ -72,7 +73,7 @@ _FROM_WORKER = (WorkerHello, StepResult, StepAck, WorkDone, WorkerFault)
 
 
 class Scheduler:
-    """All decisions about all requests of a core."""
+    """Decides everything about the requests of an engine."""
 
     def __init__(self, args: ServerArgs, protocol_hash: str) -> None:
         self._args = args
@@ -81,18 +82,18 @@ class Scheduler:
         self._core: SchedulerCore | None = None
         self._clients: dict[int, Client] = {}
         self._labels = Labels()
-        self._early: list[tuple[int, FromFrontendView]] = []  # came before the workers were ready
-        self._arrived: list[Request] = []  # since the last tick: their ids are still to be looked at
+        self._early: list[tuple[int, FromFrontendView]] = []  # messages from before the workers were ready
+        self._arrived: list[Request] = []  # since the last tick: their ids are not checked yet
         self._next_serial = 1
         self._is_draining = False
-        self._paused_by: set[int] = set()  # frontends: a pause ends with the one that asked for it
+        self._paused_by: set[int] = set()  # frontends; a pause ends at the latest with its frontend
         self._now = 0.0
         self._end_rate = EndRate()
-        self._asked_to_pause: list[tuple[Client, int]] = []  # with the call, until no step is in flight
+        self._asked_to_pause: list[tuple[Client, int]] = []  # with the call; answered when no step is in flight
         self._asked_deep: list[tuple[Client, int]] = []  # with the call
         self._last_load: tuple[float, Load] | None = None
-        self._capture_from_s = 0.0  # of idle workers
-        self._compiling_until_s = 0.0  # as far as is known, when they were asked to capture what has no kernels yet
+        self._capture_from_s = 0.0  # idle workers capture graphs from this time on
+        self._compiling_until_s = 0.0  # the next graph lacked kernels: no capture before this
         self._deadlines = Deadlines(args.request_waiting_timeout, args.request_running_timeout)
 
     # ---- For the host process
@@ -103,14 +104,14 @@ class Scheduler:
 
     @property
     def is_drained(self) -> bool:
-        """Nothing waits or runs, no step is out, and all that frontends are owed was sent."""
+        """True if nothing waits or runs, no step is in flight, and all ends were sent to their frontends."""
         if self._core is None:
             return not self._early
         return self._core.is_idle and all(client.outbox.is_sent for client in self._clients.values())
 
     @property
     def next_tick_s(self) -> float | None:
-        """When `tick` has something to do though no message has come; None: not before one comes."""
+        """Time at which `tick` has work even if no message comes; None if only a message brings work."""
         if self._core is None:
             return None
         times: list[float | None] = []
@@ -124,16 +125,16 @@ class Scheduler:
         return min((at for at in times if at is not None), default=None)
 
     def counters(self) -> dict[str, Scalar] | None:
-        """All that is counted; None before the workers are ready."""
+        """Return all counters; None before the workers are ready."""
         return None if self._core is None else self._core.state()
 
     def request_in(self, slot: int) -> Request:
-        """Who runs in a slot that the latest plan has used."""
+        """Return the request that runs in a slot which the latest plan has used."""
         assert self._core is not None, "there are no slots yet"
         return self._core.planner.request_in(slot)
 
     def handle(self, source: Source, message: Message | RequestView, now: float) -> list[Effect]:
-        """Take in one message. Its consequences are sent at once where it asks for an answer, else by the next `tick`."""
+        """Apply one message and return the answers that it asks for. Its other consequences come with the next `tick`."""
         self._now = now
         if isinstance(source, Frontend):
             if not isinstance(message, RequestView) and not isinstance(message, _FROM_FRONTEND):
@@ -151,7 +152,7 @@ class Scheduler:
     def tick(self, now: float, watch: Callable[[StepPlan], None] | None = None) -> list[Effect]:
         """Plan steps until the window is full, then send the frontends what is new.
 
-        `watch` is shown each plan while `request_in` still says who is in it.
+        `watch` is called with each plan while `request_in` still finds the plan's requests.
         """
         self._now = now
         if self._core is None:
@@ -165,7 +166,7 @@ class Scheduler:
         return effects
 
     def frontend_gone(self, number: int) -> None:
-        """The frontend is not there any more: its requests end, and nobody is told."""
+        """Forget a frontend that is gone. Its requests are aborted without a message."""
         client = self._clients.pop(number, None)
         self._paused_by.discard(number)
         self._early = [(frontend, message) for frontend, message in self._early if frontend != number]
@@ -174,7 +175,7 @@ class Scheduler:
                 self._abort(request, tell=False)
 
     def last_words(self) -> list[Effect]:
-        """The engine ends before its time: what frontends are owed, and whose rows the workers were at."""
+        """Return the last messages of an engine that ends early: unsent tokens and ends, and the requests that were in unanswered steps."""
         core = self._core
         if core is None:
             return []
@@ -189,12 +190,12 @@ class Scheduler:
         return effects
 
     def drain(self) -> None:
-        """Take no new requests from now on, and finish those that are here."""
+        """Accept no new requests from now on, but finish the present ones."""
         self._paused_by.clear()
         self._is_draining = True
 
     def abort_all(self) -> int:
-        """Abort everything that has not ended. Returns how many choices that were."""
+        """Abort all requests that have not ended, and return the number of choices aborted."""
         return self._abort_live([request for client in self._clients.values() for request in client.all_requests()])
 
     def break_off(self) -> list[Effect]:
@@ -203,7 +204,7 @@ class Scheduler:
         return [] if self._core is None else self._send_batches(self._core, is_last=True)
 
     def check(self) -> None:
-        """AssertionError if anything that this object holds contradicts itself."""
+        """Raise AssertionError if the scheduler's state contradicts itself."""
         core = self._core
         if core is None:
             return
@@ -237,7 +238,7 @@ class Scheduler:
                 return []
             case AbortLabel(call, label):
                 num_aborted = self._abort_live(self._labels.named(label)) if label else self.abort_all()
-                # The others may have such a request on its way to us.
+                # Requests with this label may be on their way from other frontends.
                 others: list[Effect] = [ToFrontend(other, message) for other in self._clients if other != number]
                 return [ToFrontend(number, ControlReply(call, True, "", {"num_aborted": num_aborted})), *others]
             case AckBatch(batch):
@@ -276,7 +277,7 @@ class Scheduler:
             return [ToFrontend(number, Rejected(reason))]
         self.frontend_gone(number)
         self._clients[number] = Client(number)
-        self._last_load = None  # what this one is told now the others are told with the next tick
+        self._last_load = None  # the greeting tells this one the load, the next tick tells all
         return [] if self._core is None else self._core.greeting(number)
 
     def _accept(self, core: SchedulerCore, client: Client, message: RequestView, now: float) -> list[Effect]:
@@ -302,7 +303,7 @@ class Scheduler:
     def _reason_to_refuse(
         self, core: SchedulerCore, message: RequestView, requests: list[Request]
     ) -> tuple[int, str] | None:
-        """Status and sentence, or None: welcome."""
+        """Return the status and sentence of a refusal, or None to accept the request."""
         if self._is_draining and not message.resumed:
             return 503, "The server is shutting down."
         if self._labels.is_taken(message.label) and not message.resumed:
@@ -310,7 +311,7 @@ class Scheduler:
         return core.reason_to_refuse(message, requests)
 
     def _refuse_unknown_ids(self, core: SchedulerCore) -> list[Effect]:
-        """Of those that have arrived since the last tick: looked at one by one only if there is any such id."""
+        """Refuse requests with unknown ids, of those since the last tick. They are checked together, and singly only if any is unknown."""
         arrived, self._arrived = self._arrived, []
         if not arrived or core.reason_to_refuse_ids(b"".join([request.id_bytes for request in arrived])) is None:
             return []
@@ -318,7 +319,7 @@ class Scheduler:
         for request in arrived:
             reason = core.reason_to_refuse_ids(request.id_bytes)
             client = self._clients.get(request.frontend)
-            # Ended: aborted meanwhile, which is told as that, or refused with another choice.
+            # An ended one was aborted meanwhile, and is reported as that, or was refused with another choice.
             if reason is None or client is None or request.status is Status.ENDED:
                 continue
             effects.append(ToFrontend(client.number, Refused(request.rid, 400, reason)))
@@ -333,7 +334,7 @@ class Scheduler:
         return self._end_rate.retry_after_s(core.planner.num_waiting, self._now)
 
     def _end_if_complete(self, request: Request) -> None:
-        """A resumed request may have all its tokens already: only the word that it ended was lost."""
+        """End a resumed request that has all its tokens already: only the message about its end was lost."""
         count = request.num_output
         if count and is_stop(request, last := id_at(request.outputs, count - 1)):
             self._end(request, "stop", matched=last)
@@ -343,7 +344,7 @@ class Scheduler:
     def _send_again(self, core: SchedulerCore, client: Client, ask: AskRange) -> list[Effect]:
         request = client.find(ask.rid, ask.choice)
         if request is None:
-            return []  # it was aborted, or its end acknowledged, as the question travelled
+            return []  # it was aborted, or its end acknowledged, while the message travelled
         first = max(ask.first, 0)
         request.send_logs_again(first)
         if request.has_unsent_logs:
@@ -363,7 +364,7 @@ class Scheduler:
     def _end(
         self, request: Request, reason: str, matched: int = -1, status: int = 0, message: str = "", *, tell: bool = True
     ) -> None:
-        """The one place where a choice ends: it leaves the planner, and its frontend is told."""
+        """End a choice: it leaves the planner, and its frontend is told. This is the only place where a choice ends."""
         assert self._core is not None
         self._core.planner.end(request, keep_prefix=status != 500)
         self._labels.leave(request)
@@ -394,7 +395,7 @@ class Scheduler:
         return len(live)
 
     def _abort(self, request: Request, *, tell: bool) -> None:
-        """It is in no plan made after this. A request that has ended stays as it ended."""
+        """Abort a request: no plan made after this contains it. A request that has ended stays as it ended."""
         if request.status is Status.ENDED:
             return
         assert self._core is not None
@@ -459,7 +460,7 @@ class Scheduler:
             self._clients[request.frontend].outbox.add_waiting(request)
         core.planner.note_answered(planned, result.step_us)
 
-    # ---- What a tick does
+    # ---- Parts of a tick
 
     def _end_overdue(self, core: SchedulerCore, now: float) -> None:
         for request, reason in list(self._deadlines.overdue(core.planner.started(), now)):
@@ -494,14 +495,14 @@ class Scheduler:
         return effects
 
     def _may_capture(self, core: SchedulerCore, now: float) -> bool:
-        """Whether nobody would wait for it now. Who comes while it is under way waits for this one alone."""
+        """Return whether a capture would delay no request now. A request that arrives during it waits for this one capture only."""
         return core.stream.can_capture and now >= self._capture_from_s and self._has_nothing_to_do(core)
 
     def _has_nothing_to_do(self, core: SchedulerCore) -> bool:
         return core.is_idle or (bool(self._paused_by) and not core.stream.num_in_flight)
 
     def _answer_pauses(self) -> list[Effect]:
-        """No step is in flight, or somebody has let generation go on before that."""
+        """Answer the calls to pause: no step is in flight, or generation was continued before that."""
         refusal = "" if self._paused_by else "Generation was continued before its last step had ended."
         if self._is_draining and not self._paused_by:
             refusal = "The server is ending, and finishes what runs."
@@ -537,14 +538,14 @@ class Scheduler:
     # ---- Control
 
     def _is_here(self, client: Client) -> bool:
-        """False for one that has gone, also where another came under its number: that one numbers its calls anew."""
+        """Return whether this client is still connected. A new one with its number does not count: it numbers its calls anew."""
         return self._clients.get(client.number) is client
 
     def _pause(self, core: SchedulerCore, client: Client, call: int, mode: str) -> list[Effect]:
         number = client.number
         if mode not in PAUSE_MODES:
             return [ToFrontend(number, ControlReply(call, False, f"mode must be one of {', '.join(PAUSE_MODES)}.", {}))]
-        if not self._is_draining:  # what runs is to end, also for a pause that was asked for before
+        if not self._is_draining:  # while draining, all requests must finish, so nothing is paused
             self._paused_by.add(number)
         if mode == "abort":
             self.abort_all()

@@ -1,4 +1,4 @@
-"""The scheduler's part of a trace: requests that wait and run, plans, results, and the tokens that are sent."""
+"""The scheduler's part of a trace: waiting and running requests, plans, results, and sent tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from srt.mem_cache.radix_cache import ITEM
 from srt.protocol.messages import Abort, PlanSection, StepPlan, StepResult, TokenBatch
 from srt.protocol.views import RequestView
 
-MAX_NAMES = 32  # of requests that decode, on one step
+MAX_NAMES = 32  # names of decoding requests on one step
 
 
 class SchedulerTrace:
-    """Callers ask `is_on` first, but of `answered`. `request_in` says who has a slot."""
+    """Records the scheduler's events. Callers check `is_on` first, except for `answered`. `request_in` finds the request in a slot."""
 
     def __init__(self, tracer: Tracer, control: ControlWords, request_in: Callable[[int], Request]) -> None:
         self._tracer = tracer
         self._control = control
         self._request_in = request_in
-        self._open: dict[int, str] = {}  # whether a request waits or runs, as the trace with this number tells it
+        self._open: dict[int, str] = {}  # by request number: its state in the trace `_number`
         self._number = 0
         self._planning_since_s = 0.0
 
@@ -36,7 +36,7 @@ class SchedulerTrace:
             self._open.clear()
         number = request_number(frontend, message.rid)
         if isinstance(message, Abort):
-            if message.choice <= 0:  # all, or the one whose states are shown
+            if message.choice <= 0:  # all choices, or choice 0, whose states are shown
                 self._tracer.slice("abort", began_s)
                 self._leave(number, began_s, reason="abort")
             return
@@ -45,7 +45,7 @@ class SchedulerTrace:
         self._enter(number, "waiting", began_s)
 
     def watch_tick(self, began_s: float) -> Callable[[StepPlan], None]:
-        """To be called with each plan of the tick that begins now, before the next is made: that one may preempt who is in this."""
+        """Return a function to call with each plan of the tick that begins now, before the next plan, which may preempt its requests."""
         self._planning_since_s = began_s
         return self._planned
 
@@ -54,7 +54,7 @@ class SchedulerTrace:
         self._plan(plan, began_s, self._planning_since_s)
 
     def answered(self, result: StepResult, began_s: float) -> None:
-        """Called for every step: one may have been told to begin a recording."""
+        """Record a result. Called for every step, because a recording may begin after a number of steps."""
         if self.is_on:
             self._tracer.slice("result", began_s, step=result.step, num_tokens=len(result.ids), step_us=result.step_us)
             self._tracer.arrow("f", STEP, result.step, began_s)

@@ -1,4 +1,4 @@
-"""The numbered stream of work to the ranks of a core, and their answers: each rank answers every item once, in order."""
+"""The numbered stream of work to an engine's ranks, and their answers: each rank answers every item once, in order."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from srt.protocol.messages import Scalar, StepAck, StepResult, WorkDone, WorkerH
 
 
 class BrokenReplica(Exception):
-    """The workers cannot be trusted any more; the sentence says why."""
+    """Raised when the workers cannot be trusted any more; the sentence says why."""
 
 
 @dataclass(slots=True)
 class Inspection:
-    """A question about the workers' tables on its way through the stream."""
+    """A comparison of the workers' tables with the scheduler's, on its way through the stream."""
 
     client: Client
     call: int
-    tables_hash: str  # what the scheduler itself sent so far
+    tables_hash: str  # of what the scheduler has sent so far
     findings: list[str] = field(default_factory=list)
-    values: dict[str, Scalar] = field(default_factory=dict)  # what worker 0 says of itself
+    values: dict[str, Scalar] = field(default_factory=dict)  # reported by worker 0
 
 
 @dataclass(slots=True)
 class _Item:
     planned: Planned | None = None
-    inspection: Inspection | None = None  # neither: a capture
+    inspection: Inspection | None = None  # if both are None: a capture
     num_answers: int = 0
-    num_graphs_left: int | None = None  # as the first rank that answered says
+    num_graphs_left: int | None = None  # by the first rank that answered
     ids_hash: tuple[int, int] | None = None  # the rank that answered first, and its hash
 
 
 class WorkerStream:
-    """What was sent and not yet answered by all."""
+    """The items that were sent and not yet answered by all ranks."""
 
     def __init__(self, num_ranks: int, num_graphs: int = 0) -> None:
         self._num_ranks = num_ranks
-        self._num_graphs = num_graphs  # that the workers can still capture
+        self._num_graphs = num_graphs  # graphs that the workers can still capture
         self._is_capturing = False
-        self._is_missing_graph = False  # as the last result says
+        self._is_missing_graph = False  # according to the last result
         self._items: deque[_Item] = deque()
         self._first_step = 1  # of _items
         self._next_answer = [1] * num_ranks
@@ -60,7 +60,7 @@ class WorkerStream:
         self._items.append(_Item(inspection=inspection))
 
     def incarnations_in_flight(self) -> set[int]:
-        """Of all rows of the steps that have no answer."""
+        """Return the incarnations of all rows in steps that not every rank has answered."""
         planned = [
             item.planned for item in self._items if item.planned is not None and item.num_answers < self._num_ranks
         ]
@@ -69,22 +69,22 @@ class WorkerStream:
 
     @property
     def is_empty(self) -> bool:
-        """All ranks have answered everything."""
+        """True if all ranks have answered everything."""
         return not self._items
 
     @property
     def num_graphs_left(self) -> int:
-        """Graphs that are still to be captured."""
+        """Number of graphs that are still to be captured."""
         return self._num_graphs
 
     @property
     def can_capture(self) -> bool:
-        """Whether there are graphs to capture and none is being captured: they come one by one, steps go between."""
+        """True if there are graphs to capture and none is being captured: captures come one by one, with steps in between."""
         return self._num_graphs > 0 and not self._is_capturing
 
     @property
     def wants_capture(self) -> bool:
-        """Whether a capture pays even while requests run."""
+        """True if a capture pays even while requests run."""
         return self._is_missing_graph and self.can_capture
 
     def submit_capture(self) -> None:
@@ -92,7 +92,7 @@ class WorkerStream:
         self._is_capturing = True
 
     def take_result(self, rank: int, result: StepResult) -> Planned:
-        """The plan that this is the result of. BrokenReplica if it is not the next one."""
+        """Return the plan that this result belongs to. BrokenReplica if that is not the next one."""
         if rank != 0:
             raise BrokenReplica(f"Worker {rank} sent the result of step {result.step}, which only worker 0 may.")
         planned = self._answer(rank, result.step, result.ids_hash).planned
@@ -109,7 +109,7 @@ class WorkerStream:
             raise BrokenReplica(f"Worker {rank} acknowledged item {ack.step} as a step, which it is not.")
 
     def take_done(self, rank: int, done: WorkDone) -> Inspection | None:
-        """The inspection, once every rank has answered it; None where it was other work."""
+        """Return the inspection once every rank has answered it; None until then, and for other work."""
         item = self._answer(rank, done.step, None)
         if item.planned is not None:
             raise BrokenReplica(f"Worker {rank} reported step {done.step} as other work.")
@@ -127,11 +127,11 @@ class WorkerStream:
 
     def _take_capture(self, rank: int, item: _Item, done: WorkDone) -> None:
         left = done.values.get("num_left")
-        if item.num_graphs_left is None:  # none is left where a capture failed, and all where kernels are not there yet
+        if item.num_graphs_left is None:  # 0: a capture failed; unchanged: it lacked kernels
             item.num_graphs_left = 0 if left == 0 else self._num_graphs - int(left != self._num_graphs)
         if left != item.num_graphs_left:
             raise BrokenReplica(f"Worker {rank} has {left} graphs left to capture, not {item.num_graphs_left}.")
-        if rank == 0:  # its results so far were of steps before this graph
+        if rank == 0:  # its results so far were of steps before this capture
             self._is_missing_graph = False
         if item.num_answers == self._num_ranks:
             self._num_graphs = item.num_graphs_left
@@ -167,7 +167,7 @@ class WorkerStream:
 
 
 class Handshake:
-    """Collects the ranks' first messages, and finds out whether they are one core."""
+    """Collects the ranks' first messages, and checks that the ranks fit together."""
 
     def __init__(self, num_ranks: int, protocol_hash: str) -> None:
         self._num_ranks = num_ranks
@@ -175,7 +175,7 @@ class Handshake:
         self._hellos: dict[int, WorkerHello] = {}
 
     def take(self, hello: WorkerHello) -> WorkerHello | None:
-        """What all ranks agree on, once all are there. BrokenReplica when they do not."""
+        """Return the values that all ranks agree on; None until all ranks have reported. BrokenReplica if they disagree."""
         if not 0 <= hello.rank < self._num_ranks:
             raise BrokenReplica(f"A worker says that it is rank {hello.rank}, but there are {self._num_ranks} ranks.")
         if hello.rank in self._hellos:
