@@ -59,7 +59,7 @@ class KvMemory:
         return self._allocator.num_free + self.tree.num_evictable
 
     def capacity(self, slot: int) -> int:
-        """Return the positions that the slot could have with all available pages."""
+        """Return the number of positions that the slot could have with all available pages."""
         return (self._slots.num_pages_of(slot) + self.num_available) * self.page_size
 
     def pages_for(self, tokens: int) -> int:
@@ -89,7 +89,7 @@ class KvMemory:
         return has_room
 
     def held_by(self, slot: int) -> int:
-        """Return the pages that the end of its request would free, including shared and promised ones."""
+        """Return the number of pages that the end of the slot's request would free, including shared and promised ones."""
         return self._slots.num_pages_of(slot) + self._promised_to(slot)
 
     def admit(self, request: Request, node: RadixNode, cached: bytes, expected_tokens: int) -> None:

@@ -26,7 +26,7 @@ class _Sent:
 
 
 class Outbox:
-    """A frontend's numbered batches. While 8 are unacknowledged none is sent; the next one then carries everything."""
+    """A frontend's numbered batches. While 8 are unacknowledged none is sent; the next one carries all that came meanwhile."""
 
     def __init__(self) -> None:
         self._next_number = 0
@@ -120,7 +120,7 @@ def _done(request: Request) -> RequestDone:
 
 
 class _Ranges:
-    """The tokens of a batch: those of the slots in `rows`, then those of requests without a slot. Adding them counts as sending."""
+    """The tokens of a batch: those of the slots in `rows`, then those of requests without a slot. Tokens added here count as sent."""
 
     def __init__(self, slots: SlotTable, rows: Int64Array) -> None:
         first = slots.sent[rows]

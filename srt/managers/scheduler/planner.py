@@ -42,7 +42,7 @@ NO_EXTENDS: dict[int, int] = {}
 
 
 class Planner:
-    """Owns the waiting requests and the order of the running ones. Slots and pages are allocated and freed here only."""
+    """Makes the plans. Owns the waiting requests and the order of the running ones, and alone allocates and frees slots and pages."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Planner:
         draft = Draft(min(self._chunk_size, times.most_tokens(num_streams)), times.budget_us(num_streams))
         self._plan_decodes(draft, rows)
         if not must_measure and (self._prefilling or self.num_waiting):
-            # A plan that preempts admits only if nothing runs or is in flight: the preempted requests come first, once they are answered.
+            # A plan that preempts for room admits only if nothing runs or is in flight: preempted requests come first.
             is_all_answered = self._slots.num_used == 0 and self._planned_step == self._answered_step
             self._plan_prompts(step, draft, may_admit=not is_short or is_all_answered)
         times.note_planned(len(rows), draft.num_tokens)

@@ -48,7 +48,7 @@ from srt.utils.host import usable_cores
 MAX_MESSAGES_AT_ONCE = 512  # from frontends, before the next plan
 LINGER_MS = 500  # time for the last messages to leave
 AWAKE_S = 1e-3  # between steps shorter than this the process does not sleep: waking up would take a good part of one
-SPARE_CORES = 2  # that the host must have beside one for each process, for this process to stay awake
+SPARE_CORES = 2  # usable cores needed beyond one per process, for this process to stay awake
 OVERSLEPT_S = 2.0  # waking later than planned by this much means that this process was stopped from outside
 
 logger = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class SchedulerProcess:
         return is_gone
 
     def _settle(self) -> None:
-        """Exempt all present objects, which stay, from garbage collection."""
+        """Exempt all objects that exist now from garbage collection, since they stay until the end."""
         gc.collect()
         gc.freeze()
 
@@ -305,7 +305,7 @@ class SchedulerProcess:
     # ---- The end
 
     def _has_ended(self) -> bool:
-        """Return True after Stop if nothing is left to do, or if the grace period is over; then abort the rest and tell its frontends."""
+        """Return whether to end. After Stop: when nothing is left to do, or when the grace is over and the rest was aborted."""
         if self._stop_at is None:
             return False
         if not self._scheduler.is_ready or self._scheduler.is_drained:
@@ -317,7 +317,7 @@ class SchedulerProcess:
         return True
 
     def _timeout_ms(self) -> int | None:
-        """Return the time to sleep if no message comes: until time alone brings something to do, or None without limit."""
+        """Return the time to sleep if no message comes: until time alone brings something to do. None: without limit."""
         now = self._now()
         publish_s = self._status.due_s if self._is_unpublished else None
         due = (self._stop_at, self._scheduler.next_tick_s, self._deadline.due_s, publish_s)

@@ -130,7 +130,7 @@ class Request:
         self.num_passed = 0  # later requests admitted before it; counted by lpm only
         self.num_preempted = 0
         self.order: tuple[float, int] = (0.0, serial)  # set by the Ranking
-        self.own_copies = NO_PAGES  # of its first `num_in_tree` pages, those that the tree has as other pages
+        self.own_copies = NO_PAGES  # its own pages among the first `num_in_tree`: the tree has others for the same ids
 
     @property
     def key(self) -> tuple[int, int]:
@@ -178,7 +178,7 @@ class Request:
         self.num_known = len(self.id_bytes) // ITEM
 
     def bytes_with_outputs(self) -> bytes:
-        """Return the ids of the prompt and all outputs. Call this only when it does not run: until then the SlotTable has the outputs."""
+        """Return the ids of the prompt and all outputs. Invalid while the request runs: its outputs are in the SlotTable then."""
         return self.id_bytes[: self.prompt_len * ITEM] + self.outputs
 
     def log(self, chunk: TokenLogprobs) -> None:
