@@ -96,15 +96,15 @@ class SchedulerCore:
             return 400, broken
         request = requests[0]
         if request.priority and not self._has_priorities:
-            return 400, "priority means something only with --enable-priority-scheduling or --schedule-policy priority."
+            return 400, "priority needs the server option --enable-priority-scheduling or --schedule-policy priority."
         if request.max_tokens > self.max_request_tokens:
             return 400, (
-                f"The prompt has {request.prompt_len} tokens and {request.max_new} more are asked for: {request.max_tokens} in all,"
-                f" but a request may have at most {self.max_request_tokens}."
+                f"The prompt has {request.prompt_len} tokens and asks for up to {request.max_new} more: {request.max_tokens} in all,"
+                f" but a request may have at most {self.max_request_tokens}. Shorten the prompt or ask for fewer tokens."
             )
         is_full = self.planner.num_waiting >= self._max_queued + self.slots.num_free
         if is_full and not (message.resumed or message.urgent):
-            return 429, f"{self.planner.num_waiting} requests are waiting already, and at most {self._max_queued} may."
+            return 429, f"The queue is full: {self.planner.num_waiting} requests wait, at most {self._max_queued} may."
         return None
 
     def reason_to_refuse_ids(self, ids: bytes) -> str | None:
@@ -112,13 +112,13 @@ class SchedulerCore:
         unsigned = np.frombuffer(ids, np.uint32)  # so that negative ids are too large as well
         if int(unsigned[unsigned.argmax()]) < self._hello.vocab_size:
             return None
-        return f"A token id lies outside the vocabulary of {self._hello.vocab_size}."
+        return f"A token id is outside the vocabulary of {self._hello.vocab_size}."
 
     def flush(self, call: int, *, is_paused: bool) -> ControlReply:
         """Empty the prefix cache, unless a request uses it now or will at once. Workers need not be told."""
         num_running, num_waiting = self.slots.num_used, self.planner.num_waiting
         if num_running or (num_waiting and not is_paused):
-            reason = f"The cache cannot be flushed while {num_running} requests run and {num_waiting} wait."
+            reason = f"The cache cannot be flushed: {num_running} requests run and {num_waiting} wait. Flush it after they have ended."
             return ControlReply(call, False, reason, {})
         self.memory.flush()
         return ControlReply(call, True, "", {})
@@ -150,17 +150,17 @@ def _what_is_broken(message: RequestView, requests: list[Request]) -> str | None
     """Return what is wrong with a malformed request, which no frontend should send, or None."""
     num_choices = len(message.choices) // ITEM
     if num_choices == 0 or num_choices != len(requests):
-        return f"{num_choices} choices came with {len(requests)} lists of output ids."
+        return f"The request has {num_choices} choices but {len(requests)} lists of output ids."
     if num_choices > 1 and len({request.choice for request in requests}) != num_choices:
-        return "A choice is asked for twice."
+        return "The request has a choice twice."
     for request in requests:
         if request.choice < 0:
-            return f"There is no choice {request.choice}."
+            return f"The request has choice {request.choice}; choices begin with 0."
         if len(request.id_bytes) % ITEM or len(request.outputs) % ITEM:
-            return "A list of ids ends within one."
+            return "The request has a list of ids that is no array of int32."
     request = requests[0]
     if not _can_workers_decode(request):
-        return "An array in its parameters is none."
+        return "sampling or logprobs: expected arrays of int32, and of float32 for bias values."
     if request.seed < 0:
         return f"The seed must not be negative, as {request.seed} is."
     if not request.prompt_len:

@@ -29,7 +29,7 @@ class Deadlines:
             self._by_arrival.popleft()
             yield (
                 first,
-                f"The request has waited for {self._waiting_s:g} s, which is as long as this server lets one wait.",
+                f"The request has waited for {self._waiting_s:g} s, the longest that this server allows.",
             )
         if self._running_s is None:
             return
@@ -37,7 +37,7 @@ class Deadlines:
             if request.started_s is not None and now >= request.started_s + self._running_s:
                 yield (
                     request,
-                    f"The request has run for {self._running_s:g} s, which is as long as this server lets one run.",
+                    f"The request has run for {self._running_s:g} s, the longest that this server allows.",
                 )
 
     def next_s(self, started: list[Request]) -> float | None:

@@ -172,7 +172,7 @@ class KvMemory:
         is_known[in_use] = True
         is_once = self._allocator.num_free + len(in_use) == self.num_pages
         assert is_once and 0 not in is_known.tobytes(), "a page is lost, or has two owners"
-        assert promised == self.num_promised, f"{self.num_promised} pages are promised, to the requests {promised} are"
+        assert promised == self.num_promised, f"{self.num_promised} pages are counted as promised, not {promised}"
 
     def _promised_to(self, slot: int) -> int:
         has, expected = self._slots.num_pages_of(slot), self._expected[slot]

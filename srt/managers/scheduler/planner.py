@@ -598,7 +598,7 @@ class Planner:
         running = self.running()
         self._slots.check()
         self._memory.check(running)
-        assert [r.slot for r in running] == self._slots.used_slots(), "a slot is used by nobody, or by two"
+        assert [r.slot for r in running] == self._slots.used_slots(), "a used slot has no running request, or two"
         in_lists = sorted(
             [r.slot for r in self._prefilling] + [int(s) for s in self._decoding if self._slots.incarnation[s]]
         )

@@ -331,7 +331,7 @@ class SchedulerProcess:
 
 def main(child: Child) -> None:
     if not is_compiled(scheduler_state):
-        logger.info("The scheduler is not compiled, so it takes more than twice the time: `make compile` compiles it.")
+        logger.info("The scheduler is not compiled and takes more than twice the time. `make compile` compiles it.")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     links = Links(context, child.start, child.fileno())
     status = EngineStatus(child.start.run_dir, child.start.args.decode_log_interval)

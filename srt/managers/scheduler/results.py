@@ -71,7 +71,7 @@ class ResultReader:
         counts, num_rows = result.counts, len(planned.sampling_slots)
         if len(counts) != num_rows or int(counts.clip(0).sum()) != len(result.ids):
             raise BrokenReplica(
-                f"The result of step {result.step} has {len(counts)} rows and {len(result.ids)} ids where {num_rows} rows sample."
+                f"The result of step {result.step} has {len(counts)} rows and {len(result.ids)} ids, but {num_rows} rows sample."
             )
         one_each = counts if self._max_row_tokens == 1 else counts[: planned.num_prompt_ends]
         most = counts.max(initial=1)

@@ -138,12 +138,12 @@ class Scheduler:
         self._now = now
         if isinstance(source, Frontend):
             if not isinstance(message, RequestView) and not isinstance(message, _FROM_FRONTEND):
-                rejected = Rejected(f"{type(message).__name__} is no message for a scheduler.")
+                rejected = Rejected(f"A frontend may not send {type(message).__name__} to a scheduler.")
                 return [ToFrontend(source.number, rejected)]
             return self._from_frontend(source.number, message, now)
         rank = source.rank
         if not isinstance(message, _FROM_WORKER):
-            return [Fatal(f"Worker {rank} sent {type(message).__name__}, which is no message for a scheduler.")]
+            return [Fatal(f"Worker {rank} sent {type(message).__name__}, which a worker may not send to a scheduler.")]
         try:
             return self._from_worker(rank, message, now)
         except BrokenReplica as error:
@@ -213,7 +213,7 @@ class Scheduler:
         waiting = [request for request in requests if request.status is Status.WAITING]
         running = [request for request in requests if request.status is Status.RUNNING]
         assert len(waiting) == core.planner.num_waiting, (
-            f"{len(waiting)} wait, planner counts {core.planner.num_waiting}"
+            f"{len(waiting)} requests wait, the planner counts {core.planner.num_waiting}"
         )
         assert sorted(r.slot for r in running) == core.slots.used_slots(), (
             "a slot is used for a request that is forgotten"
@@ -282,7 +282,7 @@ class Scheduler:
 
     def _accept(self, core: SchedulerCore, client: Client, message: RequestView, now: float) -> list[Effect]:
         if client.knows(message.rid):
-            return [ToFrontend(client.number, Rejected(f"Request {message.rid} is here already."))]
+            return [ToFrontend(client.number, Rejected(f"Request {message.rid} exists already."))]
         requests = expand(client.number, message, self._next_serial, now)
         refusal = self._reason_to_refuse(core, message, requests)
         if refusal is not None:
@@ -307,7 +307,7 @@ class Scheduler:
         if self._is_draining and not message.resumed:
             return 503, "The server is shutting down."
         if self._labels.is_taken(message.label) and not message.resumed:
-            return 400, f"A request with the id {message.label!r} is being processed already."
+            return 400, f"A request with the id {message.label!r} is running or waiting already. Use another id."
         return core.reason_to_refuse(message, requests)
 
     def _refuse_unknown_ids(self, core: SchedulerCore) -> list[Effect]:
@@ -503,9 +503,9 @@ class Scheduler:
 
     def _answer_pauses(self) -> list[Effect]:
         """Answer the calls to pause: no step is in flight, or generation was continued before that."""
-        refusal = "" if self._paused_by else "Generation was continued before its last step had ended."
+        refusal = "" if self._paused_by else "Generation did not pause: it was continued before its last step ended."
         if self._is_draining and not self._paused_by:
-            refusal = "The server is ending, and finishes what runs."
+            refusal = "Generation cannot be paused: the server is shutting down and finishes its requests."
         asked, self._asked_to_pause = self._asked_to_pause, []
         return [
             ToFrontend(client.number, ControlReply(call, not refusal, refusal, {}))
@@ -565,7 +565,7 @@ class Scheduler:
         try:
             self.check()
         except AssertionError as error:
-            findings.append(f"the scheduler's own books are wrong: {error}")
+            findings.append(f"the scheduler's state contradicts itself: {error}")
         reply = self._state(core, inspection.call, findings)
         reply.values.update(inspection.values)
         return [ToFrontend(inspection.client.number, reply)]

@@ -177,9 +177,9 @@ class Handshake:
     def take(self, hello: WorkerHello) -> WorkerHello | None:
         """Return the values that all ranks agree on; None until all ranks have reported. BrokenReplica if they disagree."""
         if not 0 <= hello.rank < self._num_ranks:
-            raise BrokenReplica(f"A worker says that it is rank {hello.rank}, but there are {self._num_ranks} ranks.")
+            raise BrokenReplica(f"A worker reports rank {hello.rank}, but there are {self._num_ranks} ranks.")
         if hello.rank in self._hellos:
-            raise BrokenReplica(f"Worker {hello.rank} said hello twice.")
+            raise BrokenReplica(f"Worker {hello.rank} sent WorkerHello twice.")
         if hello.protocol_hash != self._protocol_hash:
             raise BrokenReplica(
                 f"Worker {hello.rank} speaks protocol {hello.protocol_hash}, the scheduler {self._protocol_hash}:"

@@ -260,7 +260,7 @@ def test_a_result_with_a_row_too_few_ends_the_replica() -> None:
     host.say(request(1, PROMPT))
     host.tick()
     host.from_worker(StepResult(1, int32_array(), int32_array(), 0, [], 0))
-    assert host.fatal == "The result of step 1 has 0 rows and 0 ids where 1 rows sample."
+    assert host.fatal == "The result of step 1 has 0 rows and 0 ids, but 1 rows sample."
 
 
 def test_a_workers_last_word_is_passed_on() -> None:
