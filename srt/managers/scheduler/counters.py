@@ -52,7 +52,7 @@ class Counters:
     num_timed_out: int = 0
     num_held_back: int = 0  # times that a request waited for another to compute its prefix
     step_us: int = 0  # sum of the step times that workers report
-    prompt_step_us: int = 0  # of this, steps with prompt tokens
+    prompt_step_us: int = 0  # the part of steps with prompt tokens
     num_prompt_steps: int = 0
     num_computed_prompt_tokens: int = 0  # in these steps
     rows_per_step: Histogram = field(default_factory=lambda: Histogram(1, 4, 16, 64, 256))

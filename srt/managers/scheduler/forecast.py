@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 NUM_REMEMBERED: Final = 128
-NUM_NEEDED: Final = 16  # ends; with fewer, requests are expected to use all that they may
+NUM_NEEDED: Final = 16  # ends; before that, requests are expected to use all that they may
 TENTH_LONGEST: Final = 0.9
 NUM_PARTS: Final = 256  # shares are rounded up to a multiple of 1/256
 NUM_KINDS: Final = 33  # enough for token counts of 64 bits

@@ -89,8 +89,8 @@ class Scheduler:
         self._paused_by: set[int] = set()  # frontends; a pause ends at the latest with its frontend
         self._now = 0.0
         self._end_rate = EndRate()
-        self._asked_to_pause: list[tuple[Client, int]] = []  # with the call; answered when no step is in flight
-        self._asked_deep: list[tuple[Client, int]] = []  # with the call
+        self._asked_to_pause: list[tuple[Client, int]] = []  # clients and calls; answered when no step is in flight
+        self._asked_deep: list[tuple[Client, int]] = []  # clients and calls of GetState with `deep`
         self._last_load: tuple[float, Load] | None = None
         self._capture_from_s = 0.0  # idle workers capture graphs from this time on
         self._compiling_until_s = 0.0  # the next graph lacked kernels: no capture before this

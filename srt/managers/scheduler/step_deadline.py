@@ -26,7 +26,7 @@ class StepDeadline:
         self._timeout_s = timeout_s
         self._num_ranks = num_ranks
         self._items: deque[_Item] = deque()
-        self._begun_s = 0.0  # of the first of _items
+        self._begun_s = 0.0  # when the time of the first item began
 
     @property
     def due_s(self) -> float | None:

@@ -11,7 +11,7 @@ from srt.managers.scheduler.request import Request, Status
 
 Order = tuple[float, int]  # unique, so that a heap never compares the requests themselves
 NUM_COMPARED: Final = 32  # earliest requests, compared by the length of their cached prefix
-NUM_MATCHED_AGAIN: Final = 2  # of these per plan, because the cache changes
+NUM_MATCHED_AGAIN: Final = 2  # of these, matched again in each plan, because the cache changes
 MAX_PASSED: Final = 64  # later requests that may be admitted before a request
 
 
@@ -24,7 +24,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._line: deque[Request] = deque()
-        self._last: Request | None = None  # that joined the line
+        self._last: Request | None = None  # the last request that joined the line
         self._heap: list[tuple[Order, Request]] = []
         self._num_dead = 0
 

@@ -20,7 +20,7 @@ class Inspection:
 
     client: Client
     call: int
-    tables_hash: str  # of what the scheduler has sent so far
+    tables_hash: str  # of the tables as the scheduler has sent them so far
     findings: list[str] = field(default_factory=list)
     values: dict[str, Scalar] = field(default_factory=dict)  # reported by worker 0
 
@@ -30,7 +30,7 @@ class _Item:
     planned: Planned | None = None
     inspection: Inspection | None = None  # if both are None: a capture
     num_answers: int = 0
-    num_graphs_left: int | None = None  # by the first rank that answered
+    num_graphs_left: int | None = None  # reported by the first rank that answered
     ids_hash: tuple[int, int] | None = None  # the rank that answered first, and its hash
 
 
@@ -43,7 +43,7 @@ class WorkerStream:
         self._is_capturing = False
         self._is_missing_graph = False  # according to the last result
         self._items: deque[_Item] = deque()
-        self._first_step = 1  # of _items
+        self._first_step = 1  # number of the first item
         self._next_answer = [1] * num_ranks
         self.num_in_flight = 0  # plans without a result
 
