@@ -20,12 +20,10 @@ CODE = {".py", ".cu", ".cuh", ".js", ".css", ".html"}
 # Longer than allowed, with their lines: an entry goes when its part is split, and none is added.
 LONG_FILES = {
     "srt/managers/scheduler/planner.py": 609,
-    "srt/model_executor/model_runner.py": 712,
 }
 LONG_FUNCTIONS = {
     "srt/managers/scheduler/request.py Request.__init__": 61,
-    "srt/model_executor/model_runner.py ModelRunner.__init__": 68,
-    "srt/server_args.py ServerArgs.check": 72,
+    "srt/server_args.py ServerArgs.check": 70,
 }
 
 # What the field calls penalties and biases, heartbeats, a mailbox, precompiling, the peak step, HTTP types, and the scheduler.
