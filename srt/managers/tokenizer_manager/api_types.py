@@ -1,4 +1,4 @@
-"""What an API hands to the TokenizerManager, and what it gets back. Plain values: no HTTP here, no wire format."""
+"""Input and output types of the TokenizerManager. Plain values: no HTTP here, no wire format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from srt.sampling.sampling_params import SamplingParams
 
 
 class RequestError(Exception):
-    """This request cannot be served, and the client is told why: an HTTP status, a sentence, and the parameter at fault if one is."""
+    """A refusal or failure to report to the client: an HTTP status, a sentence, and the parameter at fault, if any."""
 
     def __init__(
         self, status: int, message: str, parameter: str | None = None, retry_after_s: int | None = None
@@ -23,7 +23,7 @@ class RequestError(Exception):
 
 
 class EngineDied(RequestError):
-    """The engine went away while the request ran."""
+    """The engine has ended, so the request cannot be finished."""
 
     def __init__(self, message: str = "The engine has ended.") -> None:
         super().__init__(503, message)
@@ -32,31 +32,30 @@ class EngineDied(RequestError):
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
     output: bool = False
-    prompt_start: int = -1  # logprobs of the prompt from this token on; -1: none
+    prompt_start: int = -1  # first prompt token to give logprobs for; -1: no prompt logprobs
     top: int = 0
     ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateInput:
-    """One prompt, as text or as token ids (exactly one of them)."""
+    """The input of a request: a prompt, as text or as token ids (exactly one of them), and its options."""
 
     params: SamplingParams
     text: str | None = None
     input_ids: list[int] | None = None
-    rid: str | None = None  # the client's name for it; drawn if absent
+    rid: str | None = None  # the client's name for the request; None: a random one
     logprobs: LogprobRequest = field(default_factory=LogprobRequest)
     cache_salt: str = ""
-    priority: int = 0  # higher goes first, where the server has priorities
-    is_logged: bool = True  # where requests are
+    priority: int = 0  # higher runs first, if the server schedules by priority
+    is_logged: bool = True  # False: not logged even if requests are
     is_counted: bool = True  # in /metrics
-    urgent: bool = False  # goes before all others: for questions about the engine's health
-    stream: bool = False  # its tokens are shown as they come, so none should be late
+    urgent: bool = False  # runs before all others: for health probes
+    stream: bool = False  # tokens are shown as they come, so each should be in time
     wants_prompt_ids: bool = False
     add_special_tokens: bool = True  # False when a chat template already wrote them
-    truncate_prompt_tokens: int | None = (
-        None  # keep so many of the last tokens; -1: as many as leave room for the output
-    )
+    # Number of tokens to keep at the prompt's end; -1: as many as leave room for the output.
+    truncate_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +63,33 @@ class TokenLogprob:
     logprob: float | None  # None for the first token of a prompt
     token_id: int
     top: tuple[tuple[float, int], ...] = ()  # (logprob, token id), best first
-    of_ids: tuple[tuple[float, int], ...] = ()
+    of_ids: tuple[tuple[float, int], ...] = ()  # the same for the ids that were asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
     kind: str  # stop, length or abort
     matched: int | str | None = None  # the stop id, stop string or stop regex that ended it
-    length: int | None = None  # of kind length
-    message: str = ""  # of kind abort
+    length: int | None = None  # only for the kind length
+    message: str = ""  # only for the kind abort
 
 
 class ChoiceTimes(Struct, frozen=True, gc=False):
-    """When what happened to a choice. `arrived_s` is a time of the process's clock, all others are seconds since then."""
+    """Times of a choice's events. `arrived_s` is a time of the process's clock; all others are seconds since then."""
 
     arrived_s: float
     sent_s: float  # to the scheduler
     first_token_s: float | None = None
     last_token_s: float | None = None
-    queue_s: float | None = None  # from the scheduler's having it to its slot
+    queue_s: float | None = None  # wait in the scheduler until the request got a slot
 
 
 class ChoiceUpdate(Struct, frozen=True, gc=False):
-    """News of one choice: what came since its last update. With `finish` it is the last one. A request with n choices ends with the
-    last finish of all. Concatenated text and ids of all updates are the answer. One is made for every chunk."""
+    """The text and tokens of one choice since its last update; one update is made for every chunk.
+
+    The update with `finish` is the choice's last; a request ends when all its choices have finished. The texts and ids of all updates,
+    end to end, are the answer.
+    """
 
     index: int
     text: str
@@ -99,7 +101,7 @@ class ChoiceUpdate(Struct, frozen=True, gc=False):
     rid: str
     finish: Finish | None = None
     output_logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # whole, with the first update of the choice, if asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # all of them, with the first update of the choice, if asked for
     prompt_ids: tuple[int, ...] = ()  # with the first update of the choice, if asked for
     num_preempted: int = 0  # known with the finish
     times: ChoiceTimes | None = None  # with the finish

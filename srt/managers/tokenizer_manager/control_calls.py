@@ -1,4 +1,4 @@
-"""Questions and orders to the scheduler that it answers one by one, beside all requests."""
+"""Control calls to the scheduler, such as flushing the cache or reading its state; each gets one reply."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from srt.protocol.messages import ControlReply, FromFrontend
 
 
 class ControlCalls:
-    """Owner of the calls that have no answer yet."""
+    """Owner of the control calls that have no reply yet."""
 
     def __init__(self, send: Callable[[FromFrontend], None]) -> None:
         self._send = send
         self._open: dict[int, tuple[FromFrontend, asyncio.Future[ControlReply]]] = {}
         self._num_made = 0
-        self._num_own = 0  # that are open
+        self._num_own = 0  # open calls made by the frontend itself
 
     @property
     def num_of_clients(self) -> int:
         return len(self._open) - self._num_own
 
     async def call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> ControlReply:
-        """Send what `make` makes for a number, and wait for the answer with that number. `is_own`: no client waits for it."""
+        """Send the message that `make` builds for a call number, and wait for the reply with that number.
+
+        is_own: the frontend itself asks; no client waits for the reply.
+        """
         number = self._num_made
         self._num_made += 1
         answer: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
@@ -37,18 +40,18 @@ class ControlCalls:
             self._num_own -= is_own
 
     def take(self, reply: ControlReply) -> None:
-        """Nothing if nobody waits for it any more."""
+        """Resolve the call that this reply answers. Does nothing if the call was cancelled."""
         _, answer = self._open.get(reply.call, (None, None))
         if answer is not None and not answer.done():
             answer.set_result(reply)
 
     def send_again(self) -> None:
-        """All that have no answer: whoever was asked has gone, and another one is there."""
+        """Send all open calls to a new scheduler; the one they were sent to is gone."""
         for message, _ in self._open.values():
             self._send(message)
 
     def fail(self, error: Exception) -> None:
-        """No answer will come: whoever waits gets this."""
+        """Raise `error` in all open calls: no reply will come."""
         for _, answer in self._open.values():
             if not answer.done():
                 answer.set_exception(error)

@@ -1,4 +1,4 @@
-"""What the scheduler says of this frontend's requests, until their readers have it: ranges of tokens in, news of choices out."""
+"""Delivery of the scheduler's tokens to the readers of requests: ranges of tokens in, updates of choices out."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ logger = logging.getLogger(__name__)
 
 
 class Deliveries:
-    """Owner of the live requests and of the ledger of their tokens. What ends one ends it here."""
+    """Owner of the live requests and of the ledger of their tokens. Every end of a request passes through here."""
 
     def __init__(self, send: Callable[[FromFrontend], None], watch: RequestWatch) -> None:
         self._send = send
         self._watch = watch
         self._ledger = RequestLedger()
         self._live: dict[int, LiveRequest] = {}
-        self._have_news: dict[int, LiveRequest] = {}  # of the batch at hand
-        self._is_ending: set[int] = set()  # requests of which the batch at hand has an end
-        self._taken_s = 0.0  # when it came
+        self._have_news: dict[int, LiveRequest] = {}  # to be notified after the current batch
+        self._is_ending: set[int] = set()  # requests with a choice that ends in the current batch
+        self._taken_s = 0.0  # when the current batch arrived
         self._num_refused = 0
         self._num_tokens = 0
 
     # ---- This side
 
     def begin(self, live: LiveRequest, message: GenerateRequest) -> None:
-        """From now on the scheduler knows of it."""
+        """Register a new request and send it to the scheduler."""
         self._live[message.rid] = live
         self._apply(self._ledger.add(message, live))
 
     def abort(self, rid: int) -> None:
-        """End a request from this side; nothing if it has ended."""
+        """End a request from this side. Does nothing if it has ended."""
         self._live.pop(rid, None)
         self._watch.ended(rid, "abort")
         self._apply(self._ledger.end(rid))
 
     def abort_named(self, label: str) -> None:
-        """Somebody was told that those that are named so are aborted: ask the scheduler to end them, if it has not."""
+        """Ask the scheduler to end the requests that match `label`: a client was already told that they are aborted."""
         for rid in self._ledger.named(label):
             self._ledger.note_aborted(rid)
             self._send(Abort(rid, ALL_CHOICES))
@@ -59,17 +59,17 @@ class Deliveries:
         return self._ledger.named(label)
 
     def note_aborted(self, rids: Iterable[int]) -> None:
-        """The scheduler says that it ends these. Their last tokens are still to come."""
+        """Record that the scheduler ends these requests. Their last tokens are still to come."""
         for rid in rids:
             self._ledger.note_aborted(rid)
 
     def abort_all(self) -> None:
-        """Tell the scheduler that nobody waits any more."""
+        """Abort every live request at the scheduler."""
         for rid in self._ledger.live_rids():
             self._apply(self._ledger.end(rid))
 
     def fail_all(self, error: RequestError) -> None:
-        """The scheduler is gone: every reader gets this."""
+        """End all requests with `error` because the scheduler is gone."""
         for live in list(self._live.values()):
             live.fail(error)
             self._watch.ended(live.rid, "error")
@@ -78,14 +78,14 @@ class Deliveries:
             self._ledger.end(rid)
 
     def fail_unbegun(self, error: RequestError) -> None:
-        """Those of which nothing has come."""
+        """Abort the requests for which nothing has come yet; their readers get `error`."""
         for live in [live for live in self._live.values() if not live.has_begun]:
             self.abort(live.rid)
             live.fail(error)
 
     @property
     def num_unsent(self) -> int:
-        """Requests that wait for a scheduler, and that none has seen."""
+        """Number of requests that wait for a scheduler and have been sent to none."""
         return self._ledger.num_unsent
 
     def has_label(self, label: str) -> bool:
@@ -109,7 +109,7 @@ class Deliveries:
     # ---- The scheduler's side
 
     def take(self, message: TokenBatch | Refused) -> None:
-        """Hand everything on that it brings. LinkBroken if it contradicts itself."""
+        """Deliver the content of a message to the readers; raise LinkBroken if it contradicts itself."""
         self._taken_s = taken_s = self._watch.now()
         if isinstance(message, TokenBatch):
             self._is_ending = {done.rid for done in message.done}
@@ -118,26 +118,26 @@ class Deliveries:
         self._watch.took(message, taken_s)
 
     def note_last_word(self, word: LastWord) -> None:
-        """The scheduler ends before its time."""
+        """Record what was in flight when the scheduler came to an early end."""
         self._ledger.note_last_word(word)
 
     def note_lost(self) -> None:
-        """It hears nothing any more. Until `resume` there is no other."""
+        """Record that the scheduler's link has ended; new requests wait until `resume`."""
         self._ledger.note_lost()
 
     def note_death(self, *, by_request: bool) -> None:
-        """It has ended, and may have of a request, or not."""
+        """Record that the scheduler has died; `by_request`: a request may be the cause."""
         self._ledger.note_death(by_request=by_request)
 
     def resume(self) -> None:
-        """Another scheduler is there: ask it to go on with all that lives."""
+        """Send all live requests to a new scheduler, which continues them."""
         self._taken_s = self._watch.now()
         self._is_ending = set()
         self._apply(self._ledger.resume())
         self._tell_readers()
 
     def acknowledge(self) -> None:
-        """All batches that were taken."""
+        """Acknowledge all batches received so far."""
         self._apply(self._ledger.acknowledge())
 
     def _apply(self, effects: Iterable[Effect]) -> None:
@@ -160,7 +160,7 @@ class Deliveries:
             if live.watched is not None:
                 self._watch.tokens(live.watched, news.choice, news.ids, self._taken_s)
             if live.has_one_choice and not has_stopped and live.rid not in self._is_ending:
-                live.tell()  # nothing else comes for it
+                live.tell()  # the batch has nothing else for this request
                 return
         except Exception:
             self._text_failed(live)
@@ -184,11 +184,11 @@ class Deliveries:
             return
         if live.has_failed:
             self._watch.ended(end.rid, "error")
-            self.abort(end.rid)  # its other choices
+            self.abort(end.rid)  # for its other choices
         self._forget_if_ended(live, end.done.reason)
 
     def _tell_readers(self) -> None:
-        """Once for each request, however many ranges the batch had for it."""
+        """Notify each request's reader once, even if the batch had several ranges for it."""
         have_news, self._have_news = self._have_news, {}
         for live in have_news.values():
             try:
@@ -197,7 +197,7 @@ class Deliveries:
                 self._text_failed(live)
 
     def _text_failed(self, live: LiveRequest) -> None:
-        """A defect, but one of this answer's text alone: the link and all other requests are sound."""
+        """Fail a request whose text could not be decoded. The defect is confined to it: the link and other requests are sound."""
         logger.exception("The text of request %d could not be made.", live.rid)
         self._watch.ended(live.rid, "error")
         self.abort(live.rid)

@@ -12,9 +12,9 @@ from srt.utils.text_stream import TextStream
 
 
 class TextDelta(Struct, frozen=True, gc=False):
-    """What some tokens brought: text that may be shown, how many of the tokens count, and the stop that ended the text, if one did.
+    """The result of pushing tokens: text that may be shown, the number of tokens that count, and the stop that ended the text, if any.
 
-    After a stop the tokens behind the one that completed it do not count, and no more may be pushed.
+    After a stop, the tokens behind the one that completed it do not count, and no more may be pushed.
     """
 
     text: str
@@ -28,15 +28,15 @@ class OutputText:
     __slots__ = ("_is_plain", "_matcher", "_silent_ids", "_stream", "_tokens_before_stops")
 
     def __init__(self, stream: TextStream, params: SamplingParams, stop_ids: frozenset[int]) -> None:
-        """`stop_ids` are the ids that end the choice: they are no text, unless `no_stop_trim` asks for them."""
+        """Start with an empty text. `stop_ids` end the choice; they add no text unless `no_stop_trim` is set."""
         self._stream = stream
         self._matcher = StopMatcher(params.stop, params.stop_regex, params.no_stop_trim)
         self._silent_ids = frozenset() if params.no_stop_trim else stop_ids
         self._tokens_before_stops = params.min_new_tokens
-        self._is_plain = not params.stop and not params.stop_regex  # nothing is to be looked for
+        self._is_plain = not params.stop and not params.stop_regex  # there is nothing to search for
 
     def push(self, ids: Sequence[int]) -> TextDelta:
-        """Take the next tokens."""
+        """Add the next tokens."""
         if self._is_plain and self._silent_ids.isdisjoint(ids):
             return TextDelta(self._stream.push_all(ids), len(ids))
         parts: list[str] = []
@@ -53,7 +53,7 @@ class OutputText:
         return TextDelta("".join(parts), len(ids))
 
     def finish(self) -> TextDelta:
-        """No more tokens come: the rest of the text. An unfinished character becomes U+FFFD; even that may complete a stop."""
+        """Return the rest of the text, when no more tokens come. An unfinished character becomes U+FFFD; even that can complete a stop."""
         piece = self._stream.finish()
         if self._tokens_before_stops > 0:
             return TextDelta(self._matcher.pass_over(piece) + self._matcher.finish(), 0)

@@ -1,4 +1,4 @@
-"""What a frontend counts of its requests, in memory that its siblings read: whichever of them is asked tells for all."""
+"""Request metrics of one frontend, in memory shared with the other frontends: any of them can answer /metrics for all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STATUS_CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
 
 
 def histogram_names(name: str) -> list[str]:
-    """Of its numbers: so many at most each bound and above the one before, so many above all, and the sum of all values."""
+    """Return the names of a histogram's numbers: a count for each bucket, a count above all bounds, and the sum of all values."""
     return [*(f"{name}_to_{bound:g}" for bound in HISTOGRAMS[name]), f"{name}_above", f"{name}_sum"]
 
 
@@ -47,10 +47,10 @@ NAMES = (
 
 
 class FrontendMetrics:
-    """A frontend that takes the place of another goes on counting where that stopped."""
+    """The counters and histograms of one frontend. A replacement frontend continues the counts of its predecessor."""
 
     def __init__(self, run_dir: str | Path | None = None, index: int = 0) -> None:
-        """Without a folder nobody else sees them."""
+        """Open the numbers of frontend `index` in `run_dir`; without a folder they are private to this process."""
         self.numbers = _numbers(run_dir, index)
         self._cells = self.numbers.cells
         self.first_token_s = SharedHistogram(self.numbers, "time_to_first_token")

@@ -1,4 +1,4 @@
-"""A request that runs: its choices' text, and what its reader has not taken yet. A slow reader gets many pieces as one."""
+"""A running request: the text of its choices, and the part its reader has not fetched yet. A slow reader gets many pieces as one."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ ABORTED = "The request was aborted."
 
 
 class Reader(Protocol):
-    """Takes news in the turn of the loop in which they come, where it can."""
+    """A consumer that gets updates by a call, in the same turn of the event loop in which they arrive."""
 
     @property
     def can_take_now(self) -> bool: ...
 
     def take_now(self, updates: list[ChoiceUpdate]) -> None:
-        """Only where it can."""
+        """Consume `updates`. Called only while `can_take_now` is true."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What came, and of that what the reader has not taken."""
+    """A choice of a live request: its totals, and the text, ids and logprobs that the reader has not fetched yet."""
 
     index: int
     output: OutputText
     seed: int
     num_tokens: int = 0
-    first_token_s: float | None = None  # since the request arrived
+    first_token_s: float | None = None  # seconds since the request arrived
     last_token_s: float | None = None
     queue_s: float | None = None
     cached_tokens: int = 0
     num_preempted: int = 0
     finish: Finish | None = None
-    is_news: bool = False
-    is_first: bool = True
-    is_over: bool = False  # the reader has taken the finish
+    is_news: bool = False  # there is something to fetch
+    is_first: bool = True  # no update has been fetched yet
+    is_over: bool = False  # the reader has fetched the finish
     text: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -55,7 +55,7 @@ class _Choice:
 
 
 class LiveRequest:
-    """Owned by the TokenizerManager, which feeds it; a RequestHandle reads it."""
+    """The frontend's state of one running request. The TokenizerManager feeds it; a RequestHandle reads it."""
 
     __slots__ = (
         *("rid", "label", "seed", "_prompt_ids", "_num_prompt", "_told_prompt_ids", "_num_over", "_choices"),
@@ -83,15 +83,18 @@ class LiveRequest:
         arrived_s: float = 0.0,
         sent_s: float = 0.0,
     ) -> None:
-        """Without `wants_tokens` the one token that the engine draws at the least is not shown: only the prompt was to be computed.
-        `arrived_s` and `sent_s` are when it came here and when it goes to the scheduler."""
+        """Prepare a choice for each entry of `request.choices`.
+
+        wants_tokens: False for a request that only computes its prompt. The engine draws at least one token; that one is not shown.
+        arrived_s, sent_s: clock times at which the request reached this process and is sent to the scheduler.
+        """
         self.rid = request.rid
         self.label = request.label
         self.seed = request.seed
         self._prompt_ids = request.prompt_ids
         self._num_prompt = len(request.prompt_ids)
-        self._told_prompt_ids = self.prompt_ids if wants_prompt_ids else ()  # once for all choices
-        self._num_over = 0  # choices
+        self._told_prompt_ids = self.prompt_ids if wants_prompt_ids else ()  # one tuple, shared by all choices
+        self._num_over = 0  # number of choices whose finish was fetched
         self._choices = {
             index: _Choice(index, new_output(), choice_seed(request.seed, index)) for index in request.choices.tolist()
         }
@@ -103,14 +106,13 @@ class LiveRequest:
         self._sent_s = sent_s
         self._wants_all = False  # the reader waits for the end
         self._error: RequestError | None = None
-        self._wake: asyncio.Future[None] | None = None  # of the reader that waits
+        self._wake: asyncio.Future[None] | None = None  # set while the reader waits
         self._reader: Reader | None = None
 
     # ---- The manager's side
 
     def take_tokens(self, news: NewTokens, now_s: float) -> bool:
-        """Add tokens of a choice, which came at `now_s`. True if a stop was found in their text: the choice has ended, and later tokens
-        are not for it."""
+        """Add tokens of a choice that arrived at `now_s`. Return True if their text completed a stop: later tokens are dropped."""
         choice = self._only or self._choices[news.choice]
         if choice.finish is not None:
             return False
@@ -150,7 +152,7 @@ class LiveRequest:
         self._finish(choice, _finish_of(done, choice.num_tokens, delta.stop))
 
     def fail(self, error: RequestError) -> None:
-        """The reader gets what came so far, then the error. Nothing if all choices have ended."""
+        """Raise `error` in the reader once it has fetched what came so far. Does nothing if all choices have ended."""
         if self._error is None and not self.has_ended:
             self._error = error
             self._wake_reader()
@@ -161,7 +163,7 @@ class LiveRequest:
 
     @property
     def has_begun(self) -> bool:
-        """Something has come."""
+        """True if a token or an end has come for some choice."""
         return any(choice.num_tokens or choice.finish for choice in self._choices.values())
 
     @property
@@ -177,7 +179,7 @@ class LiveRequest:
         choice.is_news = True
 
     def tell(self) -> None:
-        """A batch is done: hand on what it brought."""
+        """Deliver the updates that the batch brought: push them to the reader, or wake it."""
         reader = self._reader
         if reader is None:
             if not self._wants_all or self.has_ended:
@@ -196,18 +198,18 @@ class LiveRequest:
     # ---- The reader's side
 
     def close(self) -> None:
-        """No more is read: whoever waits is told that it is over."""
+        """Stop reading; a waiting reader wakes and sees the end."""
         for choice in self._choices.values():
             choice.is_over = True
         self._num_over = len(self._choices)
         self._wake_reader()
 
     def push_to(self, reader: Reader) -> None:
-        """From now on `tell` gives the news to `reader` where it can take them; else whoever iterates is woken for them."""
+        """Let `tell` pass updates to `reader` while its `can_take_now` is true; otherwise they wake the iterating reader."""
         self._reader = reader
 
     async def next_updates(self) -> list[ChoiceUpdate]:
-        """What came since the last call; waits for the first news. Empty when everything was taken. Raises the error last."""
+        """Return the updates since the last call; wait if there are none. An empty list is the end; an error is raised last."""
         while True:
             updates = self._take_news()
             if updates or self.is_closed:
@@ -224,12 +226,12 @@ class LiveRequest:
         return [self._take(choice) for choice in self._choices.values() if choice.is_news and not choice.is_over]
 
     async def _wait(self) -> None:
-        """Until `tell`, `fail` or `close`. There is one reader."""
+        """Wait for `tell`, `fail` or `close`. Only one reader may wait."""
         self._wake = asyncio.get_running_loop().create_future()
         await self._wake
 
     async def all_updates(self) -> list[ChoiceUpdate]:
-        """Waits for the end: one update for each choice."""
+        """Wait for the end and return one update for each choice."""
         self._wants_all = True
         while not self.has_ended and self._error is None and not self.is_closed:
             await self._wait()
@@ -242,7 +244,7 @@ class LiveRequest:
 
     @property
     def is_closed(self) -> bool:
-        """The reader wants no more, or has taken all there is."""
+        """True if the reader closed the request or has fetched every finish."""
         return self._num_over == len(self._choices)
 
     def _take(self, choice: _Choice) -> ChoiceUpdate:
@@ -269,7 +271,7 @@ class LiveRequest:
         return update
 
     def _with_more(self, update: ChoiceUpdate, choice: _Choice) -> ChoiceUpdate:
-        """What most updates do not have."""
+        """Return `update` with the fields that most updates lack: logprobs, prompt ids, times."""
         times = None
         if choice.finish is not None:
             times = ChoiceTimes(
@@ -290,7 +292,7 @@ class LiveRequest:
 
 
 def _finish_of(done: RequestDone, num_tokens: int, stop: str | None) -> Finish:
-    if stop is not None:  # the last, unfinished character completed it
+    if stop is not None:  # completed by the U+FFFD of an unfinished last character
         return Finish("stop", matched=stop)
     if done.reason == "stop" and num_tokens:
         return Finish("stop", matched=done.matched if done.matched >= 0 else None)
@@ -300,10 +302,10 @@ def _finish_of(done: RequestDone, num_tokens: int, stop: str | None) -> Finish:
 
 
 class RequestHandle:
-    """One request that was sent. Use it as `with handle:`: leaving the block aborts what is not finished.
+    """A submitted request. Use it as `with handle:`: leaving the block aborts what has not finished.
 
         with await manager.submit(request) as handle:
-            async for updates in handle:  # list[ChoiceUpdate]: all that came since the last round
+            async for updates in handle:  # list[ChoiceUpdate]: all that arrived since the last round
                 …
 
     Iteration ends after the last choice's finish. It raises RequestError if the scheduler refuses the request, and EngineDied if
@@ -317,7 +319,7 @@ class RequestHandle:
 
     @property
     def rid(self) -> str:
-        """The client's label, or the one that was drawn."""
+        """The label: the client's, or a random one if the client gave none."""
         return self._live.label
 
     @property
@@ -338,18 +340,19 @@ class RequestHandle:
         return updates
 
     def push_to(self, reader: Reader) -> None:
-        """Let `reader` take news in the turn of the loop in which they come. What it leaves, and the end, come by iterating."""
+        """Pass updates to `reader` in the turn of the event loop in which they arrive. The rest, and the end, come by iterating."""
         self._live.push_to(reader)
 
     async def collect(self) -> list[ChoiceUpdate]:
-        """Wait for the end: one whole update per choice, in order. Cheaper than iterating; instead of it.
+        """Wait for the end and return one complete update per choice, in order.
 
-        If somebody calls `abort` meanwhile, what came until then, finished as aborted.
+        Use it instead of iterating; it is cheaper. After an `abort` in between, the updates hold what came until then, with the
+        finish "abort".
         """
         return await self._live.all_updates()
 
     def abort(self) -> None:
-        """End what runs of it. Twice, or after the end: nothing. Iteration then ends without further updates."""
+        """Abort the choices that still run; iteration then ends without further updates. Does nothing after the end."""
         self._abort(self._live.rid)
         self._live.close()
 
@@ -362,7 +365,7 @@ class RequestHandle:
         self.abort()
 
     def __del__(self) -> None:
-        # The garbage collector may be in any thread, and the manager belongs to its loop's.
+        # The garbage collector may run in any thread, but the manager may be used only in its event loop's thread.
         if not (self._live.has_ended or self._live.is_closed or self._loop.is_closed()):
-            with contextlib.suppress(RuntimeError):  # closed just now: nothing runs any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed just now: nothing runs any more
                 self._loop.call_soon_threadsafe(self._abort, self._live.rid)

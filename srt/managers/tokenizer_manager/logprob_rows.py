@@ -1,4 +1,4 @@
-"""Logprobs as they travel (arrays of many tokens) to logprobs as an API shows them (a row each)."""
+"""Conversion of logprobs from the messages' form (arrays over many tokens) to the APIs' form (a row for each token)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from srt.protocol.messages import LogprobSpec, TokenLogprobs
 
 
 def logprob_rows(message: TokenLogprobs, token_ids: Sequence[int], spec: LogprobSpec) -> list[TokenLogprob]:
-    """One row for each of `token_ids`, the first tokens of the message. The prompt's first token has no logprob: None, and no others."""
+    """Return one row for each of `token_ids`, which are the first tokens of the message. The prompt's first token has no logprobs: its
+    row holds None and no alternatives."""
     chosen = message.chosen.tolist()
     top_ids, top = message.top_ids.tolist(), message.top.tolist()
     of_ids, asked_ids = message.of_ids.tolist(), spec.ids.tolist()

@@ -1,4 +1,4 @@
-"""What the frontend knows of the model without loading it."""
+"""Facts about the model that the frontend reads from the checkpoint's configuration, without loading weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from srt.utils.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the APIs may say about the model, and check requests against."""
+    """The model's properties that the APIs report and check requests against."""
 
     folder: str
     architectures: tuple[str, ...]
@@ -23,7 +23,7 @@ class ModelFacts:
 
 
 def read_model_facts(folder: str, args: ServerArgs, has_chat_template: bool) -> ModelFacts:
-    """ModelError if the checkpoint's configuration cannot be used."""
+    """Read the facts from the checkpoint's configuration; raise ModelError if it cannot be used."""
     config = ModelConfig.from_folder(folder, args.model_overrides(), args.context_length)
     return ModelFacts(
         folder=folder,

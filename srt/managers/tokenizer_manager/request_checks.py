@@ -1,4 +1,4 @@
-"""Everything that is checked before a request is sent, each refusal a sentence with the figures, naming the parameter at fault."""
+"""Checks before a request is sent. Each refusal is a sentence that names the parameter at fault and gives the figures."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MAX_LOGPROB_IDS = 128
 
 
 def bad(parameter: str, reason: str) -> RequestError:
-    """`reason` goes on where the name ends: 'must be …'."""
+    """Return a refusal (HTTP 400) that reads "`parameter` `reason`.", such as "priority must be …"."""
     return RequestError(400, f"{parameter} {reason}.", parameter)
 
 
 def check_form(request: GenerateInput) -> None:
-    """What can be said without the prompt's tokens."""
+    """Check everything that does not need the prompt's tokens."""
     if (request.text is None) == (request.input_ids is None):
         raise RequestError(400, "A request has either text or input_ids, exactly one of them.", "text")
     if request.text is not None:
@@ -66,7 +66,7 @@ def _check_logprobs(logprobs: LogprobRequest) -> None:
 
 
 def check_ids(parameter: str, ids: object, vocab_size: int) -> None:
-    """A list of ids of the vocabulary."""
+    """Refuse `ids` unless it is a list of token ids within the vocabulary."""
     if not isinstance(ids, (list, tuple)) or not set(map(type, ids)) <= {int}:
         raise bad(parameter, "must be a list of integers")
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
@@ -76,7 +76,8 @@ def check_ids(parameter: str, ids: object, vocab_size: int) -> None:
 
 
 def _checked_ids(parameter: str, ids: list[int] | Int32Array, vocab_size: int) -> Int32Array:
-    """A list comes from a client, an array from the tokenizer, whose vocabulary may be larger than the model's."""
+    """Return the prompt's ids as a checked array. A list comes from a client; an array comes from the tokenizer, whose vocabulary may
+    be larger than the model's."""
     if not isinstance(ids, np.ndarray):
         check_ids(parameter, ids, vocab_size)
         return int32_array(ids)
@@ -96,7 +97,10 @@ def build_request(
     limits: SchedulerHello,
     forbidden_ids: Sequence[int] = (),
 ) -> GenerateRequest:
-    """The message for the scheduler; RequestError if the request cannot be served. `forbidden_ids` are those of its bad_words."""
+    """Return the message for the scheduler; raise RequestError if the request cannot be served.
+
+    forbidden_ids: the token ids of the request's bad_words.
+    """
     source = "input_ids" if request.text is None else "text"
     if len(prompt_ids) == 0:
         raise bad(source, "has no tokens: a prompt needs at least one")
@@ -126,7 +130,7 @@ def build_request(
 
 
 def _check_forbidden(spec: SamplingSpec, vocab_size: int) -> None:
-    """What the tables have room for, and never all that could be drawn."""
+    """Refuse bad_words that overflow the bias table or that leave no token to draw."""
     if len(spec.bias_ids) > MAX_BIAS_ENTRIES:
         raise bad("bad_words", f"and logit_bias may name at most {MAX_BIAS_ENTRIES} tokens together")
     forbidden = spec.bias_ids[np.isneginf(spec.bias_values)]
@@ -137,7 +141,7 @@ def _check_forbidden(spec: SamplingSpec, vocab_size: int) -> None:
 
 
 def num_kept_tokens(request: GenerateInput, model: ModelFacts, limits: SchedulerHello) -> int | None:
-    """How many of a prompt's last tokens are kept; None: all of them."""
+    """Return the number of tokens to keep at the prompt's end; None keeps all."""
     most = request.truncate_prompt_tokens
     if most != -1:
         return most
@@ -147,14 +151,14 @@ def num_kept_tokens(request: GenerateInput, model: ModelFacts, limits: Scheduler
 
 
 def _most_tokens(model: ModelFacts, limits: SchedulerHello) -> tuple[int, str]:
-    """Of a prompt and its output together, and what holds no more."""
+    """Return the largest number of tokens for a prompt and its output together, and the name of what limits it."""
     return min((model.context_length, "the model's context"), (limits.max_request_tokens, "the server's memory"))
 
 
 def _output_limit(
     request: GenerateInput, source: str, num_prompt: int, model: ModelFacts, limits: SchedulerHello
 ) -> int:
-    """How many tokens the request may get: what it asked for if that fits, or what fits if it did not ask."""
+    """Return the largest number of output tokens: the number asked for, if it fits, or without one all that fit."""
     params = request.params
     total, owner = _most_tokens(model, limits)
     room = total - num_prompt
@@ -171,7 +175,7 @@ def _output_limit(
             "min_new_tokens",
             f"is {params.min_new_tokens}, but with a prompt of {num_prompt} tokens only {room} fit: {owner} holds {total}",
         )
-    return room if wanted is None else max(1, min(wanted, room))  # at least one is drawn, even if none is shown
+    return room if wanted is None else max(1, min(wanted, room))  # the engine draws at least one, even if none is shown
 
 
 def _logprob_spec(logprobs: LogprobRequest, num_prompt: int, vocab_size: int) -> LogprobSpec:

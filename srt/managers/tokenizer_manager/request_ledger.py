@@ -1,7 +1,7 @@
-"""What this frontend is owed and what it has: the tokens of every live choice, exactly once and in order. Pure state: no I/O, no clock.
+"""The ledger of received tokens: it releases the tokens of every live choice exactly once and in order. Pure state: no I/O, no clock.
 
-Tokens come as ranges, and may come twice, late, or (after a gap) too early. What the ledger has, it has for good: a resubmission
-to a new scheduler goes on behind it.
+Tokens come as ranges, and may come twice, late, or (after a gap) too early. The ledger never gives up a token it has: a resubmission
+to a new scheduler continues behind it.
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ from srt.protocol.messages import (
 )
 
 ALL_CHOICES = -1
-SUSPECTED = (
-    2  # deaths of engines with this in flight: from then on it runs alone, until it has shown that it does no harm
-)
-CONVICTED = 2  # with nothing else in flight
-MOST_CONVICTED = 1000  # that are remembered
+# Engine deaths with a request in flight after which it runs alone, until it has shown that it does no harm.
+SUSPECTED = 2
+CONVICTED = 2  # engine deaths with nothing else in flight after which a request fails
+MOST_CONVICTED = 1000  # convicted requests to remember
 CONVICTION = "The engine died twice while it worked on this request and on nothing else."
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this to the scheduler."""
+    """Effect: send a message to the scheduler."""
 
     message: FromFrontend
 
 
 class NewTokens(Struct, frozen=True, gc=False):
-    """The next tokens of a choice, with a row of logprobs each if they were asked for; with the first ones, the prompt's rows.
+    """Effect: deliver the next tokens of a choice, with their logprob rows if those were asked for.
 
-    `cached` of the choice's prompt tokens came from the prefix cache.
+    The first one also carries the prompt's rows. `cached` is the number of the choice's prompt tokens that came from the prefix cache.
     """
 
     rid: int
@@ -61,12 +60,12 @@ class NewTokens(Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     cached: int = 0
-    reader: Any = None  # what the request was added with
+    reader: Any = None  # the `reader` that was given to `add`
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnded:
-    """The choice has ended, behind its last tokens; the ledger has forgotten it."""
+    """Effect: end a choice, behind its last tokens. The ledger has forgotten it."""
 
     rid: int
     choice: int
@@ -75,7 +74,7 @@ class ChoiceEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestRefused:
-    """The scheduler did not take the request; the ledger has forgotten it."""
+    """Effect: fail a request that the scheduler refused. The ledger has forgotten it."""
 
     rid: int
     status: int
@@ -89,23 +88,24 @@ Effect = Send | NewTokens | ChoiceEnded | RequestRefused
 @dataclass(slots=True)
 class _Choice:
     ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens behind `num_released`
-    num_released: int = 0  # tokens that a NewTokens has carried
-    cached: int = 0  # prompt tokens that came from the cache, as was said with the first tokens: a later scheduler has found others
-    is_gap: bool = False  # the batch at hand has tokens behind the next ones
-    asked_from: int = -1  # a gap was seen, and everything from this token on asked for
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # rows of the tokens behind `num_released`
+    num_released: int = 0  # tokens delivered in NewTokens effects
+    cached: int = 0  # cached prompt tokens, as reported with the first tokens: a later scheduler may find another number in its cache
+    is_gap: bool = False  # the current batch has tokens that do not follow directly on `ids`
+    asked_from: int = -1  # after a gap: the index from which tokens were asked for again; -1: no gap
     done: RequestDone | None = None
-    was_in_flight: bool = False  # as the scheduler says that ends now
-    num_deaths: int = 0  # of engines, of what may have been this, while it came no further
-    num_lone_deaths: int = 0  # with nothing else in flight
-    died_at: int = 0  # tokens that were released at the last of them
+    was_in_flight: bool = False  # when the present scheduler ended, by its last word
+    num_deaths: int = 0  # engine deaths that this choice may have caused, without progress between them
+    num_lone_deaths: int = 0  # those with nothing else in flight
+    died_at: int = 0  # `num_released` at the last of them
 
     @property
     def num_logprobs(self) -> int:
         return self.num_released + len(self.logprobs)
 
     def note_death(self, *, is_suspected: bool, is_alone: bool) -> None:
-        """An engine has died. Whoever kills does it at the same token again: deaths since which this has come further count no more."""
+        """Record an engine's death. A harmful choice kills engines at the same token each time, so progress by more than TRIAL_TOKENS
+        since the last death clears the counts."""
         self.was_in_flight = False
         if self.num_released > self.died_at + TRIAL_TOKENS:
             self.num_deaths = self.num_lone_deaths = 0
@@ -116,7 +116,7 @@ class _Choice:
 
     @property
     def has_ended(self) -> bool:
-        """The end is known, and so is every token before it."""
+        """True if the end and every token before it have come."""
         return self.done is not None and len(self.ids) >= self.done.num_output
 
 
@@ -124,25 +124,25 @@ class _Choice:
 class _Entry:
     request: GenerateRequest
     choices: dict[int, _Choice]
-    has_logprobs: bool  # some were asked for
+    has_logprobs: bool  # logprobs were asked for
     reader: Any
-    only: _Choice | None  # if there is but choice 0
+    only: _Choice | None  # choice 0, if it is the only one
     was_sent: bool  # to a scheduler
-    is_aborted: bool = False  # by its name: somebody was told so, though the scheduler's word has not come
+    is_aborted: bool = False  # a client was told that it is aborted, but the scheduler has not confirmed it
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def next_prompt_logprob(self) -> int:
-        """Index into the prompt."""
+        """Index of the prompt token whose logprobs come next."""
         return self.request.logprobs.prompt_start + len(self.prompt_logprobs)
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """All that were asked for."""
+        """True if all prompt logprobs that were asked for have come."""
         return self.request.logprobs.prompt_start < 0 or self.next_prompt_logprob >= len(self.request.prompt_ids)
 
     def num_complete(self, choice: _Choice) -> int:
-        """So many tokens have come with the logprobs that belong to them. The engine's word that there is no more outweighs that."""
+        """Return the number of tokens that have come together with their logprobs; all tokens, if the choice has ended."""
         if choice.has_ended:
             return len(choice.ids)
         if not self.has_prompt_logprobs:
@@ -151,7 +151,7 @@ class _Entry:
 
 
 class RequestLedger:
-    """Owner of every live request's tokens on the frontend's side. What has ended, was refused or aborted leaves nothing behind."""
+    """Owner of every live request's tokens on the frontend's side. Requests that ended, were refused or were aborted are forgotten."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -159,12 +159,12 @@ class RequestLedger:
         self._last_batch = -1
         self._last_acknowledged = -1
         self._has_scheduler = True
-        # By digest, as their clients may try again: the tokens that were released when engines died.
+        # Digest of a convicted request -> number of tokens released at the engine's death. Its client may submit it again.
         self._convicted: dict[bytes, int] = {}
-        self._was_alone = False  # what was in flight at the last scheduler's end
+        self._was_alone = False  # only one choice was in flight at the last scheduler's end
         self.num_batches = 0
         self.num_gaps = 0
-        self.num_surplus_tokens = 0  # known already, or of a choice that has ended
+        self.num_surplus_tokens = 0  # tokens known already, or belonging to a choice that has ended
 
     @property
     def num_requests(self) -> int:
@@ -172,7 +172,7 @@ class RequestLedger:
 
     @property
     def num_unsent(self) -> int:
-        """Of the requests: those that no scheduler has seen."""
+        """Number of requests that were sent to no scheduler yet."""
         return sum(not entry.was_sent for entry in self._entries.values())
 
     @property
@@ -185,7 +185,7 @@ class RequestLedger:
 
     @property
     def num_unacknowledged(self) -> int:
-        """Batches."""
+        """Number of received batches that are not acknowledged yet."""
         return self._last_batch - self._last_acknowledged
 
     def has_label(self, label: str) -> bool:
@@ -195,11 +195,11 @@ class RequestLedger:
         return list(self._entries)
 
     def named(self, name: str) -> list[int]:
-        """The live requests that a client means by this name."""
+        """Return the live requests that a client means by this name."""
         return [rid for rid, entry in self._entries.items() if is_named(entry.request.label, name)]
 
     def add(self, request: GenerateRequest, reader: object = None) -> list[Effect]:
-        """Enter a new request. Its rid and its label must not be live. Its news carry the `reader`, so that nobody has to look it up."""
+        """Enter a new request, whose rid and label must not be live. Its effects carry `reader`, which saves a lookup."""
         assert request.rid not in self._entries, f"request {request.rid} is live"
         assert request.label not in self._labels, f"the label {request.label} is live"
         choices = {choice: _Choice() for choice in request.choices.tolist()}
@@ -220,12 +220,14 @@ class RequestLedger:
         return [Send(request)]
 
     def handle(self, message: TokenBatch | Refused) -> list[Effect]:
-        """LinkBroken for a batch that contradicts itself."""
+        """Return the effects of a message; raise LinkBroken for a batch that contradicts itself."""
         return list(self.effects_of(message))
 
     def effects_of(self, message: TokenBatch | Refused) -> Iterator[Effect]:
-        """The same one by one: whoever does what each says before asking for the next has that request's state at hand. To be asked to
-        the end; `end` may be called in between."""
+        """Yield the effects of a message one by one, so that a caller can apply each while the ledger's state matches it.
+
+        Iterate to the end; `end` may be called in between.
+        """
         if isinstance(message, Refused):
             yield from self._refuse(message)
             return
@@ -245,14 +247,15 @@ class RequestLedger:
                 yield from self._settle(rid, index)
 
     def acknowledge(self) -> list[Effect]:
-        """One acknowledgement for all batches since the last. Send it behind their effects: what a gap asks for is kept until then."""
+        """Acknowledge all batches since the last call with one message. Send it behind their effects: the scheduler keeps tokens that a
+        gap may ask for until then."""
         if self._last_batch == self._last_acknowledged:
             return []
         self._last_acknowledged = self._last_batch
         return [Send(AckBatch(self._last_batch))]
 
     def end(self, rid: int, choice: int = ALL_CHOICES) -> list[Effect]:
-        """Forget a choice (or all) that ends on this side: its client left, or a stop was found. Nothing if it has ended already."""
+        """Forget a choice (or all) that ends on this side: its client left, or a stop was found. No effects if it has ended already."""
         entry = self._entries.get(rid)
         if entry is None or (choice != ALL_CHOICES and choice not in entry.choices):
             return []
@@ -261,13 +264,13 @@ class RequestLedger:
         return [Send(Abort(rid, choice))]
 
     def note_aborted(self, rid: int) -> None:
-        """A scheduler ends it, and somebody was told so: should that scheduler die before it says so here, it does not go on."""
+        """Record that a scheduler ends the request and a client was told so: it does not continue if that scheduler dies first."""
         entry = self._entries.get(rid)
         if entry is not None:
             entry.is_aborted = True
 
     def note_last_word(self, word: LastWord) -> None:
-        """What was in flight when a scheduler came to its end."""
+        """Record the choices that were in flight when a scheduler came to its end."""
         self._was_alone = word.is_alone
         for rid, index in zip(word.rids.tolist(), word.choices.tolist(), strict=True):
             choice = self._choice(rid, index)
@@ -275,18 +278,21 @@ class RequestLedger:
                 choice.was_in_flight = True
 
     def note_lost(self) -> None:
-        """The scheduler hears nothing any more. Until `resume` there is no other: what is added waits."""
+        """Record that the scheduler is unreachable. New requests wait until `resume`."""
         self._has_scheduler = False
 
     def note_death(self, *, by_request: bool) -> None:
-        """Why it came to its end: what was in flight is suspected if that may have been a request."""
+        """Record the cause of the scheduler's death. If a request may be the cause, choices in flight become suspects."""
         for entry in self._entries.values():
             for choice in entry.choices.values():
                 choice.note_death(is_suspected=choice.was_in_flight and by_request, is_alone=self._was_alone)
 
     def resume(self) -> Iterator[Effect]:
-        """A new scheduler knows nothing: ask it to go on where each live choice is. Its batches are numbered anew. Who was aborted, or
-        alone at two deaths and came no further between them, ends here. To be asked to the end, like `effects_of`."""
+        """Yield the effects that let a new scheduler continue each live choice; its batches are numbered from the start.
+
+        Choices end here if they were aborted, or were alone in flight at two deaths without progress between them. Iterate to the end, as
+        with `effects_of`.
+        """
         self._last_batch = self._last_acknowledged = -1
         self._has_scheduler = True
         for entry in list(self._entries.values()):
@@ -305,7 +311,7 @@ class RequestLedger:
     # ---- What a batch brings
 
     def _take_ids(self, batch: TokenBatch, touched: dict[tuple[int, int], None]) -> Iterator[Effect]:
-        """Ranges that fit behind what their choice has are released at once, where no logprobs have to come with them."""
+        """Enter a batch's token ids. A range that directly follows its choice's tokens is released at once if it needs no logprobs."""
         columns = (batch.rids, batch.choices, batch.first, batch.counts, batch.cached)
         if len({len(column) for column in columns}) != 1:
             raise LinkBroken(f"batch {batch.number} has columns of different lengths")
@@ -347,20 +353,20 @@ class RequestLedger:
         spec = entry.request.logprobs
         after = message.first + len(message.chosen)
         if message.is_prompt:
-            known = entry.next_prompt_logprob - message.first  # every choice may bring them: the first wins
+            known = entry.next_prompt_logprob - message.first  # any choice may bring them: the first to come are used
             tokens = entry.request.prompt_ids[message.first : after].tolist()
             rows = entry.prompt_logprobs
             touched.update(((message.rid, index), None) for index in entry.choices)
         else:
             known = choice.num_logprobs - message.first
-            tokens = choice.ids[message.first : after]  # behind a gap there are none
+            tokens = choice.ids[message.first : after]  # empty after a gap
             rows = choice.logprobs
             touched[message.rid, message.choice] = None
         if 0 <= known < len(tokens):
             rows += logprob_rows(message, tokens, spec)[known:]
 
     def _settle(self, rid: int, index: int) -> list[Effect]:
-        """After a batch: release what is complete, then end what has ended or ask for what is missing."""
+        """Release a choice's complete tokens after a batch, then end the choice if it has ended, or ask for missing tokens."""
         entry = self._entries[rid]
         choice = entry.choices[index]
         effects = self._release(entry, index, choice)
@@ -392,7 +398,7 @@ class RequestLedger:
     def _refuse(self, message: Refused) -> list[Effect]:
         entry = self._entries.get(message.rid)
         if entry is None:
-            return []  # aborted as the refusal travelled
+            return []  # aborted while the refusal was on its way
         for index in list(entry.choices):
             self._forget(message.rid, index)
         return [RequestRefused(message.rid, message.status, message.message, message.retry_after_s)]
@@ -400,7 +406,7 @@ class RequestLedger:
     # ---- Beginnings and ends
 
     def _convict(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
-        """Should its client try again, one more death at that token with the same request alone is enough."""
+        """End a choice that killed two engines, and remember it: if its client tries again, one more death at that token is enough."""
         self._convicted[digest_of(entry.request)] = choice.died_at
         if len(self._convicted) > MOST_CONVICTED:
             del self._convicted[next(iter(self._convicted))]
@@ -410,7 +416,7 @@ class RequestLedger:
         return [ChoiceEnded(entry.request.rid, index, done)]
 
     def _rewind(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
-        """Drop what the old scheduler had not sent whole; end the choice if it was aborted, or nothing is missing but its end."""
+        """Drop tokens whose logprobs the old scheduler had not sent. End the choice if it was aborted or only its end is missing."""
         if entry.request.logprobs.output:
             del choice.ids[choice.num_logprobs :]
         choice.is_gap, choice.asked_from, choice.done = False, -1, None
@@ -446,14 +452,14 @@ def _resubmission(entry: _Entry) -> GenerateRequest:
 
 
 def digest_of(request: GenerateRequest) -> bytes:
-    """Of what is asked, whoever asks it: not of its seed, nor of its name."""
+    """Return a digest of a request's prompt, length and temperature, without its seed or name: it recognises another try."""
     digest = hashlib.blake2b(repr((request.sampling.max_new_tokens, request.sampling.temperature)).encode())
     digest.update(request.prompt_ids.tobytes())
     return digest.digest()
 
 
 def _end_by_tokens(request: GenerateRequest, index: int, ids: list[int], cached: int) -> RequestDone | None:
-    """The end that the tokens themselves show, if the old scheduler did not come to say so."""
+    """Return the end that the tokens themselves imply, for when the old scheduler died before reporting it; None if there is none."""
     if ids and ids[-1] in request.sampling.stop_ids:
         return RequestDone(request.rid, index, "stop", ids[-1], len(ids), cached)
     if len(ids) >= request.sampling.max_new_tokens:

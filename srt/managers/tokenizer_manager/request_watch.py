@@ -1,4 +1,4 @@
-"""Sees every request of a frontend come, get its tokens and end; counts them, and logs and traces them where that is asked for."""
+"""Metrics, log lines and traces of a frontend's requests: their arrival, their tokens and their end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from srt.sampling.sampling_params import SamplingParams
 from srt.utils.logs import REQUEST_ID, details, fields
 
 SHORT_TEXT = 2048
-PARAMETERS, SHORT, WHOLE = 1, 2, 3  # what a log level adds to names and counts
+# Request log levels. All log names and counts; these add parameters, then texts cut to SHORT_TEXT, then whole texts.
+PARAMETERS, SHORT, WHOLE = 1, 2, 3
 
 logger = logging.getLogger(__name__)
-logger.setLevel(logging.INFO)  # its lines are asked for by name: --log-level does not silence them
+logger.setLevel(logging.INFO)  # request logging has its own option: --log-level does not silence it
 
 
 @dataclass(slots=True)
 class Watched:
-    """What is known of one request. Only the RequestWatch looks inside."""
+    """The watch's record of one request. Only RequestWatch reads or writes its fields."""
 
     rid: int
     label: str
@@ -39,11 +40,11 @@ class Watched:
     num_tokens: int = 0
     cached: int = 0
     log_level: int = NO_REQUEST_LOG
-    outputs: dict[int, list[int]] = field(default_factory=dict)  # by choice; kept only where they are logged
+    outputs: dict[int, list[int]] = field(default_factory=dict)  # by choice; kept only if texts are logged
 
 
 class RequestWatch:
-    """Called by the TokenizerManager. What `began` was told ends with one `ended`."""
+    """The record of all running requests. The TokenizerManager calls `began` once for each request, and `ended` at its end."""
 
     def __init__(
         self,
@@ -54,25 +55,25 @@ class RequestWatch:
         decode: Callable[[list[int]], str] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`decode` makes text of ids, for the log."""
+        """Create a watch without requests; `decode` turns token ids into text for the log."""
         self.now = now
         self._frontend = frontend
         self._tracer = tracer or Tracer()
         self._metrics = metrics or FrontendMetrics()
-        self._uncounted = FrontendMetrics()  # where nobody looks
+        self._uncounted = FrontendMetrics()  # never reported
         self._control = control
         self._decode = decode
         self._watched: dict[int, Watched] = {}
         self._num_new_tokens = 0
-        self._new_gaps: dict[float, int] = {}  # of the message at hand, how often each: as a rule they are few
+        self._new_gaps: dict[float, int] = {}  # gap to its count, in the current message: usually few distinct gaps
 
     @property
     def num_watched(self) -> int:
         return len(self._watched)
 
     def began(self, request: GenerateInput, message: GenerateRequest, arrived_s: float) -> Watched | None:
-        """It is about to be sent to the scheduler; `tokens` is to be told of what this returns. None for questions about the engine's
-        health, which are nobody's requests."""
+        """Record a request that is about to be sent to the scheduler. Pass the result to `tokens`. None for health probes, which are not
+        clients' requests."""
         if request.urgent:
             return None
         metrics = self._metrics if request.is_counted else self._uncounted
@@ -87,7 +88,7 @@ class RequestWatch:
         return one
 
     def sent(self, message: GenerateRequest, tokenized_s: float) -> None:
-        """It is on its way to the scheduler; `tokenized_s` is when its prompt was tokenized."""
+        """Trace that the request was sent to the scheduler; its prompt was tokenized at `tokenized_s`."""
         if self._tracer.is_on and (one := self._watched.get(message.rid)) is not None:
             number = request_number(self._frontend, message.rid)
             label, request_id = one.label, one.request_id
@@ -98,7 +99,7 @@ class RequestWatch:
             self._tracer.arrow("s", REQUEST, number, tokenized_s)
 
     def took(self, message: TokenBatch | Refused, taken_s: float) -> None:
-        """The message was handled, which began at `taken_s`: its tokens are text."""
+        """Record that a message has been handled: its tokens are text now. Handling began at `taken_s`."""
         if self._num_new_tokens:
             self._metrics.add("generation_tokens", self._num_new_tokens)
             self._num_new_tokens = 0
@@ -110,7 +111,7 @@ class RequestWatch:
             self._tracer.arrow("f", BATCH, batch_number(self._frontend, message.number), taken_s)
 
     def tokens(self, one: Watched, choice: int, ids: list[int], now: float) -> None:
-        """They came at `now`, in the message that `took` will be told of."""
+        """Record tokens that came at `now`. A call of `took` for their message follows."""
         if not ids:
             return
         count = len(ids)
@@ -131,13 +132,13 @@ class RequestWatch:
             one.outputs.setdefault(choice, []).extend(ids)
 
     def cached(self, rid: int, num_tokens: int) -> None:
-        """So many of the prompt's tokens came from the cache."""
+        """Record the number of prompt tokens that came from the prefix cache."""
         one = self._watched.get(rid)
         if one is not None:
             one.cached = max(one.cached, num_tokens)
 
     def ended(self, rid: int, how: str) -> None:
-        """`how` is stop, length, abort, refused or error. Twice does no harm."""
+        """Record a request's end; `how` is stop, length, abort, refused or error. A second call does nothing."""
         one = self._watched.pop(rid, None)
         if one is None:
             return
@@ -201,7 +202,7 @@ class RequestWatch:
 
 
 def _name(label: str) -> str:
-    """In a line of a log, where a client's line feed would begin another."""
+    """Return the label as a log line may show it: a client's line feed must not begin a new line."""
     return label if label.isprintable() else repr(label)
 
 
@@ -210,6 +211,6 @@ def _cut(text: str, level: int) -> str:
 
 
 def _shown(params: SamplingParams) -> dict[str, Any]:
-    """What is not as it always is."""
+    """Return the parameters that differ from their defaults."""
     values = {one.name: (getattr(params, one.name), one.default) for one in dataclasses.fields(params)}
     return {name: value for name, (value, default) in values.items() if value != default and name != "may_shorten"}

@@ -1,4 +1,4 @@
-"""A frontend's socket to the scheduler, read by an event loop. Says when the other end has gone."""
+"""A frontend's socket to the scheduler, read by an event loop. It notices when the scheduler's end has gone."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from srt.protocol.link_errors import LinkBroken
 from srt.protocol.links import DealerLink, frontend_path
 from srt.protocol.messages import FromFrontend, FrontendHello, Message
 
-_MESSAGES_PER_TURN = 32  # then others on the loop have theirs
+_MESSAGES_PER_TURN = 32  # then the event loop's other tasks get a turn
 _LAST_WORDS_MS = 200
 
 logger = logging.getLogger(__name__)
 
 
 class SchedulerLink:
-    """Calls `on_message` for every message in order, and `on_idle` when there is none left for now. At its end, once: `on_lost` when the
-    scheduler is gone, `on_broken` when what it sent cannot be relied upon."""
+    """The link to one generation of the scheduler.
+
+    It calls `on_message` for every message in order, and `on_idle` when none is left for now. At its end it calls one of two, once:
+    `on_lost` if the scheduler is gone, `on_broken` if the scheduler's messages cannot be relied upon.
+    """
 
     def __init__(
         self,
@@ -37,14 +40,14 @@ class SchedulerLink:
         on_lost: Callable[[], None],
         on_broken: Callable[[str], None],
     ) -> None:
-        """Connect and say hello; whether anybody is there shows when the answer comes. Must run in the loop's thread."""
+        """Connect and say hello. Only the answer proves that a scheduler is there. Must run in the event loop's thread."""
         self._on_message = on_message
         self._on_idle = on_idle
         self._on_lost = on_lost
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # A frontend that starts anew under its number must not be taken for its predecessor.
+        # Random, so that a restarted frontend is not taken for its predecessor with the same index.
         identity = f"f{index}.{secrets.token_hex(4)}".encode()
         self._link = DealerLink(self._context, frontend_path(run_dir, generation), generation, identity)
         self._monitor: Any = self._link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -61,22 +64,22 @@ class SchedulerLink:
         return self._is_open
 
     def send(self, message: FromFrontend) -> None:
-        """Queue the message; nothing after the end of the link."""
+        """Queue the message. Does nothing after the end of the link."""
         if not self._is_open:
             return
         self._link.send(message)
         self._look_again()
 
     def close(self) -> None:
-        """Send what is queued if that goes at once, and let go. Nothing is called any more."""
+        """Close the link, waiting briefly for queued messages to leave. No callback is called any more."""
         self._end(_LAST_WORDS_MS)
 
     def drop(self) -> None:
-        """The same where nobody is there to be told anything."""
+        """Close the link and discard queued messages: the other end is gone."""
         self._end(0)
 
     def _look_again(self) -> None:
-        """The socket's descriptor tells of changes, not of states, and a send may swallow one: so look, in the loop's next turn."""
+        """Schedule a read in the event loop's next turn: the socket's descriptor is edge-triggered, and a send may consume an edge."""
         if not self._is_turn_due:
             self._is_turn_due = True
             self._loop.call_soon(self._read)
@@ -95,13 +98,13 @@ class SchedulerLink:
             except zmq.Again:
                 return
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._take_messages()  # what had arrived before the end still counts
+                self._take_messages()  # messages that arrived before the end still count
                 if self._is_open:
                     self._end(0)
                     self._on_lost()
 
     def _take_messages(self, most: int | None = None) -> int:
-        """Hand on what has arrived; returns how many messages."""
+        """Pass arrived messages, at most `most`, to `on_message`; return their number."""
         count = 0
         try:
             while self._is_open and count != most and (message := self._link.receive()) is not None:
@@ -109,7 +112,7 @@ class SchedulerLink:
                 count += 1
         except LinkBroken as error:
             self._break(str(error))
-        except Exception as error:  # state that a half-handled message left behind cannot be trusted
+        except Exception as error:  # a half-handled message leaves state that cannot be trusted
             logger.exception("A message from the scheduler could not be handled.")
             self._break(f"internal error: {type(error).__name__} {error}")
         return count
@@ -129,4 +132,4 @@ class SchedulerLink:
         self._link.socket.disable_monitor()
         self._monitor.close(0)
         self._link.close(linger_ms)
-        self._context.term()  # waits for the last words, if there is somebody to hear them
+        self._context.term()  # waits up to `linger_ms` for queued messages to leave

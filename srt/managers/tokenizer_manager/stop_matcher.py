@@ -1,6 +1,6 @@
-"""Stop strings and stop expressions in a text that grows: what ends it, and how much of it may be shown before that is known.
+"""Matching of stop strings and stop expressions in a growing text: where it ends, and how much of it may be shown already.
 
-The text stops at the first position at which any stop is complete; of several that are complete there, the longest. So the outcome
+The text stops at the first position at which any stop is complete; of several that complete there, the longest wins. So the outcome
 does not depend on how the text was cut into tokens.
 """
 
@@ -13,16 +13,16 @@ from typing import Any, Protocol
 
 from srt.sampling.parameter_checks import compile_stop_regex
 
-# The standard library's own parser, so that lengths are read as `re` reads the expression; it has no public name.
+# The standard library's own parser, so that lengths are computed as `re` understands the expression; it has no public name.
 expression_parser: Any = importlib.import_module("re._parser")
 
 MAX_REGEX_MATCH = 256
-"""Characters that a match of a stop expression may have. Fewer are held back where the expression cannot match as many."""
+"""Largest number of characters in a match of a stop expression. Less text is held back if the expression can only match less."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopFound:
-    """`text[start:end]` of the text that was examined is the match of `stop`."""
+    """A match of `stop`: `text[start:end]` of the examined text."""
 
     start: int
     end: int
@@ -36,17 +36,17 @@ class _Stop(Protocol):
 
 
 class StopMatcher:
-    """Feeds on pieces of one choice's text. What `push` and `finish` return, end to end, is the text without what follows a stop."""
+    """Stop matching for one choice's text. The results of `push` and `finish`, end to end, are the text without what follows a stop."""
 
     def __init__(self, strings: tuple[str, ...], expressions: tuple[str, ...], keep_match: bool) -> None:
         self._stops: list[_Stop] = [*map(_StopString, strings), *map(_StopExpression, expressions)]
         self._keep_match = keep_match
-        # Not shown yet, behind `_context` characters that were: the longest part of them that an expression may look back on.
+        # The first `_context` characters were shown already and are kept for expressions that look back; the rest is held back.
         self._text = ""
         self._context = 0
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """(what may be shown now, the stop that was found). After a stop nothing may be pushed."""
+        """Add text; return (the text that may be shown now, the stop that was found or None). Push nothing after a stop."""
         if not self._stops or not piece:
             return piece, None
         first_new = len(self._text)
@@ -58,7 +58,7 @@ class StopMatcher:
             return shown, found.stop
         hold = min(stop.hold_from(text, self._context) for stop in self._stops)
         shown = text[self._context : hold]
-        keep_from = max(0, hold - 1)  # one character behind, for `^` and `\b`
+        keep_from = max(0, hold - 1)  # keep one shown character as context for `^` and `\b`
         self._text, self._context = text[keep_from:], hold - keep_from
         return shown, None
 
@@ -69,7 +69,7 @@ class StopMatcher:
         return piece
 
     def finish(self) -> str:
-        """The text has ended without a stop: what was held back."""
+        """Return the text that was held back, when the text has ended without a stop."""
         rest = self._text[self._context :]
         self._text, self._context = "", 0
         return rest
@@ -88,7 +88,7 @@ class _StopString:
         return None if start < 0 else StopFound(start, start + len(self._stop), self._stop)
 
     def hold_from(self, text: str, context: int) -> int:
-        """Where the longest ending of the text begins that the stop begins with; the text's end if none does."""
+        """Return the start of the text's longest suffix that is a prefix of the stop; the text's end if there is none."""
         start = text.find(self._stop[0], max(context, len(text) - len(self._stop) + 1))
         while start >= 0:
             if self._stop.startswith(text[start:]):
@@ -98,13 +98,14 @@ class _StopString:
 
 
 class _StopExpression:
-    """The shortest beginning of the text in which the expression is found decides, so `$` is where the text ends so far."""
+    """A stop expression, searched in ever longer prefixes of the text: the first prefix with a match decides, and `$` matches at its
+    end."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._regex = compile_stop_regex(pattern)
         self._longest = longest_match(pattern)
-        # Only what looks at the end of the text can be found in a beginning of it and not in the whole.
+        # Only an expression that looks at the end of the text can match in a prefix and not in the whole text.
         self._looks_at_end = any(sign in pattern for sign in ("$", "\\b", "\\B", "\\z"))
 
     def find(self, text: str, first_new: int, context: int) -> StopFound | None:
@@ -118,7 +119,7 @@ class _StopExpression:
         return None
 
     def _search(self, text: str, start: int, end: int) -> StopFound | None:
-        left = max(0, start - 1)  # `^` and `\b` must see that there is a character
+        left = max(0, start - 1)  # include the character before, which `^` and `\b` depend on
         match = self._regex.search(text[left:end], start - left)
         return None if match is None else StopFound(left + match.start(), left + match.end(), self._pattern)
 
@@ -127,12 +128,12 @@ class _StopExpression:
 
 
 def longest_match(pattern: str) -> int:
-    """No match of this expression has more characters, unless it has more than MAX_REGEX_MATCH, which do not count."""
-    if "{," in pattern:  # characters like any other to RE2, a repetition to Python's parser
+    """Return the largest number of characters in a match of this expression, at most MAX_REGEX_MATCH: longer matches do not count."""
+    if "{," in pattern:  # RE2 reads it as plain characters, Python's parser as a repetition
         return MAX_REGEX_MATCH
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that Python may read a pattern differently one day
+            warnings.simplefilter("ignore")  # Python warns that a later version may read a pattern differently
             widest: Any = expression_parser.parse(pattern).getwidth()[1]
     except Exception:  # syntax that only RE2 has
         return MAX_REGEX_MATCH

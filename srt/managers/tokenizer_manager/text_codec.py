@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model: prompts, answers as they grow, conversations. Long texts do not hold up the loop."""
+"""Text to token ids and back, for one model: prompts, growing answers, conversations. Long texts do not block the event loop."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from srt.utils.chat_template import ChatTemplate, ChatTemplateError
 from srt.utils.text_stream import TextStream
 from srt.utils.tokenizer import Tokenizer, load_chat_template, load_tokenizer
 
-LONG_TEXT_CHARS = 8192  # a longer one is tokenized in a thread: the loop's other streams would feel it
-HEAD_CHARS_PER_TOKEN = (
-    16  # of a text with more, the beginning is tokenized first: as a rule that shows that it is too long
-)
+LONG_TEXT_CHARS = 8192  # a longer text is tokenized in a thread, so that it does not delay the loop's other streams
+# A text of more than this many characters for each token of the context is probably too long: only its head is tokenized at first.
+HEAD_CHARS_PER_TOKEN = 16
 _TOKENIZING_THREADS = 2
 _IDS_AT_ONCE = 1 << 15
-_CONTEXT_TOKENS = 16  # of a prompt, for decoders that look at what is before
+_CONTEXT_TOKENS = 16  # last prompt tokens given to the decoder, whose output can depend on preceding tokens
 
 logger = logging.getLogger(__name__)
 
 
 class TextCodec:
-    """Owner of the tokenizer, the chat template and the threads that tokenize. One event loop only."""
+    """Owner of the tokenizer, the chat template and the tokenizing threads. Use it from one event loop only."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class TextCodec:
         context_length: int,
         vocab_size: int,
     ) -> None:
-        """With an error for a template, conversations are refused with its words."""
+        """Create a codec. With an error in place of the template, conversations are refused with that error's message."""
         self._tokenizer = tokenizer
         self._template = template
         self._context_length = context_length
@@ -58,8 +57,7 @@ class TextCodec:
     # ---- Text to ids
 
     async def prompt_ids(self, request: GenerateInput, num_kept: int | None = None) -> list[int] | Int32Array:
-        """All of the prompt's tokens, or the last `num_kept`. RequestError 400 for a text that is far too long, before all of it is
-        tokenized."""
+        """Return the prompt's tokens, or only the last `num_kept`. Refuse a far too long text before all of it is tokenized."""
         if request.text is None:
             return (request.input_ids or [])[-num_kept if num_kept else None :]
         if num_kept is not None:
@@ -71,7 +69,7 @@ class TextCodec:
         return await self._encode(request.text, request.add_special_tokens)
 
     def _last_tokens(self, ids: Int32Array, num_kept: int, request: GenerateInput) -> Int32Array:
-        """The last of a text, and what the tokenizer puts around it."""
+        """Keep `num_kept` tokens: the last ones of the text, and the special tokens around it."""
         before, after = self._tokenizer.num_added if request.add_special_tokens else (0, 0)
         num_dropped = len(ids) - num_kept
         if num_dropped <= 0:
@@ -95,17 +93,19 @@ class TextCodec:
         return await loop.run_in_executor(self._threads, self._encode_long, text, add_special_tokens)
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> Int32Array:
-        """In pieces, between which the loop may run: all at once half a million ids would take it 14 ms."""
+        """Encode, and convert the ids in pieces between which the event loop can run: at once, half a million ids block it for 14 ms."""
         ids = self._tokenizer.encode(text, add_special_tokens)
         pieces = [int32_array(ids[at : at + _IDS_AT_ONCE]) for at in range(0, len(ids), _IDS_AT_ONCE)]
         return np.concatenate(pieces) if pieces else int32_array()
 
     def forbidden_ids(self, words: tuple[str, ...]) -> tuple[int, ...]:
-        """The tokens that these words are, at the beginning of a text and behind a space. RequestError 400 for one of several tokens:
-        which of them may be drawn would depend on what is before."""
+        """Return the token ids of these words, both at the beginning of a text and behind a space.
+
+        Raise RequestError (400) for a word of several tokens: whether one of them may be drawn would depend on the tokens before it.
+        """
         if not words:
             return ()
-        if words != self._last_words:  # as a rule all prompts of a batch forbid the same
+        if words != self._last_words:  # usually all prompts of a batch forbid the same words
             self._last_words, self._last_forbidden = words, self._forbid(words)
         return self._last_forbidden
 
@@ -126,35 +126,35 @@ class TextCodec:
     # ---- Ids to text
 
     def output(self, params: SamplingParams, prompt_ids: Int32Array, stop_ids: frozenset[int]) -> OutputText:
-        """The text of one choice, which grows behind this prompt."""
+        """Return the incremental decoder, with stops, for one choice's text behind this prompt."""
         return OutputText(self.output_stream(params, prompt_ids[-_CONTEXT_TOKENS:].tolist()), params, stop_ids)
 
     def output_stream(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextStream:
-        """The same without stops, and with the token that ends it."""
+        """Return an incremental decoder for a choice's text without stops; it also decodes the token that ends the choice."""
         tail = prompt_ids[-_CONTEXT_TOKENS:]
         return self._tokenizer.text_stream(tail, params.skip_special_tokens, params.spaces_between_special_tokens)
 
     def prompt_stream(self, skip_special_tokens: bool) -> TextStream:
-        """What `detokenize` makes of ids, as it grows."""
+        """Return an incremental decoder whose text, end to end, equals that of `detokenize`."""
         return self._tokenizer.text_stream([], skip_special_tokens)
 
     @property
     def num_added_before(self) -> int:
-        """How many tokens stand before those of a text."""
+        """Number of special tokens that the tokenizer puts before a text."""
         return self._tokenizer.num_added[0]
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        if len(ids) > self._context_length:  # decoding millions would take the loop seconds
+        if len(ids) > self._context_length:  # decoding millions of ids would block the event loop for seconds
             raise bad("tokens", f"has {len(ids)} tokens, but the model's context holds {self._context_length}")
         check_ids("tokens", ids, self._vocab_size)
         return self._tokenizer.decode(ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, as logprobs show it."""
+        """Return the text of a single token, as logprobs show it."""
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The same as the bytes it stands for, which need not be whole characters."""
+        """Return the bytes of a single token, which need not be whole characters."""
         return self._tokenizer.token_bytes(token_id)
 
     # ---- Conversations
@@ -168,7 +168,10 @@ class TextCodec:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text, special tokens included: submit it with add_special_tokens=False. RequestError 400 if the template refuses."""
+        """Return the prompt text of a conversation; raise RequestError (400) if the template refuses.
+
+        The text includes special tokens: submit it with add_special_tokens=False.
+        """
         if self._template is None:
             raise RequestError(400, "This model has no chat template: the server needs --chat-template.", "messages")
         if isinstance(self._template, ChatTemplateError):
@@ -188,8 +191,10 @@ class TextCodec:
 
 
 def load_text_files(model_folder: str, args: ServerArgs) -> tuple[Tokenizer, ChatTemplate | ChatTemplateError | None]:
-    """The tokenizer and the chat template; an error in the model's own template, which not everybody needs, is returned.
-    StartError for what the user must change."""
+    """Load the tokenizer and the chat template; raise StartError for what the user must change.
+
+    An error in the model's own template is returned in its place, because only chat requests need it.
+    """
     folder = model_folder if args.tokenizer_path is None else args.tokenizer_path
     tokenizer = load_tokenizer(folder)
     try:

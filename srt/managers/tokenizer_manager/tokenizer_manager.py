@@ -1,4 +1,4 @@
-"""Requests in, news of their answers out: a frontend's link to the scheduler. Used by the HTTP server and, in process, by `Runtime`."""
+"""The TokenizerManager: requests in, updates of their answers out. The HTTP server uses it, and `Runtime` in its own process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ logger = logging.getLogger(__name__)
 
 
 class TokenizerManager:
-    """Owner of the link to the scheduler, and through its parts of all texts and live requests of this frontend. One event loop only."""
+    """Owner of the link to the scheduler and, through its parts, of this frontend's texts and live requests.
+
+    Use it from one event loop only.
+    """
 
     def __init__(
         self,
@@ -75,26 +78,29 @@ class TokenizerManager:
         max_held: int,
         watch: RequestWatch | None = None,
     ) -> None:
-        """Use `TokenizerManager.connect`. `connect` gets a generation and the callbacks of a SchedulerLink. While there is no scheduler
-        `max_held` requests wait for the next one."""
+        """Link to the scheduler of `generation`. Programs use `TokenizerManager.connect` instead.
+
+        connect: makes a SchedulerLink from a generation and the link's callbacks.
+        max_held: number of requests that may wait while there is no scheduler.
+        """
         self.model = model
         self.text = TextCodec(tokenizer, template, context_length=model.context_length, vocab_size=model.vocab_size)
         self._watch = watch or RequestWatch()
         self._new_seed = new_seed
         self._deliveries = Deliveries(self._send, self._watch)
         self._calls = ControlCalls(self._send)
-        # Of requests that are not sent yet; True: and were aborted meanwhile.
+        # Labels of requests that are not sent yet. True: aborted in the meantime.
         self._labels_on_the_way: dict[str, bool] = {}
         self._num_requests = 0
         self._num_rejected = 0
         self._limits: SchedulerHello | None = None
         self._load: Load | None = None
         self._death: str | None = None
-        self._next: EngineReplaced | None = None  # where the next scheduler is to be found
-        self._is_greeted = False  # by the present scheduler: before that nothing is sent to it
+        self._next: EngineReplaced | None = None  # how to reach the next scheduler
+        self._is_greeted = False  # the present scheduler has answered; before that nothing is sent to it
         self._max_held = max_held
         self._connect = connect
-        self._answered = asyncio.Event()  # the scheduler has, or it never will
+        self._answered = asyncio.Event()  # set when the scheduler has answered, or never will
         self._broken = asyncio.Event()
         self._link = self._link_to(generation)
 
@@ -109,7 +115,7 @@ class TokenizerManager:
         args: ServerArgs,
         tracer: Tracer | None = None,
     ) -> TokenizerManager:
-        """Load tokenizer and model facts, connect, say hello. StartError for what the user must change."""
+        """Load tokenizer and model facts, connect and say hello; raise StartError for what the user must change."""
         tokenizer, template = await asyncio.to_thread(load_text_files, model_folder, args)
         has_template = isinstance(template, ChatTemplate)
         model = await asyncio.to_thread(read_model_facts, model_folder, args, has_template)
@@ -134,39 +140,39 @@ class TokenizerManager:
 
     @property
     def limits(self) -> SchedulerHello:
-        """What requests are checked against. Only after `wait_ready`."""
+        """The scheduler's limits, which requests are checked against. Available after `wait_ready`."""
         assert self._limits is not None, "the scheduler has not answered yet"
         return self._limits
 
     @property
     def load(self) -> Load | None:
-        """The scheduler's last word on its load."""
+        """The load that the scheduler reported last."""
         return self._load
 
     @property
     def is_ready(self) -> bool:
-        """The scheduler has answered and the link is whole."""
+        """True if the scheduler has answered and its link is up."""
         return self._is_greeted and self._death is None
 
     @property
     def is_dead(self) -> bool:
-        """The engine has ended for good."""
+        """True if the engine has ended for good."""
         return self._death is not None
 
     async def wait_ready(self) -> None:
-        """Return when the scheduler takes requests; EngineDied if it never will."""
+        """Wait until the scheduler accepts requests; raise EngineDied if it never will."""
         await self._answered.wait()
         if self._death is not None:
             raise EngineDied(self._death)
 
     async def wait_broken(self) -> str:
-        """Return, with the reason, when the engine has died. A server ends then."""
+        """Wait until the engine has died and return the reason. A server then ends."""
         await self._broken.wait()
         assert self._death is not None
         return self._death
 
     def engine_died(self, reason: str) -> None:
-        """Tell it what the link cannot: every pending call raises EngineDied. The first reason stays."""
+        """Record that the engine has ended for good: every pending call raises EngineDied. The first reason is kept."""
         if self._death is not None:
             return
         self._death = f"The engine has ended: {reason.rstrip('.')}."
@@ -177,15 +183,15 @@ class TokenizerManager:
         self._broken.set()
 
     def engine_replaced(self, replaced: EngineReplaced) -> None:
-        """The scheduler has ended, and another one is on its way: all that has no answer yet is sent to that one when it is there. The
-        requests' readers notice a pause."""
-        # Of two that come before the link's end is noticed, the first tells what the scheduler of that link died of.
+        """Move to the next scheduler, because this one has ended. Unanswered requests and calls are sent to the next one when it is
+        there; readers only notice a pause."""
+        # If two messages come before the link's end is noticed, the first gives the cause of death of this link's scheduler.
         self._next = replaced if self._next is None else replace(replaced, by_request=self._next.by_request)
-        if not self._is_greeted:  # else its last words may still come, and behind them the link's end
+        if not self._is_greeted:  # otherwise its last messages may still come, and the link's end follows them
             self._go_to_next()
 
     def _engine_lost(self) -> None:
-        """The supervisor sees it too: it replaces the engine or ends everything."""
+        """Handle the end of the link. The supervisor notices the death too, and replaces the engine or ends everything."""
         self._is_greeted = False
         self._deliveries.note_lost()
         self._go_to_next()
@@ -207,7 +213,7 @@ class TokenizerManager:
         )
 
     def stats(self) -> dict[str, Scalar]:
-        """Counters for /server_info and leak checks; all that begin with `live_` are 0 when nothing runs."""
+        """Return counters for /server_info and leak checks. All that begin with `live_` are 0 when nothing runs."""
         return {
             **self._deliveries.stats(),
             "live_labels": len(self._labels_on_the_way),
@@ -217,7 +223,7 @@ class TokenizerManager:
         }
 
     async def close(self) -> None:
-        """Abort everything and let go of the link."""
+        """Abort everything and close the link."""
         self._deliveries.abort_all()
         self.engine_died("it was shut down")
         self.text.close()
@@ -227,19 +233,21 @@ class TokenizerManager:
     def sampling_params(
         self, given: Mapping[str, Any], default_max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
     ) -> SamplingParams:
-        """`given` over the model's defaults, checked; ParameterError names what is wrong. Without max_new_tokens in `given` a request
-        gets `default_max_new_tokens`, or less where less fits; None: all that fits."""
+        """Return checked parameters: `given` over the model's defaults. ParameterError names what is wrong.
+
+        default_max_new_tokens: used if `given` has no max_new_tokens, and shortened to what fits; None: as many as fit.
+        """
         return SamplingParams.from_dict(given, self.model.sampling_defaults, default_max_new_tokens)
 
     async def submit(self, request: GenerateInput) -> RequestHandle:
-        """Check the request and send it. RequestError (4xx, naming the parameter) if it cannot be served; then nothing was sent."""
+        """Check the request and send it. If it cannot be served, raise RequestError (4xx, with the parameter) and send nothing."""
         (handle,) = await self.submit_all([request])
         return handle
 
     async def submit_all(self, requests: Sequence[GenerateInput]) -> list[RequestHandle]:
-        """Those of one call, one after the other; if one cannot be served, none runs.
+        """Submit the requests of one call, one after the other. If one cannot be served, none runs.
 
-        An abort finds all of them by name from now on, those too that wait for others to be tokenized.
+        From the start, an abort finds all of them by name, including those not tokenized yet.
         """
         self._check_alive()
         labels = self._take_labels(requests)
@@ -248,7 +256,7 @@ class TokenizerManager:
             with contextlib.ExitStack() as refused:
                 for label, request in zip(labels, requests, strict=True):
                     if handles:
-                        await asyncio.sleep(0)  # tokenizing a large batch takes seconds: streams go on in between
+                        await asyncio.sleep(0)  # tokenizing a large batch takes seconds: let streams run in between
                     handles.append(refused.enter_context(await self._submit(request, label)))
                 refused.pop_all()
         finally:
@@ -257,7 +265,7 @@ class TokenizerManager:
         return handles
 
     def _take_labels(self, requests: Sequence[GenerateInput]) -> list[str]:
-        """What they are called; RequestError, and nothing is taken, if a name is another's or a request has no form."""
+        """Reserve a label for each request. Raise RequestError and reserve nothing if a label is in use or a request is malformed."""
         labels: dict[str, bool] = {}
         for request in requests:
             check_form(request)
@@ -273,7 +281,7 @@ class TokenizerManager:
         seed = request.params.sampling_seed if request.params.sampling_seed is not None else self._new_seed()
         prompt_ids = await self._prompt_ids(request)
         is_aborted = self._labels_on_the_way.pop(label)
-        self._check_alive()  # it may have died meanwhile
+        self._check_alive()  # the engine may have died in the meantime
         if not self._is_greeted:
             self._check_room()
         tokenized_s = self._watch.now()
@@ -299,7 +307,7 @@ class TokenizerManager:
         return RequestHandle(live, self._deliveries.abort)
 
     async def tokenized(self, request: GenerateInput) -> GenerateInput:
-        """The same request with the token ids that the model reads, instead of the text. RequestError as for `submit`."""
+        """Return the request with its token ids in place of its text. Raises RequestError as `submit` does."""
         self._check_alive()
         check_form(request)
         ids = [int(token_id) for token_id in await self._prompt_ids(request)]
@@ -315,7 +323,7 @@ class TokenizerManager:
             raise RequestError(503, "The server is starting.", retry_after_s=_RETRY_AFTER_S)
 
     def _check_room(self) -> None:
-        """Requests that come while the engine is replaced wait for the next one, but not any number of them."""
+        """Refuse the request if `max_held` requests already wait for the engine to be replaced."""
         num_held = self._deliveries.num_unsent
         if num_held >= self._max_held:
             sentence = f"The engine is being replaced, and as many requests wait for it as may: {num_held}."
@@ -364,7 +372,10 @@ class TokenizerManager:
         self._calls.send_again()
 
     def _take_rejection(self, reason: str) -> None:
-        """A message of ours was dropped: a defect. It may have been any request that had no answer yet, so those fail: none hangs."""
+        """Handle the scheduler's report that it dropped a message of this frontend, which is a defect.
+
+        The message can have been any request without an answer yet, so all of those fail instead of hanging.
+        """
         logger.error("The scheduler could not take a message: %s.", reason)
         self._num_rejected += 1
         if not self._is_greeted:
@@ -375,12 +386,12 @@ class TokenizerManager:
     # ---- Control
 
     async def flush_cache(self) -> tuple[bool, str]:
-        """(done?, sentence)."""
+        """Empty the prefix cache; return (done?, sentence)."""
         reply = await self._call(FlushCache)
         return reply.ok, reply.message
 
     async def pause(self, mode: str) -> tuple[bool, str]:
-        """(done?, sentence). When it returns no step is in flight; requests wait until `resume`."""
+        """Pause generation; return (done?, sentence). On return no step is in flight; requests wait until `resume`."""
         reply = await self._call(lambda call: PauseGeneration(call, mode))
         return reply.ok, reply.message
 
@@ -388,28 +399,34 @@ class TokenizerManager:
         await self._call(ContinueGeneration)
 
     async def get_state(self, deep: bool = False, is_own: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
-        """(ok?, sentence, the scheduler's counters). `deep` compares the workers' tables too; `is_own`: no client asks."""
+        """Return (ok?, sentence, the scheduler's counters).
+
+        deep: compare the workers' tables too.
+        is_own: the frontend itself asks, not a client.
+        """
         reply = await self._call(lambda call: GetState(call, deep), is_own)
         return reply.ok, reply.message, reply.values
 
     async def abort_label(self, label: str) -> int:
-        """Abort the live requests that are named so, whichever frontend has them: one, all of a batch, or with the empty label
-        everything. Returns how many."""
+        """Abort the live requests that match `label` in all frontends, and return their number.
+
+        A label matches one request or all of a batch; the empty label matches everything.
+        """
         check_text("rid", label)
         on_the_way = self._mark_on_the_way(label)
-        named = self._deliveries.named(label)  # what is sent behind this call is not meant
+        named = self._deliveries.named(label)  # taken now: requests sent after this call are not aborted
         reply = await self._call(lambda call: AbortLabel(call, label))
         self._deliveries.note_aborted(named)
         count = reply.values.get("num_aborted", 0)
         return on_the_way + (count if isinstance(count, int) else 0)
 
     def _abort_named(self, label: str) -> None:
-        """Another frontend was told to abort these. The scheduler has ended those that it knew."""
+        """Abort the requests that match `label`, at another frontend's request. The scheduler has ended those it knew already."""
         self._mark_on_the_way(label)
         self._deliveries.abort_named(label)
 
     def _mark_on_the_way(self, label: str) -> int:
-        """What is not sent yet and named so is aborted as soon as it would be sent. Returns how many."""
+        """Mark matching requests that are not sent yet: they are aborted when they would be sent. Return their number."""
         named = [other for other in self._labels_on_the_way if is_named(other, label)]
         self._labels_on_the_way.update(dict.fromkeys(named, True))
         return len(named)
@@ -421,13 +438,16 @@ class TokenizerManager:
         return await self._calls.call(make, is_own)
 
     def _send(self, message: FromFrontend) -> None:
-        """Nothing while no scheduler has greeted: whoever does is sent all that is still of interest."""
+        """Send a message if the scheduler has answered. Otherwise drop it: a new scheduler is sent all live requests and calls anyway."""
         if self._is_greeted:
             self._link.send(message)
 
 
 def seed_source(random_seed: int | None, frontend: int) -> Callable[[], int]:
-    """Draws the seeds of requests that bring none: a function of (random seed, frontend, how many before), or of nothing at all."""
+    """Return a function that draws seeds for requests without one.
+
+    With a random seed the result depends on (random seed, frontend, number of draws before) alone; without one it is random.
+    """
     if random_seed is None:
         return lambda: int.from_bytes(os.urandom(8), "little")
     drawn = 0
