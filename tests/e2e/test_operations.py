@@ -163,7 +163,7 @@ def test_every_line_of_every_process_is_json_with_its_name_and_requests_can_be_f
         "length",
         5,
     )
-    came = next(line for line in operated.log() if line["message"].startswith("Request my-rid came"))
+    came = next(line for line in operated.log() if line["message"].startswith("Request my-rid arrived"))
     assert (came["process"], came["prompt"]) == (ended["process"], "The capital of France is")
     assert operated.wait_for_log("waiting;")["process"] == "scheduler 0"
     processes = {line["process"] for line in operated.log()}

@@ -211,7 +211,7 @@ def test_a_request_of_which_workers_die_fails_alone(
             check_same(all_streamed(url, Trigger(100, poison)), undisturbed)
             answer = poisoned[0].result(END_S)
         assert answer.status_code == 500
-        assert "The engine died twice while it worked on this request and on nothing else." in answer.text
+        assert "The engine died twice while it ran this request and nothing else." in answer.text
         assert len(server.lines_with("at work again")) == 4  # two with others, two alone
         assert httpx.post(f"{url}/generate", json=body, timeout=2 * END_S).status_code == 500
         server.wait_for("at work again", 5)

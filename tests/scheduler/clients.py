@@ -44,7 +44,7 @@ from tests.scheduler.virtual_loop import VirtualLoop
 if TYPE_CHECKING:
     from tests.scheduler.world import World
 
-TEXT_FAILED = "The text of this answer could not be made."
+TEXT_FAILED = "The tokens of this answer could not be decoded into text."
 
 
 class Texts:

@@ -198,10 +198,10 @@ class Deliveries:
 
     def _text_failed(self, live: LiveRequest) -> None:
         """Fail a request whose text could not be decoded. The defect is confined to it: the link and other requests are sound."""
-        logger.exception("The text of request %d could not be made.", live.rid)
+        logger.exception("The tokens of request %d could not be decoded into text.", live.rid)
         self._watch.ended(live.rid, "error")
         self.abort(live.rid)
-        live.fail(RequestError(500, "The text of this answer could not be made."))
+        live.fail(RequestError(500, "The tokens of this answer could not be decoded into text."))
 
     def _refuse(self, refusal: RequestRefused) -> None:
         self._num_refused += 1

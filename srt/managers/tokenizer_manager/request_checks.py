@@ -9,7 +9,7 @@ import numpy as np
 from srt.managers.tokenizer_manager.api_types import GenerateInput, LogprobRequest, RequestError
 from srt.managers.tokenizer_manager.model_facts import ModelFacts
 from srt.protocol.messages import GenerateRequest, Int32Array, LogprobSpec, SamplingSpec, SchedulerHello, int32_array
-from srt.sampling.parameter_checks import ParameterError, is_unicode
+from srt.sampling.parameter_checks import ParameterError, is_unicode, kind_of, show
 from srt.sampling.sampling_params import MAX_BIAS_ENTRIES, MAX_TOP_LOGPROBS
 
 MAX_PRIORITY = 1_000_000
@@ -25,7 +25,8 @@ def bad(parameter: str, reason: str) -> RequestError:
 def check_form(request: GenerateInput) -> None:
     """Check everything that does not need the prompt's tokens."""
     if (request.text is None) == (request.input_ids is None):
-        raise RequestError(400, "A request has either text or input_ids, exactly one of them.", "text")
+        both = "both" if request.text is not None else "neither"
+        raise RequestError(400, f"A request needs exactly one of text and input_ids, but it has {both}.", "text")
     if request.text is not None:
         check_text("text", request.text)
     if request.rid is not None:
@@ -34,18 +35,21 @@ def check_form(request: GenerateInput) -> None:
             raise bad("rid", "must not be empty")
     check_label("cache_salt", request.cache_salt)
     if type(request.priority) is not int or abs(request.priority) > MAX_PRIORITY:
-        raise bad("priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        raise bad(
+            "priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {show(request.priority)}"
+        )
     _check_logprobs(request.logprobs)
     most = request.truncate_prompt_tokens
     if most is not None and (type(most) is not int or most < -1 or most == 0):
-        raise bad("truncate_prompt_tokens", "must be at least 1, or -1 (as many as leave room for the output)")
+        allowed = "an integer of at least 1, or -1 (as many as leave room for the output)"
+        raise bad("truncate_prompt_tokens", f"must be {allowed}, not {show(most)}")
 
 
 def check_text(parameter: str, text: object) -> None:
     if not isinstance(text, str):
-        raise bad(parameter, "must be a string")
+        raise bad(parameter, f"must be a string, not {kind_of(text)}")
     if not is_unicode(text):
-        raise bad(parameter, "has half of a surrogate pair, which is no character")
+        raise bad(parameter, "has half of a surrogate pair, which is not a character")
 
 
 def check_label(parameter: str, label: object) -> None:
@@ -56,11 +60,15 @@ def check_label(parameter: str, label: object) -> None:
 
 def _check_logprobs(logprobs: LogprobRequest) -> None:
     if type(logprobs.output) is not bool:
-        raise bad("return_logprob", "must be true or false")
-    if type(logprobs.prompt_start) is not int or logprobs.prompt_start < -1:
-        raise bad("logprob_start_len", "must be -1 (none of the prompt), or at least 0")
+        raise bad("return_logprob", f"must be true or false, not {kind_of(logprobs.output)}")
+    start = logprobs.prompt_start
+    if type(start) is not int or start < -1:
+        raise bad(
+            "logprob_start_len",
+            f"must be -1 (no logprobs of the prompt) or an integer of at least 0, not {show(start)}",
+        )
     if type(logprobs.top) is not int or not 0 <= logprobs.top <= MAX_TOP_LOGPROBS:
-        raise bad("top_logprobs_num", f"must be an integer from 0 to {MAX_TOP_LOGPROBS}")
+        raise bad("top_logprobs_num", f"must be an integer from 0 to {MAX_TOP_LOGPROBS}, not {show(logprobs.top)}")
     if len(logprobs.ids) > MAX_LOGPROB_IDS:
         raise bad("token_ids_logprob", f"may have at most {MAX_LOGPROB_IDS} token ids, not {len(logprobs.ids)}")
 
@@ -132,12 +140,13 @@ def build_request(
 def _check_forbidden(spec: SamplingSpec, vocab_size: int) -> None:
     """Refuse bad_words that overflow the bias table or that leave no token to draw."""
     if len(spec.bias_ids) > MAX_BIAS_ENTRIES:
-        raise bad("bad_words", f"and logit_bias may name at most {MAX_BIAS_ENTRIES} tokens together")
+        count = len(spec.bias_ids)
+        raise bad("bad_words", f"and logit_bias may name at most {MAX_BIAS_ENTRIES} tokens together, not {count}")
     forbidden = spec.bias_ids[np.isneginf(spec.bias_values)]
     check_ids("bad_words", forbidden.tolist(), vocab_size)
     held_back = spec.stop_ids if spec.min_new_tokens else spec.stop_ids[:0]
     if len(np.union1d(forbidden, held_back)) >= vocab_size:
-        raise bad("bad_words", f"must leave some of the vocabulary's {vocab_size} tokens")
+        raise bad("bad_words", f"must leave at least one of the vocabulary's {vocab_size} tokens to draw")
 
 
 def num_kept_tokens(request: GenerateInput, model: ModelFacts, limits: SchedulerHello) -> int | None:
@@ -163,7 +172,7 @@ def _output_limit(
     total, owner = _most_tokens(model, limits)
     room = total - num_prompt
     if room < 1:
-        raise bad(source, f"has {num_prompt} tokens, but {owner} holds {total}, at least one of them for the output")
+        raise bad(source, f"has {num_prompt} tokens, but {owner} holds {total}, including at least one for the output")
     wanted = params.max_new_tokens
     if wanted is not None and wanted > room and not params.may_shorten:
         raise bad(
@@ -181,7 +190,7 @@ def _output_limit(
 def _logprob_spec(logprobs: LogprobRequest, num_prompt: int, vocab_size: int) -> LogprobSpec:
     check_ids("token_ids_logprob", logprobs.ids, vocab_size)
     if logprobs.prompt_start > num_prompt:
-        raise bad("logprob_start_len", f"is {logprobs.prompt_start}, behind the end of a prompt of {num_prompt} tokens")
+        raise bad("logprob_start_len", f"is {logprobs.prompt_start}, but the prompt has only {num_prompt} tokens")
     return LogprobSpec(
         output=logprobs.output,
         prompt_start=-1 if logprobs.prompt_start == num_prompt else logprobs.prompt_start,

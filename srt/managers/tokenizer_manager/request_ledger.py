@@ -38,7 +38,7 @@ ALL_CHOICES = -1
 SUSPECTED = 2
 CONVICTED = 2  # engine deaths with nothing else in flight after which a request fails
 MOST_CONVICTED = 1000  # convicted requests to remember
-CONVICTION = "The engine died twice while it worked on this request and on nothing else."
+CONVICTION = "The engine died twice while it ran this request and nothing else."
 
 
 @dataclass(frozen=True, slots=True)

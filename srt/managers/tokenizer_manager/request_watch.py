@@ -168,7 +168,7 @@ class RequestWatch:
         if one.log_level >= SHORT:
             more["prompt"] = _cut(self._text(message.prompt_ids.tolist(), request.text), one.log_level)
         self._log(
-            f"Request {_name(one.label)} came: {one.num_prompt} prompt tokens.", more, rid=one.label, event="began"
+            f"Request {_name(one.label)} arrived: {one.num_prompt} prompt tokens.", more, rid=one.label, event="began"
         )
 
     def _log_end(self, one: Watched, how: str) -> None:

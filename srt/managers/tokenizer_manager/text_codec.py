@@ -77,7 +77,7 @@ class TextCodec:
         if num_kept <= before + after:
             raise bad(
                 "truncate_prompt_tokens",
-                f"must be above {before + after}, the tokens that the tokenizer puts around a text, not {num_kept}",
+                f"must be above {before + after}, the number of special tokens around a text, not {num_kept}",
             )
         return np.concatenate((ids[:before], ids[before + num_dropped :]))
 
@@ -117,8 +117,8 @@ class TextCodec:
             if len(alone) != 1:
                 raise bad(
                     "bad_words",
-                    f"has {show(word)}, which is {len(alone)} tokens: only words of one token can be forbidden, logit_bias"
-                    " holds back single tokens, and stop ends the output before a text",
+                    f"has {show(word)}, which is {len(alone)} tokens, but only words of one token can be forbidden: use logit_bias"
+                    " to suppress single tokens, or stop to end the output before a text",
                 )
             forbidden |= dict.fromkeys(alone + behind_space if len(behind_space) == 1 else alone)
         return tuple(forbidden)
@@ -173,7 +173,9 @@ class TextCodec:
         The text includes special tokens: submit it with add_special_tokens=False.
         """
         if self._template is None:
-            raise RequestError(400, "This model has no chat template: the server needs --chat-template.", "messages")
+            raise RequestError(
+                400, "This model has no chat template: start the server with --chat-template.", "messages"
+            )
         if isinstance(self._template, ChatTemplateError):
             raise RequestError(400, str(self._template), "messages")
         try:

@@ -271,7 +271,7 @@ class TokenizerManager:
             check_form(request)
             label = secrets.token_hex(16) if request.rid is None else request.rid
             if label in labels or label in self._labels_on_the_way or self._deliveries.has_label(label):
-                raise bad("rid", f"{label!r} is the name of a request that runs")
+                raise bad("rid", f"{label!r} is already the name of another request")
             labels[label] = False
         self._labels_on_the_way |= labels
         return list(labels)
@@ -326,7 +326,7 @@ class TokenizerManager:
         """Refuse the request if `max_held` requests already wait for the engine to be replaced."""
         num_held = self._deliveries.num_unsent
         if num_held >= self._max_held:
-            sentence = f"The engine is being replaced, and as many requests wait for it as may: {num_held}."
+            sentence = f"The engine is being replaced, and {num_held} requests, the limit, already wait for it."
             raise RequestError(503, sentence, retry_after_s=_RETRY_AFTER_S)
 
     def _live_request(
@@ -362,7 +362,7 @@ class TokenizerManager:
             case Rejected():
                 self._take_rejection(message.reason)
             case _:
-                logger.error("The scheduler sent %s, which is not for frontends.", type(message).__name__)
+                logger.error("The scheduler sent a %s message, which frontends do not handle.", type(message).__name__)
 
     def _greeted(self, hello: SchedulerHello) -> None:
         self._limits = hello
@@ -376,12 +376,14 @@ class TokenizerManager:
 
         The message can have been any request without an answer yet, so all of those fail instead of hanging.
         """
-        logger.error("The scheduler could not take a message: %s.", reason)
+        logger.error("The scheduler rejected a message of this frontend: %s.", reason)
         self._num_rejected += 1
         if not self._is_greeted:
             self.engine_died(f"it does not understand this process ({reason})")
             return
-        self._deliveries.fail_unbegun(RequestError(500, f"The engine could not take a request: {reason}."))
+        self._deliveries.fail_unbegun(
+            RequestError(500, f"The engine rejected a message, perhaps this request: {reason}.")
+        )
 
     # ---- Control
 

@@ -42,5 +42,7 @@ def test_a_word_that_the_model_has_no_logit_of_is_refused() -> None:
 def test_something_is_left_to_draw_also_while_stops_are_held_back() -> None:
     build(SamplingParams(), range(1, 10))
     for params, forbidden in ((SamplingParams(), range(10)), (SamplingParams(min_new_tokens=1), range(1, 10))):
-        with pytest.raises(RequestError, match=r"^bad_words must leave some of the vocabulary's 10 tokens\."):
+        with pytest.raises(
+            RequestError, match=r"^bad_words must leave at least one of the vocabulary's 10 tokens to draw\."
+        ):
             build(params, forbidden)

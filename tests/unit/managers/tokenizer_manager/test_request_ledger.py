@@ -379,7 +379,7 @@ def test_who_was_alone_at_two_deaths_ends_and_the_others_go_on() -> None:
     ended, first, second = deaths(ledger, alone)
     assert isinstance(ended, ChoiceEnded)
     assert (ended.rid, ended.choice, ended.done.reason, ended.done.status) == (1, 1, "error", 500)
-    assert "died twice while it worked on this request" in ended.done.message
+    assert "died twice while it ran this request" in ended.done.message
     assert [one.choices.tolist() for one in sent([first, second]) if isinstance(one, GenerateRequest)] == [[0], [0]]
 
 

@@ -106,7 +106,7 @@ def test_a_name_with_a_line_feed_begins_no_line_of_the_log(caplog: pytest.LogCap
         )
         world.watch.ended(1, "stop")
     began, ended = (record.getMessage() for record in caplog.records)
-    assert began == "Request 'a\\nFAKE\\x1b[31m' came: 1 prompt tokens."
+    assert began == "Request 'a\\nFAKE\\x1b[31m' arrived: 1 prompt tokens."
     assert ended.startswith("Request 'a\\nFAKE\\x1b[31m' ended (stop): ")
 
 
