@@ -1,4 +1,4 @@
-"""JSON Schema of what the routes answer. Every field is here: the routes' tests hold their answers against it."""
+"""JSON Schemas of the routes' answers. Every field is listed: the routes' tests validate their answers against them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def optional(schema: Schema) -> Schema:
 
 
 def fields(_optional: str = "", /, **described: tuple[Schema, str]) -> Schema:
-    """An object with these fields and no others; those in `_optional` may be absent."""
+    """Return the schema of an object with these fields and no others; those in `_optional` may be absent."""
     return {
         "type": "object",
         "properties": {name: {**schema, "description": text} for name, (schema, text) in described.items()},

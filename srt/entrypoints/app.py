@@ -1,4 +1,4 @@
-"""The ASGI application: which path is answered by which function, who may ask, and how every error is told."""
+"""The ASGI application: the table of routes and their handlers, the check of API keys and origins, and the answers to errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Handler = Callable[[Exchange, Service], Awaitable[None]]
 
 
 async def _describe(exchange: Exchange, service: Service) -> None:
-    """This description."""
+    """Return this OpenAPI description."""
     await exchange.send_json(openapi.describe(ROUTES, service))
 
 
@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 class App:
-    """Answers each request in the API's own shape, whatever goes wrong."""
+    """The ASGI application. It turns every error into an answer in the format of the API that was called."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -111,7 +111,7 @@ class App:
         methods = _methods(path)
         if methods is None:
             raise ApiError(404, _missing(path), code="not_found")
-        if "GET" in methods and path not in operations.ADMIN:  # what changes something is no question
+        if "GET" in methods and path not in operations.ADMIN:  # a HEAD request must not change anything
             methods = {**methods, "HEAD": methods["GET"]}
         handler = methods.get(exchange.method)
         if handler is None:
@@ -120,10 +120,10 @@ class App:
         await handler(exchange, self._service)
 
     async def _traced(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, with the whole of it and each wait for the socket in the trace."""
+        """Answer the request, and trace its whole duration and each wait for the socket."""
         tracer = self._service.tracer
         self._num_traced += 1
-        number = self._num_traced << 16 | self._service.index  # unlike those of other frontends
+        number = self._num_traced << 16 | self._service.index  # unique over all frontends
         name = f"{scope['method']} {scope['path']}"
 
         async def send_traced(message: MutableMapping[str, Any]) -> None:
@@ -161,14 +161,14 @@ class App:
 
 
 def _methods(path: str) -> Mapping[str, Handler] | None:
-    """What answers at this path, by method; None if nothing does."""
+    """Return the handlers of a path by method; None for an unknown path."""
     if path.startswith(_MODELS + "/") and path.strip("/") != _MODELS.strip("/"):
         return {"GET": models.one_model}
     return ROUTES.get(path)
 
 
 async def _tell_methods(exchange: Exchange, methods: list[str]) -> None:
-    """Answer OPTIONS, and refuse all that is not listed."""
+    """Answer OPTIONS with the allowed methods; refuse any other method."""
     allowed = ", ".join(methods)
     headers = [(b"allow", allowed.encode())]
     if exchange.method == "OPTIONS":
@@ -179,7 +179,7 @@ async def _tell_methods(exchange: Exchange, methods: list[str]) -> None:
 
 
 def _missing(path: str) -> str:
-    """That there is nothing at this path, with the path that was meant if it differs by slashes or by /v1 alone."""
+    """Return the message for an unknown path. It suggests a known path that differs only in slashes or in /v1."""
     plain = "/" + "/".join(part for part in path.split("/") if part)
     without = plain
     while without.startswith("/v1/"):

@@ -1,4 +1,4 @@
-"""JSON Schema of what requests may carry, read off the classes that parse them."""
+"""JSON Schemas of request bodies, derived from the classes that parse them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Schema = dict[str, Any]
 
 
 def body_schema(body: type[RequestBody]) -> Schema:
-    """Every field that the body may have, also those that are refused or ignored."""
+    """Return the schema of a body with all its fields, including those that are refused or ignored."""
     whole = body.model_json_schema()
     definitions = whole.pop("$defs", {})
     properties = {name: _field(schema, definitions) for name, schema in whole["properties"].items()}
@@ -37,14 +37,15 @@ def body_schema(body: type[RequestBody]) -> Schema:
 
 
 def sampling_schema() -> Schema:
-    """The sampling_params of /generate."""
+    """Return the schema of /generate's sampling_params."""
     properties = {name: _sampling_parameter(name) for name in PARAMETERS}
     properties |= {name: _unsupported(values) for name, values in UNSUPPORTED.items()}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def with_values(schema: Any, formats: Mapping[str, Mapping[str, Any]]) -> Any:
-    """A copy in which values of these formats are described by what the server at hand knows of them."""
+    """Return a copy of the schema, where each value of a format in `formats` gets that format's entries, such as this model's
+    vocabulary size."""
     if isinstance(schema, dict):
         known = formats.get(str(schema.get("format")), {})
         return {name: with_values(part, formats) for name, part in {**schema, **known}.items()}
@@ -78,7 +79,7 @@ def _field(schema: Schema, definitions: Mapping[str, Schema]) -> Schema:
 
 
 def _plain(schema: Schema, leaf: Mapping[str, Any], definitions: Mapping[str, Schema]) -> Schema:
-    """Without titles and references, and with `leaf` at each single value that it is for."""
+    """Return the schema without titles and references, and with the entries of `leaf` at the values of their type."""
     if "$ref" in schema:
         whole = definitions[schema["$ref"].rpartition("/")[2]]
         return {
@@ -95,7 +96,7 @@ def _plain(schema: Schema, leaf: Mapping[str, Any], definitions: Mapping[str, Sc
 
 
 def _or_null(schema: Schema) -> Schema:
-    """null means default, wherever there is one."""
+    """Return the schema with null allowed: null means the default."""
     text = {"description": schema["description"]} if "description" in schema else {}
     rest = {name: value for name, value in schema.items() if name != "description"}
     options = rest["anyOf"] if rest.keys() == {"anyOf"} else [rest]

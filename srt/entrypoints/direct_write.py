@@ -1,14 +1,14 @@
-"""The short way from a stream to its socket: no coroutine, no task that wakes, one write for what one step brought."""
+"""Direct writes of a stream's parts to its socket, without a coroutine or a task switch: one write for each step's tokens."""
 
 from __future__ import annotations
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-EXTENSION = "srt.direct_write"  # under this name a scope has its DirectWriter
+EXTENSION = "srt.direct_write"  # key of the DirectWriter in an ASGI scope's extensions
 
 
 class DirectWriter:
-    """Writes parts of one response that has begun. The server's own `send` begins it, ends it, and waits where the socket is full."""
+    """A writer for parts of a response that has begun. The server's own `send` begins and ends it, and waits when the socket is full."""
 
     __slots__ = ("_cycle", "_flow")
 
@@ -18,12 +18,12 @@ class DirectWriter:
 
     @property
     def is_open(self) -> bool:
-        """The response, which has begun, has not ended, and its socket takes more."""
+        """True if the response has not ended and its socket accepts more. Only meaningful once the response has begun."""
         cycle = self._cycle
         return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete)
 
     def write(self, part: bytes) -> None:
-        """Only while it is open. `part` must not be empty: that would end a chunked body."""
+        """Write a part; call it only while `is_open`. `part` must not be empty: that would end a chunked body."""
         cycle = self._cycle
         if cycle.chunked_encoding:
             part = b"%x\r\n%b\r\n" % (len(part), part)

@@ -1,7 +1,7 @@
-"""A Runtime's end of the engine: the supervisor that it started, and the lifeline whose end-of-file ends it.
+"""The engine's supervisor as a child process of a Runtime. It ends when its lifeline, a socket to the Runtime, is closed.
 
-Not a parent-death signal: that would fire when the thread that made the Runtime ends. The engine is in a session of its own, so a
-Ctrl-C in the user's terminal reaches the user's program alone.
+A parent-death signal would not do: it fires when the thread that made the Runtime ends. The engine runs in its own session, so a Ctrl-C
+in the user's terminal reaches only the user's program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ ENDED = "The engine has ended."
 
 
 class EngineProcess:
-    """Started on construction. Any thread may call; `receive` one at a time."""
+    """The supervisor's process and its lifeline; constructing it starts the process.
+
+    Methods may be called from any thread, but `receive` from one at a time.
+    """
 
     def __init__(self, args: ServerArgs, *, http: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -46,12 +49,12 @@ class EngineProcess:
         finally:
             theirs.close()
         _close_in_forks(ours)
-        with contextlib.suppress(PeerGone):  # whoever reads next learns it
+        with contextlib.suppress(PeerGone):  # the next read reports it
             self._lifeline.send(EngineStart(args, http))
 
     @property
     def is_ours(self) -> bool:
-        """False in a fork of the process that started the engine: it has neither the loop's thread nor the lifeline."""
+        """True in the process that started the engine, but not in a fork of it, which has neither the loop's thread nor the lifeline."""
         return os.getpid() == self._owner_pid
 
     @property
@@ -62,7 +65,7 @@ class EngineProcess:
         return self._lifeline.fileno()
 
     def wait_started(self, timeout_s: float | None = None) -> EngineStarted | None:
-        """Where the engine is to be found; None if that is not known in time. StartError with its sentence if it cannot start."""
+        """Wait for the engine's address; return None on a timeout. Raise StartError with the engine's own message if it cannot start."""
         poll = select.poll()
         poll.register(self.fileno(), select.POLLIN)
         if not poll.poll(None if timeout_s is None else timeout_s * 1e3):
@@ -76,7 +79,7 @@ class EngineProcess:
         raise StartError(message.message if isinstance(message, Failed) else ENDED)
 
     def receive(self) -> ServerReady | EngineReplaced | Failed | None:
-        """The supervisor's next word if there is one; does not wait. Its end is a Failed too."""
+        """Return the supervisor's next message, or None if there is none; does not wait. The supervisor's end is a Failed too."""
         try:
             message = self._lifeline.receive()
         except (PeerGone, LinkBroken):
@@ -86,7 +89,7 @@ class EngineProcess:
         return Failed(ENDED)
 
     def stop(self) -> None:
-        """End the engine and wait until it is gone. Nothing happens the second time, or in a fork of its owner."""
+        """End the engine and wait until it is gone. Does nothing the second time, or in a fork of its owner."""
         if not self.is_ours or self._popen.returncode is not None:
             return
         with contextlib.suppress(PeerGone):
@@ -100,7 +103,7 @@ class EngineProcess:
 
 
 def _close_in_forks(sock: socket.socket) -> None:
-    """A process that the user's program forks must not keep the lifeline open."""
+    """Close the lifeline in forks of the user's program: a fork must not keep the engine alive."""
     reference = weakref.ref(sock)
 
     def close() -> None:

@@ -1,4 +1,4 @@
-"""One error, in the words of the API that was asked: OpenAI's under /v1, the native one elsewhere."""
+"""The JSON of errors, in the shape of the API that was called: OpenAI's under /v1, the native one elsewhere."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def is_openai(path: str) -> bool:
 
 
 def error_body(path: str, error: RequestError) -> dict[str, Any]:
-    """The JSON of an error response."""
+    """Return the JSON of an error response."""
     if is_openai(path):
         return {"error": _openai_error(error)}
     return {"error": {"message": error.message}}
 
 
 def error_event(path: str, error: RequestError) -> dict[str, Any]:
-    """The JSON of an error inside a stream that has begun."""
+    """Return the JSON of an error inside a stream that has begun."""
     if is_openai(path):
         return {"error": _openai_error(error)}
     return {

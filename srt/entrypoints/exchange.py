@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, on bare ASGI: what every route needs, and nothing between a stream and the socket."""
+"""An HTTP request and its answer on bare ASGI, without a web framework that would slow down streams."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 MAX_BODY_BYTES = 16 << 20
-SMALL_BODY_BYTES = 256 << 10  # the JSON of a larger one is read without garbage collections
-KEEP_ALIVE_S = 12.0  # of silence before a stream carries a comment: proxies give up after 30 to 60 s
+SMALL_BODY_BYTES = 256 << 10  # while larger JSON is parsed, garbage collection is off
+KEEP_ALIVE_S = 12.0  # of silence before a stream sends a comment: proxies give up after 30 to 60 s
 RETRY_AFTER_S = 1
-BOM = b"\xef\xbb\xbf"  # some editors and Windows' tools begin UTF-8 with it
+BOM = b"\xef\xbb\xbf"  # some editors and Windows tools put it before UTF-8
 
 _JSON = (b"content-type", b"application/json")
 _STREAM_HEADERS = [
@@ -38,11 +38,11 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class ClientGone(Exception):
-    """The client closed the connection: nobody waits for this answer."""
+    """Raised when the client has closed the connection, so that no answer is needed."""
 
 
 class Exchange:
-    """The request, and the only writer of its answer."""
+    """An HTTP request, and the only writer of its answer."""
 
     __slots__ = (
         *("method", "path", "is_started", "is_stream", "request_id"),
@@ -58,7 +58,7 @@ class Exchange:
         self._keep_alive_s = keep_alive_s
         self._wrote_at = 0.0
         self._direct: DirectWriter | None = scope.get("extensions", {}).get(EXTENSION)
-        self._is_settled = False  # the answer has begun, and nothing that was written waits
+        self._is_settled = False  # the answer has begun, and all earlier writes have reached the socket
         self.is_started = False
         self.is_stream = False  # the answer will be a stream, begun or not
         given = self.header(b"x-request-id")
@@ -68,14 +68,14 @@ class Exchange:
     # ---- The request
 
     def header(self, name: bytes) -> bytes | None:
-        """The first value of a header; `name` in lower case."""
+        """Return the first value of a header; `name` is in lower case."""
         return next((value for key, value in self._scope["headers"] if key == name), None)
 
     def query(self) -> dict[str, str]:
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
     async def read_body(self, limit: int = MAX_BODY_BYTES) -> bytes:
-        """The whole body; RequestError 413 as soon as it is known to be longer than `limit` bytes."""
+        """Return the whole body; raise RequestError (413) as soon as it is known to be longer than `limit` bytes."""
         length = self.header(b"content-length")
         if length is not None and length.isdigit() and int(length[:20]) > limit:
             raise _too_large(limit)
@@ -93,8 +93,10 @@ class Exchange:
                 return b"".join(parts)
 
     async def read_json(self, if_empty: Any = None) -> Any:
-        """The body as JSON, or `if_empty` where that is given and there is none; RequestError 400 or 415 for anything else.
-        NaN, lone surrogates and deep nesting are no JSON."""
+        """Return the body's JSON value, or `if_empty` (if given) for an empty body; raise RequestError (400 or 415) for anything else.
+
+        NaN, lone surrogates and deep nesting are not accepted as JSON.
+        """
         kind = (self.header(b"content-type") or b"application/json").partition(b";")[0].strip().lower()
         body = (await self.read_body()).removeprefix(BOM)
         if kind != b"application/json" and not kind.endswith(b"+json"):
@@ -125,7 +127,7 @@ class Exchange:
         await self.send(status, text.encode(), [(b"content-type", b"text/plain; charset=utf-8")])
 
     async def send_error(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
-        """The error as a response; or inside the stream, if that has begun."""
+        """Send the error as a response, or as an event if a stream has begun."""
         if self.is_started:
             await self.write(b"data: " + orjson.dumps(error_event(self.path, error)) + b"\n\ndata: [DONE]\n\n")
             await self.end()
@@ -140,7 +142,7 @@ class Exchange:
         await self.send_json(error_body(self.path, error), error.status, extra)
 
     async def write(self, data: bytes) -> None:
-        """Send this part of a stream, beginning it if need be. Waits while the client's socket is full."""
+        """Send a part of a stream, beginning the stream if needed. Waits while the client's socket is full."""
         if not self.is_started:
             self.is_started = True
             head = [*_STREAM_HEADERS, (b"x-request-id", self._request_id)]
@@ -154,11 +156,11 @@ class Exchange:
 
     @property
     def can_write_now(self) -> bool:
-        """Nothing that was written before still waits for the socket, and it takes more."""
+        """True if `write_now` may be called: all earlier writes have reached the socket, and it accepts more."""
         return self._is_settled and self._direct is not None and self._direct.is_open
 
     def write_now(self, data: bytes) -> None:
-        """The same as `write` without waiting, only where `can_write_now`. `data` is not empty."""
+        """Send a part of a stream without waiting; call it only if `can_write_now`. `data` must not be empty."""
         assert self._direct is not None, "asked for where it cannot be"
         self._wrote_at = time.monotonic()
         self._direct.write(data)
@@ -170,7 +172,7 @@ class Exchange:
     # ---- The client
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` to its end; when the client leaves before, cancel it and raise ClientGone. The body has been read before."""
+        """Run `work` to its end. If the client leaves earlier, cancel it and raise ClientGone. Read the body before this call."""
         task, watch = asyncio.create_task(work), asyncio.create_task(self._watch())
         try:
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -183,7 +185,7 @@ class Exchange:
         task.result()
 
     async def _watch(self) -> None:
-        """Return when the client has gone; until then keep an idle stream alive."""
+        """Wait until the client has gone, and keep an idle stream alive until then."""
         self._wrote_at = time.monotonic()
         while True:
             try:
@@ -201,8 +203,11 @@ class Exchange:
 
 
 def _read_json(body: bytes) -> Any:
-    """Not in a thread: the parser keeps the interpreter to itself, so the loop would stand still all the same (0.05 s for 16 MiB of
-    text, 0.25 s of token ids). What takes long are the collections that millions of small lists set off: 1.9 s, without them 0.5."""
+    """Parse JSON, with garbage collection off for a large body.
+
+    A thread would not help: the parser holds the GIL, so the event loop would block all the same (0.05 s for 16 MiB of text, 0.25 s for
+    token ids). Most time goes into collections that millions of small lists trigger: 1.9 s with them, 0.5 s without.
+    """
     if len(body) <= SMALL_BODY_BYTES or not gc.isenabled():
         return orjson.loads(body)
     gc.disable()

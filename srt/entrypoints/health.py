@@ -1,4 +1,4 @@
-"""Is it alive, is it ready, does it really generate? Three questions, three routes. None of them needs a key."""
+"""Health routes: is the server alive, is it ready, does it really generate? None of them needs a key."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from srt.managers.process.heartbeats import as_json
 
 
 async def health(exchange: Exchange, service: Service) -> None:
-    """Liveness: this process runs its loop, and no process that its answers depend on has stopped or hangs.
+    """Report liveness: this process's event loop runs, and no process it depends on has stopped or hangs.
 
-    It waits for nothing: how old the others' signs of life are is read from memory, so it answers under any load.
+    It waits for nothing: the other processes' heartbeats are read from shared memory, so it answers under any load.
     """
     await _tell(exchange, service, is_fine=True)
 
 
 async def ready(exchange: Exchange, service: Service) -> None:
-    """Readiness: a request sent now would be taken, and by processes that work."""
+    """Report readiness: a request sent now would be accepted, by processes that work."""
     await _tell(exchange, service, is_fine=service.is_ready)
 
 
 async def health_generate(exchange: Exchange, service: Service) -> None:
-    """A real token within the deadline, or 503."""
+    """Generate one token; answer 503 if none comes within the deadline."""
     await exchange.read_body()
     await exchange.run_while_connected(_generate(exchange, service))
 

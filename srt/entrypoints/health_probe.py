@@ -1,4 +1,4 @@
-"""Does the engine really generate? One token tells, drawn before all other requests."""
+"""The probe behind /health_generate: it generates one token, ahead of all other requests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FRESH_S = 1.0
 
 
 class HealthProbe:
-    """Asks at most once at a time and once a second, however many want to know: a request may have to make room for the question."""
+    """A shared probe: at most one runs at a time, and a success is reused for a second, because each may cost a request its slot."""
 
     def __init__(self) -> None:
         self._running: asyncio.Task[None] | None = None
         self._well_at = float("-inf")
 
     async def run(self, engine: TokenizerManager) -> None:
-        """Return when a token has come; RequestError 503 if none comes within the deadline."""
+        """Wait for a token; raise RequestError (503) if none comes within the deadline."""
         loop = asyncio.get_running_loop()
         if self._running is None:
             if loop.time() - self._well_at < FRESH_S:
@@ -39,7 +39,7 @@ class HealthProbe:
         try:
             async with asyncio.timeout(DEADLINE_S):
                 while not await _has_token(engine):
-                    pass  # who aborts all requests has aborted this one too
+                    pass  # try again: a client that aborted all requests aborted this one too
         except TimeoutError:
             raise RequestError(503, f"No token came within {DEADLINE_S:g} s.") from None
         except RequestError as error:

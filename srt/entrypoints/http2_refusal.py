@@ -1,4 +1,4 @@
-"""One response in HTTP/2, for clients that speak it without having asked: their tools show nothing else of what a server says."""
+"""A minimal HTTP/2 refusal, for clients that speak HTTP/2 without negotiating it: they can only show an answer in HTTP/2."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _HEAD_BYTES = 9
 _DATA, _HEADERS, _SETTINGS, _GOAWAY = 0, 1, 4, 7
 _END_STREAM, _END_HEADERS = 1, 4
 _PROTOCOL_ERROR, _HTTP_1_1_REQUIRED = 1, 0xD
-# HPACK (RFC 7541), literals with names of its static table: 8 is :status, 28 content-length, 31 content-type.
+# HPACK (RFC 7541): literal fields with names from its static table, where 8 is :status, 28 content-length and 31 content-type.
 _STATUS, _LENGTH, _TYPE = b"\x08", b"\x0f\x0d", b"\x0f\x10"
 
-GREETING = struct.pack(">HBBBI", 0, 0, _SETTINGS, 0, 0)  # no settings; a client may wait for it
+GREETING = struct.pack(">HBBBI", 0, 0, _SETTINGS, 0, 0)  # an empty SETTINGS frame, which a client may wait for
 
 
 def farewell(last_stream: int = 0, error: int = _HTTP_1_1_REQUIRED) -> bytes:
-    """The end of a connection, with the sentence where clients log it."""
+    """Return the GOAWAY frame that ends a connection. Its debug data, which clients log, is the sentence."""
     return _frame(_GOAWAY, 0, 0, struct.pack(">II", last_stream, error) + SENTENCE.encode())
 
 
 class Http2Refusal:
-    """Fed with what comes behind the preface, until a request's headers are there."""
+    """A parser of what a client sends behind the preface, which waits for a request's headers."""
 
     def __init__(self) -> None:
         self._unread = b""
 
     def answer(self, data: bytes) -> bytes:
-        """All that is left to send; empty while no request has come."""
+        """Add received bytes; return the refusal once a request's headers have begun, and nothing before."""
         self._unread += data
         begin = 0
         while len(self._unread) - begin >= _HEAD_BYTES:
@@ -50,7 +50,8 @@ class Http2Refusal:
 
 
 def _response(stream: int) -> bytes:
-    """The sentence, and the end. The rest of a body is not read, and no RST_STREAM says so: curl would show it and not the sentence."""
+    """Return the refusal of a stream, and the end of the connection. A body is left unread without an RST_STREAM: curl would report
+    that in place of the sentence."""
     body = orjson.dumps({"error": {"message": SENTENCE}}) + b"\n"
     fields = ((_STATUS, b"505"), (_TYPE, b"application/json"), (_LENGTH, str(len(body)).encode()))
     head = b"".join(name + bytes((len(value),)) + value for name, value in fields)

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 parser and connection, with what a serving engine needs beyond it."""
+"""uvicorn's HTTP/1.1 connection, extended with limits, refusals and fast writes that a serving engine needs."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from srt.server_args import ServerArgs
 MAX_HEADER_BYTES = 64 << 10
 MAX_BODY_PAUSE_S = 60.0  # between two parts of a body
 LINGER_S = 2.0
-MAX_HEADER_S = 20.0  # from the connection, or from a request's first byte, to the end of its headers
+MAX_HEADER_S = 20.0  # from the connection's beginning, or a request's first byte, to the end of its headers
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection.
+    """A client's connection. It extends uvicorn's in these ways:
 
-    - A client that leaves is noticed by every request of the connection, not only by the last one that it pipelined.
-    - Greedy headers are refused, slow ones are not waited for, nor are bodies that stop coming.
-    - What is refused here, or is no HTTP, is answered in the shape of every other error, behind the answers that are owed.
-    - Offers to speak another protocol, as Java's client makes one, are declined without a word, as HTTP has it.
-    - HTTP/1.0, which many proxies speak to what is behind them, gets streams as it knows them, and keeps its connection if it asks.
-    - HTTP/2 without an offer before is told in HTTP/2 that it is not spoken.
+    - When a client leaves, every request of the connection notices it, not only the last one that was pipelined.
+    - Too large or too slow headers are refused, and so are bodies that stop coming.
+    - Refusals, also of data that is not HTTP, have the JSON shape of every other error, and follow the answers to earlier requests.
+    - Offers to switch the protocol (Java's client makes one) are ignored, as HTTP allows.
+    - HTTP/1.0, which many proxies speak to their upstreams, gets streams without chunked encoding, and a kept connection if it asks.
+    - HTTP/2 without negotiation is refused in HTTP/2.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._open_cycles: list[RequestResponseCycle] = []
-        self._header_bytes = 0  # of the headers that were read
-        self._unfinished_bytes = 0  # that came while headers were being read
+        self._header_bytes = 0  # parsed so far, in the current headers
+        self._unfinished_bytes = 0  # received while headers were being read
         self._is_in_header = False
         self._is_refused = False
-        self._opening: bytes | None = b""  # what came first, while it may be the preface of HTTP/2
+        self._opening: bytes | None = b""  # the first bytes, while they may be the preface of HTTP/2
         self._http2: Http2Refusal | None = None
-        self._complaint = ""  # why the head that is being read is refused
-        self._timer: asyncio.TimerHandle | None = None  # of the headers or of the body that is being read
+        self._complaint = ""  # why the current headers are refused
+        self._timer: asyncio.TimerHandle | None = None  # deadline of the headers or body being read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._set_timer(MAX_HEADER_S, self.transport.close)  # nothing was asked, so there is nothing to answer
+        self._set_timer(MAX_HEADER_S, self.transport.close)  # without a request there is nothing to answer
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -64,13 +64,13 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._feed(data)
         if self._is_in_header and not self._is_refused:
-            # The parser tells of a header when it is complete, and would wait for the end of an endless one.
+            # The parser reports only complete headers, and would buffer an endless one.
             self._unfinished_bytes += len(data)
             if self._unfinished_bytes > MAX_HEADER_BYTES:
                 self._refuse_greedy_header()
 
     def _hear_preface(self, opening: bytes) -> None:
-        """Begin to speak HTTP/2, once all of its preface is there."""
+        """Begin the HTTP/2 refusal once the whole preface has come."""
         if len(opening) < len(PREFACE):
             return
         self._opening, self._http2 = None, Http2Refusal()
@@ -92,7 +92,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                # To the parser such a message ends with its headers: another one reads it again, without the offer.
+                # The parser ends such a message with its headers, so a new parser reads it again without the offer.
                 method = self.parser.get_method()
                 if method == b"CONNECT":
                     self._refuse(b"405 Method Not Allowed", "This is no proxy: CONNECT is not taken.")
@@ -158,7 +158,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._open_cycles = []
 
     def send_400_response(self, msg: str) -> None:
-        """What the parser could not take, too large a header included."""
+        """Refuse what the parser rejected, including too large headers."""
         if self._header_bytes > MAX_HEADER_BYTES:
             self._refuse_greedy_header()
         else:
@@ -172,19 +172,20 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(b"408 Request Timeout", f"The headers did not come within {MAX_HEADER_S:g} s.")
 
     def _refuse_slow_body(self) -> None:
-        if self.flow.read_paused:  # it is we who do not read
+        if self.flow.read_paused:  # this side has stopped reading: the client is not slow
             self._set_timer(MAX_BODY_PAUSE_S, self._refuse_slow_body)
         else:
             self._refuse(b"408 Request Timeout", f"Nothing of the body came for {MAX_BODY_PAUSE_S:g} s.")
 
     def _refuse(self, status: bytes, sentence: str) -> None:
-        """Answer and close. Requests before it have their own answers, which a client would take this one for: it is left out then."""
+        """Answer and close. If earlier requests still lack their answers, just close behind those: a client would take the refusal for
+        one of them."""
         self._is_refused = True
         self._stop_timer()
-        refused = next((cycle for cycle in self._open_cycles if cycle.more_body), None)  # its headers were taken
+        refused = next((cycle for cycle in self._open_cycles if cycle.more_body), None)  # its headers were accepted
         owed = [cycle for cycle in self._open_cycles if cycle is not refused and not cycle.response_complete]
         if owed:
-            owed[-1].keep_alive = False  # the connection ends behind its answer
+            owed[-1].keep_alive = False  # close the connection behind the last answer
         elif refused is not None and refused.response_started:
             self.transport.close()
         else:
@@ -194,7 +195,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._write_last(b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (status, head, body))
 
     def _write_last(self, answer: bytes) -> None:
-        """Write, and hear nothing more. A client that is still sending would lose the answer if the connection were reset at once."""
+        """Write and ignore further input, but close only after LINGER_S: a reset while the client still sends would lose the answer."""
         self._is_refused = True
         self.transport.write(answer)
         if self.transport.can_write_eof():
@@ -228,7 +229,7 @@ def _head_without_offer(method: bytes, url: bytes, version: str, headers: list[t
 
 
 def _complaint(version: str, headers: list[tuple[bytes, bytes]]) -> str:
-    """What is wrong with a head that the parser took; empty if nothing is."""
+    """Return what is wrong with headers that the parser accepted; empty if they are valid."""
     if version not in ("1.0", "1.1"):
         return "The request line must end with HTTP/1.1 or HTTP/1.0."
     num_hosts = sum(name == b"host" for name, _ in headers)
@@ -238,8 +239,10 @@ def _complaint(version: str, headers: list[tuple[bytes, bytes]]) -> str:
 
 
 def _send_unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """HTTP/1.0 knows no chunks: a body whose length nobody knows ends with the connection. Otherwise that is kept, if the client
-    asked for it, which it must be told."""
+    """Return a `send` for HTTP/1.0, which has no chunked encoding: a body of unknown length ends with the connection.
+
+    With a known length the connection is kept if the client asked for it, and the answer's headers say so.
+    """
     send, is_endless = cycle.send, False
 
     async def send_unchunked(message: Any) -> None:
@@ -259,7 +262,7 @@ def _send_unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[No
 
 
 def http_config(app: Any, args: ServerArgs) -> uvicorn.Config:
-    """Quiet, without lifespan and signals: the process around it takes care of both."""
+    """Return uvicorn's configuration: no logs, lifespan or signal handling, since the process around it handles these."""
     return uvicorn.Config(
         app,
         http=HttpProtocol,
@@ -271,7 +274,7 @@ def http_config(app: Any, args: ServerArgs) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=75,  # longer than clients keep idle connections, so that they are the ones who close
+        timeout_keep_alive=75,  # longer than clients keep idle connections, so that the client closes first
         backlog=2048,
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,

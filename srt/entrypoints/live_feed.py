@@ -1,6 +1,6 @@
-"""What the engine did in the last minutes: one observation a second, shared by all who watch.
+"""A history of the engine's last minutes for the web page: one observation a second, shared by all viewers.
 
-It is kept whether or not somebody looks, so that whoever opens the page sees what led to what is now.
+It is recorded even without viewers, so that a newly opened page shows how the present state came about.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ if TYPE_CHECKING:
 
 PERIOD_S = 1.0
 HISTORY = 300  # points
-READY = "ready"  # as Service says it; that module needs this one
-ANSWER_S = 3.0  # the scheduler takes messages between steps: longer means that one hangs
+READY = "ready"  # the value of service.READY, which cannot be imported here: service imports this module
+ANSWER_S = 3.0  # the scheduler handles messages between steps: a longer wait means that a step hangs
 
 Snapshot = dict[str, Any]
 Point = dict[str, float | None]
 
 
 class LiveFeed:
-    """Owner of the history. Observes from the first look on, or from `start`."""
+    """Owner of the history. It observes from `start` on, or from the first call of `follow`."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._points: deque[Point] = deque(maxlen=HISTORY)
-        self._num_points = 0  # ever
-        self._last: Snapshot | None = None  # of those with counters
+        self._num_points = 0  # ever recorded
+        self._last: Snapshot | None = None  # the latest one with counters
         self._now: Snapshot | None = None
-        self._news = asyncio.Event()  # another one for each observation
+        self._news = asyncio.Event()  # set and replaced at each observation
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Observe from now on. Twice does no harm."""
+        """Observe from now on. A second call does nothing."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._observe())
             self._task.add_done_callback(lambda _: self._tell())
 
     async def follow(self) -> AsyncIterator[dict[str, Any]]:
-        """The latest observation with all points of the history; then each next one with the points that are new, up to the one that
-        finds the server draining. Who reads slowly misses observations, but no points of the history."""
+        """Yield the latest observation with the whole history, then each later one with its new points, until the server drains.
+
+        A slow reader skips observations, but gets every point of the history.
+        """
         self.start()
         assert self._task is not None
         seen, told = 0, None
@@ -61,12 +63,12 @@ class LiveFeed:
                 yield {**told, "points": list(self._points)[len(self._points) - fresh :]}
                 continue
             if self._task.done():
-                self._task.result()  # its error is the watcher's too
+                self._task.result()  # raise the observer's error here too
                 return
             await news.wait()
 
     async def look(self) -> None:
-        """One observation, told to all who follow."""
+        """Make an observation and wake all followers."""
         self._now = now = await snapshot(self._service)
         if now["engine"] is not None:
             if self._last is not None and (point := difference(self._last, now)) is not None:
@@ -91,7 +93,7 @@ class LiveFeed:
 
 
 async def snapshot(service: Service) -> Snapshot:
-    """How the server is; `engine` has the scheduler's counters, or is None while it does not tell them."""
+    """Return the server's present state. `engine` holds the scheduler's counters, or None while it does not answer."""
     values: Snapshot = {
         "model": service.args.model_names()[0],
         "health": service.status,
@@ -102,7 +104,7 @@ async def snapshot(service: Service) -> Snapshot:
         "memory": None,
         "frontend": {"index": service.index, "live_requests": 0},
     }
-    with contextlib.suppress(RequestError):  # there is none yet, or no more
+    with contextlib.suppress(RequestError):  # the engine has not started yet, or has ended
         values |= await _engine_values(service.engine(), service.index)
     if values["health"] == READY:
         values["health"] = "connected"
@@ -145,7 +147,7 @@ def _process(service: Service, status: ProcessStatus) -> dict[str, Any]:
 
 
 def difference(before: Snapshot, now: Snapshot) -> Point | None:
-    """What happened between two observations of one engine; None if there is no telling, as between two engines."""
+    """Return the rates between two observations of one engine; None if they are of different engines or no time has passed."""
     seconds = now["time"] - before["time"]
     old, new = before["engine"], now["engine"]
     if seconds <= 0 or new["num_steps"] < old["num_steps"]:
@@ -171,7 +173,7 @@ def difference(before: Snapshot, now: Snapshot) -> Point | None:
 
 
 def memory_shares(engine: Mapping[str, Any]) -> dict[str, float]:
-    """KV memory by what it does. Cached pages that requests use count as theirs."""
+    """Return the shares of KV memory that are running, cached and free. Cached pages in use by requests count as running."""
     total, free = engine["num_total_pages"], engine["num_free_pages"]
     cached = engine["num_cached_pages"] - engine["num_pinned"]
     return {

@@ -1,4 +1,4 @@
-"""The engine as a Python program holds it: its processes, and one more frontend on an event loop in a thread of this process."""
+"""The engine inside a Python program: its processes, and a frontend on an event loop in a thread of this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ LAST_CALLS_S = 1.0  # for pending calls to learn that the engine has ended
 
 
 class LocalEngine:
-    """Coroutines below run on the loop of its own thread; `run` and `run_async` wait for them from anywhere else."""
+    """Owner of the engine's processes and of the frontend's thread, for a Runtime.
+
+    The coroutines below run on that thread's event loop; `run` and `run_async` wait for them from other threads and loops.
+    """
 
     def __init__(self, process: EngineProcess, args: ServerArgs) -> None:
         self.process = process
@@ -43,12 +46,12 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="srt-runtime", daemon=True)
         self._service = Service(args)
         self._manager: TokenizerManager | None = None
-        self._replaced: EngineReplaced | None = None  # the last word of that
-        self._death: str | None = None  # why the engine is gone
+        self._replaced: EngineReplaced | None = None  # the last such message
+        self._death: str | None = None  # why the engine is gone; None while it lives
         self._dead = asyncio.Event()
 
     def start(self, timeout_s: float | None = None) -> None:
-        """Wait until the engine takes requests; StartError with the reason if it never will, or does not within `timeout_s`."""
+        """Wait until the engine accepts requests; raise StartError with the reason if it never will, or not within `timeout_s`."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         too_late = StartError(f"The engine did not start within launch_timeout ({timeout_s} s).")
         started = self.process.wait_started(timeout_s)
@@ -64,7 +67,7 @@ class LocalEngine:
             raise too_late from None
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for `work` in this thread. Whatever ends the waiting early (a KeyboardInterrupt) cancels it."""
+        """Wait for `work` in this thread. An exception that ends the wait early, such as KeyboardInterrupt, cancels `work`."""
         future = self._submit(work)
         try:
             return future.result()
@@ -75,20 +78,20 @@ class LocalEngine:
             raise
 
     async def run_async(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for `work` in a coroutine of another loop. Cancelling the one cancels the other."""
+        """Wait for `work` in a coroutine of another loop. Cancelling the wait cancels `work`, and the reverse."""
         return await asyncio.wrap_future(self._submit(work))
 
     def close_stream(self, chunks: Chunks) -> None:
         if not self.process.is_ours:
             return
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and all requests with it
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and all requests have ended
             self._loop.call_soon_threadsafe(chunks.close)
 
     def shutdown(self) -> None:
-        """End everything; blocks until the processes are gone. Nothing happens in a fork, which shares the loop's descriptors."""
+        """End everything, and block until the processes are gone. Does nothing in a fork, which shares the loop's descriptors."""
         if not self.process.is_ours:
             return
-        if self._thread is threading.current_thread():  # the last reference was dropped by a callback of the loop
+        if self._thread is threading.current_thread():  # a callback of the loop dropped the last reference
             self.process.stop()
             self._loop.stop()
             return
@@ -108,8 +111,11 @@ class LocalEngine:
         return asyncio.run_coroutine_threadsafe(self._explained(work), self._loop)
 
     async def _explained(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """With errors as the caller must read them: the link to the scheduler breaks first, but the supervisor knows why; and what
-        /generate calls text is called prompt here."""
+        """Await `work`, and translate its errors for the caller.
+
+        After EngineDied, wait for the supervisor's reason: the link to the scheduler breaks first, but only the supervisor knows why.
+        In refusals, rename /generate's `text` to `prompt`, its name in the Python API.
+        """
         try:
             return await work
         except EngineDied as error:
@@ -122,7 +128,7 @@ class LocalEngine:
     # ---- Calls, on the loop
 
     async def answer(self, body: dict[str, Any]) -> Any:
-        """All of /generate's answer."""
+        """Return the whole answer to a /generate body."""
         engine = self._service.engine()
         call = parse_generate(body, engine.sampling_params)
         answer = NativeAnswer(call, engine.text.token_text)
@@ -135,7 +141,7 @@ class LocalEngine:
         return answer.result()
 
     async def open_stream(self, body: dict[str, Any]) -> Chunks:
-        """Send the requests of a streamed call. RequestError if one is refused; then none runs."""
+        """Send the requests of a streamed call. If one is refused, raise RequestError and run none."""
         engine = self._service.engine()
         call = parse_generate({**body, "stream": True}, engine.sampling_params)
         answer = NativeAnswer(call, engine.text.token_text, incremental=self._args.incremental_streaming_output)
@@ -172,18 +178,18 @@ class LocalEngine:
         connecting = asyncio.create_task(self._make_manager())
         try:
             await asyncio.wait((ready, connecting), return_when=asyncio.FIRST_EXCEPTION)
-        except asyncio.CancelledError:  # it takes too long
+        except asyncio.CancelledError:  # the launch timeout has passed
             connecting.cancel()
             raise
-        # Both are done, or one has failed: then its error is raised here.
+        # Either both are done, or one has failed: its error is raised here.
         startup_s = ready.result() if ready.done() else 0.0
         manager = await connecting
         await manager.wait_ready()
         self._service.begin(manager, startup_s)
 
     async def _make_manager(self) -> TokenizerManager:
-        """Ours from its first moment on, so that it is closed however the start ends: a socket that nobody closes would hang the
-        program in the garbage collection that finds its context."""
+        """Create the manager and store it at once, so that it is closed however the start ends: an unclosed socket would hang the
+        program when the garbage collector finds its context."""
         self._manager = await TokenizerManager.connect(
             index=self.started.frontend,
             generation=self.started.generation,
@@ -191,7 +197,7 @@ class LocalEngine:
             model_folder=self.started.model_folder,
             args=self._args,
         )
-        if self._replaced is not None:  # meanwhile
+        if self._replaced is not None:  # it came while we were connecting
             self._manager.engine_replaced(self._replaced)
         return self._manager
 
@@ -232,7 +238,7 @@ class LocalEngine:
 
 
 class Chunks:
-    """The chunks of one streamed call, in the order in which their news come. Only on the loop."""
+    """The chunks of one streamed call, in order of arrival. Use it only on the engine's event loop."""
 
     def __init__(self, handles: list[RequestHandle], answer: NativeAnswer, pacer: Pacer) -> None:
         self._live = dict(enumerate(handles))
@@ -242,7 +248,7 @@ class Chunks:
         self._due: deque[Answer] = deque()
 
     async def next(self) -> Answer | None:
-        """The next chunk; None at the end. Who stops waiting for it finds it at the next call."""
+        """Return the next chunk, or None at the end. After a cancelled wait, the next call returns it."""
         while not self._due and self._live:
             for prompt, handle in self._live.items():
                 if prompt not in self._rounds:
@@ -256,7 +262,7 @@ class Chunks:
         return self._due.popleft() if self._due else None
 
     def close(self) -> None:
-        """Abort what still runs."""
+        """Abort the requests that still run."""
         for task in self._rounds.values():
             task.cancel()
         for handle in self._live.values():
@@ -275,5 +281,5 @@ class Chunks:
 
 
 async def _next_round(handle: RequestHandle) -> list[ChoiceUpdate] | None:
-    """All that came since the last round; None after the end."""
+    """Return all updates since the last round; None after the end."""
     return await anext(handle, None)

@@ -1,7 +1,6 @@
-"""`GET /metrics`: the whole server in Prometheus' text format, under SGLang's names where it has one.
+"""`GET /metrics`: the whole server's metrics in Prometheus' text format, under SGLang's name where SGLang has the metric.
 
-Everything is read from memory that the processes share: whichever frontend is asked answers for all of them, and does so too
-while the engine hangs.
+Everything is read from memory that the processes share: any frontend can answer for all of them, even while the engine hangs.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _HISTOGRAM_HELP = {
 
 
 async def metrics(exchange: Exchange, service: Service) -> None:
-    """Counters, gauges and histograms of the whole server, for Prometheus."""
+    """Return counters, gauges and histograms of the whole server in Prometheus' text format."""
     await exchange.send(200, render(service).encode(), [(b"content-type", CONTENT_TYPE)])
 
 
@@ -50,15 +49,15 @@ def render(service: Service) -> str:
 
 
 class Page:
-    """Families in the order in which they come."""
+    """A page of metrics, in the order in which they are added."""
 
     def __init__(self, labels: Labels) -> None:
-        """`labels` are on every sample."""
+        """Start an empty page; every sample gets `labels`."""
         self._labels = labels
         self._lines: list[str] = []
 
     def counter(self, name: str, text: str, samples: Iterable[tuple[Labels, float]]) -> None:
-        """`name` must end with _total."""
+        """Add a counter; its name must end with _total."""
         self._family(name, "counter", text)
         for labels, value in samples:
             self._sample(name, labels, value)
@@ -71,7 +70,12 @@ class Page:
     def histogram(
         self, name: str, text: str, buckets: Iterable[tuple[float, float]], above: float, total: float
     ) -> None:
-        """`buckets`: each bound, and how many were at most that and above the bound before; `total` is the sum of all values."""
+        """Add a histogram.
+
+        buckets: pairs of a bound and the number of values at most that and above the bound before.
+        above: number of values above all bounds.
+        total: sum of all values.
+        """
         self._family(name, "histogram", text)
         count = 0.0
         for bound, one in buckets:

@@ -1,4 +1,4 @@
-"""The native API: /generate, and the calls that look after the server."""
+"""Routes of the native API: /generate, information on model and server, and calls that pause, flush or abort."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from srt.version import __version__
 FLUSH_RETRY_S = 0.05
 MAX_FLUSH_WAIT_S = 600.0
 
-# Endpoints of other servers that this one does not have yet: what is missing, and what to use instead.
+# Paths of other servers' endpoints that this one lacks -> the rest of a sentence that says what is missing and what to use instead.
 UNSUPPORTED = {
     **dict.fromkeys(
         ("/encode", "/classify", "/v1/embeddings", "/v1/rerank"),
@@ -67,7 +67,7 @@ UNSUPPORTED = {
 
 
 class _Answer:
-    """`NativeAnswer` as events."""
+    """An adapter from `NativeAnswer` to the `streaming.Answer` protocol."""
 
     def __init__(self, shapes: NativeAnswer) -> None:
         self._shapes = shapes
@@ -105,7 +105,7 @@ async def model_info(exchange: Exchange, service: Service) -> None:
 
 
 def model_facts(service: Service) -> dict[str, Any]:
-    """All of /model_info."""
+    """Return the answer of /model_info."""
     model, args = service.engine().model, service.args
     return {
         "model_path": args.model_path,
@@ -129,7 +129,7 @@ def model_facts(service: Service) -> dict[str, Any]:
 
 
 async def server_info(exchange: Exchange, service: Service) -> None:
-    """`?deep=true` has every process compare its tables; a difference is a 500 that says what differs."""
+    """Return options, limits and counters. `?deep=true` compares the tables of all processes; a difference is a 500 that names it."""
     deep = _query(exchange, "deep").get("deep", "false").lower()
     if deep not in ("true", "false", "1", "0"):
         raise bad_parameter("deep", "must be true or false")
@@ -137,7 +137,7 @@ async def server_info(exchange: Exchange, service: Service) -> None:
 
 
 async def server_facts(service: Service, deep: bool = False) -> dict[str, Any]:
-    """All of /server_info: options, limits, the scheduler's counters and those of the frontend that answers."""
+    """Return the answer of /server_info: options, limits, the scheduler's counters and those of the frontend that answers."""
     engine = service.engine()
     args = service.args.public_values()
     limits = msgspec.structs.asdict(engine.limits)
@@ -171,7 +171,7 @@ async def server_facts(service: Service, deep: bool = False) -> dict[str, Any]:
 
 
 def _memory_usage(startup: Any) -> dict[str, Any] | None:
-    """In GB, of the first rank: the others have the same share."""
+    """Return the first rank's memory in GB; the other ranks have the same share."""
     facts = {} if startup is None else startup["children"].get("worker 0", {}).get("values", {})
     if "weight_bytes" not in facts:
         return None
@@ -183,7 +183,7 @@ def _memory_usage(startup: Any) -> dict[str, Any] | None:
 
 
 async def flush_cache(exchange: Exchange, service: Service) -> None:
-    """200 when the prefix cache is empty; 400 if requests still run after `timeout` seconds."""
+    """Empty the prefix cache; answer 400 if requests still run after `timeout` seconds."""
     deadline = time.monotonic() + _flush_timeout_s(_query(exchange, "timeout").get("timeout", "0"))
     engine = service.engine()
     while True:
@@ -207,11 +207,11 @@ class PauseBody(RequestBody):
 
 
 async def pause_generation(exchange: Exchange, service: Service) -> None:
-    """200 once no step is in flight. New requests are taken, and wait."""
+    """Pause generation; the answer comes when no step is in flight. New requests are accepted, and wait."""
     body = PauseBody.parse(await exchange.read_json(if_empty={}))
     done, message = await service.engine().pause(body.mode)
     if not done:
-        raise RequestError(400, message)  # somebody else has let it go on
+        raise RequestError(400, message)  # another client has continued generation in the meantime
     await exchange.send_json({"message": "Generation is paused.", "status": "ok"})
 
 

@@ -1,4 +1,4 @@
-"""The JSON of the native API: what /generate and Runtime.generate take, and what they give. The same for both."""
+"""The JSON of the native API's requests and answers, the same for /generate and Runtime.generate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from srt.sampling.parameter_checks import show
 from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
 
 MAX_BATCH = 4096
-MAX_BATCH_REGEXES = 256  # each takes the event loop a millisecond or more
+MAX_BATCH_REGEXES = 256  # each blocks the event loop for a millisecond or more
 WEIGHT_VERSION = "default"  # until weights can be updated
 TokenText = Callable[[int], str]
 
@@ -93,7 +93,7 @@ class GenerateBody(RequestBody):
 
 @dataclass(frozen=True, slots=True)
 class NativeCall:
-    """A request of the native API, taken apart."""
+    """A parsed request of the native API."""
 
     inputs: list[GenerateInput]
     is_list: bool  # the answer is a list: a batch, or more than one choice
@@ -103,7 +103,7 @@ class NativeCall:
 
 
 def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCall:
-    """The inputs of a /generate body; RequestError 400 with the parameter at fault. `sampling_params` completes and checks one dict."""
+    """Parse a /generate body; raise RequestError (400) with the parameter at fault. `sampling_params` completes and checks one dict."""
     given = GenerateBody.parse(body)
     prompts, is_batch = _prompts(given)
     count = len(prompts)
@@ -165,7 +165,7 @@ def _prompts(given: GenerateBody) -> tuple[list[Any], bool]:
 
 
 def _per_prompt(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
-    """One value for every prompt: the same for all, or the list as it was given."""
+    """Return one value for every prompt: the single value repeated, or the given list."""
     if not isinstance(value, list):
         return [value] * count
     if not is_batch:
@@ -206,7 +206,7 @@ def _rids(rid: str | list[str] | None, count: int, is_batch: bool) -> list[str |
 
 
 def check_num_choices(parameter: str, inputs: Sequence[GenerateInput]) -> None:
-    """A call with many prompts of many choices each is as large as their product."""
+    """Refuse a call whose number of choices over all prompts is too large."""
     count = sum(one.params.n for one in inputs)
     if count > MAX_BATCH:
         raise bad_parameter(parameter, f"asks with n for {count} choices in all, more than {MAX_BATCH}")
@@ -233,7 +233,7 @@ def _logprob_request(wanted: bool, start: int, top: int, ids: list[int]) -> Logp
 
 @dataclass(slots=True)
 class _ChoiceSoFar:
-    """What is known of one choice: all of it, and from where on it was not streamed yet."""
+    """A choice's text, ids and logprobs so far, and how many of them were streamed."""
 
     prompt: int
     choice: int
@@ -249,7 +249,7 @@ class _ChoiceSoFar:
 
 
 class NativeAnswer:
-    """Gathers the updates of a call, and writes them as /generate does: whole, or chunk by chunk."""
+    """The collected updates of a call, written in /generate's format: whole, or chunk by chunk."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class NativeAnswer:
         self._incremental = incremental
         self._now = now
         self._began = now()
-        self._epoch = time.time() - self._began  # what makes a time of `now` one since the epoch
+        self._epoch = time.time() - self._began  # add it to a time of `now` to get seconds since the epoch
         self._first_of: list[int] = []  # flat index of choice 0 of each prompt
         self._choices: list[_ChoiceSoFar] = []
         for prompt, one in enumerate(call.inputs):
@@ -272,7 +272,7 @@ class NativeAnswer:
             self._choices += [_ChoiceSoFar(prompt, choice) for choice in range(one.params.n)]
 
     def take(self, prompt: int, update: ChoiceUpdate) -> int:
-        """Add news of a choice of the prompt with this number. Returns the choice's index in the flat list of all."""
+        """Add an update of a choice of prompt number `prompt`. Return the choice's index in the flat list of all choices."""
         index = self._first_of[prompt] + update.index
         so_far = self._choices[index]
         so_far.latest = update
@@ -286,12 +286,12 @@ class NativeAnswer:
         return index
 
     def result(self) -> Any:
-        """The whole answer: a dict, or a flat list of them."""
+        """Return the whole answer: a dict, or a flat list of them."""
         parts = [self._write(so_far, 0, 0) for so_far in self._choices]
         return parts if self._call.is_list else parts[0]
 
     def chunk(self, index: int) -> dict[str, Any]:
-        """The next chunk of this choice: all text so far, or with `incremental` what came since the last chunk."""
+        """Return the next chunk of this choice: all text so far, or with `incremental` only the text since the last chunk."""
         so_far = self._choices[index]
         texts_sent, ids_sent = (so_far.texts_sent, so_far.ids_sent) if self._incremental else (0, 0)
         chunk = self._write(so_far, texts_sent, ids_sent)
@@ -302,7 +302,7 @@ class NativeAnswer:
 
     def _write(self, so_far: _ChoiceSoFar, first_text: int, first_id: int) -> dict[str, Any]:
         if not first_text:
-            so_far.texts = ["".join(so_far.texts)]  # so that cumulative chunks do not join all pieces again
+            so_far.texts = ["".join(so_far.texts)]  # so that later cumulative chunks do not join all pieces again
         written: dict[str, Any] = {"text": "".join(so_far.texts[first_text:]), "output_ids": so_far.ids[first_id:]}
         if self._call.return_prompt_token_ids:
             written["prompt_token_ids"] = list(so_far.prompt_ids)
@@ -333,7 +333,8 @@ class NativeAnswer:
         return meta
 
     def _times(self, num_tokens: int, times: ChoiceTimes, finished_at: float) -> dict[str, Any]:
-        """Seconds; `_ts` and `_time` of a moment are since the epoch. The throughput is that of the tokens behind the first."""
+        """Return the choice's times in seconds, and its throughput without the first token. Names in `_ts`, and in `_time` for a moment,
+        are since the epoch."""
         first, last, queue_s = times.first_token_s, times.last_token_s, times.queue_s
         took = None if first is None or last is None else last - first
         arrived_ts = self._epoch + times.arrived_s
@@ -372,12 +373,12 @@ class NativeAnswer:
 
 
 def cached_tokens_details(num_cached: int) -> dict[str, int]:
-    """Where the cached tokens of a prompt were."""
+    """Return where the cached tokens of a prompt were: here, always in the device's memory."""
     return {"device": num_cached, "host": 0}
 
 
 def finish_reason(finish: Finish | None) -> dict[str, Any] | None:
-    """As meta_info has it; None while the choice runs."""
+    """Return meta_info's finish_reason; None while the choice runs."""
     if finish is None:
         return None
     if finish.kind == "length":

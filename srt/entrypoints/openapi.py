@@ -1,4 +1,4 @@
-"""/openapi.json: every route with what it takes and answers. Requests are described by the classes that parse them."""
+"""/openapi.json: the description of every route. Request bodies are described by the classes that parse them."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _RETRY = (429, 503)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a handler takes and answers. Its docstring says what it does, where `text` does not."""
+    """A handler's parameters and answers. Its description is `text`, or else the handler's docstring."""
 
     tag: str
-    answer: Schema | None = None  # the JSON of a 200; None: no JSON
-    content: str = JSON  # the type of a 200's body; empty: none
+    answer: Schema | None = None  # schema of a 200's JSON; None: no JSON
+    content: str = JSON  # content type of a 200's body; empty: no body
     body: type[RequestBody] | None = None
     query: Mapping[str, tuple[Schema, str]] = field(default_factory=dict)
     errors: tuple[int, ...] = (503,)
-    chunk: Schema | None = None  # of a stream's events, where the body may ask for one
+    chunk: Schema | None = None  # schema of a stream's events, if the body may ask for a stream
     text: str = ""
 
 
@@ -153,7 +153,7 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
 
 
 def describe(routes: Routes, service: Service) -> dict[str, Any]:
-    """The OpenAPI description. Once the engine is there, it knows the model's vocabulary and limits."""
+    """Return the OpenAPI description. Once the engine is ready, it includes the model's vocabulary size and limits."""
     paths: dict[str, Any] = {path: _path(path, methods) for path, methods in routes.items()}
     paths["/v1/models/{model}"] = _path("/v1/models/{model}", {"GET": models.one_model})
     paths |= {path: {"post": _missing(reason)} for path, reason in native.UNSUPPORTED.items()}

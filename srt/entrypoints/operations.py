@@ -1,4 +1,4 @@
-"""The calls by which somebody looks after a server that runs."""
+"""Routes for the operator of a running server: request logging and garbage collection; also which routes need which key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from srt.entrypoints.service import Service
 from srt.managers.process.runtime_switches import NO_REQUEST_LOG
 
 OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate", *web_page.FILES))
-# Who looks after the server. They need the admin key, where there is one.
+# Routes for operators. They need the admin key, if one is set.
 ADMIN = frozenset(
     (
         *("/flush_cache", "/pause_generation", "/continue_generation", "/abort_request"),
@@ -23,7 +23,7 @@ ADMIN = frozenset(
 
 
 class NoBody(RequestBody):
-    """Of a request that says all by its path."""
+    """A body without fields, for requests that are complete by their path."""
 
     FAMILY: ClassVar[str] = "freeze_gc"
 
@@ -40,7 +40,7 @@ class LoggingBody(RequestBody):
 
 
 async def configure_logging(exchange: Exchange, service: Service) -> None:
-    """Whether requests are logged from now on, by all frontends, and how much of them."""
+    """Switch request logging on or off in all frontends, and set how much is logged."""
     given = LoggingBody.parse(await exchange.read_json())
     control = service.control
     is_on = control.request_log_level != NO_REQUEST_LOG if given.log_requests is None else given.log_requests
@@ -50,7 +50,7 @@ async def configure_logging(exchange: Exchange, service: Service) -> None:
 
 
 async def freeze_gc(exchange: Exchange, service: Service) -> None:
-    """Have every process collect its garbage and leave what is left out of later collections, as they did when they became ready."""
+    """Make every process collect its garbage and exclude the remaining objects from later collections, as at the end of the start."""
     NoBody.parse(await exchange.read_json(if_empty={}))
     service.control.freeze_gc()
     await exchange.send_text("All processes take what they hold out of garbage collection.")

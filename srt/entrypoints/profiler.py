@@ -1,4 +1,4 @@
-"""Recording a trace: all processes are told to record, and one frontend makes one file of what they recorded."""
+"""Recording of traces: all processes record their parts, and one frontend merges the parts into one file."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ from srt.managers.process.trace_file import (
 )
 from srt.managers.tokenizer_manager.api_types import RequestError
 
-PARTS_S = 5.0  # for all processes to write down what they recorded
-WRITTEN_S = 60.0  # and for one file to be made of it
-LOOK_S = 0.05
+PARTS_S = 5.0  # time for all processes to write their parts
+WRITTEN_S = 60.0  # time for the merged file to be written
+LOOK_S = 0.05  # polling interval
 
 logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Owner of the traces that this frontend was asked to record, and of those whose frontend has gone before they were written. Only
-    one is recorded at a time, whichever frontend was asked."""
+    """Owner of the traces that this frontend was asked to record, and of those it took over from a frontend that died.
+
+    Only one trace is recorded at a time in the whole server.
+    """
 
     def __init__(
         self, run_dir: Path | None, control: ControlWords, statuses: Callable[[], list[ProcessStatus]]
     ) -> None:
-        """Without a folder there are no other processes, and nothing is recorded."""
+        """Create a profiler for the processes that share `run_dir`; without a folder nothing can be recorded."""
         self._run_dir = run_dir
         self._control = control
         self._statuses = statuses
@@ -48,8 +50,8 @@ class Profiler:
     def start(
         self, output_dir: str | None, num_steps: int | None, start_step: int = 0, prefix: str = "", name: str = ""
     ) -> Path:
-        """Begin, at once or after `start_step` steps; the path is where the trace will be. RequestError if one is being recorded, or
-        if it could not be written."""
+        """Begin recording, at once or after `start_step` steps, and return the path of the future file. Raise RequestError if a trace is
+        being recorded already, or if the file cannot be written."""
         if self._run_dir is not None and self._has_taken_over(self._run_dir, self._control.latest_trace):
             self._control.stop_trace()
         if self._run_dir is None or self._control.is_trace_open:
@@ -66,7 +68,7 @@ class Profiler:
         return path
 
     async def stop(self) -> dict[str, Any]:
-        """End what is recorded; what is known of the trace when it is written, by whichever frontend that was."""
+        """End the recording, wait until some frontend has written the file, and return its summary."""
         run_dir, number = self._run_dir, self._control.latest_trace
         if run_dir is None or not number:
             raise RequestError(400, "No trace is being recorded: start one first.")
@@ -82,11 +84,11 @@ class Profiler:
         return told
 
     def _is_written(self, run_dir: Path, number: int) -> bool:
-        """Its frontend may go while we wait for it."""
+        """Return whether the trace is written. Takes the trace over if its frontend dies during the wait."""
         return not self._has_taken_over(run_dir, number) and read_summary(run_dir, number) is not None
 
     def _has_taken_over(self, run_dir: Path, number: int) -> bool:
-        """Nobody was left who would write this trace, so it is ours from now on."""
+        """Take over a trace whose frontend has died before writing it; return whether that was so."""
         if not number or read_summary(run_dir, number) is not None:
             return False
         path = take_over(run_dir, number)
@@ -101,7 +103,7 @@ class Profiler:
         task.add_done_callback(self._note_end)
 
     async def _write(self, run_dir: Path, number: int, path: Path) -> None:
-        """When the recording has ended, by whomever: wait for all parts, and make one file of them."""
+        """Wait until the recording has ended and all parts are there, then merge them into one file."""
         await _until(lambda: self._control.has_trace_ended(number))
         statuses = [status for status in self._statuses() if status.process != "supervisor"]
         alive = [status.process for status in statuses if status.silent_s < SILENT_S]
@@ -128,7 +130,7 @@ class Profiler:
 
 
 async def _until(is_so: Callable[[], bool]) -> None:
-    """Other processes are waited for, so there is nothing but to look again."""
+    """Poll until `is_so()` is true: other processes cause it, and they send no signal."""
     while True:
         if is_so():
             return

@@ -1,4 +1,4 @@
-"""`/start_profile` and `/stop_profile`: a trace of requests and steps over all processes of the server, for Perfetto."""
+"""`/start_profile` and `/stop_profile`: record a trace of requests and steps in all processes of the server, for Perfetto."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from srt.entrypoints.service import Service
 
 RECORDED = ("CPU", "GPU")
 MAX_STEPS = 1 << 31
-NAME_PATTERN = "^[A-Za-z0-9._-]{0,100}$"  # of what becomes part of a file's name
+NAME_PATTERN = "^[A-Za-z0-9._-]{0,100}$"  # for values that become part of a file's name
 
-# Fields that change what SGLang records, and why this server has nothing to change.
+# Fields that change what SGLang records -> the rest of a sentence that says why they have no effect here.
 LACKING: Mapping[str, str] = MappingProxyType(
     {
         "profile_by_stage": "is not supported: a step may compute prompts and decodes together. Leave it out; in the trace each plan"
@@ -32,7 +32,7 @@ LACKING: Mapping[str, str] = MappingProxyType(
 
 
 def _from_digits(value: object) -> object:
-    """SGLang's clients send numbers as text."""
+    """Return a number sent as text as an integer: SGLang's clients do that."""
     return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,10}", value) else value
 
 
@@ -71,7 +71,7 @@ class StartBody(RequestBody):
     detailed_annotations: bool | None = _only_false("detailed_annotations")
 
     def check(self) -> None:
-        """Raise RequestError 400 for what is not recorded here, saying what is."""
+        """Raise RequestError (400) for things that are not recorded here; the message says what is recorded instead."""
         for activity in self.activities or ():
             if activity not in RECORDED:
                 reason = f"may hold CPU and GPU, which are in every trace; {activity[:40]!r} is not recorded here"
@@ -85,7 +85,7 @@ class StartBody(RequestBody):
 
 
 async def start_profile(exchange: Exchange, service: Service) -> None:
-    """Record what all processes do from now on, until /stop_profile or for `num_steps` steps. Memory is bounded."""
+    """Record a trace of all processes, until /stop_profile or for `num_steps` steps. Memory is bounded."""
     given = StartBody.parse(await exchange.read_json(if_empty={}))
     given.check()
     path = service.profiler.start(
@@ -100,6 +100,6 @@ async def start_profile(exchange: Exchange, service: Service) -> None:
 
 
 async def stop_profile(exchange: Exchange, service: Service) -> None:
-    """End the recording. The answer comes when the file is written: it says where, and how many events it has."""
+    """End the recording. The answer comes when the file is written; it has the file's path and number of events."""
     await exchange.read_body()
     await exchange.send_json({"message": "The trace is written.", **await service.profiler.stop()})

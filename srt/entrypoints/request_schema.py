@@ -1,4 +1,4 @@
-"""How the JSON of a request becomes a checked object: one base class, and one sentence that names the field at fault."""
+"""Parsing of a request's JSON into a checked object: a base class for bodies, and errors that name the field at fault."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Body = TypeVar("Body", bound="RequestBody")
 
 
 def _end_lists_at_the_first_error(schema: Any) -> None:
-    """Otherwise a body of a few MiB could have millions of errors, which cost minutes and GiB to write down."""
+    """Make list validation stop at the first error: a body of a few MiB could have millions, which cost minutes and GiB to collect."""
     if isinstance(schema, dict):
         if schema.get("type") == "list":
             schema["fail_fast"] = True
@@ -47,14 +47,17 @@ NOT_EMPTY: Mapping[str, Any] = MappingProxyType({"minItems": 1})
 
 
 def described(text: str, default: Any = None, **schema: Any) -> Any:
-    """A field with its text for the API's description. `schema` is more of its JSON Schema; under `string`, `integer` and `array`, of
-    each such value in it, however deep in lists."""
+    """Return a field with its text for the API's description.
+
+    schema: more of the field's JSON Schema. Its entries `string`, `integer` and `array` apply to every value of that type in the field,
+    also inside lists.
+    """
     leaf: Any = {kind: dict(schema.pop(kind)) for kind in ("string", "integer", "array") if kind in schema}
     return Field(default, description=text, json_schema_extra={LEAF: leaf, **schema})
 
 
 class RequestBody(BaseModel):
-    """The fields of one endpoint. Types are strict, null means default, and a field that is not listed is an error."""
+    """Base class of request bodies: the fields of one endpoint. Types are strict, null means default, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -64,12 +67,12 @@ class RequestBody(BaseModel):
         _end_lists_at_the_first_error(schema)
         return schema
 
-    # What foreign_fields calls the endpoint, and what follows from it: fields that other servers know, with all their values that
-    # ask for nothing (others are refused), and fields without meaning for the answer (accepted, whatever they say).
+    # FAMILY is the endpoint's name in foreign_fields, from which the next two are derived. UNSUPPORTED are fields that other servers
+    # know, with the values that change nothing: other values are refused. MEANINGLESS fields do not affect the answer: any value passes.
     FAMILY: ClassVar[str] = ""
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = MappingProxyType({})
     MEANINGLESS: ClassVar[frozenset[str]] = frozenset()
-    # Fields that are sampling parameters, and what the engine calls them.
+    # Fields that are sampling parameters -> their names in the engine.
     SAMPLING: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @classmethod
@@ -80,7 +83,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def parse(cls: type[Body], body: object) -> Body:
-        """The body as an object, or RequestError 400 with the parameter at fault."""
+        """Return the body as an object; raise RequestError (400) with the parameter at fault."""
         if not isinstance(body, dict):
             raise RequestError(400, "The body must be a JSON object.")
         given = {}
@@ -100,14 +103,17 @@ class RequestBody(BaseModel):
 
 
 def bad_parameter(name: str, reason: str) -> RequestError:
-    """`reason` goes on where the name ends: 'must be …'."""
+    """Return a refusal (HTTP 400) that reads "`name` `reason`."; its parameter is the top-level field of `name`."""
     return RequestError(400, f"{name} {reason}.", name.partition("[")[0].partition(".")[0])
 
 
 def checked_sampling_params(
     given: dict[str, Any], sampling_params: SamplingParamsOf, written_as: dict[str, str] | None = None
 ) -> SamplingParams:
-    """Complete parameters, or RequestError 400. `written_as` says what a client of this API calls a parameter."""
+    """Return complete, checked parameters; raise RequestError (400) otherwise.
+
+    written_as: the engine's name of a parameter -> its name in this API.
+    """
     try:
         return sampling_params(given)
     except ParameterError as error:
@@ -115,17 +121,17 @@ def checked_sampling_params(
 
 
 def renamed(error: RequestError, written_as: dict[str, str]) -> RequestError:
-    """The error in the words of an API that calls some parameters otherwise."""
+    """Return the error with the engine's parameter names replaced by those of the API that was called."""
     message = error.message
     for ours, theirs in written_as.items():
-        # A name that is a common word means the parameter only where the sentence begins with it.
+        # A name that is a common word is the parameter only at the beginning of the sentence.
         message = re.sub(rf"\b{ours}\b" if "_" in ours else rf"^{ours}\b", theirs, message)
     parameter = None if error.parameter is None else written_as.get(error.parameter, error.parameter)
     return RequestError(error.status, message, parameter, error.retry_after_s)
 
 
 def cache_namespace(salt: str, extra_key: str) -> str:
-    """Prefixes are shared only between requests that give the same salt and the same key."""
+    """Return the namespace of the prefix cache: requests share prefixes only if both their salt and their key are equal."""
     if not extra_key:
         return salt
     joined = f"{salt}\0{extra_key}"
@@ -157,7 +163,7 @@ def _explain(body: type[RequestBody], error: ValidationError) -> RequestError:
 
 
 def _walk(body: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, Any]:
-    """The path of a pydantic error as a client would write it, and the type expected there. It ends where a union begins."""
+    """Return the path of a pydantic error as a client would write it, and the type expected there. It ends where a union begins."""
     path, annotation = "", typing.cast(Any, body)
     for step in location:
         annotation = _bare(annotation)
@@ -176,7 +182,7 @@ def _walk(body: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, 
 
 
 def _bare(annotation: Any) -> Any:
-    """Without `Annotated[…]` and `| None`."""
+    """Return the type without `Annotated[…]` and `| None`."""
     if typing.get_origin(annotation) is typing.Annotated:
         return _bare(typing.get_args(annotation)[0])
     members = union_members(annotation)
@@ -184,7 +190,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def union_members(annotation: Any) -> list[Any]:
-    """What a field may hold, apart from null."""
+    """Return the types that a field may hold, apart from null."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [member for member in typing.get_args(annotation) if member is not type(None)]
     return [annotation]
@@ -200,7 +206,7 @@ _WORDS: dict[Any, tuple[str, str]] = {
 
 
 def describe(annotation: Any, *, plural: bool = False) -> str:
-    """'a string or a list of strings': the type in words."""
+    """Return the type in words, such as 'a string or a list of strings'."""
     annotation = _bare(annotation)
     members = union_members(annotation)
     if len(members) > 1:

@@ -1,4 +1,4 @@
-"""What all routes share: the options, the engine once it is there, and whether requests are taken."""
+"""State that all routes share: the options, the engine once it has started, and whether requests are accepted."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ STARTING, READY, DRAINING = "starting", "ready", "draining"
 
 
 class Service:
-    """Starting, then ready, then draining. Only the process's main loop moves it on."""
+    """The frontend's shared state: starting, then ready, then draining. Only the process's main loop advances it."""
 
     def __init__(
         self, args: ServerArgs, index: int = 0, run_dir: Path | None = None, tracer: Tracer | None = None
     ) -> None:
-        """`index` is this frontend's number; in `run_dir` the server's processes leave what others may know of them."""
+        """Create the service of frontend `index`. The server's processes share their state in files in `run_dir`."""
         self.args = args
         self.index = index
         self.run_dir = run_dir
@@ -52,23 +52,23 @@ class Service:
         self.profiler = Profiler(run_dir, self.control, self.process_statuses)
 
     def begin(self, engine: TokenizerManager, startup_s: float) -> None:
-        """The whole server is ready: requests are taken from now on."""
+        """Accept requests from now on, because the whole server is ready."""
         self._engine = engine
         self.startup_s = startup_s
         if self.status == STARTING:
             self.status = READY
 
     def drain(self) -> None:
-        """Take no more requests; those that run may finish."""
+        """Accept no more requests; running ones may finish."""
         self.status = DRAINING
         self._draining.set()
 
     async def wait_draining(self) -> None:
-        """Return when no more requests are taken."""
+        """Wait until no more requests are accepted."""
         await self._draining.wait()
 
     def startup_report(self) -> Any:
-        """When each phase of each process began; None if the supervisor has not written it."""
+        """Return when each phase of each process began; None if the supervisor has not written it yet."""
         if self.run_dir is None:
             return None
         try:
@@ -77,11 +77,11 @@ class Service:
             return None
 
     def process_statuses(self) -> list[ProcessStatus]:
-        """When each process last gave a sign of life and last made progress. Waits for nothing."""
+        """Return when each process last sent a heartbeat and last made progress, from shared memory without waiting."""
         return [] if self._heartbeats is None else self._heartbeats.read(time.monotonic())
 
     def trouble(self, statuses: list[ProcessStatus]) -> str | None:
-        """Why the engine cannot serve now, by what is known without asking it; None if nothing speaks against it."""
+        """Return why the engine cannot serve now, judged without asking it; None if no trouble is known."""
         if self.has_lost_engine:
             return self._why_lost
         if self._heartbeats is None:
@@ -91,20 +91,20 @@ class Service:
         return self._heartbeats.trouble(statuses, f"frontend {self.index}", expected)
 
     def process_trouble(self, status: ProcessStatus) -> str | None:
-        """The same of one process, a sibling among them."""
+        """Return why one process, of this frontend's siblings too, cannot serve now; None if no trouble is known."""
         if self.has_lost_engine and status.process.startswith(("scheduler", "worker")):
             return self._why_lost
         return status.trouble(STUCK_S) if self._heartbeats is None else self._heartbeats.trouble_of(status)
 
     def frontend_numbers(self) -> dict[str, float]:
-        """What all frontends have counted together."""
+        """Return the metrics summed over all frontends."""
         if self._frontend_files is None:
             return self.metrics.numbers.values()
         all_of_them = self._frontend_files.read().values()
         return {name: sum(one.get(name, 0.0) for one in all_of_them) for name in NAMES}
 
     def engine_numbers(self) -> dict[str, float]:
-        """The scheduler's counters as it published them last; empty before it has."""
+        """Return the counters that the scheduler published last; empty before the first time."""
         found = {} if self._engine_files is None else self._engine_files.read()
         return next(iter(found.values()), {})
 
@@ -114,7 +114,7 @@ class Service:
 
     @property
     def has_lost_engine(self) -> bool:
-        """There was an engine, and it does not answer any more; or another one not yet."""
+        """True if there was an engine and it is gone; also while its replacement has not answered yet."""
         return self._engine is not None and not self._engine.is_ready
 
     @property
@@ -124,7 +124,8 @@ class Service:
         )
 
     def engine(self) -> TokenizerManager:
-        """The engine for a new request; RequestError 503 while there is none. While one is being replaced, requests wait."""
+        """Return the engine for a new request; raise RequestError (503) if there is none. While it is being replaced, requests wait in
+        it."""
         if self.status == DRAINING:
             raise RequestError(503, "The server is shutting down.", retry_after_s=5)
         if self._engine is None:

@@ -1,4 +1,4 @@
-"""From the engine's updates to an answer: one JSON, or server-sent events as the tokens come. The same for every API."""
+"""Answers from the engine's updates, shared by all APIs: one JSON at the end, or server-sent events as the tokens come."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Answer(Protocol):
-    """How one API writes the updates of one call. `prompt` counts the inputs of a batch."""
+    """The writer of one call's answer in the format of one API. `prompt` is the index of an input in its batch."""
 
     def take(self, prompt: int, update: ChoiceUpdate) -> None:
-        """Add news of a choice."""
+        """Add an update of a choice."""
 
     def result(self) -> Any:
-        """The whole answer, after the last update."""
+        """Return the whole answer, after the last update."""
 
     def events(self, prompt: int, update: ChoiceUpdate) -> bytes:
-        """Add news of a choice, and write them as events; nothing if there is nothing to tell."""
+        """Add an update of a choice, and return it as events; may be empty."""
 
     def last_events(self) -> bytes:
-        """What stands between the last update and [DONE]."""
+        """Return the events between the last update and [DONE]."""
 
 
 def event(value: Any) -> bytes:
@@ -38,12 +38,12 @@ def event(value: Any) -> bytes:
 
 
 class TextEvent:
-    """An event of which only one text changes from chunk to chunk: the rest is encoded once."""
+    """A template for events that differ only in one text: the rest is encoded once."""
 
     __slots__ = ("_after", "_before")
 
     def __init__(self, make: Callable[[str], dict[str, Any]]) -> None:
-        """`make(text)` gives the whole chunk. Nothing that a client chooses may follow the text in it."""
+        """Encode the chunk `make(text)` around its text. No value that a client chooses may follow the text in it."""
         mark = "\x00text\x00"
         self._before, _, self._after = event(make(mark)).rpartition(orjson.dumps(mark))
 
@@ -60,7 +60,7 @@ async def answer_call(
     stream: bool,
     interval: int,
 ) -> None:
-    """Run the inputs and send their answer. RequestError if one is refused; whatever happens, nothing keeps running afterwards."""
+    """Run the inputs and send their answer; raise RequestError if one is refused. In any case, no request runs on afterwards."""
     exchange.is_stream = stream
     work = (
         _stream(exchange, engine, inputs, answer, interval) if stream else _send_whole(exchange, engine, inputs, answer)
@@ -97,7 +97,7 @@ async def _stream(
 
 
 class _EventWriter:
-    """Writes the news of one input of a call, where the socket takes them at once."""
+    """A reader that writes the updates of one input to the socket, directly while the socket accepts them."""
 
     __slots__ = ("_answer", "_exchange", "_pacer", "_prompt")
 
@@ -127,7 +127,7 @@ async def run_all(
     inputs: Sequence[GenerateInput],
     use: Callable[[int, RequestHandle], Awaitable[None]],
 ) -> None:
-    """Submit all inputs and `use` each handle, side by side. The first error ends all."""
+    """Submit all inputs and `use` their handles concurrently. The first error ends all."""
     submitted = await engine.submit_all(inputs)
     with contextlib.ExitStack() as handles:
         for handle in submitted:
@@ -151,17 +151,17 @@ async def _awaited(work: Awaitable[None]) -> None:
 
 
 class Pacer:
-    """Lets the news of a choice through every `interval` tokens; its first and its last at once."""
+    """A filter that passes updates of a choice every `interval` tokens, but the first and the last at once."""
 
     __slots__ = ("_held", "_interval", "_sent")
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._held: dict[tuple[int, int], ChoiceUpdate] = {}
-        self._sent: dict[tuple[int, int], int] = {}  # tokens
+        self._sent: dict[tuple[int, int], int] = {}  # number of tokens sent
 
     def due(self, prompt: int, updates: list[ChoiceUpdate]) -> list[ChoiceUpdate]:
-        """What may be sent now. The rest is kept and comes with later news of the same choice."""
+        """Return the updates to send now. The others are kept and joined with later updates of the same choice."""
         if self._interval == 1:
             return updates
         return [due for update in updates if (due := self._pass((prompt, update.index), update)) is not None]
@@ -178,7 +178,7 @@ class Pacer:
 
 
 def joined(earlier: ChoiceUpdate, later: ChoiceUpdate) -> ChoiceUpdate:
-    """Two updates of one choice as one."""
+    """Return two successive updates of a choice as one."""
     return replace(
         later,
         text=earlier.text + later.text,

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: the server's tokenizer, for clients that count or cut prompts."""
+"""/tokenize and /detokenize: the server's tokenizer, for clients that count tokens or truncate prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DetokenizeBody(RequestBody):
 
 
 async def tokenize(exchange: Exchange, service: Service) -> None:
-    """Text to token ids, as /generate and /v1/completions would read it. Lists for a list."""
+    """Convert text to token ids, as /generate and /v1/completions read it; a list of texts to a list of lists."""
     body = TokenizeBody.parse(await exchange.read_json())
     check_model(body.model, service)
     engine = service.engine()
@@ -44,7 +44,7 @@ async def tokenize(exchange: Exchange, service: Service) -> None:
         tokens = []
         for text in texts:
             tokens.append(await engine.text.tokenize(text, body.add_special_tokens))
-            await asyncio.sleep(0)  # others on the loop go on in between
+            await asyncio.sleep(0)  # let other tasks run in between
     except RequestError as error:
         raise renamed(error, {"text": "prompt"}) from error
     counts = [len(ids) for ids in tokens]
@@ -59,7 +59,7 @@ async def tokenize(exchange: Exchange, service: Service) -> None:
 
 
 async def detokenize(exchange: Exchange, service: Service) -> None:
-    """Token ids to text. A list of texts for a list of lists."""
+    """Convert token ids to text; a list of lists to a list of texts."""
     body = DetokenizeBody.parse(await exchange.read_json())
     check_model(body.model, service)
     engine = service.engine()

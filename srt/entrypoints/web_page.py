@@ -1,4 +1,4 @@
-"""The page at `/`: a chat, and a live view of the engine. Its files are in `page/`; the counters come as server-sent events."""
+"""The web page at `/`: a chat, and a live view of the engine. Its files are in `page/`; counters come as server-sent events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from srt.entrypoints.streaming import event
 
 FOLDER = Path(__file__).parent / "page"
 SCRIPTS = ("server", "chat", "chart", "live")
-# By path, and nothing else from the folder: its file and what it is.
+# URL path -> (file, content type). Nothing else in the folder is served.
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -20,7 +20,7 @@ FILES = {
 
 _POLICY = b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _FILE_HEADERS = [
-    (b"cache-control", b"no-cache"),  # the files belong together: an update must not meet half of the last version
+    (b"cache-control", b"no-cache"),  # after an update, a browser must not mix files of two versions
     (b"content-security-policy", _POLICY),
     (b"referrer-policy", b"no-referrer"),
     (b"x-content-type-options", b"nosniff"),
@@ -28,13 +28,13 @@ _FILE_HEADERS = [
 
 
 async def file(exchange: Exchange, service: Service) -> None:
-    """One of FILES. They hold no secret, so that a browser can load them before it has the API key."""
+    """Send a file of the page. The files hold no secrets, so a browser may load them before it has the API key."""
     name, kind = FILES[exchange.path]
     await exchange.send(200, (FOLDER / name).read_bytes(), [(b"content-type", kind.encode()), *_FILE_HEADERS])
 
 
 async def stats(exchange: Exchange, service: Service) -> None:
-    """What the live feed tells, an event a second, until the client leaves or the server drains."""
+    """Stream the live feed's observations, one event a second, until the client leaves or the server drains."""
     await exchange.read_body()
     if exchange.method == "HEAD":
         await exchange.send(200, b"", [(b"content-type", b"text/event-stream; charset=utf-8")])

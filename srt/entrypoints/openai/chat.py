@@ -77,7 +77,7 @@ def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) ->
 
 
 class ChatAnswer:
-    """Writes updates as chat.completion objects. The first chunk of a choice brings the role, the last one the reason of its end."""
+    """The writer of a call's answer as chat.completion objects. A choice's first chunk has the role, its last one the finish reason."""
 
     def __init__(self, body: ChatBody, identity: Identity, usage: Usage, engine: TokenizerManager) -> None:
         self._identity = identity
@@ -87,13 +87,13 @@ class ChatAnswer:
         self._of_prompt: dict[str, Any] = {}
         self._whole: list[dict[str, Any]] = [{} for _ in range(body.n)]
         self._began = [False] * body.n
-        # Of choices that have said something, what is between the texts; None where more than the text changes.
+        # By choice, a template for events that differ only in text. None before the first text, or if more than the text changes.
         self._text_events: list[TextEvent | None] = [None] * body.n
 
     # ---- Whole
 
     def take(self, prompt: int, update: ChoiceUpdate) -> None:
-        """`update` is the whole choice."""
+        """Add a choice; `update` is all of it."""
         self._usage.take(prompt, update)
         self._whole[update.index] = {
             "index": update.index,
@@ -135,7 +135,7 @@ class ChatAnswer:
         return last_chunks(self._identity.head(_CHUNK), self._usage)
 
     def _chunk(self, update: ChoiceUpdate, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
-        """All that is new of the choice."""
+        """Return the event with an update's text, logprobs and ids."""
         return event(self._object(update, delta, logprobs, more=self._facts.of_output(update)))
 
     def _object(

@@ -1,4 +1,4 @@
-"""/v1/completions: text for text, for one prompt or many."""
+"""/v1/completions: continue a text, for one prompt or many."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerMana
 
 
 def _prompts(prompt: Any) -> list[Any]:
-    """A string, a list of token ids, or a list of either."""
+    """Return the prompts of a field that holds a string, a list of token ids, or a list of either."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt:
@@ -85,28 +85,28 @@ def _prompts(prompt: Any) -> list[Any]:
 
 
 async def _tokenized(inputs: Sequence[GenerateInput], engine: TokenizerManager) -> list[GenerateInput]:
-    """The prompts as the model reads them, where that is not all of their texts."""
+    """Return the inputs with token ids in place of their texts, so that a truncated prompt is echoed as truncated."""
     tokenized = []
     for one in inputs:
         tokenized.append(await engine.tokenized(one))
-        await asyncio.sleep(0)  # a large batch lets others go on in between
+        await asyncio.sleep(0)  # let other tasks run between the prompts of a large batch
     return tokenized
 
 
 async def _echoes(inputs: Sequence[GenerateInput], engine: TokenizerManager) -> list[str]:
-    """The prompts as text."""
+    """Return the prompts as text."""
     texts = []
     for one in inputs:
         if one.text is not None:
             texts.append(one.text)
             continue
         texts.append(engine.text.detokenize(one.input_ids or [], one.params.skip_special_tokens))
-        await asyncio.sleep(0)  # a large batch lets others go on in between
+        await asyncio.sleep(0)  # let other tasks run between the prompts of a large batch
     return texts
 
 
 class CompletionAnswer:
-    """Writes updates as text_completion objects."""
+    """The writer of a call's answer as text_completion objects."""
 
     def __init__(
         self,
@@ -131,13 +131,13 @@ class CompletionAnswer:
         self._facts = PromptFacts(body, engine.text.token_text)
         self._whole: list[dict[str, Any]] = [{} for _ in range(count)]
         self._began = [False] * count
-        # Of choices whose first event was sent, what is between the texts; None where more than the text changes.
+        # By choice, a template for events that differ only in text. None before the first event, or if more than the text changes.
         self._text_events: list[TextEvent | None] = [None] * count
 
     # ---- Whole
 
     def take(self, prompt: int, update: ChoiceUpdate) -> None:
-        """`update` is the whole choice."""
+        """Add a choice; `update` is all of it."""
         self._usage.take(prompt, update)
         index = prompt * self._n + update.index
         whole = self._choice(index, self._echoes[prompt] + update.text, update)

@@ -1,4 +1,4 @@
-"""The messages of a chat, checked and made plain: what a chat template can read."""
+"""Checks of a chat's messages, and their conversion to the plain form that a chat template reads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from srt.entrypoints.request_schema import bad_parameter
 from srt.sampling.foreign_fields import ignored, is_one_of, refusal, schema_of, unsupported
 
-# What a role is called in chat templates.
+# A role in the API -> its name in chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 UNSUPPORTED_ROLES = frozenset(("tool", "function"))
-# What messages and their parts have elsewhere, and what answers carry and clients send back as it came.
+# The known fields of messages and parts. Below: fields of other servers, and fields of answers that clients send back unchanged.
 MESSAGE_FIELDS, PART_FIELDS = ("role", "content", "name"), ("type", "text")
 _UNSUPPORTED = unsupported("message", MESSAGE_FIELDS)
 _IGNORED_IN_PARTS = ignored("text_part", PART_FIELDS)
@@ -46,7 +46,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Role, content as one string, and name if given; RequestError 400 that says where something is wrong."""
+    """Return the messages with role, content as one string, and name if given; raise RequestError (400) with the place of an error."""
     if not messages:
         raise bad_parameter("messages", "must not be empty")
     if len(messages) > MAX_MESSAGES:

@@ -1,4 +1,4 @@
-"""/v1/models: the names that this server answers to."""
+"""/v1/models: the model names that this server answers to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from srt.entrypoints.service import Service
 
 _PREFIX = "/v1/models/"
 OWNER = "srt"
-DEFAULT_MODEL = "default"  # what SGLang's request classes call the model where a client names none
+DEFAULT_MODEL = "default"  # the name that SGLang's request classes send if a client gives none
 
 
 def check_model(name: str | None, service: Service) -> str:
-    """The name to answer under: the one asked for, or the first of ours if none was. 404 if it is not served."""
+    """Return the model name for the answer: the one asked for, or else the server's first. Raise ApiError (404) for an unknown name."""
     names = service.args.model_names()
     if name is None or (name == DEFAULT_MODEL and name not in names):
         return names[0]
@@ -29,7 +29,7 @@ async def list_models(exchange: Exchange, service: Service) -> None:
 
 
 async def one_model(exchange: Exchange, service: Service) -> None:
-    """A name may hold slashes: everything behind the prefix is the name."""
+    """Return one model's card. Everything behind the prefix is the name, which may contain slashes."""
     await exchange.send_json(_card(check_model(exchange.path.removeprefix(_PREFIX), service), service))
 
 

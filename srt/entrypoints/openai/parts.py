@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common: identity, usage, logprobs."""
+"""Parts of the answers that completions and chat completions share: identity, usage, logprobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from srt.utils.text_stream import TextStream
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What every part of an answer says of itself."""
+    """The identifying fields that every object of an answer carries."""
 
     id: str
     created: int
@@ -27,19 +27,19 @@ class Identity:
 
     @classmethod
     def new(cls, prefix: str, body: OpenAIBody, model: str) -> Identity:
-        """The client's rid is the answer's id, so that /abort_request knows it; otherwise one is drawn."""
+        """Return a new identity. Its id is the client's rid, so that /abort_request finds it, or a random one."""
         return cls(body.name or f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def rids(self, count: int) -> list[str]:
-        """One label per prompt."""
+        """Return one label for each prompt."""
         return [self.id] if count == 1 else numbered(self.id, count)
 
 
 class Usage:
-    """Counts the tokens of a call: each prompt once, however many choices it has."""
+    """The token counts of a call. Each prompt counts once, for any number of choices."""
 
     def __init__(self, body: OpenAIBody) -> None:
         options = body.check_stream_options()
@@ -64,25 +64,25 @@ class Usage:
     def _num_cached(self) -> int:
         cached: dict[int, int] = {}
         for (prompt, _), update in self._latest.items():
-            # Later choices find the prompt in the cache because the first has computed it: the least is what was saved.
+            # Later choices find the prompt in the cache because the first one computed it: only the smallest count was saved work.
             cached[prompt] = min(cached.get(prompt, update.cached_tokens), update.cached_tokens)
         return sum(cached.values())
 
     def sglext(self) -> dict[str, Any]:
-        """The field of that name, if it was asked for."""
+        """Return the answer's sglext field, if it was asked for."""
         if not self._has_details:
             return {}
         return {"sglext": {"cached_tokens_details": cached_tokens_details(self._num_cached())}}
 
     def in_chunk(self) -> dict[str, Any]:
-        """The usage field of a chunk that carries text: the count so far if asked for, null if only the last chunk has it."""
+        """Return the usage field of a chunk with text: the counts so far if asked for, null if only the last chunk has them."""
         if self.in_every_chunk:
             return {"usage": self.write()}
         return {"usage": None} if self.in_stream else {}
 
 
 def last_chunks(head: dict[str, Any], usage: Usage) -> bytes:
-    """What follows the choices of a stream."""
+    """Return the events behind the choices of a stream: sglext and usage, if asked for."""
     sglext = usage.sglext()
     events = event({**head, "choices": [], **sglext, **usage.in_chunk()}) if sglext else b""
     return events + event({**head, "choices": [], "usage": usage.write()}) if usage.in_stream else events
@@ -95,7 +95,7 @@ def finish_fields(finish: Finish | None) -> dict[str, Any]:
 
 
 class ChatLogprobs:
-    """logprobs.content: one entry a token, with its best alternatives."""
+    """The writer of chat completions' logprobs: one entry for each token, with its best alternatives."""
 
     def __init__(self, engine: TokenizerManager, body: ChatBody) -> None:
         self._engine = engine
@@ -121,20 +121,21 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """The older shape: parallel lists, for one choice. Offsets count characters of its text, with the prompt's if that is echoed."""
+    """The writer of completions' logprobs for one choice: parallel lists. Offsets count characters of its text, including an echoed
+    prompt."""
 
     def __init__(self, engine: TokenizerManager, body: CompletionBody, request: GenerateInput, echo: str) -> None:
-        """The updates must bring the prompt's ids: what text a token is may depend on what is before."""
+        """Prepare for one choice. Its updates must carry the prompt's ids, because a token's text can depend on the tokens before."""
         self._engine = engine
         self._top = body.logprobs or 0
         self._as_ids = body.return_tokens_as_token_ids
         self._has_prompt = body.echo
         self._request = request
         self._echo = echo
-        self._starts: _TokenStarts | None = None  # of the output, from the first update on
+        self._starts: _TokenStarts | None = None  # for the output; set by the first update
 
     def write(self, update: ChoiceUpdate) -> dict[str, Any]:
-        """Of all updates one after the other."""
+        """Return the lists for an update. Call it for all updates, in order."""
         if self._starts is None:
             stream = self._engine.text.output_stream(self._request.params, update.prompt_ids)
             self._starts = _TokenStarts(stream, len(self._echo))
@@ -151,27 +152,29 @@ class CompletionLogprobs:
         }
 
     def _prompt_offsets(self, tokens: Sequence[TokenLogprob], texts: Sequence[str]) -> list[int]:
-        """A text is echoed as it came: with special tokens that are written in it, without those that the tokenizer put before it."""
+        """Return the offsets of the prompt's tokens in its echo, which repeats a text as it came: with special tokens written in it,
+        without those that the tokenizer added before it."""
         codec, is_text = self._engine.text, self._request.text is not None
         num_added = codec.num_added_before if is_text and self._request.add_special_tokens else 0
         starts = _TokenStarts(codec.prompt_stream(self._request.params.skip_special_tokens and not is_text), 0)
         return [0] * num_added + starts.of(tokens[num_added:], texts[num_added:])
 
     def _best(self, one: TokenLogprob) -> dict[str, float] | None:
-        """The best tokens, and the chosen one if it is not among them."""
+        """Return the best tokens' logprobs by name, and the chosen token's."""
         if one.logprob is None:
             return None
         best: dict[str, float] = {}
         for logprob, token_id in one.top[: self._top]:
             best.setdefault(self._name(token_id), logprob)
-        best[self._name(one.token_id)] = one.logprob  # also where another token has the same text
+        best[self._name(one.token_id)] = one.logprob  # overrides another token with the same text
         return best
 
     def _name(self, token_id: int) -> str:
         return id_name(token_id) if self._as_ids else self._text(token_id)
 
     def _text(self, token_id: int) -> str:
-        """Of tokens that are not whole characters the bytes, as OpenAI writes them: U+FFFD would be one key for all of them."""
+        """Return a token's text; for one that is not whole characters its bytes, as OpenAI writes them: with U+FFFD all of these would
+        share one key."""
         data = self._engine.text.token_bytes(token_id)
         try:
             return data.decode()
@@ -180,24 +183,24 @@ class CompletionLogprobs:
 
 
 def id_name(token_id: int) -> str:
-    """A token as return_tokens_as_token_ids writes it."""
+    """Return a token's name in the format of return_tokens_as_token_ids."""
     return f"token_id:{token_id}"
 
 
 class _TokenStarts:
-    """Where tokens begin in the text that a stream makes of them. All tokens of one character begin where it does."""
+    """The offsets of tokens in the text that a stream decodes from them. All tokens of a character begin where the character does."""
 
     def __init__(self, stream: TextStream, start: int) -> None:
-        """`start` characters are before it."""
+        """Start behind `start` characters of text."""
         self._stream = stream
         self._end = start
 
     def of(self, tokens: Sequence[TokenLogprob], texts: Sequence[str]) -> list[int]:
-        """Of the next tokens, which by themselves have these texts."""
+        """Return the offsets of the next tokens; `texts` are their texts when decoded one by one."""
         return [self._next(one.token_id, text) for one, text in zip(tokens, texts, strict=True)]
 
     def _next(self, token_id: int, text: str) -> int:
         begin, piece = self._end, self._stream.push(token_id)
         self._end += len(piece)
-        # Before the token's own text a character that it breaks off may come.
+        # The piece may begin with an unfinished character that this token breaks off.
         return self._end - len(text) if piece.endswith(text) else begin

@@ -1,4 +1,4 @@
-"""What an answer tells of its prompts and tokens beside the text: token ids, and logprobs of the prompt as vLLM writes them."""
+"""Optional fields of an answer: the token ids of prompt and output, and the prompt's logprobs in vLLM's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, TokenLogprob
 
 
 class PromptFacts:
-    """Writes the fields that were asked for, and none besides."""
+    """The writer of the optional fields that a request asks for."""
 
     def __init__(self, body: OpenAIBody, token_text: Callable[[int], str]) -> None:
         self.has_ids = body.return_token_ids
@@ -18,18 +18,18 @@ class PromptFacts:
         self._token_text = token_text
 
     def of_output(self, update: ChoiceUpdate) -> dict[str, Any]:
-        """The ids of the output; in a stream, of what is new of it."""
+        """Return the ids of the output; in a stream, those of the update."""
         return {"token_ids": list(update.ids)} if self.has_ids else {}
 
     def of_prompt(self, update: ChoiceUpdate) -> dict[str, Any]:
-        """The prompt's ids and logprobs, of the first update of a choice."""
+        """Return the prompt's ids and logprobs, from the first update of a choice."""
         fields: dict[str, Any] = {"prompt_token_ids": list(update.prompt_ids)} if self.has_ids else {}
         if self._top is not None:
             fields["prompt_logprobs"] = [self._position(one, self._top) for one in update.prompt_logprobs]
         return fields
 
     def _position(self, one: TokenLogprob, top: int) -> dict[str, Any] | None:
-        """The token of the prompt, then the likeliest ones; None for the first token, which has no logprob."""
+        """Return the prompt's token and then the likeliest ones; None for the first token, which has no logprob."""
         if one.logprob is None:
             return None
         ranks = {token_id: rank for rank, (_, token_id) in enumerate(one.top, 1)}

@@ -1,4 +1,4 @@
-"""Refusals that name what the user set: agent libraries send fields of which their users have never heard."""
+"""Refusals of tools and output formats. They name what the user set, since agent libraries send fields that their users do not know."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _FORMAT = "is not supported yet: the output is held to no format. Ask for it in 
 
 
 def refuse_agent_fields(body: object) -> None:
-    """Raise RequestError 400 for tools and formats of the output. Values that ask for nothing, or are none of OpenAI's, pass."""
+    """Raise RequestError (400) for tools and output formats. Values that ask for nothing pass; malformed ones are left to the body's
+    own checks."""
     if not isinstance(body, dict):
         return
     for field, choice in (("tools", "tool_choice"), ("functions", "function_call")):
@@ -32,7 +33,7 @@ def refuse_agent_fields(body: object) -> None:
 
 
 def _tool_name(tool: Any) -> str:
-    """The name in a tool, a function or a choice of one; empty if there is none."""
+    """Return the name in a tool, a function or a choice of one; empty if there is none."""
     if isinstance(tool, str):
         return tool
     return _name(_part(tool, "function")) or _name(tool)
@@ -48,6 +49,6 @@ def _part(value: Any, field: str) -> Any:
 
 
 def _shown(names: Iterable[str]) -> str:
-    """The names that are not empty, in parentheses, and a space."""
+    """Return the non-empty names in parentheses, followed by a space; empty if there are none."""
     listed = ", ".join(name for name in names if name)
     return f"({listed[:MAX_SHOWN]}) " if listed else ""

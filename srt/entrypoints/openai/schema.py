@@ -1,4 +1,4 @@
-"""What /v1/completions and /v1/chat/completions take: the current OpenAI parameters, and SGLang's extras."""
+"""Request bodies of /v1/completions and /v1/chat/completions: the current OpenAI parameters, and SGLang's extras."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from srt.sampling.sampling_params import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
-# What the parameters are called here and in the engine.
+# A parameter's name in this API -> its name in the engine.
 SAMPLING_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "temperature": "temperature",
@@ -61,7 +61,7 @@ _TOP: Mapping[str, Any] = MappingProxyType({"minimum": 0, "maximum": MAX_TOP_LOG
 
 
 class StreamOptions(BaseModel):
-    """Only with stream."""
+    """Options of a stream; refused without stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -71,7 +71,7 @@ class StreamOptions(BaseModel):
 
 
 class OpenAIBody(RequestBody):
-    """What both endpoints take."""
+    """Fields that both endpoints share."""
 
     SAMPLING: ClassVar[Mapping[str, str]] = SAMPLING_NAMES
 
@@ -126,7 +126,7 @@ class OpenAIBody(RequestBody):
     log_metrics: bool = described("Count this request in /metrics.", True)
 
     def sampling(self) -> dict[str, Any]:
-        """The parameters that were given, by the engine's names."""
+        """Return the given sampling parameters by the engine's names."""
         given = {
             ours: value for theirs, ours in SAMPLING_NAMES.items() if (value := getattr(self, theirs, None)) is not None
         }
@@ -137,7 +137,7 @@ class OpenAIBody(RequestBody):
         return given
 
     def written_as(self, prompt: str) -> dict[str, str]:
-        """What the engine's errors call a parameter, and what this client calls it."""
+        """Return the engine's names of parameters -> the names this client used, for the texts of errors."""
         rid = {"rid": "request_id"} if self.rid is None and self.request_id is not None else {}
         return {
             **rid,
@@ -149,7 +149,7 @@ class OpenAIBody(RequestBody):
 
     @property
     def name(self) -> str | None:
-        """The client's name for the request."""
+        """The client's name for the request, from rid or request_id; None if it gave none."""
         if None not in (self.rid, self.request_id) and self.rid != self.request_id:
             raise bad_parameter("request_id", "and rid are two names of one parameter: give one of them")
         name = self.request_id if self.rid is None else self.rid
@@ -162,7 +162,7 @@ class OpenAIBody(RequestBody):
         return cache_namespace(self.cache_salt, self.extra_key)
 
     def check_prompt_logprobs(self) -> int:
-        """Return how many likeliest tokens are asked for at each position of the prompt; refuse what cannot be answered."""
+        """Return the number of likeliest tokens to show at each position of the prompt; refuse values that cannot be served."""
         if self.prompt_logprobs is not None and self.stream:
             raise bad_parameter("prompt_logprobs", "needs an answer that comes as a whole: stream must be false")
         top = self.prompt_logprobs or 0

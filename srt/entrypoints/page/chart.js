@@ -1,11 +1,11 @@
-// A chart of the last minutes: lines, or areas upon each other, from the oldest point on the left to now on the right.
+// A chart of the last minutes: lines or stacked areas, from the oldest point on the left to the present on the right.
 
 import { element } from "/page/server.js";
 
 export const HISTORY_S = 300;
 
 export class Chart {
-  /** `series` are {key, words}: which field of a point, and what a person calls it. The CSS class `key` gives the colour. */
+  /** `series` are {key, words}: the field of a point, and its name for people. The CSS class `key` gives the colour. */
   constructor({ title, series, stacked = false, most = null, format }) {
     Object.assign(this, { title, series, stacked, most, format });
     this.figure = element("figure");
@@ -36,7 +36,7 @@ export class Chart {
     return this.series.map(of).join("; ");
   }
 
-  /** Where the line of a series is: its value, upon those below it if they are stacked. */
+  /** Return the height of a series' line: its value, plus the values below it if the chart is stacked. */
   #height(point, index) {
     if (this.stacked) return this.series.slice(0, index + 1).reduce((sum, { key }) => sum + point[key], 0);
     return index === this.series.length - 1
@@ -66,7 +66,7 @@ export class Chart {
   }
 }
 
-/** The points in stretches where the value is known. */
+/** Return the points as runs in which the value is known. */
 function unbroken(points, key) {
   const runs = [[]];
   for (const point of points) {
@@ -81,12 +81,12 @@ function line(pen, run, x, y, scale) {
   pen.beginPath();
   for (const point of run) pen.lineTo(x(point), y(point));
   pen.stroke();
-  if (run.length === 1) pen.fillRect(x(run[0]) - scale, y(run[0]) - scale, 2 * scale, 2 * scale); // alone it has no line
+  if (run.length === 1) pen.fillRect(x(run[0]) - scale, y(run[0]) - scale, 2 * scale, 2 * scale); // a single point has no line
 }
 
 function area(pen, run, x, y, ground, scale) {
   pen.beginPath();
-  pen.moveTo(x(run[0]) - scale, ground); // a point alone is seen, too
+  pen.moveTo(x(run[0]) - scale, ground); // widen a single point, to make it visible
   for (const point of run) pen.lineTo(x(point), y(point));
   pen.lineTo(x(run.at(-1)) + scale, ground);
   pen.fill();

@@ -1,4 +1,4 @@
-// The chat over /v1/chat/completions. The conversation and the parameters outlive a reload, until the tab is closed.
+// The chat, over /v1/chat/completions. The conversation and the parameters survive a reload, until the tab is closed.
 
 import { at, call, element, eventsOf } from "/page/server.js";
 
@@ -6,13 +6,13 @@ const STORE = "srt-chat";
 const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
   "repetition_penalty"];
 
-let messages = []; // what the next request brings, without the system prompt
-let running = null; // the {controller, words} of the answer that is being written: its end, and its element
+let messages = []; // the messages of the next request, without the system prompt
+let running = null; // {controller, words} of the answer being written: its AbortController and its element
 let isLeaving = false;
 
 // ---- The log
 
-/** Change the log; it stays at its end if it was there. */
+/** Change the log; keep it scrolled to its end if it was. */
 function inLog(change) {
   const log = at("log");
   const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
@@ -48,17 +48,17 @@ function describe(message, end, beganAt, firstAt) {
   message.append(line);
 }
 
-// ---- What is kept
+// ---- Storage
 
 function store() {
-  if (isLeaving) return; // what happens to the answer from here on is the browser's doing
+  if (isLeaving) return; // from here on the browser ends the answer
   const partial = running?.words.textContent;
   const kept = partial ? [...messages, { role: "assistant", content: partial }] : messages;
   const fields = Object.fromEntries(new FormData(at("parameters")));
   try {
     sessionStorage.setItem(STORE, JSON.stringify({ messages: kept, fields }));
   } catch {
-    sessionStorage.removeItem(STORE); // too long to be kept: better nothing than an old half
+    sessionStorage.removeItem(STORE); // too long to store: drop it rather than keep an outdated part
   }
 }
 
@@ -70,7 +70,7 @@ function restore() {
   messages = kept.messages ?? [];
   at("hint").hidden = messages.length > 0;
   for (const { role, content } of messages) addMessage(role, content);
-  if (messages.at(-1)?.role === "user") { // the page was left in the middle of an answer
+  if (messages.at(-1)?.role === "user") { // the page was left during an answer
     at("text").value = messages.pop().content;
     at("log").lastElementChild.remove();
   }
@@ -78,7 +78,7 @@ function restore() {
 
 // ---- One answer
 
-/** The fields that are filled in, as JSON members. A seed has up to 64 bits, so it stays text on its way. */
+/** Return the filled-in fields as JSON members. A seed has up to 64 bits, so it stays text: a number would lose digits. */
 function requestBody() {
   const form = at("parameters").elements;
   const system = form.system.value.trim();
@@ -97,7 +97,7 @@ function requestBody() {
   return seed === "" ? json : `${json.slice(0, -1)},"seed":${BigInt(seed)}}`;
 }
 
-/** Follow the answer to its end: `onText` takes each piece, `end` what the server says about it. */
+/** Read the answer to its end: pass each piece to `onText`, and collect the finish reason and counts in `end`. */
 async function follow(body, signal, end, onText) {
   const response = await call("/v1/chat/completions", { method: "POST", body, signal });
   for await (const data of eventsOf(response)) {
@@ -108,7 +108,7 @@ async function follow(body, signal, end, onText) {
     if (choice?.delta?.content) onText(choice.delta.content);
     end.finish = choice?.finish_reason ?? end.finish;
     end.tokens = chunk.usage?.completion_tokens ?? end.tokens;
-    end.seed = /"seed":(\d+)/.exec(data)?.[1] ?? end.seed; // in strings the quotes are escaped; as a number it would lose digits
+    end.seed = /"seed":(\d+)/.exec(data)?.[1] ?? end.seed; // as text: a number loses digits; strings escape their quotes
   }
   throw new Error("The connection ended before the answer did.");
 }
@@ -121,7 +121,7 @@ async function ask(question) {
   at("log").scrollTop = at("log").scrollHeight;
   const { message, words } = addMessage("assistant", "");
   setRunning({ controller, words });
-  message.ariaBusy = "true"; // read out once it is whole
+  message.ariaBusy = "true"; // screen readers read it once it is complete
   const beganAt = performance.now();
   let firstAt = 0;
   const end = { finish: "stopped", tokens: null, seed: null };
@@ -134,7 +134,7 @@ async function ask(question) {
   } catch (error) {
     if (!controller.signal.aborted) failure = error;
   }
-  if (!message.isConnected) return; // a new conversation has begun meanwhile
+  if (!message.isConnected) return; // a new conversation has begun in the meantime
   message.ariaBusy = "false";
   const isNothing = words.textContent === "" && (failure !== null || controller.signal.aborted);
   inLog((log) => {
@@ -147,7 +147,7 @@ async function ask(question) {
   store();
 }
 
-/** Nothing was answered: the question is to be asked again. */
+/** Take back a question without an answer, to be asked again. */
 function takeBack(question, ...shown) {
   messages.pop();
   for (const message of shown) message.remove();
@@ -164,7 +164,7 @@ function stop() {
   running?.controller.abort();
 }
 
-// ---- What a person does
+// ---- User input
 
 at("ask").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -1,4 +1,4 @@
-// The live view: /page/stats, followed while the page is seen, whatever happens to the server.
+// The live view of /page/stats: followed while the page is visible, reconnecting when the server goes away.
 
 import { Chart, HISTORY_S } from "/page/chart.js";
 import { at, call, element, eventsOf } from "/page/server.js";
@@ -47,7 +47,7 @@ const charts = [
 at("charts").append(...charts.map((chart) => chart.figure));
 
 let watching = null; // the AbortController of the statistics' stream
-let points = []; // of the last minutes
+let points = []; // the history of the last minutes
 
 async function watch() {
   watching?.abort();
@@ -70,7 +70,7 @@ async function watch() {
   }
 }
 
-/** One connection, from the whole history to its end; an Error if nothing comes for too long. */
+/** Follow a single connection, from the whole history to its end; throw an Error if nothing comes for too long. */
 async function followOnce(signal) {
   const quiet = new AbortController();
   let timer = setTimeout(() => quiet.abort(), SILENCE_MS);
@@ -135,7 +135,7 @@ function showMemory(shares, engine) {
   at("memory").ariaLabel = `KV memory: ${words.join(", ")}, of ${engine.num_total_pages * engine.page_size} tokens`;
 }
 
-/** A line for each process: whether it is well, and how long ago it last was. */
+/** Show a line for each process, with its state in words. */
 function showProcesses(processes) {
   const lines = processes.map(({ name, is_well: isWell, words }) => {
     const line = element("li", isWell ? "well" : "unwell", `${name} `);

@@ -1,10 +1,10 @@
-// What chat and live view share: requests with the API key, server-sent events read with fetch (an EventSource cannot send a key).
+// Shared by chat and live view: requests with the API key, and server-sent events read by fetch (an EventSource cannot send a key).
 
 const KEY = "srt-api-key";
 
 export const at = (id) => document.getElementById(id);
 
-/** A new element. Its text is text, never markup. */
+/** Return a new element. Its text is never interpreted as markup. */
 export function element(tag, className = "", text = "") {
   const made = document.createElement(tag);
   made.className = className;
@@ -17,7 +17,7 @@ function headers() {
   return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
 }
 
-/** The response; an Error in words if it is not a success. */
+/** Return the response; throw an Error in words if it is not a success. */
 export async function call(path, options) {
   const response = await fetch(path, { ...options, headers: headers() }).catch((error) => {
     throw options.signal?.aborted ? error : new Error("The server cannot be reached.");
@@ -29,7 +29,7 @@ export async function call(path, options) {
   throw Object.assign(error, { status: response.status });
 }
 
-/** The data of each server-sent event, wherever the network cuts the bytes. */
+/** Yield the data of each server-sent event, however the network splits the bytes. */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
