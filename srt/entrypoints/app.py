@@ -97,7 +97,9 @@ class App:
             await exchange.send_error(error, _challenge(error))
         except Exception:
             _log.exception("%s %s failed", exchange.method, exchange.path)
-            await exchange.send_error(RequestError(500, "The server made a mistake: its log has the details."))
+            await exchange.send_error(
+                RequestError(500, "The server failed with an internal error: its log has the details.")
+            )
 
     async def _answer(self, exchange: Exchange) -> None:
         path = exchange.path
@@ -174,7 +176,7 @@ async def _tell_methods(exchange: Exchange, methods: list[str]) -> None:
     if exchange.method == "OPTIONS":
         await exchange.send(200, b"", headers)
         return
-    sentence = f"{exchange.path} takes {allowed}, not {exchange.method}."
+    sentence = f"{exchange.path} accepts {allowed}, not {exchange.method}."
     await exchange.send_error(ApiError(405, sentence, code="method_not_allowed"), headers)
 
 
@@ -186,8 +188,8 @@ def _missing(path: str) -> str:
         without = without[3:]
     for meant in (plain, "/v1" + without, without):
         if meant != path and (_methods(meant) is not None or meant in native.UNSUPPORTED):
-            return f"There is no {path[:200]} here; did you mean {meant[:200]}?"
-    return f"There is no {path[:200]} here."
+            return f"This server has no {path[:200]}; did you mean {meant[:200]}?"
+    return f"This server has no {path[:200]}: /openapi.json lists what it has."
 
 
 def _is_key(given: bytes, key: str | None) -> bool:

@@ -54,8 +54,8 @@ class Cors:
             is_own = origin is None or self._is_own(origin, exchange.header(b"host") or b"?")
         if is_own or (origin is None and not changes_something):
             return
-        who = "another origin" if origin is None else origin.decode("latin-1")[:200]
-        sentence = f"A web page of {who} asks, which --cors-allow-origins does not name."
+        page = "another origin" if origin is None else origin.decode("latin-1")[:200]
+        sentence = f"Web pages of {page} may not use this server: --cors-allow-origins does not name it."
         raise ApiError(403, sentence, code="origin_not_allowed")
 
     def _is_own(self, origin: bytes, host: bytes) -> bool:

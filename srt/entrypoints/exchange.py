@@ -100,13 +100,16 @@ class Exchange:
         kind = (self.header(b"content-type") or b"application/json").partition(b";")[0].strip().lower()
         body = (await self.read_body()).removeprefix(BOM)
         if kind != b"application/json" and not kind.endswith(b"+json"):
-            raise RequestError(415, "Content-Type must be application/json.")
-        if (self.header(b"content-encoding") or b"identity").strip().lower() != b"identity":
-            raise RequestError(415, "A body with a Content-Encoding is not read here: send it as it is.")
+            raise RequestError(415, f"Content-Type must be application/json, not {_shown(kind)}.")
+        encoding = (self.header(b"content-encoding") or b"identity").strip().lower()
+        if encoding != b"identity":
+            raise RequestError(
+                415, f"Content-Encoding {_shown(encoding)} is not supported: send the body as plain JSON."
+            )
         if not body:
             if if_empty is not None:
                 return if_empty
-            raise RequestError(400, "The body is empty, where a JSON object is expected.")
+            raise RequestError(400, "The body is empty, but must be a JSON object.")
         try:
             return _read_json(body)
         except orjson.JSONDecodeError as error:
@@ -217,5 +220,9 @@ def _read_json(body: bytes) -> Any:
         gc.enable()
 
 
+def _shown(header: bytes) -> str:
+    return repr(header.decode("latin-1")[:80])
+
+
 def _too_large(limit: int) -> RequestError:
-    return RequestError(413, f"The body is larger than {limit >> 20} MiB.")
+    return RequestError(413, f"The body is larger than {limit >> 20} MiB, the limit.")

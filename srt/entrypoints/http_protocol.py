@@ -95,7 +95,7 @@ class HttpProtocol(HttpToolsProtocol):
                 # The parser ends such a message with its headers, so a new parser reads it again without the offer.
                 method = self.parser.get_method()
                 if method == b"CONNECT":
-                    self._refuse(b"405 Method Not Allowed", "This is no proxy: CONNECT is not taken.")
+                    self._refuse(b"405 Method Not Allowed", "CONNECT is not supported: this server is not a proxy.")
                     return
                 head = _head_without_offer(method, self.url, self.parser.get_http_version(), self.headers)
                 data = head + data[upgrade.args[0] :]
@@ -165,17 +165,19 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(b"400 Bad Request", self._complaint or msg)
 
     def _refuse_greedy_header(self) -> None:
-        sentence = f"The headers have more than {MAX_HEADER_BYTES >> 10} KiB."
+        sentence = f"The headers are larger than {MAX_HEADER_BYTES >> 10} KiB, the limit."
         self._refuse(b"431 Request Header Fields Too Large", sentence)
 
     def _refuse_slow_header(self) -> None:
-        self._refuse(b"408 Request Timeout", f"The headers did not come within {MAX_HEADER_S:g} s.")
+        self._refuse(b"408 Request Timeout", f"The headers were not complete within {MAX_HEADER_S:g} s.")
 
     def _refuse_slow_body(self) -> None:
         if self.flow.read_paused:  # this side has stopped reading: the client is not slow
             self._set_timer(MAX_BODY_PAUSE_S, self._refuse_slow_body)
         else:
-            self._refuse(b"408 Request Timeout", f"Nothing of the body came for {MAX_BODY_PAUSE_S:g} s.")
+            self._refuse(
+                b"408 Request Timeout", f"The body was not complete, and no part of it came for {MAX_BODY_PAUSE_S:g} s."
+            )
 
     def _refuse(self, status: bytes, sentence: str) -> None:
         """Answer and close. If earlier requests still lack their answers, just close behind those: a client would take the refusal for
@@ -234,7 +236,7 @@ def _complaint(version: str, headers: list[tuple[bytes, bytes]]) -> str:
         return "The request line must end with HTTP/1.1 or HTTP/1.0."
     num_hosts = sum(name == b"host" for name, _ in headers)
     if version == "1.1" and num_hosts != 1:
-        return f"A request of HTTP/1.1 needs one Host header, and this one has {num_hosts or 'none'}."
+        return f"An HTTP/1.1 request needs exactly one Host header, but this one has {num_hosts or 'none'}."
     return ""
 
 

@@ -104,7 +104,11 @@ class LocalEngine:
         self._loop.close()
 
     def _submit(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        reason = self._death if self.process.is_ours else "A fork of the Runtime's process cannot use it."
+        reason = (
+            self._death
+            if self.process.is_ours
+            else "A Runtime can be used only in the process that created it, not in a fork."
+        )
         if reason is not None:
             work.close()
             raise EngineDied(reason)

@@ -16,6 +16,7 @@ from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import answer_call, event
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, RequestError
 from srt.managers.tokenizer_manager.request_checks import check_label
+from srt.sampling.parameter_checks import show
 from srt.version import __version__
 
 FLUSH_RETRY_S = 0.05
@@ -25,22 +26,22 @@ MAX_FLUSH_WAIT_S = 600.0
 UNSUPPORTED = {
     **dict.fromkeys(
         ("/encode", "/classify", "/v1/embeddings", "/v1/rerank"),
-        "generates text only: ask a server of a model that embeds or ranks",
+        "generates text only: use a server with an embedding or ranking model",
     ),
-    "/v1/score": "has no scores: /generate with return_logprob and token_ids_logprob gives the log-probabilities for them",
+    "/v1/score": "has no score API: /generate with return_logprob and token_ids_logprob returns log-probabilities",
     **dict.fromkeys(
         ("/parse_function_call", "/separate_reasoning"),
-        "has no output parsers: the text is as the model wrote it, for the client to parse",
+        "has no output parsers: parse the text in the client",
     ),
     **dict.fromkeys(
         ("/open_session", "/close_session"),
-        "keeps no sessions: send the whole prompt each time, as what it has in common with an earlier one is cached",
+        "keeps no sessions: send the whole prompt each time; a prefix shared with earlier prompts is cached",
     ),
-    "/set_internal_state": "does not change its mode while running: restart it with other options",
+    "/set_internal_state": "cannot change its options while running: restart it with other options",
     "/slow_down": "cannot be slowed down: /pause_generation stops it for a while",
     **dict.fromkeys(
         ("/load_lora_adapter", "/unload_lora_adapter"),
-        "has no LoRA adapters: merge the adapter into the checkpoint, and serve that",
+        "supports no LoRA adapters: merge the adapter into the checkpoint, and serve that",
     ),
     **dict.fromkeys(
         (
@@ -56,11 +57,11 @@ UNSUPPORTED = {
             "/get_weights_by_name",
             "/weights_checker",
         ),
-        "does not exchange weights while running: restart it with the new checkpoint",
+        "cannot replace weights while running: restart it with the new checkpoint",
     ),
     **dict.fromkeys(
         ("/release_memory_occupation", "/resume_memory_occupation"),
-        "does not release its memory while running: end it, and start it again when it is needed",
+        "cannot release its memory while running: stop it, and start it again when it is needed",
     ),
     "/v1/responses": "has no Responses API: use /v1/chat/completions",
 }
@@ -132,7 +133,7 @@ async def server_info(exchange: Exchange, service: Service) -> None:
     """Return options, limits and counters. `?deep=true` compares the tables of all processes; a difference is a 500 that names it."""
     deep = _query(exchange, "deep").get("deep", "false").lower()
     if deep not in ("true", "false", "1", "0"):
-        raise bad_parameter("deep", "must be true or false")
+        raise bad_parameter("deep", f"must be true or false, not {show(deep)}")
     await exchange.send_json(await server_facts(service, deep in ("true", "1")))
 
 
@@ -228,7 +229,7 @@ class ContinueBody(RequestBody):
 async def continue_generation(exchange: Exchange, service: Service) -> None:
     ContinueBody.parse(await exchange.read_json(if_empty={}))
     await service.engine().resume()
-    await exchange.send_json({"message": "Generation goes on.", "status": "ok"})
+    await exchange.send_json({"message": "Generation continues.", "status": "ok"})
 
 
 def _query(exchange: Exchange, *known: str) -> dict[str, str]:
@@ -245,7 +246,7 @@ def _flush_timeout_s(text: str) -> float:
     except ValueError:
         timeout_s = math.nan
     if not 0 <= timeout_s <= MAX_FLUSH_WAIT_S:
-        raise bad_parameter("timeout", f"must be a number of seconds from 0 to {MAX_FLUSH_WAIT_S:g}")
+        raise bad_parameter("timeout", f"must be a number of seconds from 0 to {MAX_FLUSH_WAIT_S:g}, not {show(text)}")
     return timeout_s
 
 

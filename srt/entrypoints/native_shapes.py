@@ -169,7 +169,7 @@ def _per_prompt(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
     if not isinstance(value, list):
         return [value] * count
     if not is_batch:
-        raise bad_parameter(name, "may be a list only where the prompt is a list")
+        raise bad_parameter(name, "may be a list only if the prompt is a list")
     if len(value) != count:
         raise bad_parameter(name, f"must have one entry per prompt ({count}), not {len(value)}")
     return value
@@ -201,7 +201,7 @@ def _rids(rid: str | list[str] | None, count: int, is_batch: bool) -> list[str |
     if not all(rids):
         raise bad_parameter("rid", "must not be empty")
     if len(set(rids)) != count:
-        raise bad_parameter("rid", "must not name two prompts of one batch alike")
+        raise bad_parameter("rid", "must be different for each prompt of a batch")
     return list(rids)
 
 
@@ -209,7 +209,7 @@ def check_num_choices(parameter: str, inputs: Sequence[GenerateInput]) -> None:
     """Refuse a call whose number of choices over all prompts is too large."""
     count = sum(one.params.n for one in inputs)
     if count > MAX_BATCH:
-        raise bad_parameter(parameter, f"asks with n for {count} choices in all, more than {MAX_BATCH}")
+        raise bad_parameter(parameter, f"asks for {count} choices in all (n for each prompt), more than {MAX_BATCH}")
 
 
 def _logprob_request(wanted: bool, start: int, top: int, ids: list[int]) -> LogprobRequest:

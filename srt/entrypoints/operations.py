@@ -53,4 +53,4 @@ async def freeze_gc(exchange: Exchange, service: Service) -> None:
     """Make every process collect its garbage and exclude the remaining objects from later collections, as at the end of the start."""
     NoBody.parse(await exchange.read_json(if_empty={}))
     service.control.freeze_gc()
-    await exchange.send_text("All processes take what they hold out of garbage collection.")
+    await exchange.send_text("All processes exclude their present objects from garbage collection.")

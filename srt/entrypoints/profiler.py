@@ -24,6 +24,7 @@ from srt.managers.process.trace_file import (
     write_summary,
 )
 from srt.managers.tokenizer_manager.api_types import RequestError
+from srt.sampling.parameter_checks import show
 
 PARTS_S = 5.0  # time for all processes to write their parts
 WRITTEN_S = 60.0  # time for the merged file to be written
@@ -57,7 +58,8 @@ class Profiler:
         if self._run_dir is None or self._control.is_trace_open:
             raise RequestError(400, "A trace is being recorded already: stop it first.")
         if output_dir and not output_dir.startswith("/"):
-            raise bad_parameter("output_dir", "must be an absolute path: the server's folder is not yours")
+            reason = "must be an absolute path, since the server's working directory may differ from yours"
+            raise bad_parameter("output_dir", f"{reason}, not {show(output_dir)}")
         try:
             path = new_file(Path(output_dir) if output_dir else default_folder(), prefix, name)
         except (OSError, ValueError) as error:  # a ValueError for names that no file can have

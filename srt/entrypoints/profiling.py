@@ -81,7 +81,7 @@ class StartBody(RequestBody):
                 raise bad_parameter(name, reason)
         for name in ("profile_prefix", "profile_id"):
             if not re.fullmatch(NAME_PATTERN, getattr(self, name) or ""):
-                raise bad_parameter(name, "may have letters, digits, '.', '_' and '-', at most 100 of them")
+                raise bad_parameter(name, "may have at most 100 characters: letters, digits, '.', '_' and '-'")
 
 
 async def start_profile(exchange: Exchange, service: Service) -> None:

@@ -53,7 +53,7 @@ def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) ->
     )
     messages = plain_messages(body.messages)
     if body.continue_final_message and messages[-1]["role"] != "assistant":
-        raise bad_parameter("continue_final_message", "needs a last message of the assistant")
+        raise bad_parameter("continue_final_message", "needs a last message with the role assistant")
     prompt = engine.text.apply_chat_template(
         messages,
         add_generation_prompt=add_generation_prompt,

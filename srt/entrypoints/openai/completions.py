@@ -43,7 +43,7 @@ async def complete(exchange: Exchange, service: Service) -> None:
 
 def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerManager) -> list[GenerateInput]:
     if body.best_of is not None and body.best_of != body.n:
-        raise bad_parameter("best_of", f"is not supported, unless it equals n ({body.n}), not {body.best_of}")
+        raise bad_parameter("best_of", f"is {body.best_of}, but must equal n ({body.n}) or be left out")
     params = checked_sampling_params(
         body.sampling(),
         lambda given: engine.sampling_params(given, COMPLETION_MAX_TOKENS),

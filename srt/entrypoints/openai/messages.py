@@ -6,6 +6,7 @@ from typing import Any
 
 from srt.entrypoints.request_schema import bad_parameter
 from srt.sampling.foreign_fields import ignored, is_one_of, refusal, schema_of, unsupported
+from srt.sampling.parameter_checks import kind_of, show
 
 # A role in the API -> its name in chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -59,7 +60,7 @@ def _plain(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(role, str) and role in UNSUPPORTED_ROLES:
         raise bad_parameter(f"{where}.role", f"{role!r} is not supported yet: this server has no tools")
     if not isinstance(role, str) or role not in ROLES:
-        raise bad_parameter(f"{where}.role", f"must be one of {', '.join(ROLES)}")
+        raise bad_parameter(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {show(role)}")
     for name, value in message.items():
         if name in _UNSUPPORTED:
             if not is_one_of(value, _UNSUPPORTED[name]):
@@ -70,7 +71,7 @@ def _plain(where: str, message: dict[str, Any]) -> dict[str, Any]:
     author = message.get("name")
     if author is not None:
         if not isinstance(author, str):
-            raise bad_parameter(f"{where}.name", "must be a string")
+            raise bad_parameter(f"{where}.name", f"must be a string, not {kind_of(author)}")
         plain["name"] = author
     return plain
 
@@ -81,7 +82,7 @@ def _text(where: str, content: Any) -> str:
     if content is None:
         raise bad_parameter(where, "is required")
     if not isinstance(content, list):
-        raise bad_parameter(where, "must be a string or a list of text parts")
+        raise bad_parameter(where, f"must be a string or a list of text parts, not {kind_of(content)}")
     if not content:
         raise bad_parameter(where, "must not be an empty list")
     return "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
@@ -89,7 +90,7 @@ def _text(where: str, content: Any) -> str:
 
 def _part(where: str, part: Any) -> str:
     if not isinstance(part, dict):
-        raise bad_parameter(where, "must be an object with a type")
+        raise bad_parameter(where, f"must be an object with a type, not {kind_of(part)}")
     kind = part.get("type")
     if kind != "text":
         what = f"of type {kind[:50]!r}" if isinstance(kind, str) else "without a type"
@@ -98,6 +99,6 @@ def _part(where: str, part: Any) -> str:
         if name not in (*PART_FIELDS, *_IGNORED_IN_PARTS):
             raise bad_parameter(f"{where}.{name[:100]}", "is not a known field")
     if not isinstance(part.get("text"), str):
-        raise bad_parameter(f"{where}.text", "must be a string")
+        raise bad_parameter(f"{where}.text", f"must be a string, not {kind_of(part.get('text'))}")
     text: str = part["text"]
     return text

@@ -10,9 +10,9 @@ from srt.entrypoints.request_schema import bad_parameter
 MAX_SHOWN = 200
 
 _TOOLS = (
-    "is not supported yet: no functions are called here. Describe them in the messages, and parse the answer's text"
+    "is not supported yet: this server calls no functions. Describe them in the messages, and parse the answer's text"
 )
-_FORMAT = "is not supported yet: the output is held to no format. Ask for it in the messages, and check what comes"
+_FORMAT = "is not supported yet: this server enforces no format. Ask for it in the messages, and check the answer"
 
 
 def refuse_agent_fields(body: object) -> None:

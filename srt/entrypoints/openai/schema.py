@@ -164,7 +164,7 @@ class OpenAIBody(RequestBody):
     def check_prompt_logprobs(self) -> int:
         """Return the number of likeliest tokens to show at each position of the prompt; refuse values that cannot be served."""
         if self.prompt_logprobs is not None and self.stream:
-            raise bad_parameter("prompt_logprobs", "needs an answer that comes as a whole: stream must be false")
+            raise bad_parameter("prompt_logprobs", "is not available in a stream: set stream to false")
         top = self.prompt_logprobs or 0
         _check_top("prompt_logprobs", top)
         return top

@@ -67,7 +67,10 @@ def test_health_generate_is_a_503_after_its_deadline(monkeypatch: pytest.MonkeyP
 def test_unknown_paths_and_methods_are_told_in_each_apis_shape() -> None:
     world = World()
     native, openai = world.get("/nowhere"), world.get("/v1/nowhere")
-    assert (native.status_code, native.json()) == (404, {"error": {"message": "There is no /nowhere here."}})
+    assert (native.status_code, native.json()) == (
+        404,
+        {"error": {"message": "This server has no /nowhere: /openapi.json lists what it has."}},
+    )
     assert openai.json()["error"]["code"] == "not_found"
     wrong = world.get("/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST, OPTIONS")
@@ -91,12 +94,14 @@ def test_unknown_paths_and_methods_are_told_in_each_apis_shape() -> None:
 def test_a_path_that_differs_by_slashes_or_v1_is_hinted_at(asked: str, meant: str) -> None:
     response = World().call("POST", f"http://test{asked}", json={})
     assert response.status_code == 404
-    assert response.json()["error"]["message"] == f"There is no {asked} here; did you mean {meant}?"
+    assert response.json()["error"]["message"] == f"This server has no {asked}; did you mean {meant}?"
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/v1/nowhere", "/v1/nowhere/", "/nowhere//"])
 def test_a_path_that_is_like_none_is_not_guessed_at(path: str) -> None:
-    assert World().get(path).json()["error"]["message"] == f"There is no {path} here."
+    assert (
+        World().get(path).json()["error"]["message"] == f"This server has no {path}: /openapi.json lists what it has."
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_all_methods_that_are_answered_are_told(path: str, allowed: str) -> None
     told, refused = world.call("OPTIONS", path), world.call("DELETE", path)
     assert (told.status_code, told.content, told.headers["allow"]) == (200, b"", allowed)
     assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
-    assert refused.json()["error"]["message"] == f"{path} takes {allowed}, not DELETE."
+    assert refused.json()["error"]["message"] == f"{path} accepts {allowed}, not DELETE."
     assert world.call("HEAD", path).status_code == (200 if "HEAD" in allowed else 405)
 
 
@@ -218,7 +223,7 @@ def test_a_body_that_is_too_large_is_a_413(monkeypatch: pytest.MonkeyPatch, says
 
     response = World().call("POST", "/v1/completions", content=body if says_its_length else parts())
     assert response.status_code == 413
-    assert response.json()["error"]["message"] == "The body is larger than 1 MiB."
+    assert response.json()["error"]["message"] == "The body is larger than 1 MiB, the limit."
     assert response.headers["connection"] == "close"
 
 

@@ -61,7 +61,7 @@ def test_what_a_page_sends_without_a_preflight_has_no_effect(origin: str) -> Non
     for path, body in (("/pause_generation", b'{"mode":"abort"}'), ("/abort_request", b'{"abort_all":true}')):
         answer = world.call("POST", path, headers={"origin": origin}, content=body)
         assert answer.status_code == 403
-        sentence = f"A web page of {origin} asks, which --cors-allow-origins does not name."
+        sentence = f"Web pages of {origin} may not use this server: --cors-allow-origins does not name it."
         assert answer.json()["error"]["message"] == sentence
     assert world.call("POST", "/generate", headers={"origin": origin}, content=b'{"text":"x"}').status_code == 403
     assert (world.engine.paused, world.engine.aborted_labels, world.engine.handles) == ("", [], [])

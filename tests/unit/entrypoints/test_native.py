@@ -175,7 +175,7 @@ def test_generation_is_paused_in_one_of_three_ways_and_goes_on() -> None:
         assert world.call("POST", "/pause_generation").status_code == 200
         assert world.engine.paused == "abort"
         answer = world.call("POST", "/continue_generation", content=content)
-        assert (answer.status_code, answer.json()) == (200, {"message": "Generation goes on.", "status": "ok"})
+        assert (answer.status_code, answer.json()) == (200, {"message": "Generation continues.", "status": "ok"})
         assert world.engine.paused == ""
     world.engine.why_not_paused = "Generation was continued."
     answer = world.post("/pause_generation", {})

@@ -200,7 +200,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be"),
         ({"max_completion_tokens": 10**6}, "max_completion_tokens", "max_completion_tokens is 1000000, but"),
         ({"max_tokens": -1}, "max_tokens", "max_tokens must be"),
-        ({"continue_final_message": True}, "continue_final_message", "needs a last message of the assistant"),
+        ({"continue_final_message": True}, "continue_final_message", "needs a last message with the role assistant"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "must be an object"),
         ({"prompt": "hi"}, "prompt", "not a known parameter"),
@@ -221,7 +221,7 @@ CHOSEN = {"type": "function", "function": {"name": "get_weather"}}
 @pytest.mark.parametrize(
     ("set_by_user", "parameter", "message"),
     [
-        ({"tools": [WEATHER]}, "tools", "tools (get_weather) is not supported yet: no functions are called here."),
+        ({"tools": [WEATHER]}, "tools", "tools (get_weather) is not supported yet: this server calls no functions."),
         ({"tool_choice": "required", "tools": [WEATHER]}, "tools", "tools (get_weather) is not"),
         ({"tool_choice": CHOSEN, "tools": [WEATHER, 7, {}, WEATHER]}, "tools", "tools (get_weather, get_weather) is"),
         ({"tool_choice": CHOSEN}, "tool_choice", "tool_choice (get_weather) is not supported yet"),
@@ -232,7 +232,7 @@ CHOSEN = {"type": "function", "function": {"name": "get_weather"}}
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "User", "schema": {}}}},
             "response_format",
-            "response_format (json_schema, User) is not supported yet: the output is held to no format.",
+            "response_format (json_schema, User) is not supported yet: this server enforces no format.",
         ),
         ({"tools": [{"function": {"name": "x" * 9000}}]}, "tools", f"tools ({'x' * 200}) is not"),
     ],
