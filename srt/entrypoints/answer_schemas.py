@@ -40,26 +40,26 @@ OPENAI_ERROR = fields(
         fields(
             message=(TEXT, "One sentence that says what is wrong."),
             type=(TEXT, "The kind of error."),
-            param=(optional(TEXT), "The parameter at fault, if it is one."),
-            code=(optional(TEXT), "A word for programs, such as model_not_found."),
+            param=(optional(TEXT), "The parameter at fault, if any."),
+            code=(optional(TEXT), "A machine-readable code, such as model_not_found."),
         ),
-        "Why there is no answer.",
+        "The reason why there is no answer.",
     )
 )
 NATIVE_ERROR = fields(
-    error=(fields(message=(TEXT, "One sentence that says what is wrong.")), "Why there is no answer.")
+    error=(fields(message=(TEXT, "One sentence that says what is wrong.")), "The reason why there is no answer.")
 )
 
-DONE = fields(message=(TEXT, "What was done, in a sentence."), status=({"const": "ok"}, "That it was."))
+DONE = fields(message=(TEXT, "One sentence that says what was done."), status=({"const": "ok"}, "Always ok."))
 
 # ---- /v1
 
 _CACHED_DETAILS = fields(
-    device=(COUNT, "Those that were in the device's memory."), host=(COUNT, "Those that were in the host's.")
+    device=(COUNT, "Tokens cached in the device's memory."), host=(COUNT, "Tokens cached in the host's memory.")
 )
 _SGLEXT = (
-    fields(cached_tokens_details=(_CACHED_DETAILS, "Where the cached tokens of the prompts were.")),
-    "If return_cached_tokens_details asks for it; in a stream, in a chunk behind the choices.",
+    fields(cached_tokens_details=(_CACHED_DETAILS, "The places of the prompts' cached tokens.")),
+    "Present if return_cached_tokens_details is set; in a stream, in a chunk behind the choices.",
 )
 _PROMPT_LOGPROBS = (
     array(
@@ -67,50 +67,50 @@ _PROMPT_LOGPROBS = (
             {
                 "type": "object",
                 "additionalProperties": fields(
-                    logprob=(NUMBER, "Its logprob."),
-                    rank=(optional(COUNT), "Its place among the likeliest; null behind those that were asked for."),
+                    logprob=(NUMBER, "The token's logprob."),
+                    rank=(optional(COUNT), "The token's rank by likelihood; null if it is below the ranks asked for."),
                     decoded_token=(TEXT, "The token as text."),
                 ),
             }
         )
     ),
-    "If asked for: for each token of the prompt, by token id, the token itself and the likeliest ones; null for the first.",
+    "Present if asked for: for each prompt token, the token itself and the likeliest ones, by token id; null for the first.",
 )
-_TOKEN_IDS = (IDS, "If return_token_ids asks for them: the ids of the output; in a stream, of what is new.")
-_PROMPT_TOKEN_IDS = (IDS, "If return_token_ids asks for them; in a stream, in the first chunk of a choice.")
+_TOKEN_IDS = (IDS, "Present if return_token_ids is set: the ids of the output; in a stream, of the new tokens.")
+_PROMPT_TOKEN_IDS = (IDS, "Present if return_token_ids is set; in a stream, in the first chunk of a choice.")
 USAGE = fields(
-    prompt_tokens=(COUNT, "Of all prompts; each counts once, however many choices it has."),
-    completion_tokens=(COUNT, "Of all choices."),
-    total_tokens=(COUNT, "Both together."),
+    prompt_tokens=(COUNT, "Tokens of all prompts. Each prompt counts once, for any number of choices."),
+    completion_tokens=(COUNT, "Tokens of all choices."),
+    total_tokens=(COUNT, "The sum of both."),
     prompt_tokens_details=(
-        fields(cached_tokens=(COUNT, "Of the prompts' tokens, those that the prefix cache had.")),
-        "More about the prompts.",
+        fields(cached_tokens=(COUNT, "Prompt tokens found in the prefix cache.")),
+        "Details of the prompts' tokens.",
     ),
 )
 _ENDS: dict[str, tuple[Schema, str]] = {
     "finish_reason": (
         {"enum": ["stop", "length", "abort", None]},
-        "Why the output ended: at a stop, at its limit, or by /abort_request; null while it goes on.",
+        "Why the output ended: at a stop, at its limit, or by /abort_request; null while it runs.",
     ),
     "matched_stop": ({"type": ["integer", "string", "null"]}, "The stop token id, string or expression that ended it."),
-    "seed": ({"type": "integer"}, "The seed that draws this choice again."),
+    "seed": ({"type": "integer"}, "The seed that reproduces this choice."),
 }
 _HEAD: dict[str, tuple[Schema, str]] = {
-    "id": (TEXT, "The rid, or a name that was drawn."),
+    "id": (TEXT, "The request's rid, or a random name."),
     "object": (TEXT, "The kind of object."),
     "created": (COUNT, "Seconds since the epoch."),
-    "model": (TEXT, "The name that the request was sent to."),
+    "model": (TEXT, "The model name of the request."),
 }
 _COMPLETION_LOGPROBS = fields(
-    tokens=(array(TEXT), r"The tokens as text; those that are not whole characters as bytes:\xe6\x97."),
-    token_logprobs=(array(optional(NUMBER)), "Their logprobs; null for the first token of a prompt."),
+    tokens=(array(TEXT), r"The tokens as text; tokens that are not whole characters as bytes:\xe6\x97."),
+    token_logprobs=(array(optional(NUMBER)), "The tokens' logprobs; null for the first token of a prompt."),
     top_logprobs=(
         array(optional({"type": "object", "additionalProperties": NUMBER})),
         "The likeliest tokens at each position, and the chosen one.",
     ),
     text_offset=(
         array(COUNT),
-        "Where each token begins in the choice's text, in characters; tokens of one character begin where it does.",
+        "The offset of each token in the choice's text, in characters. All tokens of one character have its offset.",
     ),
 )
 COMPLETION = fields(
@@ -120,29 +120,29 @@ COMPLETION = fields(
         array(
             fields(
                 "token_ids prompt_token_ids prompt_logprobs",
-                index=(COUNT, "Choice c of prompt p of n choices each has p * n + c."),
-                text=(TEXT, "The output; in a stream, what is new."),
-                logprobs=(optional(_COMPLETION_LOGPROBS), "If asked for."),
+                index=(COUNT, "The choice's index: choice c of prompt p has p * n + c, with n choices per prompt."),
+                text=(TEXT, "The output; in a stream, its new part."),
+                logprobs=(optional(_COMPLETION_LOGPROBS), "Logprobs, if asked for."),
                 **_ENDS,
                 token_ids=_TOKEN_IDS,
                 prompt_token_ids=_PROMPT_TOKEN_IDS,
                 prompt_logprobs=_PROMPT_LOGPROBS,
             )
         ),
-        "One for each prompt and choice; in a stream, the one that has news.",
+        "One entry for each prompt and choice; in a stream, only the choice that the chunk continues.",
     ),
     usage=(USAGE, "The tokens of the whole call."),
     sglext=_SGLEXT,
 )
 _TOKEN: dict[str, tuple[Schema, str]] = {
     "token": (TEXT, "The token as text."),
-    "logprob": (optional(NUMBER), "Its logprob."),
-    "bytes": (IDS, "The bytes that it stands for, which need not be whole characters."),
+    "logprob": (optional(NUMBER), "The token's logprob."),
+    "bytes": (IDS, "The token's bytes, which need not be whole characters."),
 }
 _CHAT_LOGPROBS = fields(
     content=(
         array(fields(**_TOKEN, top_logprobs=(array(fields(**_TOKEN)), "The likeliest tokens at this position."))),
-        "One for each token.",
+        "One entry for each token.",
     ),
     refusal=(NULL, "Always null."),
 )
@@ -153,28 +153,28 @@ CHAT_COMPLETION = fields(
         array(
             fields(
                 "token_ids",
-                index=(COUNT, "Which of the n choices it is."),
+                index=(COUNT, "The choice's index, from 0 to n - 1."),
                 message=(
                     fields(
-                        role=({"const": "assistant"}, "Who says it."),
-                        content=(TEXT, "What is said."),
+                        role=({"const": "assistant"}, "The author of the message."),
+                        content=(TEXT, "The text of the message."),
                         refusal=(NULL, "Always null."),
                     ),
-                    "The next message.",
+                    "The next message of the conversation.",
                 ),
-                logprobs=(optional(_CHAT_LOGPROBS), "If asked for."),
+                logprobs=(optional(_CHAT_LOGPROBS), "Logprobs, if asked for."),
                 **_ENDS,
                 token_ids=_TOKEN_IDS,
             )
         ),
-        "One for each choice.",
+        "One entry for each choice.",
     ),
     usage=(USAGE, "The tokens of the whole call."),
     prompt_token_ids=_PROMPT_TOKEN_IDS,
     prompt_logprobs=_PROMPT_LOGPROBS,
     sglext=_SGLEXT,
 )
-_CHUNK_USAGE = (optional(USAGE), "Only where stream_options ask for it; null but in the chunks that they ask for.")
+_CHUNK_USAGE = (optional(USAGE), "Present if stream_options ask for usage; null in chunks for which they do not.")
 COMPLETION_CHUNK = {
     **COMPLETION,
     "properties": {**COMPLETION["properties"], "usage": {**_CHUNK_USAGE[0], "description": _CHUNK_USAGE[1]}},
@@ -187,41 +187,43 @@ CHAT_CHUNK = fields(
         array(
             fields(
                 "token_ids",
-                index=(COUNT, "Which of the n choices it is."),
+                index=(COUNT, "The choice's index, from 0 to n - 1."),
                 delta=(
                     fields(
                         "role content",
-                        role=({"const": "assistant"}, "In the first chunk."),
-                        content=(TEXT, "What is new."),
+                        role=({"const": "assistant"}, "The author; only in the first chunk."),
+                        content=(TEXT, "The new part of the text."),
                     ),
-                    "What the message goes on with.",
+                    "The continuation of the message.",
                 ),
-                logprobs=(optional(_CHAT_LOGPROBS), "If asked for."),
+                logprobs=(optional(_CHAT_LOGPROBS), "Logprobs, if asked for."),
                 **_ENDS,
                 token_ids=_TOKEN_IDS,
             )
         ),
-        "The choice that has news; none in the chunks with sglext and the usage.",
+        "The choice that the chunk continues; none in the chunks with sglext and the usage.",
     ),
     usage=_CHUNK_USAGE,
     prompt_token_ids=_PROMPT_TOKEN_IDS,
     sglext=_SGLEXT,
 )
 _MODEL = fields(
-    id=(TEXT, "A name that requests may be sent to."),
+    id=(TEXT, "A model name for requests."),
     object=({"const": "model"}, "The kind of object."),
     created=(COUNT, "Seconds since the epoch."),
-    owned_by=(TEXT, "Who serves it."),
-    root=(TEXT, "The checkpoint."),
+    owned_by=(TEXT, "The serving software."),
+    root=(TEXT, "The path of the checkpoint."),
     parent=(NULL, "Always null."),
-    max_model_len=(COUNT, "Most tokens of a prompt and its output together."),
+    max_model_len=(COUNT, "The largest number of tokens in a prompt and its output together."),
 )
 MODEL = _MODEL
-MODELS = fields(object=({"const": "list"}, "The kind of object."), data=(array(_MODEL), "All names of the server."))
+MODELS = fields(
+    object=({"const": "list"}, "The kind of object."), data=(array(_MODEL), "All model names of the server.")
+)
 TOKENS = fields(
     tokens=({"anyOf": [IDS, array(IDS)]}, "The ids; a list of lists for a list of texts."),
-    count=({"anyOf": [COUNT, array(COUNT)]}, "How many they are."),
-    max_model_len=(COUNT, "Most tokens of a prompt and its output together."),
+    count=({"anyOf": [COUNT, array(COUNT)]}, "The number of ids; a list for a list of texts."),
+    max_model_len=(COUNT, "The largest number of tokens in a prompt and its output together."),
 )
 TEXTS = fields(text=({"anyOf": [TEXT, array(TEXT)]}, "The text; a list of texts for a list of lists."))
 
@@ -237,12 +239,17 @@ _FINISH: Schema = {
     "anyOf": [
         NULL,
         fields(
-            "matched", type=({"const": "stop"}, "A stop ended it."), matched=({"type": ["integer", "string"]}, "Which.")
+            "matched",
+            type=({"const": "stop"}, "A stop ended the output."),
+            matched=({"type": ["integer", "string"]}, "The stop token id, string or expression."),
         ),
-        fields(type=({"const": "length"}, "It reached its limit."), length=(COUNT, "In tokens.")),
         fields(
-            type=({"const": "abort"}, "It was aborted."),
-            message=(TEXT, "By whom or why."),
+            type=({"const": "length"}, "The output reached its limit."),
+            length=(COUNT, "The length of the output, in tokens."),
+        ),
+        fields(
+            type=({"const": "abort"}, "The output was aborted."),
+            message=(TEXT, "The reason of the abort."),
             status_code=(optional(COUNT), "Always null."),
             err_type=(optional(TEXT), "Always null."),
         ),
@@ -253,49 +260,52 @@ META_INFO = fields(
     " request_received_ts request_finished_ts response_sent_to_client_ts"
     " input_token_logprobs output_token_logprobs output_token_logprobs_length input_top_logprobs output_top_logprobs"
     " input_token_ids_logprobs output_token_ids_logprobs",
-    id=(TEXT, "The rid, or a name that was drawn."),
-    finish_reason=(_FINISH, "Why the output ended; null while it goes on."),
+    id=(TEXT, "The request's rid, or a random name."),
+    finish_reason=(_FINISH, "Why the output ended; null while it runs."),
     prompt_tokens=(COUNT, "Tokens of the prompt."),
     completion_tokens=(COUNT, "Tokens of the output so far."),
-    cached_tokens=(COUNT, "Of the prompt's tokens, those that the prefix cache had."),
-    cached_tokens_details=(optional(_CACHED_DETAILS), "Where they were; null where there are none."),
+    cached_tokens=(COUNT, "Prompt tokens found in the prefix cache."),
+    cached_tokens_details=(optional(_CACHED_DETAILS), "The places of the cached tokens; null if there are none."),
     reasoning_tokens=(COUNT, "Always 0."),
-    weight_version=(TEXT, "Of the weights that answered."),
-    num_retractions=(COUNT, "How often the request lost its place to others, and was resumed."),
+    weight_version=(TEXT, "The version of the weights."),
+    num_retractions=(COUNT, "Number of times the request lost its place to others, and was resumed."),
     dp_rank=(NULL, "Always null."),
-    seed=({"type": "integer"}, "The seed that draws this choice again."),
+    seed=({"type": "integer"}, "The seed that reproduces this choice."),
     e2e_latency=(NUMBER, "Seconds from the request to the end."),
     first_token_latency=(optional(NUMBER), "Seconds from the request to the first token."),
-    decode_throughput=(optional(NUMBER), "Tokens per second behind the first."),
+    decode_throughput=(optional(NUMBER), "Tokens per second, without the first token."),
     queue_time=(
         optional(NUMBER),
-        "Seconds that it waited in the scheduler; null if it never ran, and where a stop string or expression ended it.",
+        "Seconds of waiting in the scheduler; null if the request never ran, or if a stop string or expression ended it.",
     ),
-    forward_entry_time=(optional(NUMBER), "When that was over, in seconds since the epoch."),
-    prefill_finished_time=(optional(NUMBER), "When the first token was here, in seconds since the epoch."),
-    request_received_ts=(NUMBER, "Seconds since the epoch."),
-    request_finished_ts=(NUMBER, "Seconds since the epoch."),
-    response_sent_to_client_ts=(NUMBER, "Seconds since the epoch."),
+    forward_entry_time=(optional(NUMBER), "End of the waiting in the scheduler, in seconds since the epoch."),
+    prefill_finished_time=(optional(NUMBER), "Arrival of the first token, in seconds since the epoch."),
+    request_received_ts=(NUMBER, "Arrival of the request, in seconds since the epoch."),
+    request_finished_ts=(NUMBER, "End of the output, in seconds since the epoch."),
+    response_sent_to_client_ts=(NUMBER, "Sending of the answer, in seconds since the epoch."),
     input_token_logprobs=(
         array(_ROW),
         "[logprob, token id, text or null] for each prompt token from logprob_start_len on.",
     ),
     output_token_logprobs=(array(_ROW), "The same for each token of the output."),
-    output_token_logprobs_length=(COUNT, "How many there are of them so far."),
+    output_token_logprobs_length=(COUNT, "The number of the output's logprobs so far."),
     input_top_logprobs=(array(optional(array(_ROW))), "The likeliest tokens at each position of the prompt."),
-    output_top_logprobs=(array(optional(array(_ROW))), "And of the output."),
+    output_top_logprobs=(array(optional(array(_ROW))), "The likeliest tokens at each position of the output."),
     input_token_ids_logprobs=(
         array(optional(array(_ROW))),
-        "The tokens that were asked for, at each position of the prompt.",
+        "The tokens of token_ids_logprob at each position of the prompt.",
     ),
-    output_token_ids_logprobs=(array(optional(array(_ROW))), "And of the output."),
+    output_token_ids_logprobs=(
+        array(optional(array(_ROW))),
+        "The tokens of token_ids_logprob at each position of the output.",
+    ),
 )
 _GENERATED = fields(
     "prompt_token_ids index",
-    text=(TEXT, "The output; in a stream all of it so far, or with --incremental-streaming-output what is new."),
-    output_ids=(IDS, "The same as token ids."),
-    prompt_token_ids=(IDS, "If asked for."),
-    meta_info=(META_INFO, "All that is known of the request."),
-    index=(COUNT, "In a stream of many outputs, which of them it is."),
+    text=(TEXT, "The output; in a stream all of it so far, or only the new part with --incremental-streaming-output."),
+    output_ids=(IDS, "The output as token ids."),
+    prompt_token_ids=(IDS, "The prompt's token ids, if asked for."),
+    meta_info=(META_INFO, "Counts, times and logprobs of the request."),
+    index=(COUNT, "The output's index, in a stream of several outputs."),
 )
 GENERATED: Schema = {"anyOf": [_GENERATED, array(_GENERATED)]}

@@ -65,7 +65,7 @@ def _sampling_parameter(name: str) -> Schema:
 def _unsupported(off_values: Values) -> Schema:
     return {
         **schema_of(off_values),
-        "description": "Not supported yet: refused, unless the value asks for nothing.",
+        "description": "Not supported yet: only values without effect are accepted.",
     }
 
 

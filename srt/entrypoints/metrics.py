@@ -18,18 +18,18 @@ Numbers = Mapping[str, float]
 Labels = Mapping[str, str]
 
 _COUNTER_HELP = {
-    "prompt_tokens": "Tokens of prompts.",
-    "generation_tokens": "Tokens that were generated.",
+    "prompt_tokens": "Prompt tokens.",
+    "generation_tokens": "Generated tokens.",
     "cached_tokens": "Prompt tokens whose keys and values came from the prefix cache.",
-    "num_requests": "Requests that were sent to the engine.",
-    "num_aborted_requests": "Requests that ended because the client left or asked for it.",
+    "num_requests": "Requests sent to the engine.",
+    "num_aborted_requests": "Requests that ended because the client left or aborted them.",
     "num_failed_requests": "Requests that ended with an error.",
-    "num_refused_requests": "Requests that the engine did not take, such as those beyond a full queue.",
+    "num_refused_requests": "Requests that the engine refused, such as those beyond a full queue.",
 }
 _HISTOGRAM_HELP = {
-    "time_to_first_token": "From a request's arrival to its first token.",
-    "inter_token_latency": "Between two tokens of a request.",
-    "e2e_request_latency": "From a request's arrival to its end.",
+    "time_to_first_token": "Seconds from a request's arrival to its first token.",
+    "inter_token_latency": "Seconds between two tokens of a request.",
+    "e2e_request_latency": "Seconds from a request's arrival to its end.",
 }
 
 
@@ -116,40 +116,48 @@ def _engine(page: Page, engine: Numbers) -> None:
     cached = engine["num_cached_pages"] - engine["num_pinned"]
     in_use = pages - engine["num_free_pages"] - cached
     gauges = [
-        ("sglang:num_running_reqs", "Requests that run.", engine["num_running"]),
-        ("sglang:num_queue_reqs", "Requests that wait.", engine["num_waiting"]),
-        ("sglang:num_used_tokens", "Positions of KV memory that running requests hold.", in_use * size),
-        ("sglang:token_usage", "Share of the KV memory that running requests hold.", in_use / pages),
-        ("sglang:max_total_num_tokens", "Positions of KV memory.", pages * size),
+        ("sglang:num_running_reqs", "Running requests.", engine["num_running"]),
+        ("sglang:num_queue_reqs", "Waiting requests.", engine["num_waiting"]),
+        ("sglang:num_used_tokens", "Tokens of KV memory used by running requests.", in_use * size),
+        ("sglang:token_usage", "Share of the KV memory used by running requests.", in_use / pages),
+        ("sglang:max_total_num_tokens", "Capacity of the KV memory in tokens.", pages * size),
         (
             "sglang:gen_throughput",
-            "Tokens per second that were generated in the last seconds.",
+            "Generated tokens per second, over the last seconds.",
             engine["gen_throughput"],
         ),
         (
             "sglang:cache_hit_rate",
-            "Share of the latest prompts that came from the prefix cache.",
+            "Share of the latest prompts' tokens found in the prefix cache.",
             engine["cache_hit_rate"],
         ),
         (
             "sglang:num_retracted_reqs",
-            "Requests that lost their slots to others in the last seconds.",
+            "Preemptions in the last seconds: requests that lost their slots to others.",
             engine["num_recently_preempted"],
         ),
         (
             "srt:prompt_throughput",
-            "Prompt tokens per second that were computed in the last seconds.",
+            "Computed prompt tokens per second, over the last seconds.",
             engine["prompt_throughput"],
         ),
     ]
     for name, text, value in gauges:
         page.gauge(name, text, [({}, value)])
     states = {"free": engine["num_free_pages"], "running": in_use, "cached": cached}
-    page.gauge("srt:kv_pages", "Pages of KV memory by what they do.", [({"state": s}, n) for s, n in states.items()])
+    page.gauge("srt:kv_pages", "Pages of KV memory by state.", [({"state": s}, n) for s, n in states.items()])
     page.counter("srt:steps_total", "Steps of the model.", [({}, engine["num_steps"])])
-    page.counter("srt:retractions_total", "Requests that lost their slots to others.", [({}, engine["num_preempted"])])
-    _engine_histogram(page, engine, "sglang:queue_time_seconds", "From a request's arrival to its slot.", "queue_ms")
-    _engine_histogram(page, engine, "srt:step_time_seconds", "Of a step, as the workers report it.", "step_ms")
+    page.counter(
+        "srt:retractions_total",
+        "Preemptions: requests that lost their slots to others.",
+        [({}, engine["num_preempted"])],
+    )
+    _engine_histogram(
+        page, engine, "sglang:queue_time_seconds", "Seconds from a request's arrival to its slot.", "queue_ms"
+    )
+    _engine_histogram(
+        page, engine, "srt:step_time_seconds", "Seconds that a step took, as the workers report it.", "step_ms"
+    )
 
 
 def _engine_histogram(page: Page, engine: Numbers, name: str, text: str, key: str) -> None:
@@ -166,22 +174,22 @@ def _processes(page: Page, service: Service) -> None:
     is_healthy = service.trouble(statuses) is None
     page.gauge(
         "srt:is_ready",
-        "Whether requests are taken, and by processes that work.",
+        "1 if requests are accepted and the processes that serve them work, else 0.",
         [({}, service.is_ready and is_healthy)],
     )
     page.counter(
         "srt:replaced_processes_total",
-        "Processes that had ended and were started again.",
+        "Processes that ended and were replaced.",
         [({}, sum(status.num_replaced for status in statuses))],
     )
     page.gauge(
         "srt:process_silent_seconds",
-        "Since a process last gave a sign of life.",
+        "Seconds since a process's last heartbeat.",
         [({"process": status.process}, round(status.silent_s, 3)) for status in statuses],
     )
     page.gauge(
         "srt:process_progress_age_seconds",
-        "Since a process last completed what it had to do.",
+        "Seconds since a process last made progress.",
         [({"process": status.process}, round(status.age_s, 3)) for status in statuses],
     )
-    page.gauge("srt:info", "The version.", [({"version": __version__}, 1)])
+    page.gauge("srt:info", "Always 1; the label is the version.", [({"version": __version__}, 1)])

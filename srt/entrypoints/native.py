@@ -203,7 +203,8 @@ class PauseBody(RequestBody):
     FAMILY: ClassVar[str] = "pause"
 
     mode: Literal["abort", "retract", "in_place"] = described(
-        "What becomes of requests that run: they end, wait without their memory, or stay as they are.", "abort"
+        "Treatment of running requests: abort ends them, retract frees their memory and lets them wait, in_place keeps them as they are.",
+        "abort",
     )
 
 
@@ -222,7 +223,7 @@ class ContinueBody(RequestBody):
     FAMILY: ClassVar[str] = "continue"
 
     torch_empty_cache: bool = described(
-        "Without effect: the device's memory is taken once, at the start, and nothing of it can be given back.", False
+        "Accepted without effect: the device's memory is allocated once, at the start, and cannot be released.", False
     )
 
 
@@ -255,7 +256,7 @@ class AbortBody(RequestBody):
 
     FAMILY: ClassVar[str] = "abort"
 
-    rid: str | None = described("The name of a request, or of a whole batch.", string=LABEL)
+    rid: str | None = described("The name of a request or of a whole batch.", string=LABEL)
     abort_all: bool = described("Abort every request of the server.", False)
 
 

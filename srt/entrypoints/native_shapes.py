@@ -53,7 +53,7 @@ class GenerateBody(RequestBody):
         "The prompt as token ids.", integer=TOKEN_ID, array=NOT_EMPTY
     )
     sampling_params: dict[str, Any] | list[dict[str, Any]] = described(
-        "How tokens are drawn and when the output ends; absent ones are the model's own.", {}
+        "Parameters of sampling and of the output's end. Absent ones have the model's defaults.", {}
     )
     stream: bool = described("Send the output as server-sent events, as it is generated.", False)
     rid: str | list[str] | None = described(
@@ -62,17 +62,17 @@ class GenerateBody(RequestBody):
     )
     return_logprob: bool | list[bool] = described("Return the log-probability of every generated token.", False)
     logprob_start_len: int | list[int] = described(
-        "Return logprobs of the prompt too, from this token on; -1: none. Needs return_logprob.",
+        "First prompt token to return logprobs for; -1: none. Needs return_logprob.",
         -1,
         integer={"minimum": -1},
     )
     top_logprobs_num: int | list[int] = described(
-        "And of so many likeliest tokens at each position. Needs return_logprob.",
+        "Number of likeliest tokens to return logprobs for at each position. Needs return_logprob.",
         0,
         integer={"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
     )
     token_ids_logprob: list[int] | list[list[int]] = described(
-        "And of these tokens at each position. Needs return_logprob.", [], integer=TOKEN_ID
+        "Token ids to return logprobs for at each position. Needs return_logprob.", [], integer=TOKEN_ID
     )
     return_text_in_logprobs: bool = described("Write each token's text into its logprobs.", False)
     return_prompt_token_ids: bool = described("Return the token ids of the prompt.", False)
@@ -80,14 +80,16 @@ class GenerateBody(RequestBody):
         "Prefixes are shared only between requests with the same key.", "", string=LABEL
     )
     cache_salt: str | list[str] = described("The same as extra_key; both may be given.", "", string=LABEL)
-    priority: int | list[int] = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
-    return_cached_tokens_details: bool = described("Without effect: meta_info has cached_tokens_details anyway.", False)
+    priority: int | list[int] = described(
+        "Higher runs first, if the server schedules by priority.", 0, integer=PRIORITY
+    )
+    return_cached_tokens_details: bool = described("Without effect: meta_info always has cached_tokens_details.", False)
     truncate_prompt_tokens: int | None = described(
-        "Keep only so many of each prompt's last tokens, those that the tokenizer puts around it included; -1: as many as"
-        " leave room for the output.",
+        "Number of tokens to keep at each prompt's end, including the special tokens around it; -1: as many as leave room for the"
+        " output.",
         integer=TRUNCATION,
     )
-    no_logs: bool = described("Do not log this request, whatever the server logs.", False)
+    no_logs: bool = described("Do not log this request, even if the server logs requests.", False)
     log_metrics: bool = described("Count this request in /metrics.", True)
 
 

@@ -30,14 +30,14 @@ JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain; char
 STATUSES = {
     400: "Something in the request is wrong, and the message names it.",
     401: "The API key is missing or wrong.",
-    403: "The admin API key is needed; or a web page asks whose origin is not allowed.",
+    403: "The admin API key is needed, or the origin of the web page is not allowed.",
     404: "There is no such model.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "The queue is full: try again after the seconds that Retry-After says.",
-    500: "The server made a mistake: its log has the details.",
-    501: "This server does not do this, and says why.",
-    503: "The server is starting, ending, overtaxed or without its engine: try again after the seconds that Retry-After says.",
+    500: "The server failed with an internal error: its log has the details.",
+    501: "The server does not support this; the message says why.",
+    503: "The server is starting, ending, overloaded or without its engine: try again after the seconds that Retry-After says.",
     504: "The request ran longer than --request-running-timeout allows.",
 }
 _BODY = (400, 413, 415)
@@ -73,7 +73,7 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             body=CompletionBody,
             errors=_GENERATING,
             chunk=answers.COMPLETION_CHUNK,
-            text="Text for text, for one prompt or many.",
+            text="Continue a text, for one prompt or many.",
         ),
         chat.chat: Operation(
             "OpenAI",
@@ -81,17 +81,19 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             body=ChatBody,
             errors=_GENERATING,
             chunk=answers.CHAT_CHUNK,
-            text="The next message of a conversation.",
+            text="Generate the next message of a conversation.",
         ),
-        models.list_models: Operation("OpenAI", answers.MODELS, text="The names that the server answers to."),
-        models.one_model: Operation("OpenAI", answers.MODEL, errors=(404, 503), text="One of them."),
+        models.list_models: Operation("OpenAI", answers.MODELS, text="List the server's model names."),
+        models.one_model: Operation(
+            "OpenAI", answers.MODEL, errors=(404, 503), text="Describe one of the server's model names."
+        ),
         native.generate: Operation(
             "Native",
             answers.GENERATED,
             body=GenerateBody,
             errors=(*_BODY, *_RETRY, 504),
             chunk=answers.GENERATED,
-            text="Text for text or token ids. A list where one prompt would have one value makes it a batch.",
+            text="Continue a text or token ids. A list in place of a single prompt makes it a batch.",
         ),
         tokenizing.tokenize: Operation(
             "Native", answers.TOKENS, body=tokenizing.TokenizeBody, errors=(*_BODY, 404, 503)
@@ -104,7 +106,7 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             content="",
             body=native.AbortBody,
             errors=(*_BODY, 503),
-            text="End requests by name: one, all of a batch, or all there are. A name that nobody has is no error.",
+            text="Abort requests by name: one, all of a batch, or all that run. An unknown name is not an error.",
         ),
         native.pause_generation: Operation("Native", answers.DONE, body=native.PauseBody, errors=(*_BODY, 503)),
         native.continue_generation: Operation(
@@ -112,7 +114,7 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             answers.DONE,
             body=native.ContinueBody,
             errors=(*_BODY, 503),
-            text="Go on after /pause_generation, also where nothing was paused.",
+            text="Continue after /pause_generation. Does nothing if generation is not paused.",
         ),
         native.flush_cache: Operation(
             "Native",
@@ -120,23 +122,23 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             query={
                 "timeout": (
                     {"type": "number", "minimum": 0, "maximum": 600},
-                    "Wait so many seconds for requests that run.",
+                    "Seconds to wait for running requests.",
                 )
             },
             errors=(400, 503),
         ),
-        native.model_info: Operation("Native", _OBJECT, text="What is served."),
+        native.model_info: Operation("Native", _OBJECT, text="Return facts about the model."),
         native.server_info: Operation(
             "Native",
             {"type": "object", "properties": _OPTIONS},
             query={
                 "deep": (
                     {"enum": ["true", "false", "1", "0"]},
-                    "Have every process compare its tables; a difference is a 500 that says what differs.",
+                    "Compare the tables of all processes; a difference is a 500 that names it.",
                 )
             },
             errors=(400, 500, 503),
-            text="All options as they were resolved, limits and counters.",
+            text="Return all options with their resolved values, limits and counters.",
         ),
         metrics.metrics: Operation("Operation", content=metrics.CONTENT_TYPE.decode(), errors=()),
         operations.configure_logging: Operation("Operation", _OBJECT, body=operations.LoggingBody, errors=_BODY),
@@ -213,7 +215,7 @@ def _operation(path: str, method: str, handler: Handler) -> dict[str, Any]:
                 "name": "model",
                 "in": "path",
                 "required": True,
-                "description": "The name; it may hold slashes.",
+                "description": "The model name, which may contain slashes.",
                 "schema": name,
             }
         )
@@ -262,4 +264,6 @@ def _error(path: str, status: int) -> dict[str, Any]:
     }
 
 
-_REQUEST_ID = {"x-request-id": {"description": "As the client sent it, or drawn.", "schema": {"type": "string"}}}
+_REQUEST_ID = {
+    "x-request-id": {"description": "The client's request id, or a random one.", "schema": {"type": "string"}}
+}

@@ -33,9 +33,12 @@ class LoggingBody(RequestBody):
 
     FAMILY: ClassVar[str] = "logging"
 
-    log_requests: bool | None = Field(None, description="Whether requests are logged from now on.")
+    log_requests: bool | None = Field(None, description="True: log requests from now on. False: do not.")
     log_requests_level: int | None = Field(
-        None, ge=0, le=3, description="How much of them: names and counts, parameters, the beginnings of texts, all."
+        None,
+        ge=0,
+        le=3,
+        description="Details to log. 0: names and counts; 1: also parameters; 2: also the beginnings of texts; 3: whole texts.",
     )
 
 

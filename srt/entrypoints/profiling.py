@@ -48,22 +48,22 @@ class StartBody(RequestBody):
 
     output_dir: str | None = Field(
         None,
-        description="Folder of the trace, an absolute path. By default $SRT_PROFILE_DIR, or that of temporary files.",
+        description="Folder of the trace, as an absolute path. By default $SRT_PROFILE_DIR, or the folder of temporary files.",
     )
     num_steps: Annotated[int, BeforeValidator(_from_digits), Field(ge=1, le=MAX_STEPS)] | None = Field(
-        None, description="End after so many steps of the model, without /stop_profile."
+        None, description="Number of the model's steps after which the recording ends without /stop_profile."
     )
     start_step: Annotated[int, BeforeValidator(_from_digits), Field(ge=0, le=MAX_STEPS)] | None = Field(
-        None, description="Begin after this many more steps of the model, counted from this call."
+        None, description="Number of the model's steps, from this call, after which the recording begins."
     )
-    activities: list[str] | None = Field(None, description="CPU and GPU: both are in every trace.")
+    activities: list[str] | None = Field(None, description="May name CPU and GPU. Both are in every trace.")
     profile_prefix: str | None = Field(
-        None, description="The file's name begins with it.", json_schema_extra={"pattern": NAME_PATTERN}
+        None, description="Beginning of the file's name.", json_schema_extra={"pattern": NAME_PATTERN}
     )
     profile_id: str | None = Field(
-        None, description="The file's name, instead of the time.", json_schema_extra={"pattern": NAME_PATTERN}
+        None, description="The file's name, in place of the time.", json_schema_extra={"pattern": NAME_PATTERN}
     )
-    merge_profiles: bool | None = Field(None, description="All processes are in one file, whatever this says.")
+    merge_profiles: bool | None = Field(None, description="Without effect: all processes are always in one file.")
     profile_by_stage: bool | None = _only_false("profile_by_stage")
     profile_stages: list[str] | None = _only_false("profile_stages")
     with_stack: bool | None = _only_false("with_stack")

@@ -30,7 +30,7 @@ class DetokenizeBody(RequestBody):
 
     tokens: list[int] | list[list[int]] = described("Token ids, or a list of lists of them.", ..., integer=TOKEN_ID)
     model: str | None = described("A name that the server answers to.", string=MODEL_NAME)
-    skip_special_tokens: bool = described("Special tokens are not written into the text.", True)
+    skip_special_tokens: bool = described("Leave special tokens out of the text.", True)
 
 
 async def tokenize(exchange: Exchange, service: Service) -> None:

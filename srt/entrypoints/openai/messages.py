@@ -30,14 +30,17 @@ _PART_SCHEMA = {
 MESSAGE_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "role": {"enum": list(ROLES), "description": "Who says it; developer is another word for system."},
+        "role": {"enum": list(ROLES), "description": "The role of the author; developer means the same as system."},
         "content": {
             "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART_SCHEMA}],
-            "description": "What is said.",
+            "description": "The text of the message.",
         },
         "name": {"type": ["string", "null"], "description": "The author's name, for templates that show it."},
         **{
-            name: {**schema_of(off_values), "description": "Not supported yet: only empty, as answers carry it."}
+            name: {
+                **schema_of(off_values),
+                "description": "Not supported yet: only the empty values of answers are accepted.",
+            }
             for name, off_values in _UNSUPPORTED.items()
         },
     },

@@ -67,7 +67,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = described("Send a last chunk with the usage.")
     continuous_usage_stats: bool | None = described("Write the usage so far into every chunk.")
-    include_obfuscation: bool | None = described("Only false: chunks are not padded against listeners.")
+    include_obfuscation: bool | None = described("Must be false: chunks are not padded against eavesdropping.")
 
 
 class OpenAIBody(RequestBody):
@@ -76,10 +76,10 @@ class OpenAIBody(RequestBody):
     SAMPLING: ClassVar[Mapping[str, str]] = SAMPLING_NAMES
 
     model: str | None = described(
-        "A name that the server answers to (/v1/models); its first one if absent or `default`.", string=MODEL_NAME
+        "One of the server's model names (/v1/models); its first one if absent or `default`.", string=MODEL_NAME
     )
     stream: bool = described("Send the output as server-sent events, as it is generated.", False)
-    stream_options: StreamOptions | None = described("What a stream tells beside the text.")
+    stream_options: StreamOptions | None = described("Options of a stream. Needs stream.")
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
@@ -103,26 +103,23 @@ class OpenAIBody(RequestBody):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     rid: str | None = described("A name for the request, for /abort_request, and the id of the answer.", string=NAME)
-    request_id: str | None = described("Another name of rid.", string=NAME)
+    request_id: str | None = described("An alias of rid.", string=NAME)
     truncate_prompt_tokens: int | None = described(
-        "Keep only so many of the prompt's last tokens, those that the tokenizer puts around it included; -1: as many as leave"
-        " room for the output.",
+        "Number of tokens to keep at the prompt's end, including the special tokens around it; -1: as many as leave room for the"
+        " output.",
         integer=TRUNCATION,
     )
     cache_salt: str = described("Prefixes are shared only between requests with the same salt.", "", string=LABEL)
     extra_key: str = described("The same as cache_salt; both may be given.", "", string=LABEL)
-    priority: int = described("Higher goes first, where the server has priorities.", 0, integer=PRIORITY)
+    priority: int = described("Higher runs first, if the server schedules by priority.", 0, integer=PRIORITY)
     prompt_logprobs: int | None = described(
-        "Return the log-probability of every token of the prompt, and of so many likeliest tokens at each position. Not with"
-        " stream.",
+        "Return the log-probability of every prompt token, and of this number of likeliest tokens at each position. Not with stream.",
         integer=_TOP,
     )
     return_token_ids: bool = described("Return the token ids of the prompt and of the output.", False)
     return_tokens_as_token_ids: bool = described("Write tokens as `token_id:ID` in logprobs.", False)
-    return_cached_tokens_details: bool = described(
-        "Return where the cached tokens of the prompts were, in sglext.", False
-    )
-    no_logs: bool = described("Do not log this request, whatever the server logs.", False)
+    return_cached_tokens_details: bool = described("Return the places of the prompts' cached tokens, in sglext.", False)
+    no_logs: bool = described("Do not log this request, even if the server logs requests.", False)
     log_metrics: bool = described("Count this request in /metrics.", True)
 
     def sampling(self) -> dict[str, Any]:
@@ -190,7 +187,8 @@ class CompletionBody(OpenAIBody):
     add_special_tokens: bool = described("Put the model's special tokens (BOS) around a text.", True)
     echo: bool = described("Write the prompt before the output, and its logprobs before the output's.", False)
     logprobs: int | None = described(
-        "Return the log-probability of every token, and of so many likeliest tokens at each position.", integer=_TOP
+        "Return the log-probability of every token, and of this number of likeliest tokens at each position.",
+        integer=_TOP,
     )
     best_of: int | None = described("Must equal n, if it is given.", integer={"minimum": 1, "maximum": MAX_CHOICES})
 
@@ -212,16 +210,16 @@ class ChatBody(OpenAIBody):
     )
     logprobs: bool = described("Return the log-probability of every generated token.", False)
     top_logprobs: int | None = described(
-        "And of so many likeliest tokens at each position. Needs logprobs.", integer=_TOP
+        "Number of likeliest tokens to return logprobs for at each position. Needs logprobs.", integer=_TOP
     )
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = described(
         "Let the template open the assistant's message (default: unless continue_final_message)."
     )
     add_special_tokens: bool = described(
-        "Put the model's special tokens (BOS) around what the template wrote, which as a rule has them.", False
+        "Put the model's special tokens (BOS) around the template's text, which usually has them already.", False
     )
-    continue_final_message: bool = described("Go on with the last message, which must be the assistant's.", False)
+    continue_final_message: bool = described("Continue the last message, which must be the assistant's.", False)
     chat_template_kwargs: dict[str, Any] = described("Variables for the model's chat template.", {})
 
     def written_as(self, prompt: str) -> dict[str, str]:

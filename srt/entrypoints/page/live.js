@@ -83,7 +83,7 @@ async function followOnce(signal) {
       show(JSON.parse(data));
     }
   } catch (error) {
-    if (quiet.signal.aborted) throw new Error("The server has gone silent.");
+    if (quiet.signal.aborted) throw new Error("The server sends nothing any more.");
     throw error.status || signal.aborted ? error : new Error("The connection to the server is lost.");
   } finally {
     clearTimeout(timer);
@@ -100,7 +100,7 @@ function setTrouble(words) {
   at("trouble").hidden = words === "";
 }
 
-const NOT_ANSWERING = "The engine does not answer: a step hangs, or the host has no time for it.";
+const NOT_ANSWERING = "The engine does not answer: a step hangs, or the host is overloaded.";
 
 function show(stats) {
   setHealth(stats.health, stats.is_paused ? "paused" : stats.health);
