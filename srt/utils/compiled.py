@@ -54,9 +54,12 @@ TYPED = (
     "srt.protocol.messages",
     "srt.protocol.views",
     "srt.sampling.draw_checks",
+    "srt.sampling.foreign_fields",
+    "srt.sampling.foreign_table",
     "srt.sampling.parameter_checks",
     "srt.sampling.sampling_params",
     "srt.server_args",
+    "srt.version",
 )
 
 
