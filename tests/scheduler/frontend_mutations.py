@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from tests.scheduler.mutations import Mutation
 
+_HOME = {"process": "scheduler", "step_deadline": "scheduler"}
+
 FRONTEND_MUTATIONS = tuple(
-    Mutation(name, f"managers/{file}.py" if "/" not in file else f"{file}.py", anchor, change)
+    Mutation(
+        name,
+        f"{file}.py" if "/" in file else f"managers/{_HOME.get(file, 'tokenizer_manager')}/{file}.py",
+        anchor,
+        change,
+    )
     for name, file, anchor, change in (
         (
             "a stop is not told to the scheduler",
@@ -13,8 +20,13 @@ FRONTEND_MUTATIONS = tuple(
             "            self._apply(self._ledger.end(live.rid, news.choice))\n",
             "",
         ),
-        ("an error ends one choice only", "deliveries", "self.abort(end.rid)  # its other choices", "pass"),
-        ("nobody is told of a lone piece of news", "deliveries", "live.tell()  # nothing else comes for it", "pass"),
+        ("an error ends one choice only", "deliveries", "self.abort(end.rid)  # for its other choices", "pass"),
+        (
+            "nobody is told of a lone piece of news",
+            "deliveries",
+            "live.tell()  # the batch has nothing else for this request",
+            "pass",
+        ),
         (
             "nobody is told what a resumption brings",
             "deliveries",
@@ -239,7 +251,7 @@ FRONTEND_MUTATIONS = tuple(
         (
             "a new scheduler is not waited for",
             "tokenizer_manager",
-            "        if not self._is_greeted:  # else its last words",
+            "        if not self._is_greeted:  # otherwise its last messages may still come, and the link's end follows them",
             "        if True:  # else its last words",
         ),
         (
@@ -287,43 +299,43 @@ FRONTEND_MUTATIONS = tuple(
         # ---- The scheduler's process
         (
             "a process that comes again is sent nothing",
-            "scheduler",
+            "process",
             "        self._peer_of_frontend[number] = peer\n",
             "        self._peer_of_frontend.setdefault(number, before or peer)\n",
         ),
         (
             "the scheduler is not told that a frontend has gone",
-            "scheduler",
+            "process",
             "            self._scheduler.frontend_gone(number)\n            return False",
             "            return False",
         ),
         (
             "nobody notes that a frontend has gone",
-            "scheduler",
+            "process",
             "is_gone |= not self._send_to_frontend(number, message)",
             "self._send_to_frontend(number, message)",
         ),
         (
             "the process sleeps though time is up for requests",
-            "scheduler",
+            "process",
             "due = (self._stop_at, self._scheduler.next_tick_s, self._deadline.due_s, publish_s)",
             "due = (self._stop_at, self._deadline.due_s, publish_s)",
         ),
         (
             "the process sleeps though a worker is late",
-            "scheduler",
+            "process",
             "due = (self._stop_at, self._scheduler.next_tick_s, self._deadline.due_s, publish_s)",
             "due = (self._stop_at, self._scheduler.next_tick_s, publish_s)",
         ),
         (
             "a step is never late",
-            "scheduler",
+            "process",
             "        self._deadline.sent(message, self._now())\n",
             "",
         ),
         (
             "what ranks acknowledge does not count",
-            "scheduler",
+            "process",
             "if isinstance(message, (StepResult, StepAck, WorkDone)):",
             "if isinstance(message, StepResult):",
         ),
@@ -341,31 +353,31 @@ FRONTEND_MUTATIONS = tuple(
         ),
         (
             "a stop drains nothing",
-            "scheduler",
+            "process",
             "                    self._scheduler.drain()\n",
             "",
         ),
         (
             "lost workers are heard of last",
-            "scheduler",
+            "process",
             "        if self._is_lost:\n            return\n        self._hear_frontends()",
             "        self._hear_frontends()",
         ),
         (
             "last words are not sent",
-            "scheduler",
+            "process",
             "        self._apply(self._scheduler.last_words())",
             "        self._scheduler.last_words()",
         ),
         (
             "only the first rank is sent work",
-            "scheduler",
+            "process",
             '                raise StartError(f"Worker {rank} is gone.") from error',
             '                raise StartError(f"Worker {rank} is gone.") from error\n            break',
         ),
         (
             "a stopped process ends before all is said",
-            "scheduler",
+            "process",
             "if not self._scheduler.is_ready or self._scheduler.is_drained:",
             'if not self._scheduler.is_ready or self._scheduler.counters()["num_running"] == 0:',
         ),
