@@ -531,7 +531,7 @@ class Clients:
         self._note_frontend, self._note_frontend_end = lambda _: None, lambda *_: None  # nobody hears of it
         if self.rng.random() < 0.5:
             unbegun = [client for client in self._clients.values() if not client.has_begun]
-            self._fail(unbegun, 500, "The engine could not take a request: no.")
+            self._fail(unbegun, 500, "The engine rejected a message, perhaps this request: no.")
             self._manager.reject("no")
         words = ("The engine has ended: it was shut down.", "The engine has ended: it broke.")
         is_closed = self.rng.random() < 0.5
