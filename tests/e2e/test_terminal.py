@@ -52,7 +52,7 @@ def run(*words: str, typed: str = "", **options: Any) -> subprocess.CompletedPro
 
 
 def test_a_conversation_on_a_terminal(tiny_server: Server) -> None:
-    with Terminal(["srt.cli.chat", "--url", tiny_server.url, "--temperature", "0"]) as terminal:
+    with Terminal(["srt.chat", "--url", tiny_server.url, "--temperature", "0"]) as terminal:
         assert "Talking to tiny." in terminal.until("> ")
         terminal.type("My name is Dmitri.\r")
         terminal.until("> ")
@@ -72,7 +72,7 @@ def test_a_conversation_on_a_terminal(tiny_server: Server) -> None:
 
 
 def test_system_begins_anew_with_these_instructions(fake: PageServer) -> None:
-    with Terminal(["srt.cli.chat", "--url", fake.url, "--system", "First."]) as terminal:
+    with Terminal(["srt.chat", "--url", fake.url, "--system", "First."]) as terminal:
         for line in ("Hello", "/system Second.", "Hello", "/system", "Hello"):
             terminal.until("> ")
             terminal.type(line + "\r")
@@ -89,7 +89,7 @@ def test_system_begins_anew_with_these_instructions(fake: PageServer) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(hanging: PageServer) -> None:
-    with Terminal(["srt.cli.chat", "--url", hanging.url]) as terminal:
+    with Terminal(["srt.chat", "--url", hanging.url]) as terminal:
         terminal.until("> ")
         terminal.type("Tell me everything\r")
         terminal.until("Once")
@@ -115,7 +115,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(hanging: PageServer) -> Non
 
 def test_a_refused_question_is_told_and_forgotten(fake: PageServer) -> None:
     fake.world.engine.script = lambda request: [RequestError(400, "The prompt is too long.")]
-    with Terminal(["srt.cli.chat", "--url", fake.url]) as terminal:
+    with Terminal(["srt.chat", "--url", fake.url]) as terminal:
         terminal.until("> ")
         terminal.type("Hello\r")
         assert "The prompt is too long." in terminal.until("> ")
@@ -129,7 +129,7 @@ def test_a_refused_question_is_told_and_forgotten(fake: PageServer) -> None:
 
 
 def test_a_chat_with_an_engine_of_its_own_leaves_nothing_behind() -> None:
-    with Terminal(["srt.cli.chat", "--device", "cpu", "--temperature", "0"]) as terminal:
+    with Terminal(["srt.chat", "--device", "cpu", "--temperature", "0"]) as terminal:
         terminal.until("Starting tiny")
         terminal.until("> ")
         engine = psutil.Process(terminal.process.pid).children(recursive=True)
@@ -143,7 +143,7 @@ def test_a_chat_with_an_engine_of_its_own_leaves_nothing_behind() -> None:
 
 
 def test_ctrl_c_while_the_engine_starts_ends_both() -> None:
-    with Terminal(["srt.cli.chat", "--device", "cpu"]) as terminal:
+    with Terminal(["srt.chat", "--device", "cpu"]) as terminal:
         terminal.until("Starting tiny")
         chat_process = psutil.Process(terminal.process.pid)
         while not (engine := chat_process.children(recursive=True)):
@@ -157,14 +157,14 @@ def test_ctrl_c_while_the_engine_starts_ends_both() -> None:
 
 
 def test_each_piped_line_is_a_question(tiny_server: Server) -> None:
-    words = ["srt.cli.chat", "--url", tiny_server.url, "--temperature", "0"]
+    words = ["srt.chat", "--url", tiny_server.url, "--temperature", "0"]
     done = run(*words, typed="My name is Dmitri.\nWhat is my name?\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "Your name is Dmitri."
 
 
 def test_the_first_piped_question_that_fails_ends_the_program(fake: PageServer) -> None:
-    done = run("srt.cli.chat", "--url", fake.url, "--top-p", "7", typed="Hello\nAnd then?\n")
+    done = run("srt.chat", "--url", fake.url, "--top-p", "7", typed="Hello\nAnd then?\n")
     assert (done.returncode, done.stdout) == (1, "")
     assert "top_p must be above 0" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -175,7 +175,7 @@ def test_the_first_piped_question_that_fails_ends_the_program(fake: PageServer) 
 
 def test_generate_writes_the_continuation_and_nothing_else(fake: PageServer) -> None:
     for words, typed in ((["Once upon"], ""), (["-"], "Once upon"), ([], "Once upon")):
-        done = run("srt.cli.generate", "--url", fake.url, "--stop", "END", "--min-p", "0.1", *words, typed=typed)
+        done = run("srt.generate", "--url", fake.url, "--stop", "END", "--min-p", "0.1", *words, typed=typed)
         assert (done.returncode, done.stdout, done.stderr) == (0, "Hello!\n", "")
         request = fake.world.engine.handles[-1].request
         assert request.text == "Once upon"
@@ -185,7 +185,7 @@ def test_generate_writes_the_continuation_and_nothing_else(fake: PageServer) -> 
 
 def test_generate_writes_json_for_scripts(tiny_server: Server) -> None:
     words = ["--url", tiny_server.url, "--json", "--max-new-tokens", "5", "--seed", "3", "--temperature", "0", "Hello"]
-    done = run("srt.cli.generate", *words)
+    done = run("srt.generate", *words)
     assert (done.returncode, done.stderr) == (0, "")
     answer = json.loads(done.stdout)
     assert set(answer) == {"text", "finish_reason", "seed", "usage"}
@@ -195,12 +195,12 @@ def test_generate_writes_json_for_scripts(tiny_server: Server) -> None:
 
 
 def test_generate_without_a_prompt_says_how_to_give_one(fake: PageServer) -> None:
-    with Terminal(["srt.cli.generate", "--url", fake.url]) as terminal:
+    with Terminal(["srt.generate", "--url", fake.url]) as terminal:
         terminal.until("a prompt is missing")
         assert terminal.end() == 2
 
 
-@pytest.mark.parametrize("module", ["srt.cli.generate", "srt.cli.chat"])
+@pytest.mark.parametrize("module", ["srt.generate", "srt.chat"])
 def test_ctrl_c_in_a_script_ends_the_program_and_its_request(hanging: PageServer, module: str) -> None:
     command = [sys.executable, "-m", module, "--url", hanging.url]
     with subprocess.Popen(
@@ -219,7 +219,7 @@ def test_ctrl_c_in_a_script_ends_the_program_and_its_request(hanging: PageServer
 
 
 def test_a_reader_that_goes_ends_generate_and_its_request(hanging: PageServer) -> None:
-    command = [sys.executable, "-m", "srt.cli.generate", "--url", hanging.url, "x"]
+    command = [sys.executable, "-m", "srt.generate", "--url", hanging.url, "x"]
     reader, writer = os.pipe()
     with subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT) as program:
         os.close(writer)
@@ -233,7 +233,7 @@ def test_a_reader_that_goes_ends_generate_and_its_request(hanging: PageServer) -
 # ---- What both say
 
 
-@pytest.mark.parametrize("module", ["srt.cli.generate", "srt.cli.chat"])
+@pytest.mark.parametrize("module", ["srt.generate", "srt.chat"])
 def test_what_standard_output_cannot_write_is_a_question_mark(fake: PageServer, module: str) -> None:
     fake.world.engine.answer = "日a本"
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
@@ -243,11 +243,11 @@ def test_what_standard_output_cannot_write_is_a_question_mark(fake: PageServer, 
 
 def test_json_loses_nothing_where_standard_output_cannot_write_it(fake: PageServer) -> None:
     fake.world.engine.answer = "日a🙂"
-    done = run("srt.cli.generate", "--url", fake.url, "--json", "x", env={**os.environ, "PYTHONIOENCODING": "latin-1"})
+    done = run("srt.generate", "--url", fake.url, "--json", "x", env={**os.environ, "PYTHONIOENCODING": "latin-1"})
     assert json.loads(done.stdout)["text"] == "日a🙂"
 
 
-@pytest.mark.parametrize("module", ["srt.cli.generate", "srt.cli.chat"])
+@pytest.mark.parametrize("module", ["srt.generate", "srt.chat"])
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -266,14 +266,14 @@ def test_what_no_request_can_say_is_not_sent(fake: PageServer, module: str, word
     assert fake.world.engine.handles == []
 
 
-@pytest.mark.parametrize(("module", "option"), [("srt.cli.generate", "The prompt"), ("srt.cli.chat", "--system")])
+@pytest.mark.parametrize(("module", "option"), [("srt.generate", "The prompt"), ("srt.chat", "--system")])
 def test_words_that_are_no_text_are_not_sent(fake: PageServer, module: str, option: str) -> None:
-    words = ["a\udcff"] if module == "srt.cli.generate" else ["--system", "a\udcff"]
+    words = ["a\udcff"] if module == "srt.generate" else ["--system", "a\udcff"]
     done = run(module, "--url", fake.url, *words, typed="x\n")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{option} is not valid utf-8.\n")
 
 
-@pytest.mark.parametrize("module", ["srt.cli.generate", "srt.cli.chat"])
+@pytest.mark.parametrize("module", ["srt.generate", "srt.chat"])
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_input_that_is_no_text_is_not_sent(fake: PageServer, module: str, locale: str) -> None:
     environment = {**os.environ, "LC_ALL": locale}
