@@ -329,4 +329,4 @@ def test_the_help_is_grouped_and_keeps_the_key_for_itself(
     assert headings[-3:] == ["Where the model runs:", "Sampling:", "examples:"]
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "(default: 512)" in text
-    assert "(default: tiny, which ships with srt)" in " ".join(text.split())
+    assert "(default: tiny, shipped with srt)" in " ".join(text.split())
