@@ -5,6 +5,7 @@ msgspec encodes and decodes; `arrays.py` adds the arrays.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import typing
 from typing import Any
@@ -54,6 +55,7 @@ def decode_view(data: bytes | memoryview) -> EnvelopeView:
         raise DecodeError(f"not a message of a frontend: {error}") from error
 
 
+@functools.cache
 def protocol_hash() -> str:
     """Hash the code, fields and types of every message. Each handshake compares it, so mixed versions are refused."""
     text = ";".join(f"{code}={_describe(cls)}" for code, cls in sorted(MESSAGE_TYPES.items()))

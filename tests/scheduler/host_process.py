@@ -284,7 +284,7 @@ class HostedScheduler:
         match message:
             case FrontendHello() if message.protocol_hash == protocol_hash():
                 owed.clear()
-            case RequestView() if all(rid != message.rid for rid, _ in owed):  # else it is not taken
+            case RequestView() if message.rid not in {rid for rid, _ in owed}:  # else it is not taken
                 owed.update((message.rid, index) for index in np.frombuffer(message.choices, np.int32).tolist())
             case Abort(rid, choice):
                 owed.difference_update([key for key in owed if key[0] == rid and choice in (-1, key[1])])
