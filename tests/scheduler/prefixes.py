@@ -156,10 +156,6 @@ class Prefixes:
             self._statistics["rule: what is being computed is waited for"] += len(section.extend_slots) > 1
             assert wanted not in coming, f"{choice.name} computes in step {plan.step} what another one does"
             coming.add(wanted)
-            if (
-                self._settings.num_poisons
-            ):  # world 10325 computes anew what is there, and it is not known yet whether it may
-                continue
             self._statistics["rule: what is there is not computed again"] += bool(len(slots) or self._left)
             assert wanted not in self._left and not self._is_there(slots, end, wanted), (
                 f"{choice.name} gets {admission.cached} tokens from the cache, which has more of it"

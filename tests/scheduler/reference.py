@@ -22,7 +22,8 @@ _NOT_FINITE_EVERY = 199
 
 def prefix_hashes(ids: Int32Array, salt: str = "") -> UInt64Array:
     """Hash of the tokens up to and including each of `ids`, and of the cache salt: h' = factor * (h + token + 7), modulo 2 ** 64."""
-    before = np.uint64(17 + sum(salt.encode()))
+    # A large number, so that no token after one salt looks like another token after another salt.
+    before = np.uint64(17 + int.from_bytes(salt.encode()) * _FACTOR % (1 << 64))
     count = len(ids)
     return _POWERS[:count] * (
         before + np.cumsum((ids + 7).astype(np.uint64) * _INVERSES[:count], dtype=np.uint64) * np.uint64(_FACTOR)
