@@ -571,8 +571,11 @@ class Clients:
 
     def _after(self) -> list[FromFrontend]:
         touched, self._touched = self._touched, {}
-        for client in touched.values():
+        for rid, client in touched.items():
             client.check_told()
+            if client.has_ended:
+                self.statistics["rule: a frontend forgets what has ended"] += 1
+                assert rid not in self.deliveries._live, f"{client.name} has ended, and is kept"
             if self.rng.random() < 0.05:
                 client.give_up_waiting()
         if self.broken is not None:
