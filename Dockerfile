@@ -4,7 +4,7 @@
 #   docker run --rm -p 30000:30000 srt
 #   docker run --rm -p 30000:30000 --gpus all --shm-size 1g -v models:/models srt --model-path Qwen/Qwen3-8B --api-key KEY
 #
-# For a host without a GPU, let pip find PyTorch's CPU build: --build-arg PIP_OPTIONS="--extra-index-url …" (see the README).
+# For a host without a GPU, let pip find PyTorch's CPU build: --build-arg PIP_OPTIONS="--extra-index-url …" (see docs/usage.md).
 FROM python:3.12-slim-bookworm
 
 # The scheduler is compiled with it, and Triton's launchers of kernels.

@@ -182,8 +182,9 @@ def test_commands_named_in_the_text_exist(page: Path) -> None:
                 assert importlib.util.find_spec(module) is not None, command
 
 
-def test_options_named_in_the_readme_exist() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "usage.md"], ids=name_of)
+def test_options_named_in_the_first_pages_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
     known = make_parser().format_help()
     for name in set(re.findall(r"`(--[a-z][a-z-]*)", text)):
         assert f"{name} " in known or f"{name}," in known or f"{name}\n" in known or name == "--help", name
