@@ -12,7 +12,7 @@ from srt.entrypoints.app import ROUTES
 from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai.messages import MESSAGE_FIELDS, PART_FIELDS
 from srt.entrypoints.openai.schema import ChatBody, StreamOptions
-from srt.entrypoints.openapi import EVENTS, JSON, OPERATIONS, describe
+from srt.entrypoints.openapi import EVENTS, JSON, OPERATIONS, STATUSES, describe
 from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.service import Service
 from srt.sampling.foreign_fields import EMPTY, ignored, is_one_of, unsupported
@@ -24,16 +24,27 @@ PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 HEAD = """\
 # The HTTP API
 
-Written by `make docs` from the server's own description, which a running server gives at `/openapi.json` with the vocabulary and
-the limits of its model. Requests are described by the classes that parse them; what is not listed here is refused by name.
+Every route with its fields. `make docs` writes this page from what a running server describes at `/openapi.json`; that
+description also has the limits of its model. A field that is not listed here is refused by name.
 
-- Errors under `/v1` have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; elsewhere `{"error": {"message"}}`.
-  429 and 503 come with `Retry-After`. Every answer carries `X-Request-Id`, which a client may choose.
-- An error behind the first token of a stream comes as an event, and `data: [DONE]` ends the stream all the same.
-- `null` means default, wherever there is one.
-- With `--api-key`, everything but health and the page's files needs `Authorization: Bearer KEY`.
-- A web page of another origin is refused (403), unless `--cors-allow-origins` names it.
-- `/abort_request` reaches a request through any frontend. The prompts of a batch that is named `x` are `x_0`, `x_1`, …: `x` names all.
+| topic | rule |
+|---|---|
+| `null` | means the default of any field |
+| errors under `/v1` | have OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` |
+| errors elsewhere | `{"error": {"message"}}` |
+| an error after the first token of a stream | comes as an event; `data: [DONE]` follows as always |
+| ids | every answer has the header `X-Request-Id`; a client may choose it |
+| keys | with `--api-key`, all routes need `Authorization: Bearer KEY`, except health and the page's files |
+| web pages of other origins | are refused (403), unless `--cors-allow-origins` names them |
+| aborts | `/abort_request` works through any frontend |
+| batches | the prompts of a batch named `x` are named `x_0`, `x_1`, …; aborting `x` ends them all |
+
+## Statuses
+
+429 and 503 come with the header `Retry-After`.
+
+| status | meaning |
+|---|---|
 """
 # Objects within bodies that have fields of other servers too: what they are called, their family and their own fields.
 WITHIN: dict[type[RequestBody], tuple[tuple[str, str, Collection[str]], ...]] = {
@@ -44,39 +55,50 @@ WITHIN: dict[type[RequestBody], tuple[tuple[str, str, Collection[str]], ...]] = 
         ("`stream_options`", "stream_options", StreamOptions.model_fields),
     ),
 }
+DESCRIBED = "described above"
 IF_EMPTY, ONLY_NULL = "passes if empty, `false`", "passes with `null` only"
 FOREIGN = """
 ## Fields of other servers
 
-Every field that the request classes of {packages} define is known,
-so that a client may send a whole object with all its defaults. A field that is not supported passes where its value asks for
-nothing: `null`; an empty value (`""`, `[]`, `{{}}`, also with nulls in it); and the values that the first column names, as a rule
-some package's default. Any other value is refused with a 400 that names the field, as is every value of a field that nobody
-defines. What is described above is supported as far as it says there; what is ignored never changes an answer.
+A client may send a whole object with all its defaults: every field of these packages' request classes is known here.
+The packages are {packages}.
+
+- A field that is described above works as it says there. It is not repeated here.
+- An unsupported field passes if its value asks for nothing: `null`, an empty value (`""`, `[]`, `{{}}`, also with nulls
+  inside), or one of the values named in the first column. Most of these are some package's default.
+- Any other value is refused with a 400 that names the field.
+- An ignored field passes with any value, and never changes an answer.
+- A field that no package defines is refused.
 """
 
 
 def render() -> str:
-    """The page: a section for each route."""
+    """Return the page: a section for each operation, whose title has all of its routes."""
     document = describe(ROUTES, Service(ServerArgs(model_path="MODEL")))
-    missing, parts = [], [HEAD]
+    missing: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             if "501" in operation["responses"]:
-                missing.append(f"| `{path}` | {operation['summary'].removeprefix('Not supported: ')} |\n")
+                reason = operation["summary"].removeprefix("Not supported: ")
+                missing.setdefault(reason, []).append(f"`{path}`")
             else:
-                parts.append(_section(f"{method.upper()} {path}", operation))
-    parts.append("\n## Answered with 501\n\n| path | why |\n|---|---|\n" + "".join(missing))
-    parts.append(_foreign_fields())
-    return "".join(parts)
+                sections.setdefault(_section(operation), []).append(f"{method.upper()} {path}")
+    parts = [HEAD, *(f"| {status} | {text} |\n" for status, text in STATUSES.items())]
+    parts += [f"\n## {', '.join(routes)}\n\n{section}" for section, routes in sections.items()]
+    parts.append("\n## Answered with 501\n\n| why | paths |\n|---|---|\n")
+    parts += [f"| {reason} | {', '.join(paths)} |\n" for reason, paths in missing.items()]
+    return "".join([*parts, _foreign_fields()])
 
 
 def _foreign_fields() -> str:
     packages = ", ".join(f"{package} {' and '.join(found)}" for package, found in VERSIONS.items())
     parts = [FOREIGN.format(packages=packages)]
     for title, _, rows in foreign_tables():
-        parts.append(f"\n{title}:\n\n| what becomes of it | fields |\n|---|---|\n")
-        parts += [f"| {what} | {', '.join(f'`{name}`' for name in names)} |\n" for what, names in rows.items() if names]
+        shown = [(what, names) for what, names in rows.items() if names and what != DESCRIBED]
+        if shown:
+            parts.append(f"\n{title}:\n\n| what becomes of it | fields |\n|---|---|\n")
+            parts += [f"| {what} | {', '.join(f'`{name}`' for name in names)} |\n" for what, names in shown]
     return "".join(parts)
 
 
@@ -95,7 +117,7 @@ def foreign_tables() -> Iterator[tuple[str, str, dict[str, list[str]]]]:
 
 
 def _rows(family: str, own: Collection[str]) -> dict[str, list[str]]:
-    rows: dict[str, list[str]] = {"described above": sorted(set(own) & set(FIELDS[family])), IF_EMPTY: []}
+    rows: dict[str, list[str]] = {DESCRIBED: sorted(set(own) & set(FIELDS[family])), IF_EMPTY: []}
     for name, values in sorted(unsupported(family, own).items()):
         passes = [f"`{json.dumps(value)}`" for value in values if not is_one_of(value, EMPTY)]
         what = ONLY_NULL if values == (None,) else ", ".join(["passes if empty", *passes])
@@ -105,8 +127,8 @@ def _rows(family: str, own: Collection[str]) -> dict[str, list[str]]:
     return rows
 
 
-def _section(title: str, operation: dict[str, Any]) -> str:
-    lines = [f"\n## {title}\n\n{' '.join(operation['description'].split())}\n"]
+def _section(operation: dict[str, Any]) -> str:
+    lines = [f"{operation['description']}\n"]
     fields = [(one["name"], one["schema"], one["description"]) for one in operation.get("parameters", [])]
     body = operation.get("requestBody", {}).get("content", {}).get(JSON, {}).get("schema", {})
     shown = _shown([*fields, *_fields(body)])
@@ -114,11 +136,11 @@ def _section(title: str, operation: dict[str, Any]) -> str:
         lines.append("\n| field | type | meaning |\n|---|---|---|\n" + "".join(_row(*one) for one in shown))
     answer = operation["responses"]["200"]["content"]
     answered = list(_fields(answer.get(JSON, {}).get("schema", {})))
-    if answered and len(answered) < 100 and "server_info" not in title:
+    if answered and len(answered) < 100 and "server_info" not in operation["operationId"]:
         lines.append(
             "\nAnswer:\n\n| field | type | meaning |\n|---|---|---|\n" + "".join(_row(*one) for one in answered)
         )
-    if EVENTS in answer:
+    if EVENTS in answer and JSON in answer:
         lines.append("\nWith `stream`, server-sent events (`data: …`) up to `data: [DONE]`.\n")
     others = [status for status in operation["responses"] if status != "200"]
     lines.append(f"\nOther statuses: {', '.join(others)}.\n")

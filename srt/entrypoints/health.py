@@ -8,9 +8,9 @@ from srt.managers.process.heartbeats import as_json
 
 
 async def health(exchange: Exchange, service: Service) -> None:
-    """Report liveness: this process's event loop runs, and no process it depends on has stopped or hangs.
+    """Report liveness: this process answers, and no process that it depends on has stopped or hangs.
 
-    It waits for nothing: the other processes' heartbeats are read from shared memory, so it answers under any load.
+    It answers under any load, because it reads the other processes' heartbeats from shared memory and waits for nothing.
     """
     await _tell(exchange, service, is_fine=True)
 

@@ -184,7 +184,7 @@ def _memory_usage(startup: Any) -> dict[str, Any] | None:
 
 
 async def flush_cache(exchange: Exchange, service: Service) -> None:
-    """Empty the prefix cache; answer 400 if requests still run after `timeout` seconds."""
+    """Empty the prefix cache. Answer 400 if requests still run after `timeout` seconds."""
     deadline = time.monotonic() + _flush_timeout_s(_query(exchange, "timeout").get("timeout", "0"))
     engine = service.engine()
     while True:
@@ -209,7 +209,7 @@ class PauseBody(RequestBody):
 
 
 async def pause_generation(exchange: Exchange, service: Service) -> None:
-    """Pause generation; the answer comes when no step is in flight. New requests are accepted, and wait."""
+    """Pause generation. The answer comes when no step is in flight. New requests are accepted, and wait."""
     body = PauseBody.parse(await exchange.read_json(if_empty={}))
     done, message = await service.engine().pause(body.mode)
     if not done:

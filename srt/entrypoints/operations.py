@@ -53,7 +53,7 @@ async def configure_logging(exchange: Exchange, service: Service) -> None:
 
 
 async def freeze_gc(exchange: Exchange, service: Service) -> None:
-    """Make every process collect its garbage and exclude the remaining objects from later collections, as at the end of the start."""
+    """Make every process collect its garbage now, and exclude the remaining objects from later collections."""
     NoBody.parse(await exchange.read_json(if_empty={}))
     service.control.freeze_gc()
     await exchange.send_text("All processes exclude their present objects from garbage collection.")

@@ -34,7 +34,7 @@ class DetokenizeBody(RequestBody):
 
 
 async def tokenize(exchange: Exchange, service: Service) -> None:
-    """Convert text to token ids, as /generate and /v1/completions read it; a list of texts to a list of lists."""
+    """Convert text to the token ids that /generate and /v1/completions compute. A list of texts gives a list of lists."""
     body = TokenizeBody.parse(await exchange.read_json())
     check_model(body.model, service)
     engine = service.engine()
@@ -59,7 +59,7 @@ async def tokenize(exchange: Exchange, service: Service) -> None:
 
 
 async def detokenize(exchange: Exchange, service: Service) -> None:
-    """Convert token ids to text; a list of lists to a list of texts."""
+    """Convert token ids to text. A list of lists gives a list of texts."""
     body = DetokenizeBody.parse(await exchange.read_json())
     check_model(body.model, service)
     engine = service.engine()
