@@ -13,7 +13,7 @@ from dataclasses import replace
 from tests.scheduler.settings import Settings
 
 SHARE = 0.4  # of all worlds
-READERS_SHARE = 0.2
+READERS_SHARE = 0.3
 
 
 def alike(settings: Settings, seed: int) -> Settings:
@@ -21,7 +21,7 @@ def alike(settings: Settings, seed: int) -> Settings:
     rng = random.Random(f"plans of {seed}")
     if rng.random() >= SHARE:
         return settings
-    return rng.choice(THEMES)(settings, rng)
+    return replace(rng.choice(THEMES)(settings, rng), is_alike=True)
 
 
 def alike_for_readers(settings: Settings, seed: int) -> Settings:
@@ -29,7 +29,9 @@ def alike_for_readers(settings: Settings, seed: int) -> Settings:
     if random.Random(f"plans of {seed}").random() < SHARE:
         return settings
     rng = random.Random(f"readers of {seed}")
-    return rng.choice(READERS)(settings, rng) if rng.random() < READERS_SHARE else settings
+    if rng.random() >= READERS_SHARE:
+        return settings
+    return replace(rng.choice(READERS)(settings, rng), is_alike=True)
 
 
 def _all_read(settings: Settings, rng: random.Random) -> Settings:
@@ -42,7 +44,15 @@ def _all_read(settings: Settings, rng: random.Random) -> Settings:
 def _poisonous(settings: Settings, rng: random.Random) -> Settings:
     """Engines die of requests, and are paused."""
     small = _small(settings, rng, 20, 60, memory=1.0)
-    return replace(small, num_poisons=6, num_questions=40, lost_share=0.0)
+    return replace(
+        small,
+        num_poisons=20,
+        poison_share=0.5,
+        arrival_gap=2 * small.arrival_gap,
+        num_returns=6,
+        num_questions=40,
+        lost_share=0.0,
+    )
 
 
 def _too_long(settings: Settings, rng: random.Random) -> Settings:
@@ -97,7 +107,6 @@ def _with_logprobs(settings: Settings, rng: random.Random) -> Settings:
         urgent_share=0.1,
         num_questions=0,
         num_retracts=rng.choice((10, 30)),
-        num_requests=8 * small.num_slots,
         abort_share=0.1,
         num_deaths=rng.choice((0, 1)),
     )
@@ -143,7 +152,7 @@ def _with_little_memory(settings: Settings, rng: random.Random) -> Settings:
         small,
         conservativeness=0.01,
         stream_share=rng.choice((0.0, 1.0)),
-        num_requests=8 * small.num_slots,
+        num_requests=4 * small.num_slots,
         num_deaths=rng.choice((0, 0, 2)),
     )
 
@@ -151,14 +160,16 @@ def _with_little_memory(settings: Settings, rng: random.Random) -> Settings:
 def _with_shared_prompts(settings: Settings, rng: random.Random) -> Settings:
     """Prompts that begin alike, and memory for some of what they leave in the cache."""
     small = _small(settings, rng, 120, 20, memory=rng.choice((0.3, 0.6, 1.0)))
-    policy = rng.choice(("fcfs", "lpm"))
-    return replace(small, rarely_new=True, caches=True, policy=policy, num_requests=8 * small.num_slots)
+    policy, breaks_down = rng.choice(("fcfs", "lpm")), rng.choice((False, True))
+    few = replace(small, rarely_new=True, caches=True, policy=policy, num_requests=8 * small.num_slots)
+    return replace(few, breaks_down=breaks_down)
 
 
 def _with_long_prompts(settings: Settings, rng: random.Random) -> Settings:
     """Many chunks to each prompt, some of which are short."""
     small = _small(settings, rng, 300, 12, memory=rng.choice((0.4, 1.0)))
-    return replace(small, chunk=rng.choice((16, 32, 64)), stream_share=rng.choice((0.0, 0.0, 0.5)))
+    chunk, stream_share = rng.choice((16, 32, 64)), rng.choice((0.0, 0.0, 0.5))
+    return replace(small, chunk=chunk, stream_share=stream_share, breaks_down=rng.choice((False, True)))
 
 
 THEMES: tuple[Callable[[Settings, random.Random], Settings], ...] = (
@@ -173,4 +184,4 @@ THEMES: tuple[Callable[[Settings, random.Random], Settings], ...] = (
     _with_shared_prompts,
     _with_long_prompts,
 )
-READERS = (_all_read, _all_read, _poisonous, _poisonous, _too_long, _stopped, _many_pass)
+READERS = (*(_poisonous,) * 4, _all_read, _all_read, _too_long, _stopped, _many_pass)

@@ -64,7 +64,7 @@ class Callers:
         theme = world.settings.callers
         self._kinds = THEMES[theme]
         self._num_calls = rng.choice((12, 25, 60)) if self._kinds else 0
-        self.num_poisons = rng.choice((2, 4)) if theme == "poison" else 0
+        self.num_poisons = rng.choice((3, 6)) if theme == "poison" else 0
         self._num_second_tries = 4
         self._num_for_all = 2  # aborts of all that there is
         self._hostile = HostileRequests(world.settings, rng)
@@ -124,6 +124,8 @@ class Callers:
         now = self._world.now
         self._world.statistics["pauses"] += 1
         self._call(frontend, lambda call: PauseGeneration(call, mode), within)
+        if mode == "in_place":
+            at(now + rng.random() * 0.05, partial(self._do, "look"))
         if rng.random() < 0.3:  # somebody does not wait for the answer
             at(now + rng.random() * 0.02, partial(self.go_on, rng.choice(self._world.frontends).number))
         if rng.random() < 0.5:

@@ -58,12 +58,14 @@ class Settings:
     lost_share: float = 0.0  # of the ranges in batches
     num_deaths: int = 0  # of the scheduler or a worker
     num_poisons: int = 0  # requests of which workers die
+    poison_share: float = 0.1  # of the requests, until there are so many
     num_returns: int = 0  # of frontends
     num_slow_steps: int = 0  # that take nearly as long as they may
     watchdog_timeout: float = 2.0
     num_retracts: int = 0  # pauses that take all slots, and soon end
     num_questions: int = 4  # and flushes, and aborts of what others sent
     callers: str = "quiet"  # what clients ask for beside answers: see callers.py
+    is_alike: bool = False  # its requests are alike in one thing: see alike.py
     drains: bool = False  # at some time nothing new is taken any more
     num_graphs: int = 0
     missing_share: float = 0.0  # of the steps, which miss a graph

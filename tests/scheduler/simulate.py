@@ -42,7 +42,7 @@ class Tally:
     cpu_s: float = 0.0
     wall_s: float = 0.0
     statistics: Counter[str] = field(default_factory=Counter)
-    steps_by_rows: list[int] = field(default_factory=lambda: [0] * MOST_ROWS)
+    steps_by_rows: list[int] = field(default_factory=lambda: [0] * MOST_ROWS)  # of worlds without a theme
 
     @property
     def num_steps(self) -> int:
@@ -51,8 +51,9 @@ class Tally:
     def add(self, world: World) -> None:
         self.next_seed += 1
         self.statistics.update(world.statistics)
-        counts = np.bincount(world.rows_per_step, minlength=MOST_ROWS)
-        self.steps_by_rows = (counts + self.steps_by_rows).tolist()
+        if not world.settings.is_alike:  # those are small, so that what they are about happens often
+            counts = np.bincount(world.rows_per_step, minlength=MOST_ROWS)
+            self.steps_by_rows = (counts + self.steps_by_rows).tolist()
 
     def merge(self, other: Tally) -> None:
         """What happened in the worlds that come next."""
@@ -73,11 +74,11 @@ class Tally:
         return cls(**{**fields, "statistics": Counter(fields["statistics"])})
 
     def rows_quantile(self, share: float) -> int:
-        """So many rows had the step that this share of the steps did not exceed."""
-        return int(np.searchsorted(np.cumsum(self.steps_by_rows), share * self.num_steps))
+        """So many rows had the step that this share of the steps did not exceed, in worlds without a theme."""
+        return int(np.searchsorted(np.cumsum(self.steps_by_rows), share * sum(self.steps_by_rows)))
 
     def share_with_rows(self, rows: int) -> float:
-        return sum(self.steps_by_rows[rows:]) / max(self.num_steps, 1)
+        return sum(self.steps_by_rows[rows:]) / max(sum(self.steps_by_rows), 1)
 
     def per_million(self, name: str) -> float:
         return self.statistics[name] * 1e6 / max(self.num_steps, 1)
@@ -87,7 +88,8 @@ class Tally:
         lines += [f"{name:22} {self.per_million(name):>12,.0f} per million steps" for name in PER_MILLION]
         lines += self._lines_of_rules()
         lines.append(
-            f"running rows: median {self.rows_quantile(0.5)}, {self.share_with_rows(64):.1%} of the steps have at least 64"
+            f"running rows in worlds without a theme: median {self.rows_quantile(0.5)},"
+            f" {self.share_with_rows(64):.1%} of the steps have at least 64"
         )
         lines.append(
             f"{self.num_steps:,} steps ({self.statistics['events']:,} events) in worlds {self.first} to {self.next_seed - 1}:"

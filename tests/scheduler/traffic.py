@@ -114,7 +114,7 @@ class Traffic:
             Choice(request, index, choice_seed(request.seed, index), known, hashes)
             for index, (known, hashes) in enumerate(template.answers)
         ]
-        if self.num_poisons and self._poison_rng.random() < 0.1:
+        if self.num_poisons and self._poison_rng.random() < s.poison_share:
             self.num_poisons -= 1
             poisoned = self._poison_rng.choice(choices)
             poisoned.poison_at = self._poison_rng.randrange(max(1, len(poisoned.answer.ids)))
