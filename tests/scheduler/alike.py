@@ -13,7 +13,7 @@ from dataclasses import replace
 from tests.scheduler.settings import Settings
 
 SHARE = 0.4  # of all worlds
-READERS_SHARE = 0.3
+READERS_SHARE = 0.35
 
 
 def alike(settings: Settings, seed: int) -> Settings:
@@ -184,4 +184,4 @@ THEMES: tuple[Callable[[Settings, random.Random], Settings], ...] = (
     _with_shared_prompts,
     _with_long_prompts,
 )
-READERS = (*(_poisonous,) * 4, _all_read, _all_read, _too_long, _stopped, _many_pass)
+READERS = (*(_poisonous,) * 6, _all_read, _all_read, _too_long, _stopped, _many_pass)

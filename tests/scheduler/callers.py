@@ -124,7 +124,7 @@ class Callers:
         now = self._world.now
         self._world.statistics["pauses"] += 1
         self._call(frontend, lambda call: PauseGeneration(call, mode), within)
-        if mode == "in_place":
+        for _ in range(2 if mode == "in_place" else 0):
             at(now + rng.random() * 0.05, partial(self._do, "look"))
         if rng.random() < 0.3:  # somebody does not wait for the answer
             at(now + rng.random() * 0.02, partial(self.go_on, rng.choice(self._world.frontends).number))
