@@ -6,23 +6,12 @@ It is recorded even without viewers, so that a newly opened page shows how the p
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any
-
-from srt.managers.process.heartbeats import ProcessStatus
-from srt.managers.tokenizer_manager.api_types import RequestError
-
-if TYPE_CHECKING:
-    from srt.entrypoints.service import Service
-    from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any
 
 PERIOD_S = 1.0
 HISTORY = 300  # points
-READY = "ready"  # the value of service.READY, which cannot be imported here: service imports this module
-ANSWER_S = 3.0  # the scheduler handles messages between steps: a longer wait means that a step hangs
 
 Snapshot = dict[str, Any]
 Point = dict[str, float | None]
@@ -31,8 +20,12 @@ Point = dict[str, float | None]
 class LiveFeed:
     """Owner of the history. It observes from `start` on, or from the first call of `follow`."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(
+        self, snapshot: Callable[[], Awaitable[Snapshot]], wait_draining: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Create a feed of what `snapshot` returns. It ends after `wait_draining` has returned."""
+        self._snapshot = snapshot
+        self._wait_draining = wait_draining
         self._points: deque[Point] = deque(maxlen=HISTORY)
         self._num_points = 0  # ever recorded
         self._last: Snapshot | None = None  # the latest one with counters
@@ -69,7 +62,7 @@ class LiveFeed:
 
     async def look(self) -> None:
         """Make an observation and wake all followers."""
-        self._now = now = await snapshot(self._service)
+        self._now = now = await self._snapshot()
         if now["engine"] is not None:
             if self._last is not None and (point := difference(self._last, now)) is not None:
                 self._points.append(point)
@@ -82,7 +75,7 @@ class LiveFeed:
         news.set()
 
     async def _observe(self) -> None:
-        draining = asyncio.create_task(self._service.wait_draining())
+        draining = asyncio.create_task(self._wait_draining())
         try:
             while not draining.done():
                 await self.look()
@@ -90,60 +83,6 @@ class LiveFeed:
             await self.look()
         finally:
             draining.cancel()
-
-
-async def snapshot(service: Service) -> Snapshot:
-    """Return the server's present state. `engine` holds the scheduler's counters, or None while it does not answer."""
-    values: Snapshot = {
-        "model": service.args.model_names()[0],
-        "health": service.status,
-        "is_paused": False,
-        "num_running": None,
-        "num_waiting": None,
-        "engine": None,
-        "memory": None,
-        "frontend": {"index": service.index, "live_requests": 0},
-    }
-    with contextlib.suppress(RequestError):  # the engine has not started yet, or has ended
-        values |= await _engine_values(service.engine(), service.index)
-    if values["health"] == READY:
-        values["health"] = "connected"
-    statuses = service.process_statuses()
-    trouble = service.trouble(statuses)
-    if service.has_lost_engine:
-        values["health"] = "lost"
-    elif trouble is not None and values["health"] == "connected":
-        values["health"] = "stuck"
-    processes = [_process(service, status) for status in statuses]
-    return values | {"time": time.monotonic(), "trouble": trouble, "processes": processes}
-
-
-async def _engine_values(engine: TokenizerManager, frontend: int) -> Snapshot:
-    values: Snapshot = {"frontend": {"index": frontend, **engine.stats()}}
-    if engine.load is not None:
-        values |= {"num_running": engine.load.num_running, "num_waiting": engine.load.num_waiting}
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            _, _, counters = await engine.get_state(is_own=True)
-    except (TimeoutError, RequestError):
-        return values | {"health": "not answering"}
-    return values | {
-        "is_paused": counters.get("is_paused", False),
-        "num_running": counters["num_running"],
-        "num_waiting": counters["num_waiting"],
-        "engine": counters,
-        "memory": memory_shares(counters),
-    }
-
-
-def _process(service: Service, status: ProcessStatus) -> dict[str, Any]:
-    trouble = service.process_trouble(status)
-    return {
-        "name": status.process,
-        "pid": status.pid,
-        "is_well": trouble is None,
-        "words": trouble or ("at work" if status.age_s > 0 else "well"),
-    }
 
 
 def difference(before: Snapshot, now: Snapshot) -> Point | None:

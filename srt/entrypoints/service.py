@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import orjson
 
 from srt.entrypoints.health_probe import HealthProbe
-from srt.entrypoints.live_feed import LiveFeed
+from srt.entrypoints.live_feed import LiveFeed, Snapshot, memory_shares
 from srt.entrypoints.profiler import Profiler
 from srt.managers.process.heartbeats import STUCK_S, HeartbeatReader, ProcessStatus
 from srt.managers.process.run_files import ENGINE_STATE_FILE
@@ -25,6 +26,7 @@ from srt.server_args import ServerArgs
 from srt.utils.shared_numbers import NumberFiles
 
 STARTING, READY, DRAINING = "starting", "ready", "draining"
+ANSWER_S = 3.0  # the scheduler handles messages between steps: a longer wait means that a step hangs
 
 
 class Service:
@@ -47,7 +49,7 @@ class Service:
         self.startup_s: float | None = None
         self._engine: TokenizerManager | None = None
         self._draining = asyncio.Event()
-        self.feed = LiveFeed(self)
+        self.feed = LiveFeed(self.snapshot, self.wait_draining)
         self.probe = HealthProbe()
         self.profiler = Profiler(run_dir, self.control, self.process_statuses)
 
@@ -133,3 +135,55 @@ class Service:
         if self._engine.is_dead:
             raise RequestError(503, "The engine is not available at the moment.", retry_after_s=2)
         return self._engine
+
+    async def snapshot(self) -> Snapshot:
+        """Return the server's present state. `engine` holds the scheduler's counters, or None while it does not answer."""
+        values: Snapshot = {
+            "model": self.args.model_names()[0],
+            "health": self.status,
+            "is_paused": False,
+            "num_running": None,
+            "num_waiting": None,
+            "engine": None,
+            "memory": None,
+            "frontend": {"index": self.index, "live_requests": 0},
+        }
+        with contextlib.suppress(RequestError):  # the engine has not started yet, or has ended
+            values |= await _engine_values(self.engine(), self.index)
+        if values["health"] == READY:
+            values["health"] = "connected"
+        statuses = self.process_statuses()
+        trouble = self.trouble(statuses)
+        if self.has_lost_engine:
+            values["health"] = "lost"
+        elif trouble is not None and values["health"] == "connected":
+            values["health"] = "stuck"
+        processes = [self._process(status) for status in statuses]
+        return values | {"time": time.monotonic(), "trouble": trouble, "processes": processes}
+
+    def _process(self, status: ProcessStatus) -> dict[str, Any]:
+        trouble = self.process_trouble(status)
+        return {
+            "name": status.process,
+            "pid": status.pid,
+            "is_well": trouble is None,
+            "words": trouble or ("at work" if status.age_s > 0 else "well"),
+        }
+
+
+async def _engine_values(engine: TokenizerManager, frontend: int) -> Snapshot:
+    values: Snapshot = {"frontend": {"index": frontend, **engine.stats()}}
+    if engine.load is not None:
+        values |= {"num_running": engine.load.num_running, "num_waiting": engine.load.num_waiting}
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, _, counters = await engine.get_state(is_own=True)
+    except (TimeoutError, RequestError):
+        return values | {"health": "not answering"}
+    return values | {
+        "is_paused": counters.get("is_paused", False),
+        "num_running": counters["num_running"],
+        "num_waiting": counters["num_waiting"],
+        "engine": counters,
+        "memory": memory_shares(counters),
+    }

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from srt.entrypoints import live_feed
+from srt.entrypoints import live_feed, service
 from tests.e2e.conftest import Server
 from tests.support.browser import Browser, Page
 from tests.support.page_server import COUNTERS, PageServer, page_server
@@ -152,7 +152,7 @@ def test_an_engine_that_does_not_answer_is_told_as_that(
     async def hang(is_own: bool) -> Any:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(live_feed, "ANSWER_S", 0.02)
+    monkeypatch.setattr(service, "ANSWER_S", 0.02)
     with browser.page(fake.url) as page:
         page.wait(CONNECTED)
         answering = fake.world.engine.get_state

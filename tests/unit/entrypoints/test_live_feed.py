@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from srt.entrypoints import live_feed
-from srt.entrypoints.live_feed import HISTORY, LiveFeed, difference
+from srt.entrypoints.live_feed import HISTORY, difference
 from srt.managers.process.heartbeats import ProcessStatus
 from tests.support.page_server import COUNTERS
 from tests.unit.entrypoints.fake_engine import World
@@ -68,7 +67,7 @@ def test_two_engines_are_not_compared() -> None:
 
 def test_who_comes_late_gets_the_history_and_who_stays_gets_what_is_new() -> None:
     async def go() -> None:
-        feed = LiveFeed(make_world().service)
+        feed = make_world().service.feed
         for _ in range(4):
             await feed.look()
         watcher = feed.follow()
@@ -85,7 +84,7 @@ def test_who_comes_late_gets_the_history_and_who_stays_gets_what_is_new() -> Non
 
 def test_the_history_ends_somewhere() -> None:
     async def go() -> None:
-        feed = LiveFeed(make_world().service)
+        feed = make_world().service.feed
         for _ in range(HISTORY + 20):
             await feed.look()
         assert len((await anext(feed.follow()))["points"]) == HISTORY
@@ -94,12 +93,12 @@ def test_the_history_ends_somewhere() -> None:
 
 
 def test_an_observation_that_fails_fails_its_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(service: object) -> None:
+    async def broken() -> None:
         raise ZeroDivisionError
 
     async def go() -> None:
-        feed = LiveFeed(make_world().service)
-        monkeypatch.setattr(live_feed, "snapshot", broken)
+        feed = make_world().service.feed
+        monkeypatch.setattr(feed, "_snapshot", broken)
         with pytest.raises(ZeroDivisionError):
             await anext(feed.follow())
         monkeypatch.undo()
@@ -119,7 +118,7 @@ def test_each_process_is_told_with_its_trouble(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(world.service, "process_statuses", lambda: process_statuses)
 
     async def go() -> dict[str, Any]:
-        return await live_feed.snapshot(world.service)
+        return await world.service.snapshot()
 
     told = asyncio.run(go())
     assert told["health"] == "connected", "another frontend's trouble is not this one's"
@@ -135,7 +134,7 @@ def test_a_process_in_trouble_makes_the_server_stuck(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(world.service, "trouble", lambda process_statuses: "Worker 0 hangs.")
 
     async def go() -> dict[str, Any]:
-        return await live_feed.snapshot(world.service)
+        return await world.service.snapshot()
 
     told = asyncio.run(go())
     assert (told["health"], told["trouble"]) == ("stuck", "Worker 0 hangs.")

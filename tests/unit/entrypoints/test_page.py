@@ -185,7 +185,7 @@ def test_an_engine_that_does_not_answer_is_told_as_that(is_dead: bool, monkeypat
                 raise EngineDied
             await asyncio.Event().wait()
 
-        monkeypatch.setattr("srt.entrypoints.live_feed.ANSWER_S", 0.01)
+        monkeypatch.setattr("srt.entrypoints.service.ANSWER_S", 0.01)
         monkeypatch.setattr(world.engine, "get_state", get_state)
         world.engine.load = Load(3, 4, 0, 10)
         watcher = Watcher(world)
