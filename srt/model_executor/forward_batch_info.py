@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from srt.layers.attention.base import LayerAttention
+    from srt.layers.attention.attention_spec import AttentionLayer
     from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from srt.model_executor.step.plan_arrays import PlanArrays
 
@@ -134,3 +134,40 @@ class ForwardBatch:
             token_to_kv_pool=token_to_kv_pool,
             attn_backend=attn_backend,
         )
+
+
+class LayerAttention(Protocol):
+    """Attention as a model calls it, layer after layer, for one step: an `AttentionBackend`, or its stand-in during a capture."""
+
+    @property
+    def packed_decodes(self) -> PackedDecodes | None:
+        """The kernel for steps of decode rows that does all at once; None where there is none."""
+
+    def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The memory for these packed rows once they are normed and rotated, for `attend`."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Write k and v, then attend."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """[tokens, heads * head_dim] for tokens whose k and v are in the memory; a mixed batch is extend rows, then decode rows."""
+
+
+class PackedDecodes(Protocol):
+    """Norms, rotation, the memory's writes and attention in one kernel."""
+
+    def decode_packed(
+        self,
+        qkv: torch.Tensor,
+        norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        """Attend from the packed projection of a step of decode rows on; None where one kernel does not serve this step."""

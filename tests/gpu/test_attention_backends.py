@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
 from srt.layers.attention.backend_choice import BackendChoice, are_kernels_compiled, choose_backends, make_backend
 from srt.layers.attention.base import AttentionBackend
-from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.attention.triton_backend import TritonAttentionBackend
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.server_args import ServerArgs
@@ -120,7 +119,7 @@ class WrongScales(TritonAttentionBackend):
         super().__init__(spec, CUDA)
         self._factors = keys, values
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         pool = copy(batch.token_to_kv_pool)
         pool.k_scales = [scale * self._factors[0] for scale in pool.k_scales]
         pool.v_scales = [scale * self._factors[1] for scale in pool.v_scales]

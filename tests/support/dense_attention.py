@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from srt.layers.attention.radix_attention import RadixAttention
+    from srt.layers.attention.attention_spec import AttentionLayer
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class DenseAttention:
     """Stands in for an AttentionBackend: q [tokens, heads * head_dim], k and v [tokens, kv_heads * head_dim]."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, batch: ForwardBatch) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch) -> Tensor:
         tokens = q.shape[0]
         group = layer.num_heads // layer.num_kv_heads
         queries = q.view(tokens, layer.num_heads, layer.head_dim).transpose(0, 1)

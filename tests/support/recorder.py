@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from srt.layers.attention.attention_spec import AttentionLayer
 from srt.layers.attention.base import AnyRows, DecodeGraphs, HostPlans, PromptGraphs
-from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.graphs.cuda_graph_runner import NUM_WARM_UPS, Work
@@ -157,6 +157,6 @@ class NamesPromptGraphs(TorchNativeBackend):
         del rows, batch
 
     def attend_any(
-        self, q: torch.Tensor, rows: AnyRows, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor
+        self, q: torch.Tensor, rows: AnyRows, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
         del q, rows, layer, batch, out

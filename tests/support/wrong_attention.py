@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
 from srt.layers.attention.base import AttentionBackend
-from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.attention.triton_backend import TritonAttentionBackend
 from srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -24,7 +23,7 @@ class _InTwoSteps(TritonAttentionBackend):
 class ShortByOne(_InTwoSteps):
     """Decodes without the newest position."""
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         super().forward_decode(q, layer, replace(batch, seq_lens=batch.seq_lens - 1), out)
 
 
@@ -36,7 +35,7 @@ class LongByOne(_InTwoSteps):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
@@ -47,7 +46,7 @@ class LongByOne(_InTwoSteps):
 class WrongPage(_InTwoSteps):
     """Reads a row's first page where its second is."""
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         tables = batch.req_to_token_pool
         right = tables.page_table.clone()
         tables.page_table[:, 1] = tables.page_table[:, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -23,3 +24,20 @@ class AttentionSpec:
     @property
     def scale(self) -> float:
         return float(self.head_dim**-0.5)
+
+
+class AttentionLayer(Protocol):
+    """One layer of it, as backends see it: its sizes, and how its rows split into heads. `RadixAttention` is such a layer."""
+
+    layer_id: int
+    num_heads: int  # of this rank
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+
+    def split_packed(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split packed rows into queries, keys and values."""
+
+    def split_kv_heads(self, rows: torch.Tensor) -> torch.Tensor:
+        """Split rows of keys or values: [tokens, kv_heads * head_dim] to [tokens, kv_heads, head_dim]."""

@@ -1,7 +1,7 @@
 """What an attention backend promises. One backend serves all layers of a worker, one batch at a time.
 
-`LayerAttention` is what a model calls, `AttentionBackend` what every backend does. The protocols between them are abilities that only some
-backends have: a backend names each one that it has by a property, which is None in all others.
+`AttentionBackend` is what every backend does; models see it as the `LayerAttention` of their `ForwardBatch`. The protocols are abilities
+that only some backends have: a backend names each one that it has by a property, which is None in all others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from srt.layers.attention.radix_attention import RadixAttention
-    from srt.model_executor.forward_batch_info import ForwardBatch
+    from srt.layers.attention.attention_spec import AttentionLayer
+    from srt.model_executor.forward_batch_info import ForwardBatch, PackedDecodes
 
 
 BLOCK_ROWS = 16  # neighbours, whose common prefix may be read once
@@ -52,7 +52,7 @@ class Views:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> Views:
@@ -115,62 +115,15 @@ class PromptGraphs(Protocol):
         """Do on the device what comes before the first layer. Of `batch` the memory and the tables count."""
 
     def attend_any(
-        self, q: torch.Tensor, rows: AnyRows, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor
+        self, q: torch.Tensor, rows: AnyRows, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
         """Attend like `attend`, whatever the rows are; tokens without a row get finite numbers, or nothing."""
 
 
-class PackedDecodes(Protocol):
-    """Norms, rotation, the memory's writes and attention in one kernel."""
-
-    def decode_packed(
-        self,
-        qkv: torch.Tensor,
-        norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
-        eps: float,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        layer: RadixAttention,
-        batch: ForwardBatch,
-    ) -> torch.Tensor | None:
-        """Attend from the packed projection of a step of decode rows on; None where one kernel does not serve this step."""
+# ---- What every backend does
 
 
-# ---- What models call, and what every backend does
-
-
-class LayerAttention(ABC):
-    """Attention as a model calls it, layer after layer, for the tokens of the step at hand."""
-
-    @property
-    def packed_decodes(self) -> PackedDecodes | None:
-        return None
-
-    def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
-        """The memory for these packed rows once they are normed and rotated, for `attend`: their own, unless a subclass has another."""
-        return qkv
-
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
-        """Store the step's keys and values at `batch.out_cache_loc`, in the memory's dtype."""
-        batch.token_to_kv_pool.set_kv(
-            layer.layer_id, batch.out_cache_loc, layer.split_kv_heads(k), layer.split_kv_heads(v)
-        )
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Write k and v, then attend."""
-        self.write_kv(k, v, layer, batch)
-        return self.attend(q, k, v, layer, batch)
-
-    @abstractmethod
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """[tokens, heads * head_dim] for tokens whose k and v are in the memory; a mixed batch is extend rows, then decode rows."""
-
-
-class AttentionBackend(LayerAttention):
+class AttentionBackend(ABC):
     """Causal attention over the paged memory: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
 
     `init_forward_metadata` comes once per step, before the first layer; `attend` once per layer. A token sees its
@@ -194,6 +147,27 @@ class AttentionBackend(LayerAttention):
     def prompt_graphs(self) -> PromptGraphs | None:
         return None
 
+    @property
+    def packed_decodes(self) -> PackedDecodes | None:
+        return None
+
+    def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The memory for these packed rows once they are normed and rotated, for `attend`: their own."""
+        return qkv
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
+        """Store the step's keys and values at `batch.out_cache_loc`, in the memory's dtype."""
+        batch.token_to_kv_pool.set_kv(
+            layer.layer_id, batch.out_cache_loc, layer.split_kv_heads(k), layer.split_kv_heads(v)
+        )
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Write k and v, then attend."""
+        self.write_kv(k, v, layer, batch)
+        return self.attend(q, k, v, layer, batch)
+
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Work out whatever all layers of this step share: indices, masks, plans. Never waits for the device."""
         if batch.num_extend_rows:
@@ -215,24 +189,25 @@ class AttentionBackend(LayerAttention):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
         """Attention of the extend rows' tokens, which are all of q. k is rotated; k and v are in the memory already."""
 
     @abstractmethod
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         """Attention of the decode rows' tokens, one a row, which are all of q. Their k and v are in the memory already."""
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> torch.Tensor:
+        """[tokens, heads * head_dim] for tokens whose k and v are in the memory; a mixed batch is extend rows, then decode rows."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.attend_views(Views.of(q, k, v, layer, batch, out), layer, batch)
         return out
 
-    def attend_views(self, views: Views, layer: RadixAttention, batch: ForwardBatch) -> None:
+    def attend_views(self, views: Views, layer: AttentionLayer, batch: ForwardBatch) -> None:
         """Do the same for one layer, in two launches: see docs/decisions/decodes-have-their-own-launch.md."""
         if views.extends is not None:
             q, k, v, out = views.extends

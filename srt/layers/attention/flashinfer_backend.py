@@ -20,11 +20,10 @@ from flashinfer import (
 from numpy.typing import NDArray
 
 from srt.kernels.attention.gather_pages import gather_pages
-from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
 from srt.layers.attention.base import AttentionBackend, DecodeGraphs, HostPlans
 
 if TYPE_CHECKING:
-    from srt.layers.attention.radix_attention import RadixAttention
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 T = TypeVar("T")
@@ -103,7 +102,7 @@ class FlashInferBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
@@ -130,7 +129,7 @@ class FlashInferBackend(AttentionBackend):
             _plan_decode(wrapper, self._spec, window, rows, pages)
             ring.enqueued()
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         wrapper = self._active_decodes[layer.window]
         pool = batch.token_to_kv_pool
         wrapper.run(
@@ -306,7 +305,7 @@ class _Uploads:
         return uploaded
 
 
-def _paged(layer: RadixAttention, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def _paged(layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's memory as [pages, page_size, kv_heads, head_dim]."""
     page_size = batch.req_to_token_pool.page_size
     k_buffer, v_buffer = batch.token_to_kv_pool.get_kv(layer.layer_id)

@@ -11,13 +11,12 @@ from srt.layers.attention.base import (
     DecodeGraphs,
     DecodeReadings,
     HostPlans,
-    PackedDecodes,
     PromptGraphs,
 )
 
 if TYPE_CHECKING:
-    from srt.layers.attention.radix_attention import RadixAttention
-    from srt.model_executor.forward_batch_info import ForwardBatch
+    from srt.layers.attention.attention_spec import AttentionLayer
+    from srt.model_executor.forward_batch_info import ForwardBatch, PackedDecodes
 
 
 class SplitBackend(AttentionBackend):
@@ -60,14 +59,14 @@ class SplitBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
         self._prefill.forward_extend(q, k, v, layer, batch, out)
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         self._decode.forward_decode(q, layer, batch, out)
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
         self._decode.write_kv(k, v, layer, batch)

@@ -18,7 +18,7 @@ from srt.layers.attention.base import AttentionBackend
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from srt.layers.attention.radix_attention import RadixAttention
+    from srt.layers.attention.attention_spec import AttentionLayer
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 SHORTEST_PADDING = 64  # rows up to this long share a group: a further call costs more than the padding
@@ -76,7 +76,7 @@ class TorchNativeBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
@@ -88,7 +88,7 @@ class TorchNativeBackend(AttentionBackend):
         for chunk in chunks:
             _attend_chunk(chunk, q, out, layer, batch)
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         if layer.window not in self._decodes:
             rows = np.arange(batch.num_extend_rows, batch.batch_size)
             self._decodes[layer.window] = _group_rows(batch, rows, rows - batch.num_extend_rows, layer.window)
@@ -188,7 +188,7 @@ def _kv_index(batch: ForwardBatch, slots: torch.Tensor, positions: torch.Tensor)
 
 
 def _gather(
-    kv_index: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, dtype: torch.dtype
+    kv_index: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as `dtype`."""
     pool = batch.token_to_kv_pool
@@ -200,7 +200,7 @@ def _gather(
 
 
 def _attend_group(
-    group: _TokenGroup, q: torch.Tensor, out: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    group: _TokenGroup, q: torch.Tensor, out: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
 ) -> None:
     keys, values = _gather(group.kv_index, layer, batch, q.dtype)
     kv_shape = (group.num_rows, layer.num_kv_heads, group.length, layer.head_dim)
@@ -221,7 +221,7 @@ def _attend_group(
 
 
 def _attend_chunk(
-    chunk: _Chunk, q: torch.Tensor, out: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+    chunk: _Chunk, q: torch.Tensor, out: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
 ) -> None:
     keys, values = _gather(chunk.kv_index, layer, batch, q.dtype)
     keys = keys.view(1, layer.num_kv_heads, chunk.length, layer.head_dim)

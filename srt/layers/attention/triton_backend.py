@@ -34,22 +34,20 @@ from srt.kernels.attention.write_kv import write_kv
 from srt.kernels.build.pdl import EARLY, has_pdl, pdl_for
 from srt.kernels.build.shared_memory import shared_bytes
 from srt.kernels.build.triton_support import require_triton
-from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
 from srt.layers.attention.base import (
     LEAST_SAVED,
     AnyRows,
     AttentionBackend,
     DecodeGraphs,
     DecodeReadings,
-    PackedDecodes,
     PromptGraphs,
     Reading,
 )
 
 if TYPE_CHECKING:
-    from srt.layers.attention.radix_attention import RadixAttention
     from srt.mem_cache.memory_pool import ReqToTokenPool
-    from srt.model_executor.forward_batch_info import ForwardBatch
+    from srt.model_executor.forward_batch_info import ForwardBatch, PackedDecodes
 
 MOST_FUSED_ROWS: Final = (
     1  # with more rows the time to start kernels no longer counts: measured, 0.6B and 8B on an H200
@@ -158,7 +156,7 @@ class TritonAttentionBackend(AttentionBackend):
             self._find_shares(rows.decode_lens, batch)
 
     def attend_any(
-        self, q: torch.Tensor, rows: AnyRows, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor
+        self, q: torch.Tensor, rows: AnyRows, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
         kv, heads = _paged_kv(layer, batch), (-1, layer.num_heads, layer.head_dim)
         queries, attended = q.view(heads), out.view(heads)
@@ -184,7 +182,7 @@ class TritonAttentionBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
@@ -202,11 +200,11 @@ class TritonAttentionBackend(AttentionBackend):
             layer.window,
         )
 
-    def _extend_tiles(self, most_tokens: int, layer: RadixAttention, dtype: torch.dtype) -> ExtendTiles:
+    def _extend_tiles(self, most_tokens: int, layer: AttentionLayer, dtype: torch.dtype) -> ExtendTiles:
         pairs = most_tokens * layer.num_heads // layer.num_kv_heads
         return ExtendTiles.choose(dtype, layer.head_dim, pairs, self._shared_bytes)
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         slots, lens = batch.req_pool_indices[batch.num_extend_rows :], batch.seq_lens[batch.num_extend_rows :]
         self._decode(q, _paged_kv(layer, batch), slots, lens, layer, out)
 
@@ -216,7 +214,7 @@ class TritonAttentionBackend(AttentionBackend):
         kv: PagedKV,
         slots: torch.Tensor,
         lens: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         out: torch.Tensor,
         may_be_none: bool = False,
     ) -> None:
@@ -263,7 +261,7 @@ class TritonAttentionBackend(AttentionBackend):
         eps: float,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
     ) -> torch.Tensor | None:
         kv = _paged_kv(layer, batch)
@@ -286,7 +284,7 @@ class TritonAttentionBackend(AttentionBackend):
             self._pdl,
         )
 
-    def _take_scratch(self, layer: RadixAttention, device: torch.device) -> DecodeScratch:
+    def _take_scratch(self, layer: AttentionLayer, device: torch.device) -> DecodeScratch:
         """Enough for every batch: rows are split only into as many programs as run at the same time."""
         programs = PROGRAMS_PER_PROCESSOR * self._num_processors
         group = layer.num_heads // layer.num_kv_heads
@@ -316,11 +314,11 @@ class TritonAttentionBackend(AttentionBackend):
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
         self.plan_decode(batch)
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch) -> None:
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
         write_kv(layer.split_kv_heads(k), layer.split_kv_heads(v), batch.out_cache_loc, _paged_kv(layer, batch))
 
 
-def _paged_kv(layer: RadixAttention, batch: ForwardBatch) -> PagedKV:
+def _paged_kv(layer: AttentionLayer, batch: ForwardBatch) -> PagedKV:
     pool, tables = batch.token_to_kv_pool, batch.req_to_token_pool
     return PagedKV(
         *pool.get_kv(layer.layer_id),

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from srt.layers.attention.base import AnyRows, AttentionBackend, LayerAttention, PromptGraphs, Views
+from srt.layers.attention.attention_spec import AttentionLayer
+from srt.layers.attention.base import AnyRows, AttentionBackend, PromptGraphs, Views
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, LayerAttention, PackedDecodes
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Misses, Work, is_far, smallest
 from srt.model_executor.graphs.piece_inputs import PieceInputs
 
@@ -54,22 +55,40 @@ class _Pieces:
     """Piece i ends where layer i's attention begins; the last ends with the model. A whole step is the last piece."""
 
     replays: list[Work]
-    layers: list[RadixAttention]
+    layers: list[AttentionLayer]
 
 
-class _Breaks(LayerAttention):
+class _StandIn(LayerAttention):
+    """What both stand-ins for attention do where they do not differ."""
+
+    @property
+    def packed_decodes(self) -> PackedDecodes | None:
+        return None
+
+    def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> torch.Tensor:
+        keys, values = layer.split_kv_heads(k), layer.split_kv_heads(v)
+        batch.token_to_kv_pool.set_kv(layer.layer_id, batch.out_cache_loc, keys, values)
+        return self.attend(q, k, v, layer, batch)
+
+
+class _Breaks(_StandIn):
     """Stands in for attention while pieces are captured: hands over its inputs, cuts, and goes on with what will be its output."""
 
     def __init__(self, runner: PiecewiseCudaGraphRunner, cut: Work) -> None:
         self._runner = runner
         self._cut = cut
-        self.layers: list[RadixAttention] = []
+        self.layers: list[AttentionLayer] = []
 
     def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
         return self._runner.place_of(qkv)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> torch.Tensor:
         out = self._runner.hand_over(q, k, v)
         self.layers.append(layer)
@@ -77,7 +96,7 @@ class _Breaks(LayerAttention):
         return out
 
 
-class _Whole(LayerAttention):
+class _Whole(_StandIn):
     """Stands in for attention while whole steps are captured: attends to whatever the rows will be."""
 
     def __init__(self, runner: PiecewiseCudaGraphRunner, graphs: PromptGraphs, rows: AnyRows) -> None:
@@ -86,7 +105,7 @@ class _Whole(LayerAttention):
         self._rows = rows
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, batch: ForwardBatch
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> torch.Tensor:
         out = self._runner.place_of_attended(len(q))
         self._graphs.attend_any(q, self._rows, layer, batch, out)

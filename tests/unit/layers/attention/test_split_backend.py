@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from srt.layers.attention.radix_attention import RadixAttention
+from srt.layers.attention.attention_spec import AttentionLayer
 from srt.layers.attention.split_backend import SplitBackend
 from srt.layers.attention.torch_native import TorchNativeBackend
 from srt.model_executor.forward_batch_info import ForwardBatch
@@ -27,14 +27,14 @@ class Counting(TorchNativeBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
         self.extended.append(len(q))
         super().forward_extend(q, k, v, layer, batch, out)
 
-    def forward_decode(self, q: torch.Tensor, layer: RadixAttention, batch: ForwardBatch, out: torch.Tensor) -> None:
+    def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         self.decoded.append(len(q))
         super().forward_decode(q, layer, batch, out)
 
