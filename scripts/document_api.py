@@ -156,8 +156,9 @@ def _fields(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
     for name, part in schema.get("properties", {}).items():
         yield prefix + name, part, part.get("description", "")
         yield from _fields(part, f"{prefix}{name}.")
-    for part in schema.get("anyOf", [])[:1]:
-        yield from _fields(part, prefix)
+    objects = [part for part in schema.get("anyOf", []) if "properties" in part]
+    if len(objects) == 1:
+        yield from _fields(objects[0], prefix)
     if isinstance(schema.get("items"), dict):
         yield from _fields(schema["items"], prefix)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from srt.entrypoints.answers import NativeError, OpenAIError, OpenAIErrorFields
 from srt.managers.tokenizer_manager.api_types import RequestError
 
 _OPENAI_TYPES = {
@@ -28,7 +29,7 @@ def is_openai(path: str) -> bool:
     return path.startswith("/v1/")
 
 
-def error_body(path: str, error: RequestError) -> dict[str, Any]:
+def error_body(path: str, error: RequestError) -> OpenAIError | NativeError:
     """Return the JSON of an error response."""
     if is_openai(path):
         return {"error": _openai_error(error)}
@@ -49,7 +50,7 @@ def error_event(path: str, error: RequestError) -> dict[str, Any]:
     }
 
 
-def _openai_error(error: RequestError) -> dict[str, Any]:
+def _openai_error(error: RequestError) -> OpenAIErrorFields:
     return {
         "message": error.message,
         "type": _error_type(error.status),

@@ -12,6 +12,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from srt.entrypoints.answers import Generated
 from srt.entrypoints.engine_process import EngineProcess
 from srt.entrypoints.native import model_facts, server_facts
 from srt.entrypoints.native_shapes import NativeAnswer, parse_generate
@@ -27,7 +28,7 @@ from srt.utils.errors import StartError
 from srt.utils.logs import show_lines_of
 
 Result = TypeVar("Result")
-Answer = dict[str, Any]
+Answer = Generated
 REASON_S = 5.0  # for the supervisor to say why the engine has ended
 LAST_CALLS_S = 1.0  # for pending calls to learn that the engine has ended
 

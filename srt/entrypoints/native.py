@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from srt.entrypoints.answers import Done
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.native_shapes import WEIGHT_VERSION, NativeAnswer, parse_generate
 from srt.entrypoints.request_schema import LABEL, RequestBody, bad_parameter, described
@@ -211,10 +212,11 @@ class PauseBody(RequestBody):
 async def pause_generation(exchange: Exchange, service: Service) -> None:
     """Pause generation. The answer comes when no step is in flight. New requests are accepted, and wait."""
     body = PauseBody.parse(await exchange.read_json(if_empty={}))
-    done, message = await service.engine().pause(body.mode)
-    if not done:
+    is_paused, message = await service.engine().pause(body.mode)
+    if not is_paused:
         raise RequestError(400, message)  # another client has continued generation in the meantime
-    await exchange.send_json({"message": "Generation is paused.", "status": "ok"})
+    done: Done = {"message": "Generation is paused.", "status": "ok"}
+    await exchange.send_json(done)
 
 
 class ContinueBody(RequestBody):
@@ -230,7 +232,8 @@ class ContinueBody(RequestBody):
 async def continue_generation(exchange: Exchange, service: Service) -> None:
     ContinueBody.parse(await exchange.read_json(if_empty={}))
     await service.engine().resume()
-    await exchange.send_json({"message": "Generation continues.", "status": "ok"})
+    done: Done = {"message": "Generation continues.", "status": "ok"}
+    await exchange.send_json(done)
 
 
 def _query(exchange: Exchange, *known: str) -> dict[str, str]:

@@ -9,6 +9,15 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
+from srt.entrypoints.answers import (
+    CachedTokensDetails,
+    FinishReason,
+    Generated,
+    Logprobs,
+    MetaInfo,
+    Row,
+    Times,
+)
 from srt.entrypoints.request_schema import (
     LABEL,
     NAME,
@@ -292,7 +301,7 @@ class NativeAnswer:
         parts = [self._write(so_far, 0, 0) for so_far in self._choices]
         return parts if self._call.is_list else parts[0]
 
-    def chunk(self, index: int) -> dict[str, Any]:
+    def chunk(self, index: int) -> Generated:
         """Return the next chunk of this choice: all text so far, or with `incremental` only the text since the last chunk."""
         so_far = self._choices[index]
         texts_sent, ids_sent = (so_far.texts_sent, so_far.ids_sent) if self._incremental else (0, 0)
@@ -302,19 +311,22 @@ class NativeAnswer:
             chunk["index"] = index
         return chunk
 
-    def _write(self, so_far: _ChoiceSoFar, first_text: int, first_id: int) -> dict[str, Any]:
+    def _write(self, so_far: _ChoiceSoFar, first_text: int, first_id: int) -> Generated:
         if not first_text:
             so_far.texts = ["".join(so_far.texts)]  # so that later cumulative chunks do not join all pieces again
-        written: dict[str, Any] = {"text": "".join(so_far.texts[first_text:]), "output_ids": so_far.ids[first_id:]}
+        written: Generated = {
+            "text": "".join(so_far.texts[first_text:]),
+            "output_ids": so_far.ids[first_id:],
+            "meta_info": self._meta_info(so_far, first_id),
+        }
         if self._call.return_prompt_token_ids:
             written["prompt_token_ids"] = list(so_far.prompt_ids)
-        written["meta_info"] = self._meta_info(so_far, first_id)
         return written
 
-    def _meta_info(self, so_far: _ChoiceSoFar, first_id: int) -> dict[str, Any]:
+    def _meta_info(self, so_far: _ChoiceSoFar, first_id: int) -> MetaInfo:
         latest = so_far.latest
         assert latest is not None, "a choice is written only after its first update"
-        meta: dict[str, Any] = {
+        meta: MetaInfo = {
             "id": latest.rid,
             "finish_reason": finish_reason(latest.finish),
             "prompt_tokens": latest.prompt_tokens,
@@ -328,13 +340,13 @@ class NativeAnswer:
             "seed": latest.seed,
         }
         if so_far.finished_at is not None and latest.times is not None:
-            meta |= self._times(latest.completion_tokens, latest.times, so_far.finished_at)
+            meta = {**meta, **self._times(latest.completion_tokens, latest.times, so_far.finished_at)}
         asked = self._call.inputs[so_far.prompt].logprobs
         if asked.output:
-            meta |= self._logprobs(asked, so_far, first_id)
+            meta = {**meta, **self._logprobs(asked, so_far, first_id)}
         return meta
 
-    def _times(self, num_tokens: int, times: ChoiceTimes, finished_at: float) -> dict[str, Any]:
+    def _times(self, num_tokens: int, times: ChoiceTimes, finished_at: float) -> Times:
         """Return the choice's times in seconds, and its throughput without the first token. Names in `_ts`, and in `_time` for a moment,
         are since the epoch."""
         first, last, queue_s = times.first_token_s, times.last_token_s, times.queue_s
@@ -352,9 +364,9 @@ class NativeAnswer:
             "response_sent_to_client_ts": self._epoch + self._now(),
         }
 
-    def _logprobs(self, asked: LogprobRequest, so_far: _ChoiceSoFar, first_id: int) -> dict[str, Any]:
+    def _logprobs(self, asked: LogprobRequest, so_far: _ChoiceSoFar, first_id: int) -> Logprobs:
         output = so_far.logprobs[first_id:]
-        written: dict[str, Any] = {
+        written: Logprobs = {
             "input_token_logprobs": [self._row(one.logprob, one.token_id) for one in so_far.prompt_logprobs],
             "output_token_logprobs": [self._row(one.logprob, one.token_id) for one in output],
             "output_token_logprobs_length": len(so_far.logprobs),
@@ -367,24 +379,27 @@ class NativeAnswer:
             written["output_token_ids_logprobs"] = [self._rows(one.of_ids) for one in output]
         return written
 
-    def _row(self, logprob: float | None, token_id: int) -> list[Any]:
+    def _row(self, logprob: float | None, token_id: int) -> Row:
         return [logprob, token_id, self._token_text(token_id) if self._call.return_text_in_logprobs else None]
 
-    def _rows(self, pairs: Sequence[tuple[float, int]]) -> list[list[Any]] | None:
+    def _rows(self, pairs: Sequence[tuple[float, int]]) -> list[Row] | None:
         return [self._row(logprob, token_id) for logprob, token_id in pairs] or None
 
 
-def cached_tokens_details(num_cached: int) -> dict[str, int]:
+def cached_tokens_details(num_cached: int) -> CachedTokensDetails:
     """Return where the cached tokens of a prompt were: here, always in the device's memory."""
     return {"device": num_cached, "host": 0}
 
 
-def finish_reason(finish: Finish | None) -> dict[str, Any] | None:
+def finish_reason(finish: Finish | None) -> FinishReason | None:
     """Return meta_info's finish_reason; None while the choice runs."""
     if finish is None:
         return None
     if finish.kind == "length":
+        assert finish.length is not None, "an output that reached its limit has a length"
         return {"type": "length", "length": finish.length}
     if finish.kind == "abort":
         return {"type": "abort", "message": finish.message, "status_code": None, "err_type": None}
-    return {"type": finish.kind} if finish.matched is None else {"type": finish.kind, "matched": finish.matched}
+    if finish.matched is None:
+        return {"type": "stop"}
+    return {"type": "stop", "matched": finish.matched}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from srt.entrypoints import answer_schemas as answers
-from srt.entrypoints import health, metrics, native, operations, profiling, tokenizing, web_page
+from srt.entrypoints import answers, health, metrics, native, operations, profiling, tokenizing, web_page
+from srt.entrypoints.answer_schemas import answer_schema
 from srt.entrypoints.body_schemas import Schema, body_schema, with_values
 from srt.entrypoints.errors import is_openai
 from srt.entrypoints.exchange import Exchange
@@ -49,12 +49,12 @@ class Operation:
     """A handler's parameters and answers. Its description is `text`, or else the handler's docstring."""
 
     tag: str
-    answer: Schema | None = None  # schema of a 200's JSON; None: no JSON
+    answer: Any = None  # type of a 200's JSON, or its schema; None: no JSON
     content: str = JSON  # content type of a 200's body; empty: no body
     body: type[RequestBody] | None = None
     query: Mapping[str, tuple[Schema, str]] = field(default_factory=dict)
     errors: tuple[int, ...] = (503,)
-    chunk: Schema | None = None  # schema of a stream's events, if the body may ask for a stream
+    chunk: Any = None  # type of a stream's events, if the body may ask for a stream
     text: str = ""
 
 
@@ -69,37 +69,37 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
     {
         completions.complete: Operation(
             "OpenAI",
-            answers.COMPLETION,
+            answers.Completion,
             body=CompletionBody,
             errors=_GENERATING,
-            chunk=answers.COMPLETION_CHUNK,
+            chunk=answers.CompletionChunk,
             text="Continue a text, for one prompt or many.",
         ),
         chat.chat: Operation(
             "OpenAI",
-            answers.CHAT_COMPLETION,
+            answers.ChatCompletion,
             body=ChatBody,
             errors=_GENERATING,
-            chunk=answers.CHAT_CHUNK,
+            chunk=answers.ChatChunk,
             text="Generate the next message of a conversation.",
         ),
-        models.list_models: Operation("OpenAI", answers.MODELS, text="List the server's model names."),
+        models.list_models: Operation("OpenAI", answers.ModelCards, text="List the server's model names."),
         models.one_model: Operation(
-            "OpenAI", answers.MODEL, errors=(404, 503), text="Describe one of the server's model names."
+            "OpenAI", answers.ModelCard, errors=(404, 503), text="Describe one of the server's model names."
         ),
         native.generate: Operation(
             "Native",
-            answers.GENERATED,
+            answers.Generated | list[answers.Generated],
             body=GenerateBody,
             errors=(*_BODY, *_RETRY, 504),
-            chunk=answers.GENERATED,
+            chunk=answers.Generated | list[answers.Generated],
             text="Continue a text or token ids. A list in place of a single prompt makes it a batch.",
         ),
         tokenizing.tokenize: Operation(
-            "Native", answers.TOKENS, body=tokenizing.TokenizeBody, errors=(*_BODY, 404, 503)
+            "Native", answers.Tokens, body=tokenizing.TokenizeBody, errors=(*_BODY, 404, 503)
         ),
         tokenizing.detokenize: Operation(
-            "Native", answers.TEXTS, body=tokenizing.DetokenizeBody, errors=(*_BODY, 404, 503)
+            "Native", answers.Texts, body=tokenizing.DetokenizeBody, errors=(*_BODY, 404, 503)
         ),
         native.abort_request: Operation(
             "Native",
@@ -108,10 +108,10 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             errors=(*_BODY, 503),
             text="Abort requests by name: one, all of a batch, or all that run. An unknown name is not an error.",
         ),
-        native.pause_generation: Operation("Native", answers.DONE, body=native.PauseBody, errors=(*_BODY, 503)),
+        native.pause_generation: Operation("Native", answers.Done, body=native.PauseBody, errors=(*_BODY, 503)),
         native.continue_generation: Operation(
             "Native",
-            answers.DONE,
+            answers.Done,
             body=native.ContinueBody,
             errors=(*_BODY, 503),
             text="Continue after /pause_generation. Does nothing if generation is not paused.",
@@ -168,7 +168,10 @@ def describe(routes: Routes, service: Service) -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": {"OpenAIError": answers.OPENAI_ERROR, "Error": answers.NATIVE_ERROR},
+            "schemas": {
+                "OpenAIError": answer_schema(answers.OpenAIError),
+                "Error": answer_schema(answers.NativeError),
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "The server's --api-key."}},
         },
         "security": [{"key": []}, {}],
@@ -229,13 +232,11 @@ def _operation(path: str, method: str, handler: Handler) -> dict[str, Any]:
 def _responses(path: str, known: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if known.content:
-        content[known.content] = (
-            {"schema": known.answer} if known.answer is not None else {"schema": {"type": "string"}}
-        )
+        content[known.content] = {"schema": answer_schema(str if known.answer is None else known.answer)}
     if known.chunk is not None:
         content[EVENTS] = {
             "schema": {"type": "string"},
-            "x-event": known.chunk,
+            "x-event": answer_schema(known.chunk),
         }
     responses: dict[str, Any] = {"200": {"description": "The answer.", "headers": _REQUEST_ID, "content": content}}
     for status in sorted({*known.errors, 403, *(() if path in operations.OPEN_TO_ALL else (401,))}):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -42,7 +42,7 @@ class TextEvent:
 
     __slots__ = ("_after", "_before")
 
-    def __init__(self, make: Callable[[str], dict[str, Any]]) -> None:
+    def __init__(self, make: Callable[[str], Mapping[str, object]]) -> None:
         """Encode the chunk `make(text)` around its text. No value that a client chooses may follow the text in it."""
         mark = "\x00text\x00"
         self._before, _, self._after = event(make(mark)).rpartition(orjson.dumps(mark))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import ClassVar
 
+from srt.entrypoints.answers import Texts, Tokens
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.native_shapes import MAX_BATCH
 from srt.entrypoints.openai.models import check_model
@@ -49,13 +50,12 @@ async def tokenize(exchange: Exchange, service: Service) -> None:
         raise renamed(error, {"text": "prompt"}) from error
     counts = [len(ids) for ids in tokens]
     is_batch = isinstance(body.prompt, list)
-    await exchange.send_json(
-        {
-            "tokens": tokens if is_batch else tokens[0],
-            "count": counts if is_batch else counts[0],
-            "max_model_len": engine.limits.max_request_tokens,
-        }
-    )
+    answer: Tokens = {
+        "tokens": tokens if is_batch else tokens[0],
+        "count": counts if is_batch else counts[0],
+        "max_model_len": engine.limits.max_request_tokens,
+    }
+    await exchange.send_json(answer)
 
 
 async def detokenize(exchange: Exchange, service: Service) -> None:
@@ -63,17 +63,20 @@ async def detokenize(exchange: Exchange, service: Service) -> None:
     body = DetokenizeBody.parse(await exchange.read_json())
     check_model(body.model, service)
     engine = service.engine()
+    answer: Texts
     rows = [ids for ids in body.tokens if isinstance(ids, list)]
     if not rows:
         flat = [token for token in body.tokens if isinstance(token, int)]
-        await exchange.send_json({"text": engine.text.detokenize(flat, body.skip_special_tokens)})
+        answer = {"text": engine.text.detokenize(flat, body.skip_special_tokens)}
+        await exchange.send_json(answer)
         return
     _check_batch("tokens", len(rows))
     texts = []
     for ids in rows:
         texts.append(engine.text.detokenize(ids, body.skip_special_tokens))
         await asyncio.sleep(0)
-    await exchange.send_json({"text": texts})
+    answer = {"text": texts}
+    await exchange.send_json(answer)
 
 
 def _check_batch(name: str, count: int) -> None:

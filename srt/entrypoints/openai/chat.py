@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
-
+from srt.entrypoints.answers import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobLists,
+    ChatTextChunk,
+    Ending,
+    OutputFields,
+    PromptFields,
+)
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai.messages import plain_messages
 from srt.entrypoints.openai.models import check_model
@@ -20,7 +27,8 @@ from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, GenerateInput
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 
 _KIND, _CHUNK = "chat.completion", "chat.completion.chunk"
-_ROLE = {"role": "assistant", "content": ""}
+_NO_IDS: OutputFields = {}
+_ROLE: ChatDelta = {"role": "assistant", "content": ""}
 
 
 async def chat(exchange: Exchange, service: Service) -> None:
@@ -84,8 +92,8 @@ class ChatAnswer:
         self._usage = usage
         self._logprobs = ChatLogprobs(engine, body) if body.logprobs else None
         self._facts = PromptFacts(body, engine.text.token_text)
-        self._of_prompt: dict[str, Any] = {}
-        self._whole: list[dict[str, Any]] = [{} for _ in range(body.n)]
+        self._of_prompt: PromptFields = {}
+        self._whole: dict[int, ChatChoice] = {}
         self._began = [False] * body.n
         # By choice, a template for events that differ only in text. None before the first text, or if more than the text changes.
         self._text_events: list[TextEvent | None] = [None] * body.n
@@ -105,9 +113,14 @@ class ChatAnswer:
         }
         self._of_prompt = self._facts.of_prompt(update)
 
-    def result(self) -> dict[str, Any]:
-        head = {**self._identity.head(_KIND), "choices": self._whole, "usage": self._usage.write()}
-        return {**head, **self._of_prompt, **self._usage.sglext()}
+    def result(self) -> ChatCompletion:
+        return {
+            **self._identity.head(_KIND),
+            "choices": [self._whole[index] for index in sorted(self._whole)],
+            "usage": self._usage.write(),
+            **self._of_prompt,
+            **self._usage.sglext(),
+        }
 
     # ---- Streamed
 
@@ -134,19 +147,19 @@ class ChatAnswer:
     def last_events(self) -> bytes:
         return last_chunks(self._identity.head(_CHUNK), self._usage)
 
-    def _chunk(self, update: ChoiceUpdate, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
+    def _chunk(self, update: ChoiceUpdate, delta: ChatDelta, logprobs: ChatLogprobLists | None = None) -> bytes:
         """Return the event with an update's text, logprobs and ids."""
         return event(self._object(update, delta, logprobs, more=self._facts.of_output(update)))
 
     def _object(
         self,
         update: ChoiceUpdate,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        finish: dict[str, Any] | None = None,
-        more: Mapping[str, Any] = MappingProxyType({}),
-    ) -> dict[str, Any]:
-        choice = {
+        delta: ChatDelta,
+        logprobs: ChatLogprobLists | None = None,
+        finish: Ending | None = None,
+        more: OutputFields = _NO_IDS,
+    ) -> ChatTextChunk:
+        choice: ChatChunkChoice = {
             "index": update.index,
             "delta": delta,
             "logprobs": logprobs,
@@ -156,5 +169,5 @@ class ChatAnswer:
         }
         return {**self._identity.head(_CHUNK), "choices": [choice], **self._usage.in_chunk()}
 
-    def _write_logprobs(self, update: ChoiceUpdate) -> dict[str, Any] | None:
+    def _write_logprobs(self, update: ChoiceUpdate) -> ChatLogprobLists | None:
         return None if self._logprobs is None else self._logprobs.write(update.output_logprobs)

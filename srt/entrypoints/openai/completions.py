@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from srt.entrypoints.answers import Completion, CompletionChoice, CompletionTextChunk, PromptFields
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.native_shapes import MAX_BATCH, check_num_choices
 from srt.entrypoints.openai.models import check_model
@@ -20,6 +21,7 @@ from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, GenerateInput
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 
 _KIND = "text_completion"
+_NO_PROMPT: PromptFields = {}
 
 
 async def complete(exchange: Exchange, service: Service) -> None:
@@ -129,7 +131,7 @@ class CompletionAnswer:
                 CompletionLogprobs(engine, body, one, echo) for one, echo in prompts for _ in range(body.n)
             ]
         self._facts = PromptFacts(body, engine.text.token_text)
-        self._whole: list[dict[str, Any]] = [{} for _ in range(count)]
+        self._whole: dict[int, CompletionChoice] = {}
         self._began = [False] * count
         # By choice, a template for events that differ only in text. None before the first event, or if more than the text changes.
         self._text_events: list[TextEvent | None] = [None] * count
@@ -140,13 +142,13 @@ class CompletionAnswer:
         """Add a choice; `update` is all of it."""
         self._usage.take(prompt, update)
         index = prompt * self._n + update.index
-        whole = self._choice(index, self._echoes[prompt] + update.text, update)
-        self._whole[index] = {**whole, **self._facts.of_prompt(update)}
+        text = self._echoes[prompt] + update.text
+        self._whole[index] = self._choice(index, text, update, self._facts.of_prompt(update))
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Completion:
         return {
             **self._identity.head(_KIND),
-            "choices": self._whole,
+            "choices": [self._whole[index] for index in sorted(self._whole)],
             "usage": self._usage.write(),
             **self._usage.sglext(),
         }
@@ -159,7 +161,7 @@ class CompletionAnswer:
         if fast is not None and update.finish is None:
             return fast.write(text) if text else b""
         self._usage.take(prompt, update)
-        of_prompt: dict[str, Any] = {}
+        of_prompt: PromptFields = {}
         if not self._began[index]:
             self._began[index] = True
             text, of_prompt = self._echoes[prompt] + text, self._facts.of_prompt(update)
@@ -170,15 +172,17 @@ class CompletionAnswer:
         is_plain = self._logprobs is None and not self._facts.has_ids and not self._usage.in_every_chunk
         if is_plain and update.finish is None:
             self._text_events[index] = TextEvent(lambda text: self._chunk(self._choice(index, text, update)))
-        return event(self._chunk({**self._choice(index, text, update), **of_prompt}))
+        return event(self._chunk(self._choice(index, text, update, of_prompt)))
 
     def last_events(self) -> bytes:
         return last_chunks(self._identity.head(_KIND), self._usage)
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, choice: CompletionChoice) -> CompletionTextChunk:
         return {**self._identity.head(_KIND), "choices": [choice], **self._usage.in_chunk()}
 
-    def _choice(self, index: int, text: str, update: ChoiceUpdate) -> dict[str, Any]:
+    def _choice(
+        self, index: int, text: str, update: ChoiceUpdate, of_prompt: PromptFields = _NO_PROMPT
+    ) -> CompletionChoice:
         logprobs = None
         if self._logprobs is not None:
             logprobs = self._logprobs[index].write(update)
@@ -189,4 +193,5 @@ class CompletionAnswer:
             **finish_fields(update.finish),
             "seed": update.seed,
             **self._facts.of_output(update),
+            **of_prompt,
         }

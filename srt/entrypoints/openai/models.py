@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
+from srt.entrypoints.answers import ModelCard, ModelCards
 from srt.entrypoints.errors import ApiError
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.service import Service
@@ -25,7 +25,8 @@ def check_model(name: str | None, service: Service) -> str:
 
 
 async def list_models(exchange: Exchange, service: Service) -> None:
-    await exchange.send_json({"object": "list", "data": [_card(name, service) for name in service.args.model_names()]})
+    cards: ModelCards = {"object": "list", "data": [_card(name, service) for name in service.args.model_names()]}
+    await exchange.send_json(cards)
 
 
 async def one_model(exchange: Exchange, service: Service) -> None:
@@ -33,7 +34,7 @@ async def one_model(exchange: Exchange, service: Service) -> None:
     await exchange.send_json(_card(check_model(exchange.path.removeprefix(_PREFIX), service), service))
 
 
-def _card(name: str, service: Service) -> dict[str, Any]:
+def _card(name: str, service: Service) -> ModelCard:
     return {
         "id": name,
         "object": "model",

@@ -6,8 +6,18 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from srt.entrypoints.answers import (
+    ChatLogprobLists,
+    ChatToken,
+    ChatTokenWithTop,
+    ChunkUsage,
+    CompletionLogprobLists,
+    Ending,
+    Head,
+    SglExt,
+    TokenUsage,
+)
 from srt.entrypoints.native_shapes import cached_tokens_details
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from srt.entrypoints.streaming import event
@@ -30,7 +40,7 @@ class Identity:
         """Return a new identity. Its id is the client's rid, so that /abort_request finds it, or a random one."""
         return cls(body.name or f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
 
-    def head(self, kind: str) -> dict[str, Any]:
+    def head(self, kind: str) -> Head:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def rids(self, count: int) -> list[str]:
@@ -51,7 +61,7 @@ class Usage:
     def take(self, prompt: int, update: ChoiceUpdate) -> None:
         self._latest[prompt, update.index] = update
 
-    def write(self) -> dict[str, Any]:
+    def write(self) -> TokenUsage:
         prompts = {prompt: update.prompt_tokens for (prompt, _), update in self._latest.items()}
         num_prompt, num_output = sum(prompts.values()), sum(u.completion_tokens for u in self._latest.values())
         return {
@@ -68,27 +78,27 @@ class Usage:
             cached[prompt] = min(cached.get(prompt, update.cached_tokens), update.cached_tokens)
         return sum(cached.values())
 
-    def sglext(self) -> dict[str, Any]:
+    def sglext(self) -> SglExt:
         """Return the answer's sglext field, if it was asked for."""
         if not self._has_details:
             return {}
         return {"sglext": {"cached_tokens_details": cached_tokens_details(self._num_cached())}}
 
-    def in_chunk(self) -> dict[str, Any]:
+    def in_chunk(self) -> ChunkUsage:
         """Return the usage field of a chunk with text: the counts so far if asked for, null if only the last chunk has them."""
         if self.in_every_chunk:
             return {"usage": self.write()}
         return {"usage": None} if self.in_stream else {}
 
 
-def last_chunks(head: dict[str, Any], usage: Usage) -> bytes:
+def last_chunks(head: Head, usage: Usage) -> bytes:
     """Return the events behind the choices of a stream: sglext and usage, if asked for."""
     sglext = usage.sglext()
     events = event({**head, "choices": [], **sglext, **usage.in_chunk()}) if sglext else b""
     return events + event({**head, "choices": [], "usage": usage.write()}) if usage.in_stream else events
 
 
-def finish_fields(finish: Finish | None) -> dict[str, Any]:
+def finish_fields(finish: Finish | None) -> Ending:
     if finish is None:
         return {"finish_reason": None, "matched_stop": None}
     return {"finish_reason": finish.kind, "matched_stop": finish.matched}
@@ -102,8 +112,8 @@ class ChatLogprobs:
         self._top = body.top_logprobs or 0
         self._as_ids = body.return_tokens_as_token_ids
 
-    def write(self, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
-        content = [
+    def write(self, tokens: Iterable[TokenLogprob]) -> ChatLogprobLists:
+        content: list[ChatTokenWithTop] = [
             {
                 **self._token(one.logprob, one.token_id),
                 "top_logprobs": [self._token(*pair) for pair in one.top[: self._top]],
@@ -112,7 +122,7 @@ class ChatLogprobs:
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, logprob: float | None, token_id: int) -> dict[str, Any]:
+    def _token(self, logprob: float | None, token_id: int) -> ChatToken:
         return {
             "token": id_name(token_id) if self._as_ids else self._engine.text.token_text(token_id),
             "logprob": logprob,
@@ -134,7 +144,7 @@ class CompletionLogprobs:
         self._echo = echo
         self._starts: _TokenStarts | None = None  # for the output; set by the first update
 
-    def write(self, update: ChoiceUpdate) -> dict[str, Any]:
+    def write(self, update: ChoiceUpdate) -> CompletionLogprobLists:
         """Return the lists for an update. Call it for all updates, in order."""
         if self._starts is None:
             stream = self._engine.text.output_stream(self._request.params, update.prompt_ids)

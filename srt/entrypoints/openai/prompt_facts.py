@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from srt.entrypoints.answers import OutputFields, PromptFields, PromptLogprob
 from srt.entrypoints.openai.schema import OpenAIBody
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, TokenLogprob
 
@@ -17,18 +17,18 @@ class PromptFacts:
         self._top = body.prompt_logprobs
         self._token_text = token_text
 
-    def of_output(self, update: ChoiceUpdate) -> dict[str, Any]:
+    def of_output(self, update: ChoiceUpdate) -> OutputFields:
         """Return the ids of the output; in a stream, those of the update."""
         return {"token_ids": list(update.ids)} if self.has_ids else {}
 
-    def of_prompt(self, update: ChoiceUpdate) -> dict[str, Any]:
+    def of_prompt(self, update: ChoiceUpdate) -> PromptFields:
         """Return the prompt's ids and logprobs, from the first update of a choice."""
-        fields: dict[str, Any] = {"prompt_token_ids": list(update.prompt_ids)} if self.has_ids else {}
+        fields: PromptFields = {"prompt_token_ids": list(update.prompt_ids)} if self.has_ids else {}
         if self._top is not None:
             fields["prompt_logprobs"] = [self._position(one, self._top) for one in update.prompt_logprobs]
         return fields
 
-    def _position(self, one: TokenLogprob, top: int) -> dict[str, Any] | None:
+    def _position(self, one: TokenLogprob, top: int) -> dict[str, PromptLogprob] | None:
         """Return the prompt's token and then the likeliest ones; None for the first token, which has no logprob."""
         if one.logprob is None:
             return None

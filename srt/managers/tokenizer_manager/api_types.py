@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from msgspec import Struct
 
@@ -68,7 +69,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    kind: str  # stop, length or abort
+    kind: Literal["stop", "length", "abort"]
     matched: int | str | None = None  # the stop id, stop string or stop regex that ended it
     length: int | None = None  # only for the kind length
     message: str = ""  # only for the kind abort
