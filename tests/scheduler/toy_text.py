@@ -216,7 +216,7 @@ def draw_text_request(rng: random.Random, choices: list[Choice], stop_share: flo
         for _ in range(rng.choice((1, 1, 2, 4))):
             first = rng.randrange(len(text) + 1)
             stops.append(text[first : first + rng.choice((1, 2, 3, 5))] or "never")
-        if rng.random() < 0.5:
+        if rng.random() < 0.7:
             stops, expressions = stops[1:], [rng.choice(EXPRESSIONS)[0]]
     params = SamplingParams(
         max_new_tokens=sampling.max_new_tokens,
