@@ -108,10 +108,10 @@ class _EventWriter:
         self._prompt = prompt
 
     @property
-    def can_take_now(self) -> bool:
+    def can_accept_now(self) -> bool:
         return self._exchange.can_write_now
 
-    def take_now(self, updates: list[ChoiceUpdate]) -> None:
+    def accept_now(self, updates: list[ChoiceUpdate]) -> None:
         if data := self.events(updates):
             self._exchange.write_now(data)
 

@@ -113,7 +113,7 @@ class _Unread:
     def has_ended(self) -> bool:
         return self._num_left == 0
 
-    def take_tokens(self, news: NewTokens, now_s: float) -> bool:
+    def add_tokens(self, news: NewTokens, now_s: float) -> bool:
         return False
 
     def end_choice(self, index: int, done: RequestDone) -> None:
@@ -123,7 +123,7 @@ class _Unread:
     def fail(self, error: RequestError) -> None:
         pass
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         pass
 
 
@@ -214,10 +214,10 @@ class Client:
     # ---- As a reader
 
     @property
-    def can_take_now(self) -> bool:
+    def can_accept_now(self) -> bool:
         return self._lag_s == 0.0
 
-    def take_now(self, updates: list[ChoiceUpdate]) -> None:
+    def accept_now(self, updates: list[ChoiceUpdate]) -> None:
         try:
             self._judge_all(updates)
         except AssertionError as error:  # which would be taken for a defect of the text
@@ -479,7 +479,7 @@ class Clients:
             self.deliveries._apply(self.ledger.end(rid, index))
             c.done = RequestDone(rid, index, "abort", -1, c.num_released, c.cached)
             client._live.end_choice(index, c.done)
-            client._live.tell()
+            client._live.notify()
             self.deliveries._forget_if_ended(client._live, "abort")
         return self._after()
 

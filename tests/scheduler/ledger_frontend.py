@@ -101,7 +101,7 @@ class LedgerFrontend:
     def note_lost(self) -> None:
         """The scheduler has died."""
         self._is_lost = True
-        self._ledger.note_lost()
+        self._ledger.record_lost()
 
     def abort(self, rid: int, choice: int) -> list[FromFrontend]:
         """The ledger forgets at once what it aborts: nothing more may be released for it."""
@@ -209,7 +209,7 @@ class LedgerFrontend:
                 assert asked is not None, f"call {call} was answered, which has no answer to come: {message}"
                 self.last_reply = message
                 named = self._named_by_call.pop(call, [])
-                self.clients.deliveries.note_aborted(named)
+                self.clients.deliveries.record_aborted(named)
                 for rid in named:
                     self._note_aborted(rid)
                 self._world.note_reply(self, asked, message)

@@ -39,7 +39,7 @@ class ControlCalls:
             del self._open[number]
             self._num_own -= is_own
 
-    def take(self, reply: ControlReply) -> None:
+    def handle(self, reply: ControlReply) -> None:
         """Resolve the call that this reply answers. Does nothing if the call was cancelled."""
         _, answer = self._open.get(reply.call, (None, None))
         if answer is not None and not answer.done():

@@ -32,7 +32,7 @@ class Deliveries:
         self._live: dict[int, LiveRequest] = {}
         self._have_news: dict[int, LiveRequest] = {}  # to be notified after the current batch
         self._is_ending: set[int] = set()  # requests with a choice that ends in the current batch
-        self._taken_s = 0.0  # when the current batch arrived
+        self._received_s = 0.0  # when the current batch arrived
         self._num_refused = 0
         self._num_tokens = 0
 
@@ -52,16 +52,16 @@ class Deliveries:
     def abort_named(self, label: str) -> None:
         """Ask the scheduler to end the requests that match `label`: a client was already told that they are aborted."""
         for rid in self._ledger.named(label):
-            self._ledger.note_aborted(rid)
+            self._ledger.record_aborted(rid)
             self._send(Abort(rid, ALL_CHOICES))
 
     def named(self, label: str) -> list[int]:
         return self._ledger.named(label)
 
-    def note_aborted(self, rids: Iterable[int]) -> None:
+    def record_aborted(self, rids: Iterable[int]) -> None:
         """Record that the scheduler ends these requests. Their last tokens are still to come."""
         for rid in rids:
-            self._ledger.note_aborted(rid)
+            self._ledger.record_aborted(rid)
 
     def abort_all(self) -> None:
         """Abort every live request at the scheduler."""
@@ -108,33 +108,33 @@ class Deliveries:
 
     # ---- The scheduler's side
 
-    def take(self, message: TokenBatch | Refused) -> None:
+    def handle(self, message: TokenBatch | Refused) -> None:
         """Deliver the content of a message to the readers; raise LinkBroken if it contradicts itself."""
-        self._taken_s = taken_s = self._watch.now()
+        self._received_s = received_s = self._watch.now()
         if isinstance(message, TokenBatch):
             self._is_ending = {done.rid for done in message.done}
         self._apply(self._ledger.effects_of(message))
-        self._tell_readers()
-        self._watch.took(message, taken_s)
+        self._notify_readers()
+        self._watch.received(message, received_s)
 
-    def note_last_word(self, word: LastWord) -> None:
+    def record_last_word(self, word: LastWord) -> None:
         """Record what was in flight when the scheduler came to an early end."""
-        self._ledger.note_last_word(word)
+        self._ledger.record_last_word(word)
 
-    def note_lost(self) -> None:
+    def record_lost(self) -> None:
         """Record that the scheduler's link has ended; new requests wait until `resume`."""
-        self._ledger.note_lost()
+        self._ledger.record_lost()
 
-    def note_death(self, *, by_request: bool) -> None:
+    def record_death(self, *, by_request: bool) -> None:
         """Record that the scheduler has died; `by_request`: a request may be the cause."""
-        self._ledger.note_death(by_request=by_request)
+        self._ledger.record_death(by_request=by_request)
 
     def resume(self) -> None:
         """Send all live requests to a new scheduler, which continues them."""
-        self._taken_s = self._watch.now()
+        self._received_s = self._watch.now()
         self._is_ending = set()
         self._apply(self._ledger.resume())
-        self._tell_readers()
+        self._notify_readers()
 
     def acknowledge(self) -> None:
         """Acknowledge all batches received so far."""
@@ -156,11 +156,11 @@ class Deliveries:
         live: LiveRequest = news.reader
         self._num_tokens += len(news.ids)
         try:
-            has_stopped = live.take_tokens(news, self._taken_s)
+            has_stopped = live.add_tokens(news, self._received_s)
             if live.watched is not None:
-                self._watch.tokens(live.watched, news.choice, news.ids, self._taken_s)
+                self._watch.tokens(live.watched, news.choice, news.ids, self._received_s)
             if live.has_one_choice and not has_stopped and live.rid not in self._is_ending:
-                live.tell()  # the batch has nothing else for this request
+                live.notify()  # the batch has nothing else for this request
                 return
         except Exception:
             self._text_failed(live)
@@ -187,12 +187,12 @@ class Deliveries:
             self.abort(end.rid)  # for its other choices
         self._forget_if_ended(live, end.done.reason)
 
-    def _tell_readers(self) -> None:
+    def _notify_readers(self) -> None:
         """Notify each request's reader once, even if the batch had several ranges for it."""
         have_news, self._have_news = self._have_news, {}
         for live in have_news.values():
             try:
-                live.tell()
+                live.notify()
             except Exception:
                 self._text_failed(live)
 

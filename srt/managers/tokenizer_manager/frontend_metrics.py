@@ -72,7 +72,7 @@ class SharedHistogram:
         self._cells = numbers.cells
         self._first, self._sum = numbers.place(names[0]), numbers.place(names[-1])
 
-    def take(self, value: float, times: int = 1) -> None:
+    def record(self, value: float, times: int = 1) -> None:
         self._cells[self._first + bisect_left(self._bounds, value)] += times
         self._cells[self._sum] += value * times
 

@@ -25,10 +25,10 @@ class Reader(Protocol):
     """A consumer that gets updates by a call, in the same turn of the event loop in which they arrive."""
 
     @property
-    def can_take_now(self) -> bool: ...
+    def can_accept_now(self) -> bool: ...
 
-    def take_now(self, updates: list[ChoiceUpdate]) -> None:
-        """Consume `updates`. Called only while `can_take_now` is true."""
+    def accept_now(self, updates: list[ChoiceUpdate]) -> None:
+        """Consume `updates`. Called only while `can_accept_now` is true."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class LiveRequest:
 
     # ---- The manager's side
 
-    def take_tokens(self, news: NewTokens, now_s: float) -> bool:
+    def add_tokens(self, news: NewTokens, now_s: float) -> bool:
         """Add tokens of a choice that arrived at `now_s`. Return True if their text completed a stop: later tokens are dropped."""
         choice = self._only or self._choices[news.choice]
         if choice.finish is not None:
@@ -178,16 +178,16 @@ class LiveRequest:
         choice.finish = finish
         choice.is_news = True
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Deliver the updates that the batch brought: push them to the reader, or wake it."""
         reader = self._reader
         if reader is None:
             if not self._wants_all or self.has_ended:
                 self._wake_reader()
-        elif self._error is not None or not reader.can_take_now:
+        elif self._error is not None or not reader.can_accept_now:
             self._wake_reader()
         else:
-            reader.take_now(self._take_news())
+            reader.accept_now(self._pop_updates())
             if self.is_closed:
                 self._wake_reader()
 
@@ -205,13 +205,13 @@ class LiveRequest:
         self._wake_reader()
 
     def push_to(self, reader: Reader) -> None:
-        """Let `tell` pass updates to `reader` while its `can_take_now` is true; otherwise they wake the iterating reader."""
+        """Let `notify` pass updates to `reader` while its `can_accept_now` is true; otherwise they wake the iterating reader."""
         self._reader = reader
 
     async def next_updates(self) -> list[ChoiceUpdate]:
         """Return the updates since the last call; wait if there are none. An empty list is the end; an error is raised last."""
         while True:
-            updates = self._take_news()
+            updates = self._pop_updates()
             if updates or self.is_closed:
                 return updates
             if self._error is not None:
@@ -219,14 +219,14 @@ class LiveRequest:
                 raise self._error
             await self._wait()
 
-    def _take_news(self) -> list[ChoiceUpdate]:
+    def _pop_updates(self) -> list[ChoiceUpdate]:
         only = self._only
         if only is not None:
-            return [self._take(only)] if only.is_news and not only.is_over else []
-        return [self._take(choice) for choice in self._choices.values() if choice.is_news and not choice.is_over]
+            return [self._pop_update(only)] if only.is_news and not only.is_over else []
+        return [self._pop_update(choice) for choice in self._choices.values() if choice.is_news and not choice.is_over]
 
     async def _wait(self) -> None:
-        """Wait for `tell`, `fail` or `close`. Only one reader may wait."""
+        """Wait for `notify`, `fail` or `close`. Only one reader may wait."""
         self._wake = asyncio.get_running_loop().create_future()
         await self._wake
 
@@ -240,14 +240,14 @@ class LiveRequest:
             raise self._error
         for choice in self._choices.values():
             choice.finish = choice.finish or Finish("abort", message=ABORTED)
-        return [self._take(choice) for choice in self._choices.values()]
+        return [self._pop_update(choice) for choice in self._choices.values()]
 
     @property
     def is_closed(self) -> bool:
         """True if the reader closed the request or has fetched every finish."""
         return self._num_over == len(self._choices)
 
-    def _take(self, choice: _Choice) -> ChoiceUpdate:
+    def _pop_update(self, choice: _Choice) -> ChoiceUpdate:
         update = ChoiceUpdate(
             choice.index,
             choice.text,

@@ -103,7 +103,7 @@ class _Choice:
     def num_logprobs(self) -> int:
         return self.num_released + len(self.logprobs)
 
-    def note_death(self, *, is_suspected: bool, is_alone: bool) -> None:
+    def record_death(self, *, is_suspected: bool, is_alone: bool) -> None:
         """Record an engine's death. A harmful choice kills engines at the same token each time, so progress by more than TRIAL_TOKENS
         since the last death clears the counts."""
         self.was_in_flight = False
@@ -234,9 +234,9 @@ class RequestLedger:
         self.num_batches += 1
         self._last_batch = max(self._last_batch, message.number)
         touched: dict[tuple[int, int], None] = {}  # in the order of the batch
-        yield from self._take_ids(message, touched)
+        yield from self._enter_ids(message, touched)
         for logprobs in message.logprobs:
-            self._take_logprobs(logprobs, touched)
+            self._enter_logprobs(logprobs, touched)
         for done in message.done:
             choice = self._choice(done.rid, done.choice)
             if choice is not None:
@@ -263,13 +263,13 @@ class RequestLedger:
             self._forget(rid, index)
         return [Send(Abort(rid, choice))]
 
-    def note_aborted(self, rid: int) -> None:
+    def record_aborted(self, rid: int) -> None:
         """Record that a scheduler ends the request and a client was told so: it does not continue if that scheduler dies first."""
         entry = self._entries.get(rid)
         if entry is not None:
             entry.is_aborted = True
 
-    def note_last_word(self, word: LastWord) -> None:
+    def record_last_word(self, word: LastWord) -> None:
         """Record the choices that were in flight when a scheduler came to its end."""
         self._was_alone = word.is_alone
         for rid, index in zip(word.rids.tolist(), word.choices.tolist(), strict=True):
@@ -277,15 +277,15 @@ class RequestLedger:
             if choice is not None:
                 choice.was_in_flight = True
 
-    def note_lost(self) -> None:
+    def record_lost(self) -> None:
         """Record that the scheduler is unreachable. New requests wait until `resume`."""
         self._has_scheduler = False
 
-    def note_death(self, *, by_request: bool) -> None:
+    def record_death(self, *, by_request: bool) -> None:
         """Record the cause of the scheduler's death. If a request may be the cause, choices in flight become suspects."""
         for entry in self._entries.values():
             for choice in entry.choices.values():
-                choice.note_death(is_suspected=choice.was_in_flight and by_request, is_alone=self._was_alone)
+                choice.record_death(is_suspected=choice.was_in_flight and by_request, is_alone=self._was_alone)
 
     def resume(self) -> Iterator[Effect]:
         """Yield the effects that let a new scheduler continue each live choice; its batches are numbered from the start.
@@ -310,7 +310,7 @@ class RequestLedger:
 
     # ---- What a batch brings
 
-    def _take_ids(self, batch: TokenBatch, touched: dict[tuple[int, int], None]) -> Iterator[Effect]:
+    def _enter_ids(self, batch: TokenBatch, touched: dict[tuple[int, int], None]) -> Iterator[Effect]:
         """Enter a batch's token ids. A range that directly follows its choice's tokens is released at once if it needs no logprobs."""
         columns = (batch.rids, batch.choices, batch.first, batch.counts, batch.cached)
         if len({len(column) for column in columns}) != 1:
@@ -345,7 +345,7 @@ class RequestLedger:
                 choice.ids += ids[end - count + known : end]
                 choice.asked_from = -1
 
-    def _take_logprobs(self, message: TokenLogprobs, touched: dict[tuple[int, int], None]) -> None:
+    def _enter_logprobs(self, message: TokenLogprobs, touched: dict[tuple[int, int], None]) -> None:
         entry = self._entries.get(message.rid)
         choice = None if entry is None else entry.choices.get(message.choice)
         if entry is None or choice is None:

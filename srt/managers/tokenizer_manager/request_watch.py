@@ -98,20 +98,20 @@ class RequestWatch:
             self._tracer.slice("submit", tokenized_s, request=label, prompt_tokens=one.num_prompt)
             self._tracer.arrow("s", REQUEST, number, tokenized_s)
 
-    def took(self, message: TokenBatch | Refused, taken_s: float) -> None:
-        """Record that a message has been handled: its tokens are text now. Handling began at `taken_s`."""
+    def received(self, message: TokenBatch | Refused, received_s: float) -> None:
+        """Record that a message has been handled: its tokens are text now. Handling began at `received_s`."""
         if self._num_new_tokens:
             self._metrics.add("generation_tokens", self._num_new_tokens)
             self._num_new_tokens = 0
             for gap_s, times in self._new_gaps.items():
-                self._metrics.between_tokens_s.take(gap_s, times)
+                self._metrics.between_tokens_s.record(gap_s, times)
             self._new_gaps.clear()
         if self._tracer.is_on and isinstance(message, TokenBatch):
-            self._tracer.slice("detokenize", taken_s, batch=message.number, num_tokens=len(message.ids))
-            self._tracer.arrow("f", BATCH, batch_number(self._frontend, message.number), taken_s)
+            self._tracer.slice("detokenize", received_s, batch=message.number, num_tokens=len(message.ids))
+            self._tracer.arrow("f", BATCH, batch_number(self._frontend, message.number), received_s)
 
     def tokens(self, one: Watched, choice: int, ids: list[int], now: float) -> None:
-        """Record tokens that came at `now`. A call of `took` for their message follows."""
+        """Record tokens that came at `now`. A call of `received` for their message follows."""
         if not ids:
             return
         count = len(ids)
@@ -119,7 +119,7 @@ class RequestWatch:
         one.last_s[choice] = now
         if one.first_s is None:
             one.first_s = now
-            one.metrics.first_token_s.take(now - one.began_s)
+            one.metrics.first_token_s.record(now - one.began_s)
             if self._tracer.is_on:
                 self._tracer.mark(REQUEST, request_number(self._frontend, one.rid), "first token", now)
         elif last_s is not None and one.metrics is self._metrics:
@@ -144,7 +144,7 @@ class RequestWatch:
             return
         one.metrics.add("cached_tokens", one.cached)
         if how in ("stop", "length"):
-            one.metrics.whole_s.take(self.now() - one.began_s)
+            one.metrics.whole_s.record(self.now() - one.began_s)
         elif how == "abort":
             one.metrics.add("num_aborted_requests")
         else:

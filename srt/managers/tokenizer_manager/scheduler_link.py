@@ -68,7 +68,7 @@ class SchedulerLink:
         if not self._is_open:
             return
         self._link.send(message)
-        self._look_again()
+        self._schedule_read()
 
     def close(self) -> None:
         """Close the link, waiting briefly for queued messages to leave. No callback is called any more."""
@@ -78,7 +78,7 @@ class SchedulerLink:
         """Close the link and discard queued messages: the other end is gone."""
         self._end(0)
 
-    def _look_again(self) -> None:
+    def _schedule_read(self) -> None:
         """Schedule a read in the event loop's next turn: the socket's descriptor is edge-triggered, and a send may consume an edge."""
         if not self._is_turn_due:
             self._is_turn_due = True
@@ -86,8 +86,8 @@ class SchedulerLink:
 
     def _read(self) -> None:
         self._is_turn_due = False
-        if self._take_messages(_MESSAGES_PER_TURN) == _MESSAGES_PER_TURN:
-            self._look_again()
+        if self._receive_messages(_MESSAGES_PER_TURN) == _MESSAGES_PER_TURN:
+            self._schedule_read()
         elif self._is_open:
             self._on_idle()
 
@@ -98,12 +98,12 @@ class SchedulerLink:
             except zmq.Again:
                 return
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._take_messages()  # messages that arrived before the end still count
+                self._receive_messages()  # messages that arrived before the end still count
                 if self._is_open:
                     self._end(0)
                     self._on_lost()
 
-    def _take_messages(self, most: int | None = None) -> int:
+    def _receive_messages(self, most: int | None = None) -> int:
         """Pass arrived messages, at most `most`, to `on_message`; return their number."""
         count = 0
         try:

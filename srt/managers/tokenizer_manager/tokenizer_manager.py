@@ -193,20 +193,20 @@ class TokenizerManager:
     def _engine_lost(self) -> None:
         """Handle the end of the link. The supervisor notices the death too, and replaces the engine or ends everything."""
         self._is_greeted = False
-        self._deliveries.note_lost()
+        self._deliveries.record_lost()
         self._go_to_next()
 
     def _go_to_next(self) -> None:
         replaced, self._next = self._next, None
         if replaced is not None and self._death is None:
-            self._deliveries.note_death(by_request=replaced.by_request)
+            self._deliveries.record_death(by_request=replaced.by_request)
             self._link.drop()
             self._link = self._link_to(replaced.generation)
 
     def _link_to(self, generation: int) -> SchedulerLink:
         return self._connect(
             generation,
-            on_message=self._take,
+            on_message=self._handle,
             on_idle=self._deliveries.acknowledge,
             on_lost=self._engine_lost,
             on_broken=self.engine_died,
@@ -250,7 +250,7 @@ class TokenizerManager:
         From the start, an abort finds all of them by name, including those not tokenized yet.
         """
         self._check_alive()
-        labels = self._take_labels(requests)
+        labels = self._reserve_labels(requests)
         handles: list[RequestHandle] = []
         try:
             with contextlib.ExitStack() as refused:
@@ -264,7 +264,7 @@ class TokenizerManager:
                 self._labels_on_the_way.pop(label, None)
         return handles
 
-    def _take_labels(self, requests: Sequence[GenerateInput]) -> list[str]:
+    def _reserve_labels(self, requests: Sequence[GenerateInput]) -> list[str]:
         """Reserve a label for each request. Raise RequestError and reserve nothing if a label is in use or a request is malformed."""
         labels: dict[str, bool] = {}
         for request in requests:
@@ -345,12 +345,12 @@ class TokenizerManager:
 
     # ---- What the scheduler says
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case TokenBatch() | Refused():
-                self._deliveries.take(message)
+                self._deliveries.handle(message)
             case ControlReply():
-                self._calls.take(message)
+                self._calls.handle(message)
             case Load():
                 self._load = message
             case AbortLabel():
@@ -358,9 +358,9 @@ class TokenizerManager:
             case SchedulerHello():
                 self._greeted(message)
             case LastWord():
-                self._deliveries.note_last_word(message)
+                self._deliveries.record_last_word(message)
             case Rejected():
-                self._take_rejection(message.reason)
+                self._handle_rejection(message.reason)
             case _:
                 logger.error("The scheduler sent a %s message, which frontends do not handle.", type(message).__name__)
 
@@ -371,7 +371,7 @@ class TokenizerManager:
         self._deliveries.resume()
         self._calls.send_again()
 
-    def _take_rejection(self, reason: str) -> None:
+    def _handle_rejection(self, reason: str) -> None:
         """Handle the scheduler's report that it dropped a message of this frontend, which is a defect.
 
         The message can have been any request without an answer yet, so all of those fail instead of hanging.
@@ -418,7 +418,7 @@ class TokenizerManager:
         on_the_way = self._mark_on_the_way(label)
         named = self._deliveries.named(label)  # taken now: requests sent after this call are not aborted
         reply = await self._call(lambda call: AbortLabel(call, label))
-        self._deliveries.note_aborted(named)
+        self._deliveries.record_aborted(named)
         count = reply.values.get("num_aborted", 0)
         return on_the_way + (count if isinstance(count, int) else 0)
 

@@ -75,7 +75,7 @@ def test_whichever_frontend_is_asked_tells_for_all(tmp_path: Path) -> None:
     services = [Service(ServerArgs(model_path="m"), index, tmp_path) for index in range(2)]
     for index, service in enumerate(services):
         service.metrics.add("prompt_tokens", 10 + index)
-        service.metrics.first_token_s.take(0.03)
+        service.metrics.first_token_s.record(0.03)
         service.metrics.count_response(200)
     texts = [render(service) for service in services]
     assert texts[0] == texts[1]
@@ -97,7 +97,7 @@ def test_a_frontend_that_takes_the_place_of_another_goes_on_counting(tmp_path: P
 def test_a_histogram_counts_up_to_its_bounds_and_all() -> None:
     metrics = FrontendMetrics()
     for seconds, times in ((0.004, 3), (0.005, 1), (1.5, 2), (1000.0, 1)):
-        metrics.first_token_s.take(seconds, times)
+        metrics.first_token_s.record(seconds, times)
     service = Service(ServerArgs(model_path="m"))
     service.metrics = metrics
     family = families(render(service))["sglang:time_to_first_token_seconds"]

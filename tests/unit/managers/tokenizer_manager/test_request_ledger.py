@@ -333,8 +333,8 @@ def deaths(ledger: RequestLedger, *words: LastWord, by_request: bool = True) -> 
     """What the ledger wants when the last of these schedulers has a successor."""
     effects: list[Effect] = []
     for word in words:
-        ledger.note_last_word(word)
-        ledger.note_death(by_request=by_request)
+        ledger.record_last_word(word)
+        ledger.record_death(by_request=by_request)
         effects = list(ledger.resume())
     return effects
 
@@ -368,7 +368,7 @@ def test_who_asks_again_what_killed_an_engine_twice_is_a_suspect_from_the_start(
 def test_a_death_without_last_words_makes_nobody_a_suspect() -> None:
     ledger = ledger_with(new_request(1))
     deaths(ledger, last_word((1, 0)))
-    ledger.note_death(by_request=True)
+    ledger.record_death(by_request=True)
     assert suspects(list(ledger.resume())) == []
 
 
@@ -439,7 +439,7 @@ def test_what_was_aborted_by_its_name_ends_with_its_scheduler_and_others_go_on()
     assert ledger.named("label 1") == [1]
     assert ledger.named("") == [1, 2]
     for rid in (1, 9):
-        ledger.note_aborted(rid)
+        ledger.record_aborted(rid)
     ledger.handle(batch((1, 0, 0, [10]), (1, 1, 0, [11, 12])))
     first, second, other = ledger.resume()
     assert isinstance(first, ChoiceEnded)

@@ -50,7 +50,7 @@ def test_times_and_tokens_of_a_request_are_counted() -> None:
     world.watch.tokens(watched, 0, [5], world.now)
     world.now = 100.48
     world.watch.tokens(watched, 0, [6, 7], world.now)
-    world.watch.took(Refused(7, 429, "full"), world.now)
+    world.watch.received(Refused(7, 429, "full"), world.now)
     world.watch.cached(1, 4)
     world.now = 101.0
     world.watch.ended(1, "stop")
@@ -75,7 +75,7 @@ def test_the_time_between_tokens_is_that_of_a_choice_whatever_the_others_do() ->
     for now in (101.0, 101.5, 102.0):
         for choice in range(4):
             world.watch.tokens(watched, choice, [5], now)
-    world.watch.took(Refused(7, 429, "full"), 102.0)
+    world.watch.received(Refused(7, 429, "full"), 102.0)
     assert world.value("inter_token_latency_sum") == 4 * (102.0 - 101.0)
     assert world.value("inter_token_latency_to_0.4") == 0
     assert world.value("time_to_first_token_sum") == 1.0
@@ -148,7 +148,7 @@ def test_a_client_may_ask_not_to_be_logged_or_counted(caplog: pytest.LogCaptureF
         assert watched is not None
         for now in (101.0, 102.0):
             world.watch.tokens(watched, 0, [1], now)
-        world.watch.took(Refused(2, 400, ""), 102.0)
+        world.watch.received(Refused(2, 400, ""), 102.0)
         world.watch.ended(1, "length")
     assert caplog.records == []
     assert set(world.metrics.numbers.values().values()) == {0.0}

@@ -154,18 +154,18 @@ def test_news_is_pushed_where_it_can_be_taken_and_waits_for_the_reader_where_not
         read: list[ChoiceUpdate] = []
 
         class Pushed:
-            can_take_now = False
+            can_accept_now = False
 
-            def take_now(self, updates: list[ChoiceUpdate]) -> None:
+            def accept_now(self, updates: list[ChoiceUpdate]) -> None:
                 pushed.extend(updates)
 
         reader = Pushed()
         handle.push_to(reader)
         reading = asyncio.ensure_future(read_into(handle, read))
-        for first, reader.can_take_now in enumerate((False, True, True, False, False, True, False)):
+        for first, reader.can_accept_now in enumerate((False, True, True, False, False, True, False)):
             scheduler.send_tokens(request.rid, [20 + first], first=first)
             await until(lambda: sum(len(u.ids) for u in pushed + read) == first + 1)  # noqa: B023
-        reader.can_take_now = True
+        reader.can_accept_now = True
         scheduler.send_tokens(request.rid, [27], first=7, done=ended(request.rid, 8))
         await reading
         assert [u.ids for u in read] == [(20,), (23,), (24,), (26,)]
