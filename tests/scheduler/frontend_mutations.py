@@ -24,13 +24,13 @@ FRONTEND_MUTATIONS = tuple(
         (
             "nobody is told of a lone piece of news",
             "deliveries",
-            "live.tell()  # the batch has nothing else for this request",
+            "live.notify()  # the batch has nothing else for this request",
             "pass",
         ),
         (
             "nobody is told what a resumption brings",
             "deliveries",
-            "self._apply(self._ledger.resume())\n        self._tell_readers()\n",
+            "self._apply(self._ledger.resume())\n        self._notify_readers()\n",
             "self._apply(self._ledger.resume())\n        self._have_news.clear()\n",
         ),
         ("what a stop has ended is kept", "deliveries", 'self._forget_if_ended(live, "stop")', "pass"),
@@ -97,8 +97,8 @@ FRONTEND_MUTATIONS = tuple(
         (
             "a reader that is busy is not woken",
             "live_request",
-            "elif self._error is not None or not reader.can_take_now:\n            self._wake_reader()",
-            "elif self._error is not None or not reader.can_take_now:\n            pass",
+            "elif self._error is not None or not reader.can_accept_now:\n            self._wake_reader()",
+            "elif self._error is not None or not reader.can_accept_now:\n            pass",
         ),
         (
             "who wants no tokens is told of a stop",
@@ -215,7 +215,7 @@ FRONTEND_MUTATIONS = tuple(
             "output_ids=[int32_array(next(iter(entry.choices.values())).ids) for choice in entry.choices.values()]",
         ),
         # ---- The manager
-        ("last words are not heard", "tokenizer_manager", "self._deliveries.note_last_word(message)", "pass"),
+        ("last words are not heard", "tokenizer_manager", "self._deliveries.record_last_word(message)", "pass"),
         ("other frontends' aborts are not heard", "tokenizer_manager", "self._abort_named(message.label)", "pass"),
         (
             "nothing is asked again of a new scheduler",
@@ -226,7 +226,7 @@ FRONTEND_MUTATIONS = tuple(
         (
             "what a scheduler died of is not noted",
             "tokenizer_manager",
-            "            self._deliveries.note_death(by_request=replaced.by_request)\n",
+            "            self._deliveries.record_death(by_request=replaced.by_request)\n",
             "",
         ),
         (
