@@ -91,7 +91,7 @@ class _Status:
     def is_due(self, now_s: float) -> bool:
         return True
 
-    def take_step(self, step_us: int) -> None:
+    def record_step(self, step_us: int) -> None:
         pass
 
 
@@ -197,7 +197,7 @@ class HostedScheduler:
         is_late, owed = self._answers.due_s <= now, self._answers.owed
         late = [f"{rank}" for rank in sorted(owed[0].ranks)] if is_late else []
         step = owed[0].step if is_late else -1
-        effects = self._do(self._process._take_turn)
+        effects = self._do(self._process._run_turn)
         self._check_stop()
         complaint = self._process.complaint
         self._statistics["rule: workers are complained of when they are late"] += bool(owed)
@@ -220,7 +220,7 @@ class HostedScheduler:
     def last_words(self) -> list[Effect]:
         """The supervisor says that workers are lost: that is heard before all else, and is the end."""
         self._supervisor.words.append(Stop(0.0, "a worker has ended"))
-        effects = self._do(self._process._take_turn)
+        effects = self._do(self._process._run_turn)
         assert self._process._is_lost and not effects, f"its workers are lost, and it goes on: {effects}"
         return self._do(self._process._say_last_words)
 

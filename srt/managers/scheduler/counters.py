@@ -14,7 +14,7 @@ class Histogram:
         self._bounds = [float(bound) for bound in bounds]  # floats like the values, for a quick comparison
         self._counts = [0] * (len(bounds) + 1)
 
-    def take(self, value: float) -> None:
+    def record(self, value: float) -> None:
         place = 0
         while place < len(self._bounds) and self._bounds[place] < value:
             place += 1
@@ -65,13 +65,13 @@ class Counters:
         self.num_prompt_rows += num_extends
         if num_extends and num_decodes:
             self.num_mixed_steps += 1
-        self.rows_per_step.take(rows)
+        self.rows_per_step.record(rows)
         if rows > self.max_rows_in_step:
             self.max_rows_in_step = rows
 
     def count_wait(self, seconds: float) -> None:
         self.queue_us += int(seconds * 1e6 + 0.5)
-        self.queue_ms.take(seconds * 1000)
+        self.queue_ms.record(seconds * 1000)
 
     def count_prompt_step(self, num_tokens: int, step_us: int) -> None:
         self.num_prompt_steps += 1

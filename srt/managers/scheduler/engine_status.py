@@ -50,9 +50,9 @@ class EngineStatus:
         """Time from which new values may be published."""
         return self._published_s + PUBLISH_S
 
-    def take_step(self, step_us: int) -> None:
+    def record_step(self, step_us: int) -> None:
         """Record the duration of a step, as a worker reported it."""
-        self._step_ms.take(step_us / 1000)
+        self._step_ms.record(step_us / 1000)
         self._step_us += step_us
 
     def publish(self, counters: Mapping[str, Scalar], now_s: float) -> None:

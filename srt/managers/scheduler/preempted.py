@@ -35,7 +35,7 @@ class PreemptedRequests:
         _, request = self._away.get(incarnation, (0, None))
         return request
 
-    def take_new(self) -> list[Request]:
+    def pop_new(self) -> list[Request]:
         """Return the requests preempted since the last call that have neither ended nor got a slot again."""
         new, self._new = self._new, []
         return [request for request in new if request.serial in self._all]

@@ -118,9 +118,9 @@ class SchedulerProcess:
         self._child.report_phase("workers")
         while not (self._is_lost or self._has_ended()):
             self._wait()
-            self._take_turn()
+            self._run_turn()
 
-    def _take_turn(self) -> None:
+    def _run_turn(self) -> None:
         """Receive the messages that have come, and do what follows from them."""
         self._busy_since = self._now()
         self._hear_supervisor()
@@ -196,7 +196,7 @@ class SchedulerProcess:
             if isinstance(message, (StepResult, StepAck, WorkDone)):
                 self._deadline.answered(rank, message.step, now)
             if isinstance(message, StepResult):
-                self._status.take_step(message.step_us)
+                self._status.record_step(message.step_us)
                 self._awake_until_s = now + AWAKE_S if self._has_core and message.step_us < AWAKE_S * 1e6 else 0.0
             self._apply(self._scheduler.handle(Worker(rank), message, now))
             if isinstance(message, StepResult):

@@ -45,7 +45,7 @@ class ResultReader:
         self._counters = counters
         self._max_row_tokens = max_row_tokens
 
-    def take(self, planned: Planned, result: StepResult) -> Outcome:
+    def apply(self, planned: Planned, result: StepResult) -> Outcome:
         """Append the tokens, and return the requests that they end. BrokenReplica if the result does not fit the plan."""
         rows, ids = planned.sampling_slots, result.ids
         has_one_each = len(ids) == len(rows) and result.counts.tobytes() == ONE * len(rows)

@@ -16,7 +16,7 @@ class EndRate:
     def __init__(self) -> None:
         self._ends: deque[float] = deque(maxlen=NUM_REMEMBERED)
 
-    def note_end(self, now: float) -> None:
+    def record_end(self, now: float) -> None:
         self._ends.append(now)
 
     def retry_after_s(self, num_waiting: int, now: float) -> int:

@@ -120,8 +120,8 @@ class Scheduler:
         if self._core.stream.can_capture and self._has_nothing_to_do(self._core):
             times.append(self._capture_from_s)
         if self._last_load is not None and self._clients:
-            told_at, told = self._last_load
-            times.append(None if told == self._core.load() else told_at + LOAD_INTERVAL_S)
+            reported_at, reported = self._last_load
+            times.append(None if reported == self._core.load() else reported_at + LOAD_INTERVAL_S)
         return min((at for at in times if at is not None), default=None)
 
     def counters(self) -> dict[str, Scalar] | None:
@@ -162,7 +162,7 @@ class Scheduler:
             self._end_overdue(self._core, now)
         effects += self._plan(self._core, now, watch)
         effects += self._send_batches(self._core)
-        effects += self._tell_load(self._core, now)
+        effects += self._report_load(self._core, now)
         return effects
 
     def frontend_gone(self, number: int) -> None:
@@ -172,7 +172,7 @@ class Scheduler:
         self._early = [(frontend, message) for frontend, message in self._early if frontend != number]
         if client is not None:
             for request in client.all_requests():
-                self._abort(request, tell=False)
+                self._abort(request, notify=False)
 
     def last_words(self) -> list[Effect]:
         """Return the last messages of an engine that ends early: unsent tokens and ends, and the requests that were in unanswered steps."""
@@ -326,7 +326,7 @@ class Scheduler:
             core.counters.num_refused += 1
             for choice in client.choices(request.rid):
                 if choice.status is not Status.ENDED:
-                    self._end(choice, "error", tell=False)
+                    self._end(choice, "error", notify=False)
                     client.forget(choice)
         return effects
 
@@ -362,15 +362,22 @@ class Scheduler:
     # ---- The end of a request
 
     def _end(
-        self, request: Request, reason: str, matched: int = -1, status: int = 0, message: str = "", *, tell: bool = True
+        self,
+        request: Request,
+        reason: str,
+        matched: int = -1,
+        status: int = 0,
+        message: str = "",
+        *,
+        notify: bool = True,
     ) -> None:
         """End a choice: it leaves the planner, and its frontend is told. This is the only place where a choice ends."""
         assert self._core is not None
         self._core.planner.end(request, keep_prefix=status != 500)
         self._labels.leave(request)
         if not request.urgent:
-            self._end_rate.note_end(self._now)
-        if not tell:
+            self._end_rate.record_end(self._now)
+        if not notify:
             return
         started_s = request.started_s
         request.done = RequestDone(
@@ -391,10 +398,10 @@ class Scheduler:
     def _abort_live(self, requests: list[Request]) -> int:
         live = [request for request in requests if request.status is not Status.ENDED]
         for request in live:
-            self._abort(request, tell=True)
+            self._abort(request, notify=True)
         return len(live)
 
-    def _abort(self, request: Request, *, tell: bool) -> None:
+    def _abort(self, request: Request, *, notify: bool) -> None:
         """Abort a request: no plan made after this contains it. A request that has ended stays as it ended."""
         if request.status is Status.ENDED:
             return
@@ -407,13 +414,13 @@ class Scheduler:
             counters.num_aborted_decode += 1
         else:
             counters.num_aborted_prefill += 1
-        self._end(request, "abort", tell=tell)
+        self._end(request, "abort", notify=notify)
 
     # ---- Workers
 
     def _from_worker(self, rank: int, message: FromWorker, now: float) -> list[Effect]:
         if isinstance(message, WorkerHello):
-            return self._take_hello(message, now)
+            return self._handle_hello(message, now)
         if isinstance(message, WorkerFault):
             raise BrokenReplica(f"Worker {message.rank} failed at step {message.step}: {message.message}")
         core = self._core
@@ -421,17 +428,17 @@ class Scheduler:
             raise BrokenReplica(f"Worker {rank} sent {type(message).__name__} before all workers were ready.")
         match message:
             case StepResult():
-                self._take_result(core, rank, message)
+                self._handle_result(core, rank, message)
             case StepAck():
-                core.stream.take_ack(rank, message)
+                core.stream.accept_ack(rank, message)
             case WorkDone():
-                return self._take_work(core, rank, message)
+                return self._handle_work(core, rank, message)
             case _:
                 assert_never(message)
         return []
 
-    def _take_hello(self, hello: WorkerHello, now: float) -> list[Effect]:
-        agreed = self._handshake.take(hello)
+    def _handle_hello(self, hello: WorkerHello, now: float) -> list[Effect]:
+        agreed = self._handshake.accept(hello)
         if agreed is None:
             return []
         core = self._core = SchedulerCore(self._args, agreed)
@@ -444,10 +451,10 @@ class Scheduler:
             effects += self._from_frontend(number, message, now)
         return effects
 
-    def _take_result(self, core: SchedulerCore, rank: int, result: StepResult) -> None:
-        planned = core.stream.take_result(rank, result)
+    def _handle_result(self, core: SchedulerCore, rank: int, result: StepResult) -> None:
+        planned = core.stream.accept_result(rank, result)
         self._capture_from_s = self._now + CAPTURE_REST_S
-        outcome = core.results.take(planned, result)
+        outcome = core.results.apply(planned, result)
         for request in outcome.logged:
             self._clients[request.frontend].outbox.add_logs(request)
         for end in outcome.ends:
@@ -479,7 +486,7 @@ class Scheduler:
             effects.append(ToWorkers(planned.plan))
             if watch is not None:
                 watch(planned.plan)
-        for request in core.planner.preempted.take_new():
+        for request in core.planner.preempted.pop_new():
             self._clients[request.frontend].outbox.add_waiting(request)
         if self._asked_to_pause and (core.stream.num_in_flight == 0 or not self._paused_by):
             effects += self._answer_pauses()
@@ -526,11 +533,11 @@ class Scheduler:
                 effects.append(ToFrontend(number, outbox.make_batch(slots, own)))
         return effects
 
-    def _tell_load(self, core: SchedulerCore, now: float) -> list[Effect]:
+    def _report_load(self, core: SchedulerCore, now: float) -> list[Effect]:
         load = core.load()
         if self._last_load is not None:
-            told_at, told = self._last_load
-            if load == told or now - told_at < LOAD_INTERVAL_S:
+            reported_at, reported = self._last_load
+            if load == reported or now - reported_at < LOAD_INTERVAL_S:
                 return []
         self._last_load = (now, load)
         return [ToFrontend(number, load) for number in self._clients]
@@ -554,9 +561,9 @@ class Scheduler:
         self._asked_to_pause.append((client, call))
         return []
 
-    def _take_work(self, core: SchedulerCore, rank: int, done: WorkDone) -> list[Effect]:
+    def _handle_work(self, core: SchedulerCore, rank: int, done: WorkDone) -> list[Effect]:
         num_graphs = core.stream.num_graphs_left
-        inspection = core.stream.take_done(rank, done)
+        inspection = core.stream.accept_done(rank, done)
         if done.values.get("num_left") == num_graphs:  # the workers are still compiling
             self._capture_from_s = self._compiling_until_s = self._now + CAPTURE_REST_S
         if inspection is None or not self._is_here(inspection.client):

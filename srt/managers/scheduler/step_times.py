@@ -75,7 +75,7 @@ class StepTimes:
         if not num_decodes or not self._decode_steps:
             if not self._has_mixed:
                 self._largest = max(tokens, MEMORY * self._largest)
-                self._take_alone(step_us / tokens, attended)
+                self._record_alone(step_us / tokens, attended)
             return
         if not self._has_mixed:
             self._has_mixed = True
@@ -107,7 +107,7 @@ class StepTimes:
                 count = min(count, int(2 * budget_us / (b + math.sqrt(b * b + 4 * a * budget_us))))
         return max(count, LEAST_CHUNK)
 
-    def _take_alone(self, us: float, attended: float) -> None:
+    def _record_alone(self, us: float, attended: float) -> None:
         """Lower the upper bound of a token's time to that in a step of prompts alone, which includes the step's own cost."""
         if not self._prices or us < self.per_token:
             self._know_one(us, attended)

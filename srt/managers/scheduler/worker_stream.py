@@ -91,7 +91,7 @@ class WorkerStream:
         self._items.append(_Item())
         self._is_capturing = True
 
-    def take_result(self, rank: int, result: StepResult) -> Planned:
+    def accept_result(self, rank: int, result: StepResult) -> Planned:
         """Return the plan that this result belongs to. BrokenReplica if that is not the next one."""
         if rank != 0:
             raise BrokenReplica(f"Worker {rank} sent the result of step {result.step}, which only worker 0 may.")
@@ -102,19 +102,19 @@ class WorkerStream:
         self._is_missing_graph = result.wants_capture
         return planned
 
-    def take_ack(self, rank: int, ack: StepAck) -> None:
+    def accept_ack(self, rank: int, ack: StepAck) -> None:
         if rank == 0:
             raise BrokenReplica(f"Worker 0 acknowledged step {ack.step} instead of sending its result.")
         if self._answer(rank, ack.step, ack.ids_hash).planned is None:
             raise BrokenReplica(f"Worker {rank} acknowledged item {ack.step} as a step, which it is not.")
 
-    def take_done(self, rank: int, done: WorkDone) -> Inspection | None:
+    def accept_done(self, rank: int, done: WorkDone) -> Inspection | None:
         """Return the inspection once every rank has answered it; None until then, and for other work."""
         item = self._answer(rank, done.step, None)
         if item.planned is not None:
             raise BrokenReplica(f"Worker {rank} reported step {done.step} as other work.")
         if item.inspection is None:
-            self._take_capture(rank, item, done)
+            self._accept_capture(rank, item, done)
             return None
         found: Scalar = done.values.get("tables_hash")
         if found != item.inspection.tables_hash:
@@ -125,7 +125,7 @@ class WorkerStream:
             item.inspection.values = {f"worker_{n}": v for n, v in done.values.items() if n != "tables_hash"}
         return item.inspection if item.num_answers == self._num_ranks else None
 
-    def _take_capture(self, rank: int, item: _Item, done: WorkDone) -> None:
+    def _accept_capture(self, rank: int, item: _Item, done: WorkDone) -> None:
         left = done.values.get("num_left")
         if item.num_graphs_left is None:  # 0: a capture failed; unchanged: it lacked kernels
             item.num_graphs_left = 0 if left == 0 else self._num_graphs - int(left != self._num_graphs)
@@ -174,7 +174,7 @@ class Handshake:
         self._protocol_hash = protocol_hash
         self._hellos: dict[int, WorkerHello] = {}
 
-    def take(self, hello: WorkerHello) -> WorkerHello | None:
+    def accept(self, hello: WorkerHello) -> WorkerHello | None:
         """Return the values that all ranks agree on; None until all ranks have reported. BrokenReplica if they disagree."""
         if not 0 <= hello.rank < self._num_ranks:
             raise BrokenReplica(f"A worker reports rank {hello.rank}, but there are {self._num_ranks} ranks.")

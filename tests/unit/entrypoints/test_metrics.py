@@ -45,7 +45,7 @@ def server(run_dir: Path) -> Service:
     counters = host.scheduler.counters()
     assert counters is not None
     status = EngineStatus(run_dir, None)
-    status.take_step(2500)
+    status.record_step(2500)
     status.publish(counters, 100.0)
     return Service(ServerArgs(model_path='a "model"'), 0, run_dir)
 

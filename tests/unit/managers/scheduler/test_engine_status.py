@@ -38,7 +38,7 @@ class World:
         for _ in range(steps):
             for name, count in (("num_steps", 1), ("num_rows", 1), ("num_generated_tokens", 1), ("step_us", 10_000)):
                 self.add(name, count)
-            self.status.take_step(10_000)
+            self.status.record_step(10_000)
             self.now += 0.1
             self.status.publish(self.counters, self.now)
 
