@@ -396,7 +396,7 @@ MORE_MUTATIONS = (
     Mutation(
         "load never told",
         "managers/scheduler/scheduler.py",
-        "        effects += self._tell_load(self._core, now)\n",
+        "        effects += self._report_load(self._core, now)\n",
         "",
     ),
     Mutation(
