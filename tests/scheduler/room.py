@@ -32,7 +32,9 @@ LOOK_EVERY = 3  # ticks, where there are many slots: what costs more than it fin
 FEW_SLOTS = 24
 LOOKED_AT = 128  # ends of a kind
 NEEDED = 16
-MEASURED = 16  # steps in a row may leave out prompts, beside those in flight: times are measured, and again as rows get fewer
+MEASURED = (
+    16  # steps in a row may leave out prompts, beside those in flight: times are measured, and again as rows get fewer
+)
 
 
 class Expectation:
