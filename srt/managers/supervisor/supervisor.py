@@ -115,8 +115,8 @@ class Supervisor:
             with contextlib.suppress(OSError):  # without the file, `srt health` does not find this server
                 (self._run_dir.path / ADDRESS_FILE).write_text(self._plan.url, "ascii")
         for key in self._streams:
-            self._tell_who_it_is(key, self._replacer.generation)
-        self._tell_runtime(
+            self._send_start(key, self._replacer.generation)
+        self._notify_runtime(
             EngineStarted(
                 str(self._run_dir.path),
                 self._replacer.generation,
@@ -139,7 +139,7 @@ class Supervisor:
         stream = self._streams[child.key] = MessageStream(child.socket, generation)
         self._selector.register(stream, selectors.EVENT_READ, child.key)
 
-    def _tell_who_it_is(self, key: ChildKey, generation: int) -> None:
+    def _send_start(self, key: ChildKey, generation: int) -> None:
         start = ChildStart(
             role=key.role,
             index=key.index,
@@ -173,7 +173,7 @@ class Supervisor:
                 self._hear(selected.data)
         for selected, _ in ready:
             if selected.fileobj is self._signals:
-                self._take_signals()
+                self._handle_signals()
             elif selected.fileobj is self._lifeline:
                 self._hear_runtime()
         self._bury_unborn()
@@ -222,7 +222,7 @@ class Supervisor:
         self._selector.unregister(stream)
         stream.close()
 
-    def _take_signals(self) -> None:
+    def _handle_signals(self) -> None:
         for number in self._signals.drain():
             if number in STOP_SIGNALS:
                 self._handle(StopAsked(GRACE_S))
@@ -276,7 +276,7 @@ class Supervisor:
                         with contextlib.suppress(PeerGone):
                             self._streams[child].send(message)
                 case TellRuntime(message):
-                    self._tell_runtime(message)
+                    self._notify_runtime(message)
                 case Kill(child):
                     self._kill(child)
                 case SaveReport():
@@ -309,7 +309,7 @@ class Supervisor:
                 self._unborn[key] = time.monotonic() + UNBORN_S, str(error)
                 continue
             self._heartbeat.count_replacement()
-            self._tell_who_it_is(key, generation)
+            self._send_start(key, generation)
 
     def _bury_unborn(self) -> None:
         """Report children that could not be started as ended, each with its reason."""
@@ -340,16 +340,16 @@ class Supervisor:
         where = f" at {self._plan.url}" if self._plan.url else ""
         self._display.say(f"Ready{where} after {took_s:.1f} s.")
         self._service_manager.ready(f"Ready{where}")
-        self._tell_runtime(ServerReady(took_s))
+        self._notify_runtime(ServerReady(took_s))
 
     def _finish(self, exit_code: int, reason: str | None) -> None:
         if reason is not None:
-            self._tell_runtime(Failed(reason))
+            self._notify_runtime(Failed(reason))
             self._service_manager.failed(reason)
             self._display.error(reason)
         self._exit_code = exit_code
 
-    def _tell_runtime(self, message: EngineStarted | ServerReady | EngineReplaced | Failed) -> None:
+    def _notify_runtime(self, message: EngineStarted | ServerReady | EngineReplaced | Failed) -> None:
         if self._lifeline:
             with contextlib.suppress(PeerGone):
                 self._lifeline.send(message)

@@ -21,21 +21,21 @@ class ServiceManager:
         self._next_beat_s = float("-inf")
 
     def ready(self, status: str) -> None:
-        self._tell(f"READY=1\nSTATUS={status}")
+        self._notify(f"READY=1\nSTATUS={status}")
 
     def stopping(self) -> None:
-        self._tell("STOPPING=1\nSTATUS=Stopping")
+        self._notify("STOPPING=1\nSTATUS=Stopping")
 
     def failed(self, sentence: str) -> None:
-        self._tell(f"STATUS={sentence}")
+        self._notify(f"STATUS={sentence}")
 
     def beat(self, now_s: float) -> None:
         """Send a sign of life when one is due. Call this more often than every half of systemd's watchdog time."""
         if self._beat_s is not None and now_s >= self._next_beat_s:
             self._next_beat_s = now_s + self._beat_s / 2
-            self._tell("WATCHDOG=1")
+            self._notify("WATCHDOG=1")
 
-    def _tell(self, state: str) -> None:
+    def _notify(self, state: str) -> None:
         if self._address:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
                 sock.sendto(state.encode(), self._address)

@@ -160,7 +160,7 @@ class TpWorker:
                 self._runner.reset()
                 return {}
             case "inspect":
-                return self._runner.inspect() | self._compiled_steps() | self._times.take()
+                return self._runner.inspect() | self._compiled_steps() | self._times.pop()
             case "capture":
                 graphs = self._runner.graphs
                 size = graphs.capture_next()

@@ -58,7 +58,7 @@ class WorkerTimes:
             self._by_rows[num_decodes].answer.append(now_s - ready_s)
             self._by_rows[num_decodes].step.append(ready_s - begun_s)
 
-    def take(self) -> dict[str, Scalar]:
+    def pop(self) -> dict[str, Scalar]:
         """Return the percentiles since the last call: `step` of all decode steps, the others of the most frequent number of rows.
 
         Empty if no decode step ran.

@@ -303,7 +303,7 @@ def test_the_device_has_a_step_until_its_ids_are_there_and_the_answer_is_made_th
     link = ScriptedLink([StepPlan(1, [decode_section([3])])])
     worker = TpWorker(0, LateRunner(clock, ready=True), link)  # type: ignore[arg-type]  # fakes
     worker.serve()
-    times = worker._times.take()
+    times = worker._times.pop()
     assert [times[f"{name}_us_p50"] for name in ("launch", "answer")] == [1_000_000, 2_000_000]
     (result,) = link.sent
     assert isinstance(result, StepResult)
