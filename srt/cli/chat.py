@@ -79,7 +79,7 @@ def talk(conversation: Conversation, *, is_person: bool) -> None:
                 print()  # the shell's prompt belongs on a line of its own
             return
         except UnicodeDecodeError:
-            _tell(not_text(), is_person=is_person)
+            _report(not_text(), is_person=is_person)
             continue
         except KeyboardInterrupt:
             if not is_person:
@@ -99,7 +99,7 @@ def talk(conversation: Conversation, *, is_person: bool) -> None:
             case "/help":
                 print(HELP)
             case _ if command.startswith("/"):
-                _tell(AnswerError(f"Unknown command {command}: /help lists the commands."), is_person=is_person)
+                _report(AnswerError(f"Unknown command {command}: /help lists the commands."), is_person=is_person)
             case _:
                 _answer(conversation, line, is_person=is_person)
 
@@ -113,10 +113,10 @@ def _answer(conversation: Conversation, line: str, *, is_person: bool) -> None:
             raise
         print(" (stopped)")
     except AnswerError as error:
-        _tell(error, is_person=is_person)
+        _report(error, is_person=is_person)
 
 
-def _tell(error: AnswerError, *, is_person: bool) -> None:
+def _report(error: AnswerError, *, is_person: bool) -> None:
     if not is_person:
         raise error
     print(error)

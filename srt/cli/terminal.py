@@ -178,9 +178,9 @@ def engine(options: argparse.Namespace) -> Iterator[Client]:
         yield Client(options.url, options.api_key or os.environ.get(API_KEY_VARIABLE))
         return
     model = options.model_path or DEFAULT_MODEL
-    _tell_waiting(f"Starting {model} …")
+    _show_waiting(f"Starting {model} …")
     with Runtime(model_path=model, device=options.device, port=0) as runtime:
-        _tell_waiting("")
+        _show_waiting("")
         yield Client(str(runtime.url), None)
 
 
@@ -200,7 +200,7 @@ def not_text() -> AnswerError:
     return AnswerError(f"Standard input is not valid {sys.stdin.encoding}.")
 
 
-def _tell_waiting(words: str) -> None:
+def _show_waiting(words: str) -> None:
     """Show a text on the terminal until the next one replaces it; without a terminal, nothing."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{words}")
@@ -214,11 +214,11 @@ def exit_code_of(work: Callable[[], None]) -> int:
         work()
         sys.stdout.flush()
     except (AnswerError, StartError, ArgumentError, RequestError) as error:
-        _tell_waiting("")
+        _show_waiting("")
         sys.stderr.write(f"{error}\n")
         return FAILED
     except KeyboardInterrupt:
-        _tell_waiting("")
+        _show_waiting("")
         return INTERRUPTED
     except BrokenPipeError:
         # Else the interpreter reports the error again at its end.

@@ -117,7 +117,7 @@ class App:
             methods = {**methods, "HEAD": methods["GET"]}
         handler = methods.get(exchange.method)
         if handler is None:
-            await _tell_methods(exchange, [*methods, "OPTIONS"])
+            await _send_methods(exchange, [*methods, "OPTIONS"])
             return
         await handler(exchange, self._service)
 
@@ -169,7 +169,7 @@ def _methods(path: str) -> Mapping[str, Handler] | None:
     return ROUTES.get(path)
 
 
-async def _tell_methods(exchange: Exchange, methods: list[str]) -> None:
+async def _send_methods(exchange: Exchange, methods: list[str]) -> None:
     """Answer OPTIONS with the allowed methods; refuse any other method."""
     allowed = ", ".join(methods)
     headers = [(b"allow", allowed.encode())]

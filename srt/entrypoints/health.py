@@ -12,12 +12,12 @@ async def health(exchange: Exchange, service: Service) -> None:
 
     It answers under any load, because it reads the other processes' heartbeats from shared memory and waits for nothing.
     """
-    await _tell(exchange, service, is_fine=True)
+    await _send_report(exchange, service, is_fine=True)
 
 
 async def ready(exchange: Exchange, service: Service) -> None:
     """Report readiness: a request sent now would be accepted, by processes that work."""
-    await _tell(exchange, service, is_fine=service.is_ready)
+    await _send_report(exchange, service, is_fine=service.is_ready)
 
 
 async def health_generate(exchange: Exchange, service: Service) -> None:
@@ -31,7 +31,7 @@ async def _generate(exchange: Exchange, service: Service) -> None:
     await exchange.send(200, b"")
 
 
-async def _tell(exchange: Exchange, service: Service, *, is_fine: bool) -> None:
+async def _send_report(exchange: Exchange, service: Service, *, is_fine: bool) -> None:
     statuses = service.process_statuses()
     trouble = service.trouble(statuses)
     is_fine = is_fine and trouble is None

@@ -27,10 +27,10 @@ class HealthProbe:
             if loop.time() - self._well_at < FRESH_S:
                 return
             self._running = loop.create_task(self._ask(engine))
-            self._running.add_done_callback(self._note_end)
+            self._running.add_done_callback(self._handle_end)
         await asyncio.shield(self._running)
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
+    def _handle_end(self, task: asyncio.Task[None]) -> None:
         self._running = None
         if not task.cancelled() and task.exception() is None:
             self._well_at = task.get_loop().time()

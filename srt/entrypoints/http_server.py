@@ -74,7 +74,7 @@ class Frontend:
     async def run(self) -> None:
         """Serve until the supervisor says Stop; raise StartError or SupervisorGone on any other end."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._child.fileno(), self._take_orders)
+        loop.add_reader(self._child.fileno(), self._receive_orders)
         http = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         life = asyncio.create_task(self._live())
         ticks = asyncio.create_task(self._tick())
@@ -145,7 +145,7 @@ class Frontend:
             self._ticked_at = time.monotonic()
             await asyncio.sleep(TICK_S)
 
-    def _take_orders(self) -> None:
+    def _receive_orders(self) -> None:
         try:
             while (order := self._child.receive()) is not None:
                 self._obey(order)

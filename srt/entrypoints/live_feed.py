@@ -36,8 +36,8 @@ class LiveFeed:
     def start(self) -> None:
         """Observe from now on. A second call does nothing."""
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._observe())
-            self._task.add_done_callback(lambda _: self._tell())
+            self._task = asyncio.create_task(self._run())
+            self._task.add_done_callback(lambda _: self._notify_followers())
 
     async def follow(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the latest observation with the whole history, then each later one with its new points, until the server drains.
@@ -60,7 +60,7 @@ class LiveFeed:
                 return
             await news.wait()
 
-    async def look(self) -> None:
+    async def observe(self) -> None:
         """Make an observation and wake all followers."""
         self._now = now = await self._snapshot()
         if now["engine"] is not None:
@@ -68,19 +68,19 @@ class LiveFeed:
                 self._points.append(point)
                 self._num_points += 1
             self._last = now
-        self._tell()
+        self._notify_followers()
 
-    def _tell(self) -> None:
+    def _notify_followers(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    async def _observe(self) -> None:
+    async def _run(self) -> None:
         draining = asyncio.create_task(self._wait_draining())
         try:
             while not draining.done():
-                await self.look()
+                await self.observe()
                 await asyncio.wait((draining,), timeout=PERIOD_S)
-            await self.look()
+            await self.observe()
         finally:
             draining.cancel()
 

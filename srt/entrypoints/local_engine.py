@@ -140,7 +140,7 @@ class LocalEngine:
 
         async def collect(prompt: int, handle: RequestHandle) -> None:
             for update in await handle.collect():
-                answer.take(prompt, update)
+                answer.add(prompt, update)
 
         await run_all(engine, call.inputs, collect)
         return answer.result()
@@ -260,7 +260,7 @@ class Chunks:
                     self._rounds[prompt] = asyncio.create_task(_next_round(handle))
             await asyncio.wait(self._rounds.values(), return_when=asyncio.FIRST_COMPLETED)
             try:
-                self._take_finished_rounds()
+                self._collect_finished_rounds()
             except BaseException:
                 self.close()
                 raise
@@ -275,14 +275,14 @@ class Chunks:
         self._rounds.clear()
         self._live.clear()
 
-    def _take_finished_rounds(self) -> None:
+    def _collect_finished_rounds(self) -> None:
         for prompt in [prompt for prompt, task in self._rounds.items() if task.done()]:
             updates = self._rounds.pop(prompt).result()
             if updates is None:
                 del self._live[prompt]
                 continue
             for update in self._pacer.due(prompt, updates):
-                self._due.append(self._answer.chunk(self._answer.take(prompt, update)))
+                self._due.append(self._answer.chunk(self._answer.add(prompt, update)))
 
 
 async def _next_round(handle: RequestHandle) -> list[ChoiceUpdate] | None:

@@ -74,14 +74,14 @@ class _Answer:
     def __init__(self, shapes: NativeAnswer) -> None:
         self._shapes = shapes
 
-    def take(self, prompt: int, update: ChoiceUpdate) -> None:
-        self._shapes.take(prompt, update)
+    def add(self, prompt: int, update: ChoiceUpdate) -> None:
+        self._shapes.add(prompt, update)
 
     def result(self) -> Any:
         return self._shapes.result()
 
     def events(self, prompt: int, update: ChoiceUpdate) -> bytes:
-        return event(self._shapes.chunk(self._shapes.take(prompt, update)))
+        return event(self._shapes.chunk(self._shapes.add(prompt, update)))
 
     def last_events(self) -> bytes:
         return b""

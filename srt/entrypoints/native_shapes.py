@@ -282,7 +282,7 @@ class NativeAnswer:
             self._first_of.append(len(self._choices))
             self._choices += [_ChoiceSoFar(prompt, choice) for choice in range(one.params.n)]
 
-    def take(self, prompt: int, update: ChoiceUpdate) -> int:
+    def add(self, prompt: int, update: ChoiceUpdate) -> int:
         """Add an update of a choice of prompt number `prompt`. Return the choice's index in the flat list of all choices."""
         index = self._first_of[prompt] + update.index
         so_far = self._choices[index]

@@ -102,7 +102,7 @@ class Profiler:
     def _begin_to_write(self, run_dir: Path, number: int, path: Path) -> None:
         task = asyncio.create_task(self._write(run_dir, number, path))
         self._writing.add(task)
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(self._handle_end)
 
     async def _write(self, run_dir: Path, number: int, path: Path) -> None:
         """Wait until the recording has ended and all parts are there, then merge them into one file."""
@@ -125,7 +125,7 @@ class Profiler:
             logger.info("The trace %s has %d events.", path, told["num_events"])
         release(run_dir, number)
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
+    def _handle_end(self, task: asyncio.Task[None]) -> None:
         self._writing.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("The trace could not be written: %s", error)

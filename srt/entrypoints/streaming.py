@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 class Answer(Protocol):
     """The writer of one call's answer in the format of one API. `prompt` is the index of an input in its batch."""
 
-    def take(self, prompt: int, update: ChoiceUpdate) -> None:
+    def add(self, prompt: int, update: ChoiceUpdate) -> None:
         """Add an update of a choice."""
 
     def result(self) -> Any:
@@ -73,7 +73,7 @@ async def _send_whole(
 ) -> None:
     async def collect(prompt: int, handle: RequestHandle) -> None:
         for update in await handle.collect():
-            answer.take(prompt, update)
+            answer.add(prompt, update)
 
     await run_all(engine, inputs, collect)
     await exchange.send_json(answer.result())

@@ -100,9 +100,9 @@ class ChatAnswer:
 
     # ---- Whole
 
-    def take(self, prompt: int, update: ChoiceUpdate) -> None:
+    def add(self, prompt: int, update: ChoiceUpdate) -> None:
         """Add a choice; `update` is all of it."""
-        self._usage.take(prompt, update)
+        self._usage.add(prompt, update)
         self._whole[update.index] = {
             "index": update.index,
             "message": {"role": "assistant", "content": update.text, "refusal": None},
@@ -128,7 +128,7 @@ class ChatAnswer:
         fast = self._text_events[update.index]
         if fast is not None and update.finish is None:
             return fast.write(update.text) if update.text else b""
-        self._usage.take(prompt, update)
+        self._usage.add(prompt, update)
         events = b""
         if not self._began[update.index]:
             self._began[update.index] = True

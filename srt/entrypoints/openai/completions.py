@@ -138,9 +138,9 @@ class CompletionAnswer:
 
     # ---- Whole
 
-    def take(self, prompt: int, update: ChoiceUpdate) -> None:
+    def add(self, prompt: int, update: ChoiceUpdate) -> None:
         """Add a choice; `update` is all of it."""
-        self._usage.take(prompt, update)
+        self._usage.add(prompt, update)
         index = prompt * self._n + update.index
         text = self._echoes[prompt] + update.text
         self._whole[index] = self._choice(index, text, update, self._facts.of_prompt(update))
@@ -160,7 +160,7 @@ class CompletionAnswer:
         text, fast = update.text, self._text_events[index]
         if fast is not None and update.finish is None:
             return fast.write(text) if text else b""
-        self._usage.take(prompt, update)
+        self._usage.add(prompt, update)
         of_prompt: PromptFields = {}
         if not self._began[index]:
             self._began[index] = True

@@ -58,7 +58,7 @@ class Usage:
         self.in_every_chunk = bool(options.continuous_usage_stats)
         self._latest: dict[tuple[int, int], ChoiceUpdate] = {}
 
-    def take(self, prompt: int, update: ChoiceUpdate) -> None:
+    def add(self, prompt: int, update: ChoiceUpdate) -> None:
         self._latest[prompt, update.index] = update
 
     def write(self) -> TokenUsage:

@@ -69,12 +69,12 @@ def test_who_comes_late_gets_the_history_and_who_stays_gets_what_is_new() -> Non
     async def go() -> None:
         feed = make_world().service.feed
         for _ in range(4):
-            await feed.look()
+            await feed.observe()
         watcher = feed.follow()
         first = await anext(watcher)
         assert len(first["points"]) == 3
-        await feed.look()
-        await feed.look()
+        await feed.observe()
+        await feed.observe()
         assert len((await anext(watcher))["points"]) in (2, 3)  # the feed's own task looks, too
         late = await anext(feed.follow())
         assert len(late["points"]) >= 5
@@ -86,7 +86,7 @@ def test_the_history_ends_somewhere() -> None:
     async def go() -> None:
         feed = make_world().service.feed
         for _ in range(HISTORY + 20):
-            await feed.look()
+            await feed.observe()
         assert len((await anext(feed.follow()))["points"]) == HISTORY
 
     asyncio.run(go())

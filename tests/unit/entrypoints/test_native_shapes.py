@@ -108,12 +108,12 @@ def test_a_body_that_is_no_object_is_refused() -> None:
 
 def test_chunks_carry_the_text_so_far() -> None:
     answer = answer_to(parse(text="hi", stream=True))
-    index = answer.take(0, update("a", (1,), 1))
+    index = answer.add(0, update("a", (1,), 1))
     first = answer.chunk(index)
     assert (first["text"], first["output_ids"], first["meta_info"]["finish_reason"]) == ("a", [1], None)
     assert "index" not in first
     assert "e2e_latency" not in first["meta_info"]
-    answer.take(0, update("b", (2,), 2, finish=Finish("length", length=2), times=ChoiceTimes(0.25, 0.0)))
+    answer.add(0, update("b", (2,), 2, finish=Finish("length", length=2), times=ChoiceTimes(0.25, 0.0)))
     last = answer.chunk(index)
     assert (last["text"], last["output_ids"]) == ("ab", [1, 2])
     assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
@@ -126,7 +126,7 @@ def test_chunks_carry_the_text_so_far() -> None:
 def test_moments_are_told_on_the_clock_of_the_world_and_what_nobody_measured_is_null() -> None:
     answer = answer_to(parse(text="hi"))
     measured = ChoiceTimes(arrived_s=0.5, sent_s=0.25, first_token_s=2.0, last_token_s=3.0, queue_s=1.0)
-    answer.take(0, update("ab", (1, 2), 2, finish=Finish("stop"), times=measured))
+    answer.add(0, update("ab", (1, 2), 2, finish=Finish("stop"), times=measured))
     meta = answer.result()["meta_info"]
     zero = meta["request_received_ts"]  # at 0.0 of the test's clock
     assert meta["queue_time"] == 1.0
@@ -134,7 +134,7 @@ def test_moments_are_told_on_the_clock_of_the_world_and_what_nobody_measured_is_
     assert meta["prefill_finished_time"] - zero == pytest.approx(0.5 + 2.0)
     assert meta["decode_throughput"] == 1.0
     answer = answer_to(parse(text="hi"))
-    answer.take(0, update("", (), 0, finish=Finish("abort"), times=ChoiceTimes(0.5, 0.25)))
+    answer.add(0, update("", (), 0, finish=Finish("abort"), times=ChoiceTimes(0.5, 0.25)))
     meta = answer.result()["meta_info"]
     for name in ("queue_time", "forward_entry_time", "prefill_finished_time", "first_token_latency"):
         assert meta[name] is None
@@ -144,7 +144,7 @@ def test_incremental_chunks_carry_what_is_new() -> None:
     call = parse(text="hi", stream=True, return_logprob=True)
     answer = answer_to(call, incremental=True)
     for at, letter in enumerate("abcd"):
-        answer.take(0, update(letter, (at,), at + 1, output_logprobs=(TokenLogprob(-1.0 * at, at),)))
+        answer.add(0, update(letter, (at,), at + 1, output_logprobs=(TokenLogprob(-1.0 * at, at),)))
         if at == 1:
             assert answer.chunk(0)["text"] == "ab"
     chunk = answer.chunk(0)
@@ -160,7 +160,7 @@ def test_choices_and_batches_make_one_flat_list() -> None:
     indices = []
     for prompt in (1, 0):
         for choice in (0, 1):
-            indices.append(answer.take(prompt, update(f"{prompt}{choice}", (1,), 1, choice, finish=Finish("stop"))))
+            indices.append(answer.add(prompt, update(f"{prompt}{choice}", (1,), 1, choice, finish=Finish("stop"))))
     assert indices == [2, 3, 0, 1]
     assert [part["text"] for part in answer.result()] == ["00", "01", "10", "11"]
     assert answer.chunk(3)["index"] == 3
@@ -177,7 +177,7 @@ def test_logprobs_are_rows_of_value_id_and_text() -> None:
         return_prompt_token_ids=True,
     )
     answer = answer_to(call)
-    answer.take(
+    answer.add(
         0,
         update(
             "a",
