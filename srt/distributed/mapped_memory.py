@@ -24,7 +24,7 @@ class MappedMemory(Protocol):
     def reaches(self, location: bytes) -> bool:
         """Return whether kernels of this device can write to the memory of that one."""
 
-    def take(self, num_bytes: int, value: int) -> int:
+    def allocate(self, num_bytes: int, value: int) -> int:
         """Allocate memory filled with a 32-bit value and return its address. It must be a block of its own: mapping shares whole blocks."""
 
     def free(self, address: int) -> None:
@@ -61,7 +61,7 @@ class CudaMemory:
         other = self._call("cuDeviceGetByPCIBusId", location.rstrip(b"\0"))
         return bool(self._call("cuDeviceCanAccessPeer", self._number(), other))
 
-    def take(self, num_bytes: int, value: int) -> int:
+    def allocate(self, num_bytes: int, value: int) -> int:
         address = int(self._call("cuMemAlloc", num_bytes))
         self._call("cuMemsetD32", address, value, num_bytes // 4)
         torch.cuda.synchronize(self._device)

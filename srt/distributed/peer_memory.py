@@ -94,7 +94,7 @@ class Boxes:
         memory, rank = self._memory, self.rank
         if memory is None:
             raise RuntimeError("there is no kernel for its GPU")
-        own = self.addresses[rank] = memory.take(memory_bytes(len(self.addresses)), (self.first_run - 1) % 2**32)
+        own = self.addresses[rank] = memory.allocate(memory_bytes(len(self.addresses)), (self.first_run - 1) % 2**32)
         proof = os.urandom(_PROOF_BYTES)
         memory.write(own + own_place(rank), proof)
         return memory.handle_of(own) + memory.location + proof

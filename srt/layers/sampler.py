@@ -101,7 +101,9 @@ class Sampler:
         if self._adjustment_kernels is None:
             from srt.kernels.sampling.adjust_logits import AdjustmentKernels
 
-            self._adjustment_kernels = AdjustmentKernels.take(self._tables.num_slots, logits.shape[1], logits.device)
+            self._adjustment_kernels = AdjustmentKernels.allocate(
+                self._tables.num_slots, logits.shape[1], logits.device
+            )
         return self._adjustment_kernels
 
     def _adjustment_tables(self) -> tuple[torch.Tensor, AdjustmentTables, int]:

@@ -38,7 +38,7 @@ class TokenToKVPoolAllocator:
             self._settle()
             missing = count - len(self._ready) // ITEM
             if missing > 0:
-                self._ready += self._take_fresh(max(missing, NUM_READY))
+                self._ready += self._allocate_fresh(max(missing, NUM_READY))
         start = self._next
         self._next += count * ITEM
         return self._ready[start : self._next]
@@ -83,7 +83,7 @@ class TokenToKVPoolAllocator:
             flagged = int(np.count_nonzero(self._is_free))
             assert flagged == self._num_flagged, f"of the pages {pages.tolist()} one is freed twice"
 
-    def _take_fresh(self, most: int) -> bytes:
+    def _allocate_fresh(self, most: int) -> bytes:
         first, self._fresh = self._fresh, min(self._fresh + most, self.num_pages)
         return np.arange(first, self._fresh, dtype=np.int32).tobytes()
 

@@ -53,7 +53,7 @@ class AdjustmentTables(NamedTuple):
     stop_ids: torch.Tensor  # [slots, MAX_STOPS] int32
 
     @classmethod
-    def take(cls, num_slots: int, device: torch.device) -> AdjustmentTables:
+    def allocate(cls, num_slots: int, device: torch.device) -> AdjustmentTables:
         """Create tables without adjustments for `num_slots` slots."""
         tables = cls(
             torch.empty((num_slots, len(NO_PENALTIES)), dtype=torch.float32, device=device),
@@ -108,7 +108,7 @@ class ReqToTokenPool:
         self.seq_lens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.draws = DrawTables(*(torch.empty(rows, dtype=kind, device=device) for kind in DRAW_DTYPES))
         self.draws.clear()
-        self.adjustments = AdjustmentTables.take(rows, device)
+        self.adjustments = AdjustmentTables.allocate(rows, device)
 
     @property
     def dummy_slot(self) -> int:

@@ -179,7 +179,7 @@ class RadixCache:
         assert count <= self.num_evictable, f"{count} pages to evict, {self.num_evictable} are evictable"
         evicted, missing = list[bytes](), count
         while missing > 0:
-            node = self._take_least()
+            node = self._pop_least()
             kept = max(node.num_pages - missing, 0)
             evicted.append(node.pages[kept * ITEM :])
             missing -= node.num_pages - kept
@@ -200,7 +200,7 @@ class RadixCache:
             parent = node.parent
             dropped.append(node.pages)
             if node.newer is not None:
-                _take_out(node)
+                _unlink(node)
             self.num_pages -= node.num_pages
             self.num_evictable -= node.num_pages
             self._remove(node)
@@ -289,7 +289,7 @@ class RadixCache:
         parent.children[key] = node
         return node
 
-    def _take_least(self) -> RadixNode:
+    def _pop_least(self) -> RadixNode:
         """Remove the least valuable leaf from the list or the heap and return it."""
         heap, oldest = self._evictable, self._line.newer
         assert oldest is not None
@@ -303,7 +303,7 @@ class RadixCache:
             else:
                 break
         assert oldest is not self._line, "pages are counted as evictable, but no leaf is"
-        _take_out(oldest)
+        _unlink(oldest)
         return oldest
 
     def _remove(self, node: RadixNode) -> None:
@@ -325,7 +325,7 @@ class RadixCache:
         if node.pins == 0 and node is not self.root:
             self.num_evictable -= node.num_pages
             if node.newer is not None:
-                _take_out(node)
+                _unlink(node)
         node.pins += 1
 
     def _offer(self, node: RadixNode) -> None:
@@ -350,7 +350,7 @@ def _put_before(place: RadixNode, node: RadixNode) -> None:
     older.newer = place.older = node
 
 
-def _take_out(node: RadixNode) -> None:
+def _unlink(node: RadixNode) -> None:
     older, newer = node.older, node.newer
     assert older is not None and newer is not None
     older.newer, newer.older = newer, older

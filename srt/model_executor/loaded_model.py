@@ -83,7 +83,7 @@ def load_model(
             args, _attention_spec(args, config, tp, dtype, kv_dtype), device
         )
         staging = Staging(device, args.window)
-        draw_store = DrawStore.take(device, args.max_running_requests, args.window)
+        draw_store = DrawStore.allocate(device, args.max_running_requests, args.window)
     # Each rank finds out by trying whether its kernels run, but all capture graphs of the same sizes.
     captures_prompts = bool(tp.min_int(int(attn_backend.prompt_graphs is not None)))
     kv_scales = None if kv_dtype == dtype else _read_kv_scales(args, config, folder)

@@ -22,7 +22,7 @@ class World:
     """Graphs of some sizes, which draw what `ids` says; rows that stand still; and a store."""
 
     def __init__(self) -> None:
-        self.draw_store = DrawStore.take(CUDA, MAX_ROWS, window=2)
+        self.draw_store = DrawStore.allocate(CUDA, MAX_ROWS, window=2)
         self.ids = torch.zeros(MAX_ROWS, dtype=torch.int64, device=CUDA)
         self.values = torch.zeros(MAX_ROWS, device=CUDA)
         self.tokens = torch.zeros((MAX_ROWS, 4), dtype=torch.int32, device=CUDA)

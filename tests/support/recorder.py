@@ -67,7 +67,7 @@ class UnseenGraphs(Recorder):
         replay()
         self.is_replaying = False
 
-    def take_store(self, device: torch.device, max_rows: int, window: int) -> DrawStore:
+    def allocate_store(self, device: torch.device, max_rows: int, window: int) -> DrawStore:
         del window
         words, here = (torch.zeros((RING, max_rows), dtype=torch.int64, device=device) for _ in range(2))
         last = torch.zeros(1, dtype=torch.int64, device=device)

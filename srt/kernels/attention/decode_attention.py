@@ -92,7 +92,7 @@ class DecodeScratch:
     arrived: torch.Tensor  # int32 zeros, for num_rows * num_kv_heads
 
     @classmethod
-    def take(
+    def allocate(
         cls, rows: int, heads: int, kv_heads: int, splits: int, head_dim: int, device: torch.device
     ) -> DecodeScratch:
         """Allocate scratch memory for rows and splits up to these numbers."""

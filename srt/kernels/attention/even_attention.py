@@ -46,7 +46,9 @@ class EvenShares:
     arrived: torch.Tensor  # int32 [rows, KV heads], zeros between launches
 
     @classmethod
-    def take(cls, rows: int, heads: int, kv_heads: int, head_dim: int, shares: int, device: torch.device) -> EvenShares:
+    def allocate(
+        cls, rows: int, heads: int, kv_heads: int, head_dim: int, shares: int, device: torch.device
+    ) -> EvenShares:
         """Allocate memory for up to `rows` rows, and `shares` of each KV head."""
 
         def integers(*shape: int) -> torch.Tensor:

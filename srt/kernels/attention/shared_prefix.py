@@ -37,7 +37,7 @@ class SharedPrefix:
     num_splits: int
 
     @classmethod
-    def take(
+    def allocate(
         cls, rows: int, heads: int, kv_heads: int, head_dim: int, num_processors: int, device: torch.device
     ) -> SharedPrefix:
         """Allocate memory for up to `rows` rows."""

@@ -41,7 +41,7 @@ class Compilers:
         self._asked.add(future)
         return future
 
-    def take_asked(self) -> frozenset[Future[Any]]:
+    def pop_asked(self) -> frozenset[Future[Any]]:
         """Return the kernels requested since the last call."""
         asked = frozenset(self._asked)
         self._asked.clear()

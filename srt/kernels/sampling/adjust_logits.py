@@ -171,7 +171,7 @@ class AdjustmentKernels:
     counts: torch.Tensor  # [rows, columns] int32: zero between two uses
 
     @classmethod
-    def take(cls, num_slots: int, num_columns: int, device: torch.device) -> AdjustmentKernels:
+    def allocate(cls, num_slots: int, num_columns: int, device: torch.device) -> AdjustmentKernels:
         return cls(torch.zeros((min(num_slots, MOST_ROWS), num_columns), dtype=torch.int32, device=device))
 
     def __call__(

@@ -82,14 +82,14 @@ class FlashInferBackend(AttentionBackend):
             self._other.plan_extend(batch)
         elif self._is_ragged:
             for window, ring in self._prefills.items():
-                ring.take().plan_ragged(self._spec, window, _indptr(counts))
+                ring.advance().plan_ragged(self._spec, window, _indptr(counts))
                 ring.enqueued()
         else:
             rows = _page_rows(prefix_lens + counts, self._spec.page_size)
             pages = torch.empty(rows.total, dtype=torch.int32, device=self._device)
             self._gather(batch, batch.req_pool_indices[: batch.num_extend_rows], rows, pages)
             for window, ring in self._prefills.items():
-                ring.take().plan_paged(self._spec, window, _indptr(counts), rows, pages)
+                ring.advance().plan_paged(self._spec, window, _indptr(counts), rows, pages)
                 ring.enqueued()
 
     def _suits(self, counts: NDArray[np.int64]) -> bool:
@@ -125,7 +125,7 @@ class FlashInferBackend(AttentionBackend):
         self._gather(batch, batch.req_pool_indices[first:], rows, pages)
         self._active_decodes = {}
         for window, ring in self._decodes.items():
-            self._active_decodes[window] = wrapper = ring.take()
+            self._active_decodes[window] = wrapper = ring.advance()
             _plan_decode(wrapper, self._spec, window, rows, pages)
             ring.enqueued()
 
@@ -165,7 +165,7 @@ class FlashInferBackend(AttentionBackend):
         pages = self._graph_pages[: rows.total]
         self._gather(batch, batch.req_pool_indices, rows, pages)
         for window, wrapper in self._active_decodes.items():
-            wrapper._pin_memory_int_workspace_buffer = self._graph_pins.take()
+            wrapper._pin_memory_int_workspace_buffer = self._graph_pins.advance()
             _plan_decode(wrapper, self._spec, window, rows, pages)
             self._graph_pins.enqueued()
 
@@ -275,7 +275,7 @@ class _Ring(Generic[T]):
         self._read = [torch.cuda.Event() for _ in members]
         self._turn = 0
 
-    def take(self) -> T:
+    def advance(self) -> T:
         """The next member, free to be written."""
         self._turn = (self._turn + 1) % len(self._members)
         self._read[self._turn].synchronize()
@@ -298,7 +298,7 @@ class _Uploads:
         self._ring = _Ring([torch.empty(1 << 16, dtype=torch.int32, pin_memory=True) for _ in range(2 * RING)])
 
     def upload(self, values: NDArray[np.int32]) -> torch.Tensor:
-        pinned = self._ring.take()[: len(values)]
+        pinned = self._ring.advance()[: len(values)]
         pinned.copy_(torch.from_numpy(values))
         uploaded = pinned.to(self._device, non_blocking=True)
         self._ring.enqueued()

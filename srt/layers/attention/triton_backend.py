@@ -130,7 +130,7 @@ class TritonAttentionBackend(AttentionBackend):
         if reading is not Reading.SHARED:
             return
         pool = batch.req_to_token_pool
-        memory = self._shared_memory or self._take_shared_memory(pool)
+        memory = self._shared_memory or self._allocate_shared_memory(pool)
         self._shared = memory.of(batch.batch_size, self._group, self._num_kv_heads, self._num_processors)
         find_shared(
             batch.req_pool_indices,
@@ -146,7 +146,7 @@ class TritonAttentionBackend(AttentionBackend):
         return self._streams and LEAST_ROWS <= num_rows <= MOST_ROWS
 
     def _find_shares(self, seq_lens: torch.Tensor, batch: ForwardBatch) -> None:
-        self._even = self._even_memory or self._take_even_memory(batch.req_to_token_pool)
+        self._even = self._even_memory or self._allocate_even_memory(batch.req_to_token_pool)
         find_shares(seq_lens, self._even)
 
     def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
@@ -247,7 +247,7 @@ class TritonAttentionBackend(AttentionBackend):
             layer.scale,
             out,
             tiles,
-            self._scratch or self._take_scratch(layer, q.device),
+            self._scratch or self._allocate_scratch(layer, q.device),
             layer.window,
             pdl,
             shared,
@@ -279,31 +279,31 @@ class TritonAttentionBackend(AttentionBackend):
             batch.seq_lens,
             layer.scale,
             most_splits(len(qkv) * layer.num_kv_heads, self._max_context, self._num_processors),
-            self._scratch or self._take_scratch(layer, qkv.device),
+            self._scratch or self._allocate_scratch(layer, qkv.device),
             layer.window,
             self._pdl,
         )
 
-    def _take_scratch(self, layer: AttentionLayer, device: torch.device) -> DecodeScratch:
+    def _allocate_scratch(self, layer: AttentionLayer, device: torch.device) -> DecodeScratch:
         """Enough for every batch: rows are split only into as many programs as run at the same time."""
         programs = PROGRAMS_PER_PROCESSOR * self._num_processors
         group = layer.num_heads // layer.num_kv_heads
-        self._scratch = DecodeScratch.take(programs, group, 1, 1, layer.head_dim, device)
+        self._scratch = DecodeScratch.allocate(programs, group, 1, 1, layer.head_dim, device)
         return self._scratch
 
-    def _take_shared_memory(self, pool: ReqToTokenPool) -> SharedPrefix:
+    def _allocate_shared_memory(self, pool: ReqToTokenPool) -> SharedPrefix:
         """Once, enough for every batch: graphs keep the addresses."""
         rows, kv_heads = max(pool.num_slots, self._max_graph_rows), self._num_kv_heads
-        self._shared_memory = SharedPrefix.take(
+        self._shared_memory = SharedPrefix.allocate(
             rows, self._group * kv_heads, kv_heads, self._head_dim, self._num_processors, pool.page_table.device
         )
         return self._shared_memory
 
-    def _take_even_memory(self, pool: ReqToTokenPool) -> EvenShares:
+    def _allocate_even_memory(self, pool: ReqToTokenPool) -> EvenShares:
         """Once, enough for every batch: graphs keep the addresses."""
         rows, kv_heads = max(pool.num_slots, self._max_graph_rows), self._num_kv_heads
         shares = (shares_of if self._streams else shares_at_once)(kv_heads, self._num_processors)
-        self._even_memory = EvenShares.take(
+        self._even_memory = EvenShares.allocate(
             rows, self._group * kv_heads, kv_heads, self._head_dim, shares, pool.page_table.device
         )
         return self._even_memory

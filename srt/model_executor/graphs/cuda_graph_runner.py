@@ -38,7 +38,7 @@ class Misses:
         self.size = 0  # 0: none is
         self._num_padded: Counter[int] = Counter()  # steps, by their best sizes
 
-    def note(self, best: int, size: int | None) -> None:
+    def record(self, best: int, size: int | None) -> None:
         """A step whose best size is the first was served by the second."""
         if size == best:
             return
@@ -52,7 +52,7 @@ class Misses:
             return self.size
         return max(size for size in sizes if size not in captured)
 
-    def note_capture(self, size: int | None) -> None:
+    def record_capture(self, size: int | None) -> None:
         """The missed one is served by this now."""
         if not is_far(size, self.size):
             self.size = 0
@@ -93,7 +93,7 @@ class CudaGraphRunner:
         """The captured size that serves `num_rows` rows, noting a missed one; None: the step is launched kernel by kernel."""
         best, size = self._smallest(self.sizes, num_rows), self._smallest(self._captured, num_rows)
         if best is not None:
-            self._misses.note(best, size)
+            self._misses.record(best, size)
         return size
 
     def can_run(self, size: int) -> bool:
@@ -115,7 +115,7 @@ class CudaGraphRunner:
     def capture_one_batch_size(self, size: int) -> None:
         self._replays[size] = [self._capture(work) for work in self._works(size)]
         self._captured = sorted(self._replays)
-        self._misses.note_capture(self._smallest(self._captured, self._misses.size))
+        self._misses.record_capture(self._smallest(self._captured, self._misses.size))
 
     def give_up(self, size: int) -> None:
         """Capture nothing more, and forget this size if it was captured."""

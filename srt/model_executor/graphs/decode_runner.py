@@ -156,7 +156,7 @@ class DecodeRunner:
         chosen = self._chosen
         if chosen is None or chosen.slots is not step.slots or chosen.asked is not step.reading:
             chosen = self._chosen = self._choose(step)
-        self.buffers.tell(step.slots, step.new_pages)
+        self.buffers.stage(step.slots, step.new_pages)
         if self._host_plans is not None and step.new_pages is not None:
             self.buffers.enter_pages(step.slots, step.seq_lens, step.new_pages)
         if chosen.graph is None:
@@ -254,14 +254,14 @@ class DecodeRunner:
             return
         with compiling():
             for size in range(1, min(2, compiled.most_tokens, self.buffers.max_rows) + 1):
-                self._tell_padding(size, self._parts.attn_backend.init_forward_metadata)
+                self._stage_padding(size, self._parts.attn_backend.init_forward_metadata)
                 self._run_forward(size)
 
     def precompile(self) -> Iterator[tuple[Reading, int]]:
         """The work of one graph after the other, each before it is named, in the order in which they are captured at first."""
         for reading, sizes in self._sizes_of.items():
             for size in reversed(sizes):
-                self._tell_padding(size, self._parts.attn_backend.init_forward_metadata)
+                self._stage_padding(size, self._parts.attn_backend.init_forward_metadata)
                 with _quick_products(size, self._device):
                     for work in self._works(size, reading):
                         work()
@@ -305,14 +305,14 @@ class DecodeRunner:
         assert self._backend_graphs is not None, "this backend's decodes cannot be captured"
         graphs = self._captured_last = self._next_graphs
         size = graphs.next_size
-        self._tell_padding(size, self._backend_graphs.init_forward_metadata_capture_cuda_graph)
+        self._stage_padding(size, self._backend_graphs.init_forward_metadata_capture_cuda_graph)
         with _quick_products(size, self._device):
             graphs.capture_one_batch_size(size)
         return size
 
-    def _tell_padding(self, size: int, init_attention: Callable[[ForwardBatch], None]) -> None:
+    def _stage_padding(self, size: int, init_attention: Callable[[ForwardBatch], None]) -> None:
         """For a run that leaves the tables as they are."""
-        self.buffers.tell_padding()
+        self.buffers.stage_padding()
         batch = self._batch(size)
         self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
         init_attention(batch)

@@ -175,7 +175,7 @@ class PiecewiseCudaGraphRunner:
         best, size = smallest(self._sizes, num_tokens), self._captured_size(num_tokens)
         if best is None:
             return False
-        self._misses.note(best, size)
+        self._misses.record(best, size)
         return not is_far(size, best)
 
     def _least_size(self, batch: ForwardBatch) -> int:
@@ -223,7 +223,7 @@ class PiecewiseCudaGraphRunner:
     def capture_one_batch_size(self, size: int) -> None:
         """Capture steps of `size` tokens, as the inputs have them now."""
         self._pieces[size] = self._capture_whole(size) if self._is_whole(size) else self._capture_pieces(size)
-        self._misses.note_capture(self._captured_size(self._misses.size))
+        self._misses.record_capture(self._captured_size(self._misses.size))
 
     def _capture_whole(self, size: int) -> _Pieces:
         assert self._capture is not None
@@ -308,7 +308,7 @@ class PiecewiseCudaGraphRunner:
         assert self._buffers is not None
         return self._buffers.attended[:num_tokens]
 
-    def _take_buffers(self) -> _Buffers:
+    def _allocate_buffers(self) -> _Buffers:
         model, most = self._model.model, self._sizes[-1]
         attention, weight = model.layers[0].get_submodule("self_attn.attn"), model.norm.weight
         assert isinstance(attention, RadixAttention)
@@ -324,7 +324,7 @@ class PiecewiseCudaGraphRunner:
     # ---- Runs of padding alone
 
     def _populate_padding(self, size: int) -> None:
-        self._buffers = self._buffers or self._take_buffers()
+        self._buffers = self._buffers or self._allocate_buffers()
         self._inputs.populate_padding(size)
 
     def _padding_batch(self, size: int, attention: LayerAttention) -> ForwardBatch:

@@ -21,17 +21,17 @@ class DeviceMemory:
     @contextmanager
     def region(self, tag: Tag) -> Iterator[None]:
         """What is allocated inside and still there at the end is `tag`'s. Not nested."""
-        before = self._taken(tag)
+        before = self._bytes_in_use(tag)
         try:
             yield
         finally:
-            self.num_bytes[tag] = self.num_bytes.get(tag, 0) + self._taken(tag) - before
+            self.num_bytes[tag] = self.num_bytes.get(tag, 0) + self._bytes_in_use(tag) - before
 
-    def note_activations(self, num_bytes: int) -> None:
+    def record_activations(self, num_bytes: int) -> None:
         """Record what is kept free for the largest step."""
         self.num_bytes["activations"] = num_bytes
 
-    def _taken(self, tag: Tag) -> int:
+    def _bytes_in_use(self, tag: Tag) -> int:
         if self._device.type != "cuda":
             return 0
         if tag == "cuda_graph":

@@ -45,7 +45,7 @@ class KernelRecord:
             return all(path.exists() for path in self._paths)
         return False
 
-    def note_complete(self) -> None:
+    def record_complete(self) -> None:
         with contextlib.suppress(OSError, StartError):
             for path in self._paths:
                 path.parent.mkdir(parents=True, exist_ok=True)

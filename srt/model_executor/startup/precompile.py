@@ -92,7 +92,7 @@ def _go_through_steps(
         later = begin_later()
         kernels.begin(later)
         _precompile_later_steps(runner, decodes, later, kernels, record)
-    first.wait(first.take_asked())
+    first.wait(first.pop_asked())
 
 
 def _precompile_later_steps(
@@ -105,7 +105,7 @@ def _precompile_later_steps(
         with precompiling(compilers):
             _precompile_graphs(runner, decodes, compilers, kernels)
             run_requests(runner, batches(state.num_slots, state.max_request_tokens, state.page_size))
-        compilers.no_more(record.note_complete)
+        compilers.no_more(record.record_complete)
     except Exception as error:
         logger.warning("Not all kernels are compiled ahead, because of %s: %s", type(error).__name__, error)
 
@@ -120,4 +120,4 @@ def _precompile_graphs(runner: ModelRunner, decodes: DecodeRunner, compilers: Co
     of_decodes = decodes.precompile() if loaded.attn_backend.decode_graphs is not None else ()
     graphs: Iterator[Graph] = chain(of_decodes, () if pieces is None else pieces.precompile())
     for graph in graphs:
-        kernels.add(graph, compilers.take_asked())
+        kernels.add(graph, compilers.pop_asked())

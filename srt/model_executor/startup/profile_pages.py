@@ -64,7 +64,7 @@ def measure_largest_step(loaded: LoadedModel) -> int:
     most_tokens = prompt_tokens + num_slots - 1
     plain_mlp = mlp_bytes(loaded.config, loaded.tp.size, most_tokens, loaded.dtype.itemsize)
     peak = max(peak, plain_mlp) + FIRST_USE_BYTES
-    loaded.memory.note_activations(peak)
+    loaded.memory.record_activations(peak)
     return peak
 
 

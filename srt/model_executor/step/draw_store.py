@@ -49,7 +49,7 @@ class DrawStore:
         self._number = 0  # of the last store that was launched
 
     @classmethod
-    def take(cls, device: torch.device, max_rows: int, window: int) -> DrawStore:
+    def allocate(cls, device: torch.device, max_rows: int, window: int) -> DrawStore:
         """For steps on the current stream, as many at a time as the window says."""
         assert window < RING, f"{window} steps at a time, and the ids of {RING} are kept"
         is_cuda = device.type == "cuda"

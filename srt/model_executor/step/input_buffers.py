@@ -36,17 +36,17 @@ class GraphInputBuffers:
         self.draws.clear()
         self._staging = [_Staging(max_rows, device) for _ in range(1 if device.type == "cpu" else window + 1)]
         self._next = 0
-        self._slots_told: Ints | None = None  # what `row_slots` holds
+        self._staged_slots: Ints | None = None  # what `row_slots` holds
         self._gather = _gather_operation(device)
 
-    def tell(self, slots: Ints, new_pages: NewPages | None) -> bool:
+    def stage(self, slots: Ints, new_pages: NewPages | None) -> bool:
         """The next step's slots, and the pages that they begin. Copies, and returns True, only if the slots are others.
 
         `slots` must not be written to from then on: the same array says the same.
         """
         if new_pages is not None:
             self._mailbox.write(new_pages)
-        told, self._slots_told = self._slots_told, slots
+        told, self._staged_slots = self._staged_slots, slots
         if slots is told or (told is not None and slots.tobytes() == told.tobytes()):
             return False
         staging = self._staging[self._next]
@@ -54,9 +54,9 @@ class GraphInputBuffers:
         staging.copy(slots, self._tables.dummy_slot, self.row_slots)
         return True
 
-    def tell_padding(self) -> None:
+    def stage_padding(self) -> None:
         """Nothing but padding: a run that leaves the tables as they are."""
-        self.tell(np.zeros(0, np.int64), None)
+        self.stage(np.zeros(0, np.int64), None)
 
     def enter_pages(self, slots: Ints, seq_lens: Ints, new_pages: NewPages) -> None:
         """Enter the told pages at once, for whoever reads the page table before `gather`; it enters the same again."""

@@ -43,7 +43,7 @@ class FakeMemory:
     def reaches(self, location: bytes) -> bool:
         return location != self.location
 
-    def take(self, num_bytes: int, value: int) -> int:
+    def allocate(self, num_bytes: int, value: int) -> int:
         address = (1 + self._rank) << 40
         with self._host.lock:
             self._host.blocks[address] = bytearray(value.to_bytes(4, "little") * (num_bytes // 4))
@@ -104,7 +104,7 @@ class Elsewhere(FakeMemory):
 
 
 class Full(FakeMemory):
-    def take(self, num_bytes: int, value: int) -> int:
+    def allocate(self, num_bytes: int, value: int) -> int:
         raise RuntimeError("CUDA says CUDA_ERROR_OUT_OF_MEMORY")
 
 

@@ -79,7 +79,7 @@ class World:
 def test_logits_are_those_of_the_reference(shard_start: int, columns: int, num_distinct: int) -> None:
     world = World(num_distinct)
     rows = torch.arange(len(specs()))
-    kernels = AdjustmentKernels.take(len(rows), columns, CPU)
+    kernels = AdjustmentKernels.allocate(len(rows), columns, CPU)
     changed = world.differences(kernels, rows, shard_start, columns).any(dim=1)
     assert not changed[[WITHOUT, 7]].any(), "a row without adjustments, or with stops that may come"
     if num_distinct > 1:
@@ -92,4 +92,4 @@ def test_more_rows_than_the_scratch_holds_take_turns() -> None:
     count = len(specs())
     kernels = AdjustmentKernels(torch.zeros((4, VOCABULARY), dtype=torch.int32))
     world.differences(kernels, torch.arange(count), 0, VOCABULARY)
-    assert len(AdjustmentKernels.take(MOST_ROWS + 9, 7, CPU).counts) == MOST_ROWS
+    assert len(AdjustmentKernels.allocate(MOST_ROWS + 9, 7, CPU).counts) == MOST_ROWS

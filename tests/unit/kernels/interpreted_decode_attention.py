@@ -20,7 +20,7 @@ def _same_numbers_every_time() -> None:
 
 
 def scratch(rows: int = 8) -> DecodeScratch:
-    return DecodeScratch.take(rows, 16, 4, 8, 128, torch.device("cpu"))
+    return DecodeScratch.allocate(rows, 16, 4, 8, 128, torch.device("cpu"))
 
 
 def check(

@@ -34,7 +34,7 @@ def check(
     q = torch.randn(len(lengths), num_kv_heads * group, head_dim).to(dtype)
     scale = head_dim**-0.5
     expected = decode_attention_reference(q, world.kv, world.req_pool_indices, world.seq_lens, scale)
-    shares = EvenShares.take(len(lengths) + 2, num_kv_heads * group, num_kv_heads, head_dim, programs, CPU)
+    shares = EvenShares.allocate(len(lengths) + 2, num_kv_heads * group, num_kv_heads, head_dim, programs, CPU)
     find_shares(world.seq_lens, shares)
     for _ in range(2):
         out = torch.full_like(q, float("nan"))
@@ -68,7 +68,7 @@ def test_every_head_size_equals_the_reference(head_dim: int) -> None:
     "lengths", [[0, 0, 700, 3, 0, 64, 129, 500, 2000], [1000] * 8, [1000, 1010, 960, 1030] * 4, [9000]]
 )
 def test_shares_are_alike_and_cover_every_block_once(lengths: list[int], num_shares: int) -> None:
-    shares = EvenShares.take(len(lengths), 2, 2, 32, num_shares, CPU)
+    shares = EvenShares.allocate(len(lengths), 2, 2, 32, num_shares, CPU)
     find_shares(torch.tensor(lengths), shares)
     row_begins, begins = shares.row_begins.tolist(), shares.begins.tolist()
     blocks = [-(-length // 64) for length in lengths]
@@ -97,7 +97,7 @@ def test_a_memory_of_fp8_is_read_with_its_scales() -> None:
     kv = PagedKV(keys, values, world.kv.page_table, world.kv.page_size, k_scale=0.5, v_scale=3.0)
     q = torch.randn(2, 2, 32)
     expected = decode_attention_reference(q, kv, world.req_pool_indices, world.seq_lens, 0.2)
-    shares = EvenShares.take(2, 2, 1, 32, 2, CPU)
+    shares = EvenShares.allocate(2, 2, 1, 32, 2, CPU)
     find_shares(world.seq_lens, shares)
     out = torch.full_like(q, float("nan"))
     even_attention(q, kv, world.req_pool_indices, world.seq_lens, 0.2, out, shares)

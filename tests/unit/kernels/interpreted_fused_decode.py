@@ -47,7 +47,7 @@ def test_it_is_norm_rotation_storing_and_attention(
     q = prepared[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
     expected = decode_attention_reference(q, expected_kv, world.req_pool_indices, world.seq_lens, scale)
 
-    scratch = DecodeScratch.take(num_rows, num_heads, num_kv_heads, num_splits, head_dim, qkv.device)
+    scratch = DecodeScratch.allocate(num_rows, num_heads, num_kv_heads, num_splits, head_dim, qkv.device)
     out = fused_decode(
         qkv, weights, EPS, rotation.cos, rotation.sin, locations, world.kv, world.req_pool_indices, world.seq_lens,
         scale, num_splits, scratch,

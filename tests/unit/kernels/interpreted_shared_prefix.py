@@ -46,8 +46,8 @@ def check(world: PagedWorld, group: int, least_saved: int = 1, num_processors: i
     rows, kv_heads = len(world.seq_lens), world.kv.num_kv_heads
     heads = kv_heads * group
     q = torch.randn(rows, heads, 32)
-    scratch = DecodeScratch.take(rows, heads, kv_heads, TILES.num_splits, 32, CPU)
-    shared = SharedPrefix.take(rows + 3, heads, kv_heads, 32, num_processors, CPU)
+    scratch = DecodeScratch.allocate(rows, heads, kv_heads, TILES.num_splits, 32, CPU)
+    shared = SharedPrefix.allocate(rows + 3, heads, kv_heads, 32, num_processors, CPU)
     shared = shared.of(rows, group, kv_heads, num_processors)
     shared.lens.copy_(found(world, group, least_saved))
     expected = decode_attention_reference(q, world.kv, world.req_pool_indices, world.seq_lens, 0.2)

@@ -81,7 +81,7 @@ def waited_for() -> Iterator[None]:
     compilers = Compilers(2)
     with precompiling(compilers):
         yield
-    compilers.wait(compilers.take_asked())
+    compilers.wait(compilers.pop_asked())
 
 
 def numbers(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -125,12 +125,12 @@ def test_precompiling_ends_before_its_kernels_are_there_and_says_who_needs_which
     compilers = Compilers(3)
     with precompiling(compilers):
         silu_and_mul(torch.ones(2, 320))  # sizes that no other test has
-        first = compilers.take_asked()
+        first = compilers.pop_asked()
         silu_and_mul(torch.ones(2, 320))
         silu_and_mul(torch.ones(2, 448))
-        both = compilers.take_asked()
+        both = compilers.pop_asked()
         is_precompiled("not of Triton's", lambda: None)
-        (other,) = compilers.take_asked()
+        (other,) = compilers.pop_asked()
     assert len(first) == 1
     assert len(both) == 2
     assert first < both

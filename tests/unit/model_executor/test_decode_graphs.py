@@ -193,7 +193,7 @@ def test_draws_are_counted_as_the_device_counts_them_through_warm_ups_captures_a
     expected, found = jobs(9), jobs(9)
     PlanDriver(make_runner(checkpoint("qwen3"), 4), 4, chunk=25).run(expected)
     graphs = UnseenGraphs()
-    monkeypatch.setattr(DrawStore, "take", graphs.take_store)
+    monkeypatch.setattr(DrawStore, "allocate", graphs.allocate_store)
     runner = with_graphs(checkpoint, 4, graphs)
     warm_up(runner)
     half = runner.graphs.num_left // 2
@@ -261,18 +261,18 @@ def test_the_slots_of_the_step_before_are_not_told_again(checkpoint: CheckpointF
 
 
 def _tell_in_turn(buffers: GraphInputBuffers, slots: Ints, decodes: DecodeRunner) -> None:
-    assert buffers.tell(slots, None)
-    assert not buffers.tell(slots, None)
-    assert not buffers.tell(slots.copy(), None)
-    assert not buffers.tell(slots, NewPages([0], [9])), "pages are not copied"
+    assert buffers.stage(slots, None)
+    assert not buffers.stage(slots, None)
+    assert not buffers.stage(slots.copy(), None)
+    assert not buffers.stage(slots, NewPages([0], [9])), "pages are not copied"
     assert _told(buffers, decodes) == [[0, 1], [9, -1]]
     decodes.store(Draws(torch.zeros(1, dtype=torch.int64), torch.zeros(1)))
-    assert not buffers.tell(slots, None)
+    assert not buffers.stage(slots, None)
     assert _told(buffers, decodes) == [[0, 1], [-1, -1]], "the pages of the step before must not be entered again"
-    assert buffers.tell(slots[::-1].copy(), NewPages([1], [7]))
+    assert buffers.stage(slots[::-1].copy(), NewPages([1], [7]))
     assert _told(buffers, decodes) == [[1, 0], [-1, 7]]
     decodes.store(Draws(torch.zeros(1, dtype=torch.int64), torch.zeros(1)))
-    assert buffers.tell(slots[:1], None)
+    assert buffers.stage(slots[:1], None)
     assert _told(buffers, decodes) == [[0, buffers._tables.dummy_slot], [-1, -1]]
 
 

@@ -136,7 +136,7 @@ def test_ids_that_may_be_overwritten_are_not_read(device: LateDevice) -> None:
 
 def test_more_steps_at_a_time_than_are_kept_are_refused() -> None:
     with pytest.raises(AssertionError, match="8 steps at a time"):
-        DrawStore.take(torch.device("cpu"), 4, window=RING)
+        DrawStore.allocate(torch.device("cpu"), 4, window=RING)
 
 
 def test_a_device_that_fails_is_not_looked_at_for_ever(device: LateDevice) -> None:

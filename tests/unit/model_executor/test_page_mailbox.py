@@ -18,7 +18,7 @@ MAX_ROWS = 5
 
 def store_behind(last: int) -> DrawStore:
     """As it is after so many steps."""
-    store = DrawStore.take(CPU, MAX_ROWS, window=2)
+    store = DrawStore.allocate(CPU, MAX_ROWS, window=2)
     store.last.fill_(last)
     store._number = last
     for back in range(RING):

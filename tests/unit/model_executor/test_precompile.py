@@ -266,13 +266,13 @@ def test_a_start_without_graphs_has_a_record_too(checkpoint: CheckpointFactory, 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """That the record has been written."""
     event = threading.Event()
-    note: Callable[[KernelRecord], None] = KernelRecord.note_complete
+    note: Callable[[KernelRecord], None] = KernelRecord.record_complete
 
     def note_and_tell(record: KernelRecord) -> None:
         note(record)
         event.set()
 
-    monkeypatch.setattr(KernelRecord, "note_complete", note_and_tell)
+    monkeypatch.setattr(KernelRecord, "record_complete", note_and_tell)
     return event
 
 
@@ -332,7 +332,7 @@ def arguments(checkpoint: CheckpointFactory) -> ServerArgs:
 def test_the_record_is_of_these_options_this_rank_and_this_model(arguments: ServerArgs) -> None:
     record = KernelRecord(arguments, "model", 0, CPU)
     assert not record.is_complete
-    record.note_complete()
+    record.record_complete()
     assert record.is_complete
     assert KernelRecord(replace(arguments, port=1, random_seed=7), "model", 0, CPU).is_complete
     for changes in ({"page_size": 1}, {"prefill_attention_backend": "fa3"}, {"enable_torch_compile": True}):
@@ -348,7 +348,7 @@ def test_the_record_is_of_these_sources(arguments: ServerArgs, tmp_path: Path, m
     monkeypatch.setattr(srt, "__path__", [str(tmp_path / "sources")])
     monkeypatch.setattr(kernel_record, "_sources", kernel_record._sources.__wrapped__)
     record = KernelRecord(arguments, "model", 0, CPU)
-    record.note_complete()
+    record.record_complete()
     assert record.is_complete
     source.write_text("int b;")
     assert not record.is_complete
@@ -359,7 +359,7 @@ def test_the_record_goes_where_either_folder_of_kernels_goes(
     arguments: ServerArgs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     record = KernelRecord(arguments, "model", 0, CPU)
-    record.note_complete()
+    record.record_complete()
     monkeypatch.setenv(variable, str(tmp_path / "elsewhere"))
     assert not record.is_complete
     monkeypatch.setenv("SRT_CACHE_DIR", "/dev/null/none")
