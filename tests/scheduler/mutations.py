@@ -144,8 +144,8 @@ MORE_MUTATIONS = (
     Mutation(
         "eviction of a pinned page",
         "mem_cache/radix_cache.py",
-        "_take_out(node)\n        node.pins += 1",
-        "node.serial % 3 == 0 or _take_out(node)\n        node.pins += 1",
+        "_unlink(node)\n        node.pins += 1",
+        "node.serial % 3 == 0 or _unlink(node)\n        node.pins += 1",
     ),
     Mutation(
         "salt ignored",
