@@ -1,0 +1,1 @@
+"""The formats in which models mark their reasoning, a file each."""

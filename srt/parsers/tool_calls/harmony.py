@@ -1,0 +1,58 @@
+"""gpt-oss: harmony messages, `<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>`.
+
+Messages of the channel `analysis` are reasoning, those to `functions.f` are calls, all others text. What the prompt ends with,
+`<|start|>assistant`, is not part of the output.
+"""
+
+from __future__ import annotations
+
+import re
+
+from srt.parsers.events import Reasoning, Text
+from srt.parsers.format import Format, NotThisForm, Steps, TextEnded
+
+_MESSAGE = "<|message|>"
+_BEGINS = ("<|start|>", "<|channel|>")
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class Harmony(Format):
+    BEGINS = _BEGINS
+
+    def _part(self) -> Steps[None]:
+        header = yield from self._until(_MESSAGE)
+        yield from self._expect(_MESSAGE)
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient is not None:
+            yield from self._call(recipient[1])
+        elif channel is not None and channel[1] == "analysis":
+            yield from self._content(Reasoning)
+        else:
+            yield from self._content(Text)
+
+    def _call(self, recipient: str) -> Steps[None]:
+        if not recipient.startswith("functions."):
+            raise NotThisForm
+        yield from self._space()
+        yield from self._begin_json_call(recipient.removeprefix("functions."))
+        yield from self._skip(*_ENDS)
+
+    def _content(self, kind: type[Text] | type[Reasoning]) -> Steps[None]:
+        """Read a message's content as events of this kind, up to its end or the begin of the next message."""
+
+        def tell(piece: str) -> None:
+            self._events.append(kind(self._take(), piece))
+
+        tell("")
+        try:
+            end = yield from self._pieces((*_ENDS, *_BEGINS), tell)
+        except TextEnded:
+            self._at = len(self._text)
+            tell(self._text[self._start :])
+            return
+        if end in _BEGINS:
+            self._at -= len(end)
+        else:
+            tell("")

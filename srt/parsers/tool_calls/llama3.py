@@ -1,0 +1,30 @@
+"""Llama 3: `{"name": "f", "parameters": {"a": 1}}` as the whole answer, or behind `<|python_tag|>`; several are separated by `;`."""
+
+from __future__ import annotations
+
+from srt.parsers.format import NotThisForm, Steps
+from srt.parsers.tool_calls.json_object import JsonObjectFormat
+
+
+class Llama3(JsonObjectFormat):
+    BEGINS = ("<|python_tag|>",)
+
+    def _opening(self) -> Steps[None]:
+        yield from self._space()
+        if (yield from self._next()) != "{":
+            raise NotThisForm
+        yield from self._objects()
+
+    def _part(self) -> Steps[None]:
+        yield from self._expect("<|python_tag|>")
+        yield from self._space()
+        yield from self._objects()
+
+    def _objects(self) -> Steps[None]:
+        yield from self._call_object()
+        yield from self._space()
+        while (yield from self._accept(";", ",")):
+            yield from self._space()
+            yield from self._call_object()
+            yield from self._space()
+        self._at = self._start

@@ -1,0 +1,72 @@
+"""What formats share that write a call in tags: its name, and an element for each argument with the value as it is."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from srt.parsers.format import Format, Steps
+from srt.parsers.tools import quoted
+
+_MAX_VALUE = 1 << 24  # characters of a value that is not a string
+
+
+class MarkupFormat(Format):
+    """The base of such formats: markers, and how the key of an argument is read."""
+
+    AROUND: ClassVar[
+        tuple[tuple[str, ...], tuple[str, ...]]
+    ]  # what may stand before the first call, and behind the last one
+    CALL: ClassVar[tuple[str, str, str]]  # before the name, behind it, and at the end of the call
+    ARGUMENT: ClassVar[tuple[str, str]]  # before the key, and at the end of the value
+    HAS_LINES: ClassVar[bool] = False  # a value stands on lines of its own
+
+    def _part(self) -> Steps[None]:
+        before, behind = self.AROUND
+        call, behind_name, _ = self.CALL
+        yield from self._accept(*before)
+        yield from self._space()
+        yield from self._expect(call)
+        name = yield from self._until(behind_name)
+        yield from self._expect(behind_name)
+        self._begin_call(name.strip())
+        yield from self._members(name.strip())
+        self._end_call()
+        yield from self._skip(*behind)
+
+    def _members(self, tool: str) -> Steps[None]:
+        """Read the arguments and the end of the call."""
+        begin, end = self.ARGUMENT[0], self.CALL[2]
+        lead = "{"
+        yield from self._space()
+        while (yield from self._expect(begin, end)) == begin:
+            key, is_string = yield from self._key(tool)
+            lead += quoted(key) + ": "
+            if is_string:
+                self._arguments(lead)
+                yield from self._text_value()
+            else:
+                self._arguments(lead + (yield from self._typed_value(tool, key)))
+            lead = ", "
+            yield from self._space()
+        self._arguments("{}" if lead == "{" else "}")
+        self._has_arguments = True
+
+    def _key(self, tool: str) -> Steps[tuple[str, bool]]:
+        """Read the key of an argument and what stands between it and its value; return it, and whether the value is a string."""
+        raise NotImplementedError
+
+    def _text_value(self) -> Steps[None]:
+        if self.HAS_LINES:
+            yield from self._accept("\n")
+        yield from self._string(*self._ends())
+
+    def _typed_value(self, tool: str, key: str) -> Steps[str]:
+        """Read a value and return it as JSON of its type."""
+        if self.HAS_LINES:
+            yield from self._accept("\n")
+        text = yield from self._until(*self._ends(), most=_MAX_VALUE)
+        yield from self._expect(*self._ends())
+        return self._tools.json_of(tool, key, text)
+
+    def _ends(self) -> tuple[str, ...]:
+        return ("\n" + self.ARGUMENT[1], self.ARGUMENT[1]) if self.HAS_LINES else (self.ARGUMENT[1],)
