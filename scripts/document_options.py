@@ -33,6 +33,8 @@ SGLANG_DEFAULTS: dict[str, Any] = {
     "served_model_name": (),
     "chat_template": None,
     "sampling_defaults": "model",
+    "tool_call_parser": "no parser",
+    "reasoning_parser": "no parser",
     "host": "127.0.0.1",
     "port": 30000,
     "api_key": None,

@@ -94,6 +94,8 @@ SOURCES: Mapping[str, Mapping[str, tuple[Source, ...]]] = {
         "sglang": ((SGLANG_OPENAI, "DetokenizeRequest"),),
         "vllm": ((VLLM_TOKENS, "DetokenizeRequest"),),
     },
+    "parse_calls": {"sglang": ((SGLANG_IO, "ParseFunctionCallReq"),)},
+    "separate_reasoning": {"sglang": ((SGLANG_IO, "SeparateReasoningReqInput"),)},
 }
 # Bases of request classes that bring no fields, where they are not in the package itself.
 FIELDLESS = frozenset(("BaseModel", "TypedDict", "Struct", "PydanticMsgspecMixin"))

@@ -27,6 +27,13 @@ def option(
     )
 
 
+NO_PARSER = "none"
+TOOL_CALL_PARSERS = tuple(
+    "hermes qwen qwen25 qwen3_coder llama3 llama3_json mistral pythonic deepseekv3 deepseek_v3 deepseekv31 deepseek_v31"
+    " deepseekv32 glm45 glm47 kimi_k2 gpt-oss openai minimax-m2 minimax_m2 gemma4".split()
+)
+REASONING_PARSERS = tuple("qwen3 deepseek-r1 deepseek_r1 deepseek-v3 glm45 kimi gpt-oss openai_gptoss minimax".split())
+
 MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "Devices and kernels", "Logging"
 
 
@@ -63,6 +70,18 @@ class ServerArgs:
         (), "names that the OpenAI API answers to (default: the model path)", group=MODEL
     )
     chat_template: str | None = option(None, "file with a Jinja chat template, instead of the tokenizer's", group=MODEL)
+    tool_call_parser: str | None = option(
+        None,
+        "form in which the model writes calls of tools; none: look for no calls (default: as its chat template shows)",
+        group=MODEL,
+        choices=(*TOOL_CALL_PARSERS, NO_PARSER),
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "form in which the model marks its reasoning; none: leave it in the text (default: as its chat template shows)",
+        group=MODEL,
+        choices=(*REASONING_PARSERS, NO_PARSER),
+    )
     sampling_defaults: str = option(
         "model", "where unset sampling parameters come from", group=MODEL, choices=("model", "openai")
     )
@@ -353,7 +372,7 @@ class ServerArgs:
 # Options of SGLang that are not supported yet: refused as such, rather than as unknown options.
 UNSUPPORTED = frozenset(
     "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port quantization tokenizer_mode"
-    " skip_tokenizer_init trust_remote_code is_embedding reasoning_parser tool_call_parser allow_auto_truncate"
+    " skip_tokenizer_init trust_remote_code is_embedding allow_auto_truncate"
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend grammar_backend"
     " enable_memory_saver enable_deterministic_inference"
@@ -363,6 +382,7 @@ UNSUPPORTED = frozenset(
 )
 
 
+_MAX_SHOWN_CHOICES = 6  # in the help; a wrong value is answered with all of them
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 
 
@@ -448,5 +468,6 @@ def _add_option(group: Any, f: dataclasses.Field[Any], hint: Any) -> None:
         group.add_argument(*names, nargs="+", type=kind, metavar=metavar, **common)
     else:
         kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint)
-        choices = {"choices": f.metadata["choices"]} if f.metadata["choices"] else {"metavar": _METAVARS[kind]}
-        group.add_argument(*names, type=kind, **choices, **common)
+        choices = f.metadata["choices"]
+        shown = None if 0 < len(choices) <= _MAX_SHOWN_CHOICES else _METAVARS[kind]
+        group.add_argument(*names, type=kind, choices=choices or None, metavar=shown, **common)

@@ -225,6 +225,22 @@ class Texts(TypedDict):
     text: Annotated[str | list[str], "The text; a list of texts for a list of lists."]
 
 
+class ParsedCall(TypedDict):
+    name: Annotated[str, "The name of the tool."]
+    parameters: Annotated[str, "Its arguments, as JSON."]
+    tool_index: Annotated[Count, "The position of the tool in `tools`."]
+
+
+class ParsedCalls(TypedDict):
+    normal_text: Annotated[str, "The text beside the calls."]
+    calls: Annotated[list[ParsedCall], "The calls, in order."]
+
+
+class SeparatedReasoning(TypedDict):
+    reasoning_text: Annotated[str, "The reasoning."]
+    text: Annotated[str, "The text behind it."]
+
+
 class Done(TypedDict):
     message: Annotated[str, "One sentence that says what was done."]
     status: Annotated[Literal["ok"], "Always ok."]

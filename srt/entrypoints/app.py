@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from srt.entrypoints import health, metrics, native, openapi, operations, profiling, tokenizing, web_page
+from srt.entrypoints import health, metrics, native, openapi, operations, parsing, profiling, tokenizing, web_page
 from srt.entrypoints.cors import Cors
 from srt.entrypoints.errors import ApiError
 from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
@@ -41,6 +41,8 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/v1/tokenize": {"POST": tokenizing.tokenize},
     "/detokenize": {"POST": tokenizing.detokenize},
     "/v1/detokenize": {"POST": tokenizing.detokenize},
+    "/parse_function_call": {"POST": parsing.parse_function_call},
+    "/separate_reasoning": {"POST": parsing.separate_reasoning},
     "/model_info": {"GET": native.model_info},
     "/get_model_info": {"GET": native.model_info},
     "/server_info": {"GET": native.server_info},

@@ -31,10 +31,6 @@ UNSUPPORTED = {
     ),
     "/v1/score": "has no score API: /generate with return_logprob and token_ids_logprob returns log-probabilities",
     **dict.fromkeys(
-        ("/parse_function_call", "/separate_reasoning"),
-        "has no output parsers: parse the text in the client",
-    ),
-    **dict.fromkeys(
         ("/open_session", "/close_session"),
         "keeps no sessions: send the whole prompt each time; a prefix shared with earlier prompts is cached",
     ),
@@ -117,8 +113,8 @@ def model_facts(service: Service) -> dict[str, Any]:
         "preferred_sampling_params": model.sampling_defaults or None,
         "weight_version": WEIGHT_VERSION,
         "load_format": args.load_format,
-        "reasoning_parser": None,
-        "tool_call_parser": None,
+        "reasoning_parser": model.reasoning_parser,
+        "tool_call_parser": model.tool_call_parser,
         "disaggregation_mode": "null",
         "has_image_understanding": False,
         "has_audio_understanding": False,

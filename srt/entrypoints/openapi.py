@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from srt.entrypoints import answers, health, metrics, native, operations, profiling, tokenizing, web_page
+from srt.entrypoints import answers, health, metrics, native, operations, parsing, profiling, tokenizing, web_page
 from srt.entrypoints.answer_schemas import answer_schema
 from srt.entrypoints.body_schemas import Schema, body_schema, with_values
 from srt.entrypoints.errors import is_openai
@@ -100,6 +100,12 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
         ),
         tokenizing.detokenize: Operation(
             "Native", answers.Texts, body=tokenizing.DetokenizeBody, errors=(*_BODY, 404, 503)
+        ),
+        parsing.parse_function_call: Operation(
+            "Native", answers.ParsedCalls, body=parsing.ParseCallsBody, errors=(*_BODY, 503)
+        ),
+        parsing.separate_reasoning: Operation(
+            "Native", answers.SeparatedReasoning, body=parsing.SeparateReasoningBody, errors=(*_BODY, 503)
         ),
         native.abort_request: Operation(
             "Native",

@@ -458,4 +458,18 @@ FIELDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
         "skip_special_tokens": {"sglang": (True,)},
         "tokens": {"sglang": (), "vllm": ()},
     },
+    "parse_calls": {
+        "http_worker_ipc": {"sglang": (None,)},
+        "rid": {"sglang": (None,)},
+        "text": {"sglang": ()},
+        "tool_call_parser": {"sglang": (None,)},
+        "tools": {"sglang": ([],)},
+    },
+    "separate_reasoning": {
+        "http_worker_ipc": {"sglang": (None,)},
+        "reasoning_parser": {"sglang": ()},
+        "return_blocks": {"sglang": (False,)},
+        "rid": {"sglang": (None,)},
+        "text": {"sglang": ()},
+    },
 }

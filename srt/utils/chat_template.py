@@ -31,6 +31,7 @@ class ChatTemplate:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The chat template cannot be compiled: {error}.") from error
+        self.source = "\n".join(sources.values())
         self._special_tokens = dict(special_tokens)
 
     def render(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from srt.server_args import ServerArgs
+from srt.parsers.templates import reasoning_parser_of, tool_call_parser_of
+from srt.server_args import NO_PARSER, ServerArgs
+from srt.utils.chat_template import ChatTemplate, ChatTemplateError
 from srt.utils.model_config import ModelConfig
 
 
@@ -20,10 +22,16 @@ class ModelFacts:
     eos_ids: tuple[int, ...]
     sampling_defaults: dict[str, float | int]
     has_chat_template: bool
+    tool_call_parser: str | None = None  # None: calls of tools are not looked for
+    reasoning_parser: str | None = None  # None: reasoning is not told from the answer
 
 
-def read_model_facts(folder: str, args: ServerArgs, has_chat_template: bool) -> ModelFacts:
-    """Read the facts from the checkpoint's configuration; raise ModelError if it cannot be used."""
+def read_model_facts(folder: str, args: ServerArgs, template: ChatTemplate | ChatTemplateError | None) -> ModelFacts:
+    """Read the facts from the checkpoint's configuration; raise ModelError if it cannot be used.
+
+    Without the options for them, the parsers are those of the template's form of calls and of reasoning.
+    """
+    source = template.source if isinstance(template, ChatTemplate) else ""
     config = ModelConfig.from_folder(folder, args.model_overrides(), args.context_length)
     return ModelFacts(
         folder=folder,
@@ -33,5 +41,11 @@ def read_model_facts(folder: str, args: ServerArgs, has_chat_template: bool) -> 
         vocab_size=config.vocab_size,
         eos_ids=tuple(i for i in config.eos_token_ids if i < config.vocab_size),
         sampling_defaults=config.sampling_defaults if args.sampling_defaults == "model" else {},
-        has_chat_template=has_chat_template,
+        has_chat_template=isinstance(template, ChatTemplate),
+        tool_call_parser=_chosen(args.tool_call_parser, tool_call_parser_of(source)),
+        reasoning_parser=_chosen(args.reasoning_parser, reasoning_parser_of(source)),
     )
+
+
+def _chosen(option: str | None, known: str | None) -> str | None:
+    return known if option is None else None if option == NO_PARSER else option

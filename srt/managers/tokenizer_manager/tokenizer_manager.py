@@ -117,8 +117,7 @@ class TokenizerManager:
     ) -> TokenizerManager:
         """Load tokenizer and model facts, connect and say hello; raise StartError for what the user must change."""
         tokenizer, template = await asyncio.to_thread(load_text_files, model_folder, args)
-        has_template = isinstance(template, ChatTemplate)
-        model = await asyncio.to_thread(read_model_facts, model_folder, args, has_template)
+        model = await asyncio.to_thread(read_model_facts, model_folder, args, template)
 
         def connect(generation: int, **callbacks: Any) -> SchedulerLink:
             return SchedulerLink(index=index, generation=generation, run_dir=run_dir, **callbacks)

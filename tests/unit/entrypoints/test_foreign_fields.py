@@ -14,6 +14,7 @@ from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai.messages import plain_messages
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody, StreamOptions
 from srt.entrypoints.operations import LoggingBody, NoBody
+from srt.entrypoints.parsing import ParseCallsBody, SeparateReasoningBody
 from srt.entrypoints.profiling import StartBody
 from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.tokenizing import DetokenizeBody, TokenizeBody
@@ -39,6 +40,8 @@ BODIES: list[tuple[type[RequestBody], dict[str, Any]]] = [
     (LoggingBody, {}),
     (TokenizeBody, {"prompt": "hi"}),
     (DetokenizeBody, {"tokens": [1]}),
+    (ParseCallsBody, {"text": "hi"}),
+    (SeparateReasoningBody, {"text": "hi"}),
 ]
 ASKING: list[Any] = [True, "word", 7, {"a": "b"}, [7], [True]]
 
