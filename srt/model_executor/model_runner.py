@@ -66,7 +66,10 @@ class ModelRunner:
         """Say what the tables hold, as WorkDone describes it."""
         table = self.state.req_to_token_pool.page_table.cpu().numpy()
         pages = {slot: table[slot, :count] for slot, count in self._planner.slots.num_pages_of_admitted().items()}
-        return {"tables_hash": tables_hash(pages), "num_slots_seen": len(pages)}
+        values: dict[str, Scalar] = {"tables_hash": tables_hash(pages), "num_slots_seen": len(pages)}
+        if self._decode_runner is not None and self._decode_runner.compiled is not None:
+            values["num_compiled_steps"] = self._decode_runner.compiled.num_steps
+        return values
 
     # ---- The model
 

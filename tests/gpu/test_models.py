@@ -123,12 +123,11 @@ def test_float32_gives_the_tokens_of_a_cpu_to_rows_with_adjustments(
     ours, theirs = ([Job([5 + i, 6, 7], spec, seed=i) for i, spec in enumerate(specs)] for _ in range(2))
     options: dict[str, Any] = {"attention_backend": "triton", "cuda_graph_bs": (2, 8), "enable_torch_compile": compiled}
     runner = make_runner(folder, 16, device=CUDA, **options)
-    runner.graphs.compile()
     runner.graphs.capture_all()
     PlanDriver(runner, 16).run(ours)
     PlanDriver(make_runner(folder, 16, device=CPU), 16).run(theirs)
     assert [job.outputs for job in ours] == [job.outputs for job in theirs]
-    assert (runner.graphs.num_compiled_steps > 0) == compiled
+    assert ("num_compiled_steps" in runner.inspect()) == compiled
 
 
 @torch.inference_mode()

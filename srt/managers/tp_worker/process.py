@@ -160,7 +160,7 @@ class TpWorker:
                 self._runner.reset()
                 return {}
             case "inspect":
-                return self._runner.inspect() | self._compiled_steps() | self._times.pop()
+                return self._runner.inspect() | self._times.pop()
             case "capture":
                 graphs = self._runner.graphs
                 size = graphs.capture_next()
@@ -171,10 +171,6 @@ class TpWorker:
             case _:
                 raise ValueError(f"unknown work {kind!r}")
 
-    def _compiled_steps(self) -> dict[str, Scalar]:
-        count = self._runner.graphs.num_compiled_steps
-        return {"num_compiled_steps": count} if count else {}
-
 
 def main(child: Child) -> None:
     runner = load_runner(child)
@@ -184,9 +180,6 @@ def main(child: Child) -> None:
 
     naming_lost_peer = runner.loaded.tp.naming_lost_peer
     with naming_lost_peer():
-        if child.start.args.enable_torch_compile:
-            child.report_phase("compile")
-            runner.graphs.compile()
         child.report_phase("warm-up")
         warm_up(runner)
     link = WorkerLink(child)

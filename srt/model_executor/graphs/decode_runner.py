@@ -18,7 +18,7 @@ from srt.layers.logits_processor import LogitsProcessor
 from srt.layers.sampler import Draws, Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from srt.model_executor.graphs.compiled_forward import CompiledForward, compiling
+from srt.model_executor.graphs.compiled_forward import CompiledForward
 from srt.model_executor.graphs.cuda_graph_runner import (
     Capture,
     CudaGraphRunner,
@@ -90,6 +90,7 @@ class DecodeRunner:
         capture: Capture | None = None,
     ) -> None:
         """`sizes` are the numbers of rows to be captured, if there is a `capture`."""
+        self.compiled = parts.compiled
         self._parts = parts
         self._device = device
         self.buffers = GraphInputBuffers(parts.tables, max_rows, device, window, parts.draw_store)
@@ -242,20 +243,10 @@ class DecodeRunner:
             arrays=arrays,
         )
 
-    @property
-    def num_compiled_steps(self) -> int:
-        compiled = self._parts.compiled
-        return 0 if compiled is None else compiled.num_steps
-
-    def compile(self) -> None:
-        """What would else be compiled in the first steps of one row and of several. The tables stay as they are: only padding runs."""
-        compiled = self._parts.compiled
-        if compiled is None:
-            return
-        with compiling():
-            for size in range(1, min(2, compiled.most_tokens, self.buffers.max_rows) + 1):
-                self._stage_padding(size, self._parts.attn_backend.init_forward_metadata)
-                self._run_forward(size)
+    def run_padding(self, num_rows: int) -> None:
+        """Compute the logits of `num_rows` rows of padding. The tables stay as they are."""
+        self._stage_padding(num_rows, self._parts.attn_backend.init_forward_metadata)
+        self._run_forward(num_rows)
 
     def precompile(self) -> Iterator[tuple[Reading, int]]:
         """The work of one graph after the other, each before it is named, in the order in which they are captured at first."""
@@ -333,8 +324,8 @@ class DecodeRunner:
         else:
             if self._readings is not None:
                 self._readings.begin_decodes(batch, reading)
-            if parts.compiled is not None and size <= parts.compiled.most_tokens and reading is not Reading.SHARED:
-                forward = parts.compiled
+            if self.compiled is not None and size <= self.compiled.max_tokens and reading is not Reading.SHARED:
+                forward = self.compiled
         hidden = forward(batch.input_ids, batch.positions, batch)
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[:size])
 

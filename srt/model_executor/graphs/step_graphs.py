@@ -84,17 +84,6 @@ class StepGraphs:
             self.capture_next()
 
     @property
-    def num_compiled_steps(self) -> int:
-        """Forward passes of code from PyTorch's compiler, captures included; a graph that is replayed is not counted."""
-        return 0 if self.decodes is None else self.decodes.num_compiled_steps
-
-    @torch.inference_mode()
-    def compile(self) -> None:
-        """Compile everything that --enable-torch-compile asks for, before the first step."""
-        if self.decodes is not None:
-            self.decodes.compile()
-
-    @property
     def _next_runner(self) -> GraphRunner:
         """The runner that steps have missed a graph of, and decodes before prompts."""
         left = [runner for runner in self._runners if runner.num_left]

@@ -46,7 +46,12 @@ def start_runner(
         with loaded.memory.region("buffers"):  # of attention's kernels, which are kept
             kernels = precompile(loaded)
     report_phase("memory")
-    return build_runner(loaded, kernels, capture, num_tokens)
+    runner = build_runner(loaded, kernels, capture, num_tokens)
+    decodes = runner.graphs.decodes
+    if decodes is not None and decodes.compiled is not None:
+        report_phase("compile")
+        decodes.compiled.compile(decodes.run_padding)
+    return runner
 
 
 @torch.inference_mode()
@@ -55,7 +60,8 @@ def build_runner(
 ) -> ModelRunner:
     """Take the KV memory, as large as the options and the device allow, and make everything that has its size."""
     args, device = loaded.args, loaded.device
-    compiled = CompiledForward(loaded.model, args.torch_compile_max_bs) if args.enable_torch_compile else None
+    max_compiled = min(args.torch_compile_max_bs, args.max_running_requests) if args.enable_torch_compile else 0
+    compiled = CompiledForward(loaded.model, max_compiled) if max_compiled else None
     num_pages = profile_num_pages(loaded, num_tokens)
     with loaded.memory.region("kv_cache"):
         state = init_memory_pool(loaded, num_pages, min(loaded.config.context_length, num_pages * args.page_size))

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._inductor import cpp_builder
+from torch._inductor.exc import InvalidCxxCompiler
 
 from srt.layers.attention import backend_choice
+from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.messages import SamplingSpec
 from srt.server_args import ArgumentError, ServerArgs, parse_args
 from srt.utils.errors import StartError
@@ -27,6 +31,12 @@ def jobs() -> list[Job]:
     return [Job([rng.randrange(500) for _ in range(3 + 4 * i)], spec, seed=i) for i, spec in enumerate(specs)]
 
 
+def num_compiled_steps(runner: ModelRunner) -> int:
+    count = runner.inspect()["num_compiled_steps"]
+    assert isinstance(count, int)
+    return count
+
+
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
@@ -40,13 +50,12 @@ def test_float32_tokens_are_those_of_eager_steps(
     driver = PlanDriver(make_runner(checkpoint("qwen3"), 4), 4, chunk=40)
     driver.run(expected)
     runner = make_runner(checkpoint("qwen3"), 4, **COMPILED)
-    runner.graphs.compile()
-    before = runner.graphs.num_compiled_steps
+    before = num_compiled_steps(runner)
     assert before == 2, "a step of one row, and one of several"
     PlanDriver(runner, 4, chunk=40).run(found)
     assert [job.outputs for job in found] == [job.outputs for job in expected]
     small = [decodes for extends, decodes in driver.steps if not extends and decodes <= 6]
-    assert runner.graphs.num_compiled_steps - before == len(small)
+    assert num_compiled_steps(runner) - before == len(small)
     assert len(set(small)) > 3
     assert any(decodes > 6 for extends, decodes in driver.steps if not extends)
     # And inside graphs, as a GPU has them.
@@ -58,14 +67,21 @@ def test_float32_tokens_are_those_of_eager_steps(
     PlanDriver(graphs, 4, chunk=40).run(replayed)
     assert [job.outputs for job in replayed] == [job.outputs for job in expected]
     assert recorder.num_replays > 10
-    assert graphs.graphs.num_compiled_steps > 5
+    assert num_compiled_steps(graphs) > 7
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_without_a_compiler_it_is_refused_before_anything_is_served(
-    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(StartError, match=r"^--enable-torch-compile needs a C\+\+ compiler on a CPU, and there is none"):
+    def find_none() -> str:
+        raise InvalidCxxCompiler
+
+    torch.compiler.reset()  # code that another test has compiled in this process
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", find_none)
+    with pytest.raises(
+        StartError, match=r"^--enable-torch-compile: PyTorch could not .* C\+\+ compiler: install g\+\+"
+    ):
         make_runner(checkpoint("qwen3"), 4, enable_torch_compile=True)
 
 
