@@ -22,7 +22,8 @@ from srt.layers.attention.backend_choice import choose_backends, make_backend
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from srt.model_executor.forward_batch_info import ForwardBatch, HostRows, RowArrays
+from srt.model_executor.step.step_planner import row_arrays
 from srt.server_args import parse_args
 
 PAGE_SIZE = 16
@@ -93,43 +94,12 @@ class World:
     def _batch(self, num_extends: int) -> ForwardBatch:
         lengths, counts = self._step.lengths(), self._step.counts()
         slots = np.arange(len(lengths))
-        starts = np.cumsum(counts) - counts
-        positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)])
-        extend_counts, prefixes = counts[:num_extends], (lengths - counts)[:num_extends]
-        on_device = [
-            torch.from_numpy(a).to(self._device)
-            for a in (
-                positions,
-                np.repeat(slots, counts),
-                slots,
-                lengths,
-                prefixes,
-                extend_counts,
-                starts[:num_extends],
-            )
-        ]
-        at, token_slots, row_slots, seq_lens, prefix_lens, extend_lens, start_locs = on_device
-        return ForwardBatch(
-            forward_mode=ForwardMode.of(num_extends, len(lengths) - num_extends),
-            batch_size=len(lengths),
-            num_extend_rows=num_extends,
-            num_extend_tokens=int(extend_counts.sum()),
-            input_ids=at,
-            positions=at,
-            out_cache_loc=self._tables.locations(token_slots, at),
-            req_pool_indices=row_slots,
-            seq_lens=seq_lens,
-            extend_prefix_lens=prefix_lens,
-            extend_seq_lens=extend_lens,
-            extend_start_loc=start_locs,
-            req_pool_indices_cpu=slots,
-            seq_lens_cpu=lengths,
-            extend_prefix_lens_cpu=prefixes,
-            extend_seq_lens_cpu=extend_counts,
-            req_to_token_pool=self._tables,
-            token_to_kv_pool=self._memory,
-            attn_backend=self._backend,
-        )
+        self._tables.seq_lens[: len(slots)] = torch.from_numpy(lengths - counts).to(self._device)
+        extends = slice(0, num_extends)
+        host = HostRows(slots, lengths, (lengths - counts)[extends], counts[extends], np.zeros(0, np.int64))
+        arrays = row_arrays(host)
+        on_device = (torch.from_numpy(getattr(arrays, name)).to(self._device) for name in RowArrays.__match_args__)
+        return ForwardBatch.init_new(host, RowArrays(*on_device), self._tables, self._memory, self._backend)
 
 
 @torch.inference_mode()

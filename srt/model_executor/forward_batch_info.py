@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from srt.layers.attention.attention_spec import AttentionLayer
     from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-    from srt.model_executor.step.plan_arrays import PlanArrays
 
+A = TypeVar("A")
 IntArray = NDArray[np.int64]
 
 
@@ -58,6 +58,18 @@ class HostRows:
     sample_rows: IntArray  # [R]
 
 
+@dataclass(frozen=True, slots=True)
+class RowArrays(Generic[A]):
+    """What the device must be told of the rows of a step, as numpy arrays or as tensors. All int64."""
+
+    slots: A  # [B]
+    extend_starts: A  # [E]: positions computed before the step
+    extend_counts: A  # [E]: tokens of the row
+    extend_first: A  # [E]: index of the row's first token
+    token_slots: A  # [tokens of the extend rows]
+    token_positions: A
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """Rows are the extend rows, then the decode rows; tokens lie row after row.
@@ -99,33 +111,33 @@ class ForwardBatch:
     def init_new(
         cls,
         host: HostRows,
-        plan: PlanArrays[torch.Tensor],
+        rows: RowArrays[torch.Tensor],
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: MHATokenToKVPool,
         attn_backend: LayerAttention,
     ) -> ForwardBatch:
-        """Gather the step's tensors from the tables, to which the plan's delta was applied; slots grow by what it computes."""
+        """Gather the step's tensors from the tables. The lengths in the tables become those after the step."""
         pool = req_to_token_pool
         num_extends = len(host.extend_lens)
-        decode_slots = plan.row_slots[num_extends:]
+        decode_slots = rows.slots[num_extends:]
         decode_positions = pool.seq_lens[decode_slots]
-        slots = torch.cat((plan.token_slots, decode_slots))
-        positions = torch.cat((plan.token_positions, decode_positions))
-        seq_lens = torch.cat((plan.extend_starts + plan.extend_counts, decode_positions + 1))
-        pool.seq_lens[plan.row_slots] = seq_lens
+        slots = torch.cat((rows.token_slots, decode_slots))
+        positions = torch.cat((rows.token_positions, decode_positions))
+        seq_lens = torch.cat((rows.extend_starts + rows.extend_counts, decode_positions + 1))
+        pool.seq_lens[rows.slots] = seq_lens
         return cls(
             forward_mode=ForwardMode.of(num_extends, len(host.slots) - num_extends),
             batch_size=len(host.slots),
             num_extend_rows=num_extends,
-            num_extend_tokens=len(plan.token_slots),
+            num_extend_tokens=len(rows.token_slots),
             input_ids=pool.tokens(slots, positions),
             positions=positions,
             out_cache_loc=pool.locations(slots, positions),
-            req_pool_indices=plan.row_slots,
+            req_pool_indices=rows.slots,
             seq_lens=seq_lens,
-            extend_prefix_lens=plan.extend_starts,
-            extend_seq_lens=plan.extend_counts,
-            extend_start_loc=plan.extend_first,
+            extend_prefix_lens=rows.extend_starts,
+            extend_seq_lens=rows.extend_counts,
+            extend_start_loc=rows.extend_first,
             req_pool_indices_cpu=host.slots,
             seq_lens_cpu=host.seq_lens,
             extend_prefix_lens_cpu=host.prefix_lens,
@@ -134,6 +146,15 @@ class ForwardBatch:
             token_to_kv_pool=token_to_kv_pool,
             attn_backend=attn_backend,
         )
+
+    @classmethod
+    def empty(
+        cls, req_to_token_pool: ReqToTokenPool, token_to_kv_pool: MHATokenToKVPool, attn_backend: LayerAttention
+    ) -> ForwardBatch:
+        """Return a batch without rows, which `dataclasses.replace` turns into batches over fixed buffers."""
+        none, no_rows = req_to_token_pool.seq_lens[:0], np.zeros(0, np.int64)
+        host, rows = HostRows(*[no_rows] * 5), RowArrays(*[none] * 6)
+        return cls.init_new(host, rows, req_to_token_pool, token_to_kv_pool, attn_backend)
 
 
 class LayerAttention(Protocol):

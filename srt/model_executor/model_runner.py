@@ -84,7 +84,7 @@ class ModelRunner:
         plan = self.loaded.staging.copy(host.arrays)
         write_tables(plan, state.req_to_token_pool)
         batch = ForwardBatch.init_new(
-            host.rows, plan, state.req_to_token_pool, state.token_to_kv_pool, self.loaded.attn_backend
+            host.rows, plan.rows, state.req_to_token_pool, state.token_to_kv_pool, self.loaded.attn_backend
         )
         info = _sampling_info(host.rows, plan, batch)
         samplers = self._sampler.padded(plan.sample_tokens)
@@ -135,7 +135,7 @@ class ModelRunner:
             return None
         # Rows are of extend tokens, which come first. Each tells the token behind it.
         tables = self.state.req_to_token_pool
-        targets = tables.tokens(plan.token_slots[arrays.rows], batch.positions[arrays.rows] + 1)
+        targets = tables.tokens(plan.rows.token_slots[arrays.rows], batch.positions[arrays.rows] + 1)
         return self.loaded.logits_processor.prompt_logprobs(
             hidden, self.loaded.model.lm_head, arrays, targets, host.prompt_logprobs.top
         )
@@ -177,7 +177,7 @@ class ModelRunner:
 def _sampling_info(rows: HostRows, plan: PlanArrays[torch.Tensor], batch: ForwardBatch) -> SamplingBatchInfo:
     return SamplingBatchInfo(
         num_rows=len(rows.sample_rows),
-        slots=plan.row_slots[plan.sample_rows],
+        slots=plan.rows.slots[plan.sample_rows],
         positions=batch.seq_lens[plan.sample_rows],
         arrays=plan.sampling,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -94,6 +94,7 @@ class DecodeRunner:
         self._parts = parts
         self._device = device
         self.buffers = GraphInputBuffers(parts.tables, max_rows, device, window, parts.draw_store)
+        self._no_rows = ForwardBatch.empty(parts.tables, parts.kv_pool, parts.attn_backend)
         self._batches: dict[int, ForwardBatch] = {}
         head = parts.model.lm_head
         self.logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
@@ -367,28 +368,16 @@ class DecodeRunner:
         return self._batches[size]
 
     def _make_batch(self, size: int) -> ForwardBatch:
-        buffers, parts = self.buffers, self._parts
-        none = torch.zeros(0, dtype=torch.int64, device=self._device)
-        return ForwardBatch(
+        buffers = self.buffers
+        return replace(
+            self._no_rows,
             forward_mode=ForwardMode.DECODE,
             batch_size=size,
-            num_extend_rows=0,
-            num_extend_tokens=0,
             input_ids=buffers.input_ids[:size],
             positions=buffers.positions[:size],
             out_cache_loc=buffers.out_cache_loc[:size],
             req_pool_indices=buffers.row_slots[:size],
             seq_lens=buffers.seq_lens[:size],
-            extend_prefix_lens=none,
-            extend_seq_lens=none,
-            extend_start_loc=none,
-            req_pool_indices_cpu=NO_ROWS,
-            seq_lens_cpu=NO_ROWS,
-            extend_prefix_lens_cpu=NO_ROWS,
-            extend_seq_lens_cpu=NO_ROWS,
-            req_to_token_pool=parts.tables,
-            token_to_kv_pool=parts.kv_pool,
-            attn_backend=parts.attn_backend,
         )
 
 

@@ -11,11 +11,10 @@ the device: one launch for the whole step. There prompts are the first tokens, d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from srt.layers.attention.attention_spec import AttentionLayer
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from srt.model_executor.memory.device_state import DeviceState
     from srt.models.decoder import CausalLM
 
-NO_ROWS = np.zeros(0, np.int64)
 LAUNCH_S = 0.8e-3  # of a layer, one kernel after the other: 0.35 to 1.0 on hosts of an H200
 ATTENTION_LAUNCH_S = 0.15e-3  # of a layer in pieces
 MOST_PIECE_TOKENS = 8192  # of prompts; decodes come beside them
@@ -131,8 +129,7 @@ class PiecewiseCudaGraphRunner:
         self._sizes = tuple(sorted(sizes))
         self._model = model
         self._attn_backend = attn_backend
-        self._tables = tables
-        self._kv_pool = kv_pool
+        self._no_rows = ForwardBatch.empty(tables, kv_pool, attn_backend)
         self._capture = capture
         self._inputs = PieceInputs(tables, self._sizes[-1], device)
         self._most_whole = most_whole
@@ -329,26 +326,13 @@ class PiecewiseCudaGraphRunner:
 
     def _padding_batch(self, size: int, attention: LayerAttention) -> ForwardBatch:
         inputs = self._inputs
-        none = inputs.input_ids[:0]
-        return ForwardBatch(
+        return replace(
+            self._no_rows,
             forward_mode=ForwardMode.EXTEND,
-            batch_size=0,
-            num_extend_rows=0,
             num_extend_tokens=size,
             input_ids=inputs.input_ids[:size],
             positions=inputs.positions[:size],
             out_cache_loc=inputs.out_cache_loc[:size],
-            req_pool_indices=none,
-            seq_lens=none,
-            extend_prefix_lens=none,
-            extend_seq_lens=none,
-            extend_start_loc=none,
-            req_pool_indices_cpu=NO_ROWS,
-            seq_lens_cpu=NO_ROWS,
-            extend_prefix_lens_cpu=NO_ROWS,
-            extend_seq_lens_cpu=NO_ROWS,
-            req_to_token_pool=self._tables,
-            token_to_kv_pool=self._kv_pool,
             attn_backend=attention,
             output_tokens=inputs.output_tokens[:size],
         )

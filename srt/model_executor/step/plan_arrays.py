@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from srt.layers.logits_processor import LogprobArrays
 from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
+from srt.model_executor.forward_batch_info import RowArrays
 from srt.sampling.logit_adjustments import AdjustmentArrays
 from srt.sampling.sampling_batch_info import DrawArrays, SamplingArrays
 
@@ -35,12 +36,7 @@ class PlanArrays(Generic[A]):
     page_slots: A  # new pages, one entry each
     page_columns: A
     pages: A
-    row_slots: A  # [B]
-    extend_starts: A  # [E]
-    extend_counts: A  # [E]
-    extend_first: A  # [E]: index of the row's first token
-    token_slots: A  # of the extend rows' tokens
-    token_positions: A
+    rows: RowArrays[A]
     sample_rows: A  # [R]
     sample_tokens: A  # [R]: index of the row's last token
     sampling: SamplingArrays[A]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from srt.layers.attention.base import BLOCK_ROWS, LEAST_SAVED, UNEVEN, Reading
-from srt.model_executor.forward_batch_info import HostRows
+from srt.model_executor.forward_batch_info import HostRows, RowArrays
 from srt.model_executor.step.logprob_plan import (
     LogprobPlan,
     plan_output_logprobs,
@@ -142,8 +142,8 @@ class StepPlanner:
                 adjusted.append(admission.slot)
         page_slots, page_columns, pages = self._append_pages(section.pages)
         rows = self._advance(section)
-        token_positions, first_tokens = compute_position(rows.prefix_lens, rows.extend_lens)
-        prompt_logprobs, output_logprobs = self._plan_logprobs(rows, first_tokens)
+        rows_of_device = row_arrays(rows)
+        prompt_logprobs, output_logprobs = self._plan_logprobs(rows, rows_of_device.extend_first)
         num_extends = len(rows.extend_lens)
         row_tokens = np.concatenate((rows.extend_lens, np.ones(len(rows.slots) - num_extends, np.int64)))
         last_tokens = np.cumsum(row_tokens) - 1
@@ -159,12 +159,7 @@ class StepPlanner:
             page_slots=page_slots,
             page_columns=page_columns,
             pages=pages,
-            row_slots=rows.slots,
-            extend_starts=rows.prefix_lens,
-            extend_counts=rows.extend_lens,
-            extend_first=first_tokens,
-            token_slots=np.repeat(rows.slots[:num_extends], rows.extend_lens),
-            token_positions=token_positions,
+            rows=rows_of_device,
             sample_rows=rows.sample_rows,
             sample_tokens=last_tokens[rows.sample_rows],
             sampling=self._sampling.arrays(sampling_slots),
@@ -213,6 +208,13 @@ def _ids_of(admissions: list[Admission]) -> dict[str, Ints]:
         "id_positions": _ranges(np.zeros_like(counts), counts),
         "ids": ids,
     }
+
+
+def row_arrays(host: HostRows) -> RowArrays[HostArray]:
+    """Lay out the tokens of the extend rows, row after row."""
+    token_positions, first_tokens = compute_position(host.prefix_lens, host.extend_lens)
+    token_slots = np.repeat(host.slots[: len(host.extend_lens)], host.extend_lens)
+    return RowArrays(host.slots, host.prefix_lens, host.extend_lens, first_tokens, token_slots, token_positions)
 
 
 def compute_position(prefix_lens: Ints, extend_lens: Ints) -> tuple[Ints, Ints]:

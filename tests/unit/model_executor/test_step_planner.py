@@ -30,8 +30,8 @@ def test_rows_tokens_and_samples_lie_in_the_order_of_the_plan() -> None:
     )
     assert step.rows.slots.tolist() == [3, 0, 2]
     assert step.rows.seq_lens.tolist() == [2, 5, 3]
-    assert step.arrays.token_slots.tolist() == [3, 3, 0]
-    assert step.arrays.token_positions.tolist() == [0, 1, 4]
+    assert step.arrays.rows.token_slots.tolist() == [3, 3, 0]
+    assert step.arrays.rows.token_positions.tolist() == [0, 1, 4]
     assert step.rows.sample_rows.tolist() == [1, 2]
     assert step.arrays.sample_tokens.tolist() == [2, 3]
     assert step.arrays.page_slots.tolist() == [0, 0, 3, 2]
@@ -131,7 +131,7 @@ def test_staged_arrays_keep_values_types_and_shapes() -> None:
     assert staged.sampling.adjusted_rows.tolist() == [0]
     assert staged.adjustments.penalties.tolist() == [[1.25, 0.0, 0.0]]
     assert staged.adjustments.limits.tolist() == [[2, 2, 0, 0]]
-    assert np.array_equal(staged.token_positions.numpy(), host.arrays.token_positions)
+    assert np.array_equal(staged.rows.token_positions.numpy(), host.arrays.rows.token_positions)
 
 
 def test_the_device_is_told_of_adjustments_when_a_slot_gets_some_or_loses_them() -> None:

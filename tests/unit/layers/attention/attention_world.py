@@ -9,7 +9,8 @@ from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from srt.model_executor.forward_batch_info import ForwardBatch, HostRows, RowArrays
+from srt.model_executor.step.step_planner import row_arrays
 
 MAX_TOKENS = 200
 NUM_SLOTS = 8
@@ -109,40 +110,18 @@ class AttentionWorld:
     def make_batch(self, rows: list[tuple[int, int]], num_extends: int) -> ForwardBatch:
         page_size = self._tables.page_size
         prefixes = [int(self._tables.seq_lens[slot]) for slot, _ in rows]
-        slots: list[int] = []
-        positions: list[int] = []
         for (slot, count), prefix in zip(rows, prefixes, strict=True):
             for position in range(prefix, prefix + count):
                 if position % page_size == 0:
                     self._tables.page_table[slot, position // page_size] = self._free_pages.pop()
-                slots.append(slot)
-                positions.append(position)
-            self._tables.seq_lens[slot] = prefix + count
         row_slots = np.array([slot for slot, _ in rows])
         counts = np.array([count for _, count in rows[:num_extends]], dtype=np.int64)
         extend_prefixes = np.array(prefixes[:num_extends], dtype=np.int64)
         seq_lens = np.array([prefix + count for (_, count), prefix in zip(rows, prefixes, strict=True)])
-        return ForwardBatch(
-            forward_mode=ForwardMode.of(num_extends, len(rows) - num_extends),
-            batch_size=len(rows),
-            num_extend_rows=num_extends,
-            num_extend_tokens=int(counts.sum()),
-            input_ids=torch.zeros(len(positions), dtype=torch.int64, device=self._device),
-            positions=torch.tensor(positions, device=self._device),
-            out_cache_loc=self._tables.locations(*torch.tensor([slots, positions], device=self._device)),
-            req_pool_indices=torch.from_numpy(row_slots).to(self._device),
-            seq_lens=torch.from_numpy(seq_lens).to(self._device),
-            extend_prefix_lens=torch.from_numpy(extend_prefixes).to(self._device),
-            extend_seq_lens=torch.from_numpy(counts).to(self._device),
-            extend_start_loc=torch.from_numpy(np.cumsum(counts) - counts).to(self._device),
-            req_pool_indices_cpu=row_slots,
-            seq_lens_cpu=seq_lens,
-            extend_prefix_lens_cpu=extend_prefixes,
-            extend_seq_lens_cpu=counts,
-            req_to_token_pool=self._tables,
-            token_to_kv_pool=self._memory,
-            attn_backend=self._backend,
-        )
+        host = HostRows(row_slots, seq_lens, extend_prefixes, counts, np.zeros(0, np.int64))
+        arrays = row_arrays(host)
+        on_device = (torch.from_numpy(getattr(arrays, name)).to(self._device) for name in RowArrays.__match_args__)
+        return ForwardBatch.init_new(host, RowArrays(*on_device), self._tables, self._memory, self._backend)
 
     def _randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._random).to(self._dtype)
