@@ -22,16 +22,16 @@ class _Disagreement(Exception):
 
 
 def open_peer_memory(
-    tp: TensorParallel, memory: MappedMemory | None, timeout_s: float, first_run: int = 1
+    tp: TensorParallel, find_memory: Callable[[], MappedMemory | None], timeout_s: float, first_run: int = 1
 ) -> PeerMemory | None:
     """Return memory that all ranks can write, or None on every rank if one rank cannot take part; rank 0 logs which one and why.
 
-    `memory` is None if this rank has no kernel for it. A rank that waits longer than `timeout_s` for a peer gives up. Runs are counted
-    from `first_run` in 32 bits.
+    `find_memory` returns None if this rank has no kernel for it; it is not called if there are more than MOST_RANKS ranks. A rank that
+    waits longer than `timeout_s` for a peer gives up. Runs are counted from `first_run` in 32 bits.
     """
     if tp.size > MOST_RANKS:
         return None
-    boxes = Boxes(memory, tp.rank, tp.size, first_run)
+    boxes = Boxes(find_memory(), tp.rank, tp.size, first_run)
     try:
         offers = _agree(tp, boxes.offer)
         _agree(tp, lambda: boxes.map(offers))

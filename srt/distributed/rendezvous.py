@@ -47,14 +47,14 @@ def _map_peers(tp: TensorParallel, timeout_s: float) -> PeerMemory | None:
     from srt.distributed.mapped_memory import CudaMemory
     from srt.distributed.peer_setup import open_peer_memory
     from srt.kernels.build.hopper import runs_on
-    from srt.kernels.collectives.peer_sum import MOST_RANKS, PROGRAMS, PeerKernel
+    from srt.kernels.collectives.peer_sum import PROGRAMS, PeerKernel
 
-    if tp.size > MOST_RANKS:
-        return None
-    # Thread blocks that wait for other ranks' blocks must all run at once, so each needs a multiprocessor.
-    has_room = torch.cuda.get_device_properties(tp.device).multi_processor_count >= PROGRAMS
-    has_kernel = has_room and runs_on(tp.device, PeerKernel(tp.size, None))
-    return open_peer_memory(tp, CudaMemory(tp.device) if has_kernel else None, timeout_s)
+    def find_memory() -> CudaMemory | None:
+        # Thread blocks that wait for other ranks' blocks must all run at once, so each needs a multiprocessor.
+        has_room = torch.cuda.get_device_properties(tp.device).multi_processor_count >= PROGRAMS
+        return CudaMemory(tp.device) if has_room and runs_on(tp.device, PeerKernel(tp.size, None)) else None
+
+    return open_peer_memory(tp, find_memory, timeout_s)
 
 
 def _open_group(store: Any, rank: int, size: int, backend: Backend, timeout: timedelta) -> Group:

@@ -25,20 +25,6 @@ class ForwardMode(IntEnum):
     DECODE = auto()  # one token a row, read from the token table
     MIXED = auto()  # extend rows, then decode rows
     IDLE = auto()  # no rows
-    TARGET_VERIFY = auto()
-    DRAFT_EXTEND = auto()
-
-    def is_extend(self) -> bool:
-        return self is ForwardMode.EXTEND
-
-    def is_decode(self) -> bool:
-        return self is ForwardMode.DECODE
-
-    def is_mixed(self) -> bool:
-        return self is ForwardMode.MIXED
-
-    def is_idle(self) -> bool:
-        return self is ForwardMode.IDLE
 
     @staticmethod
     def of(num_extend_rows: int, num_decode_rows: int) -> ForwardMode:

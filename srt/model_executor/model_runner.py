@@ -105,13 +105,7 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [tokens that are wanted, hidden size] of the batch."""
-        match batch.forward_mode:
-            case ForwardMode.IDLE:
-                return self.forward_idle()
-            case ForwardMode.EXTEND | ForwardMode.DECODE | ForwardMode.MIXED:
-                return self.forward_extend(batch)
-            case _:
-                raise AssertionError(f"no plan leads to {batch.forward_mode.name}")
+        return self.forward_idle() if batch.forward_mode is ForwardMode.IDLE else self.forward_extend(batch)
 
     def forward_extend(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states of a step with prompt tokens, or of decodes that come with changes which `forward_decode` does not take."""

@@ -15,8 +15,6 @@ from srt.utils.log_files import log_file_handler
 
 # Set in the task that answers an HTTP request, and inherited by the tasks that it starts.
 REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
-FORMATS = ("text", "json")
-LEVELS = ("debug", "info", "warning", "error")
 
 
 def set_up_logging(process: str, level: str, log_format: str, stream: TextIO | None = None) -> None:

@@ -87,7 +87,7 @@ def check(is_right: bool, *what: object) -> None:
 def eager(tp: TensorParallel, first_run: int) -> None:
     """Many in a row without a look at the results, of sizes in any order, which all ranks choose alike."""
     memory = CudaMemory(tp.device)
-    peers = open_peer_memory(tp, memory, timeout_s=60, first_run=first_run)
+    peers = open_peer_memory(tp, lambda: memory, timeout_s=60, first_run=first_run)
     check(peers is not None, "no memory of peers")
     assert peers is not None
     delay, same = Delay(tp.rank), random.Random(7)

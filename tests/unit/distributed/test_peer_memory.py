@@ -112,7 +112,7 @@ def open_on(size: int, folder: Path, host: Host, memory_of: Callable[[int], Fake
     """Which ranks have it, closed again."""
 
     def work(tp: TensorParallel) -> bool:
-        peers = open_peer_memory(tp, memory_of(tp.rank), timeout_s=1)
+        peers = open_peer_memory(tp, lambda: memory_of(tp.rank), timeout_s=1)
         tp.min_int(0)
         if peers is not None:
             assert host.num_mapped == size * (size - 1)
@@ -205,7 +205,7 @@ def test_who_was_waited_for_in_vain_is_told_as_the_ranks_error(tmp_path: Path) -
     host = Host()
 
     def work(tp: TensorParallel) -> str:
-        peers = open_peer_memory(tp, FakeMemory(host, tp.rank), timeout_s=2.5)
+        peers = open_peer_memory(tp, lambda: FakeMemory(host, tp.rank), timeout_s=2.5)
         assert isinstance(peers, PeerMemory)
         peers._missing[0] = 1 + (1 - tp.rank)  # as the device writes it
         ours = TensorParallel(tp.rank, tp.size, tp._group, tp.device, peers)
