@@ -1,4 +1,4 @@
-"""One step of the model as tensors: gathered from the tables for the step, dropped after it."""
+"""One step of the model as tensors, gathered from the tables for the step and dropped after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IntArray = NDArray[np.int64]
 
 
 class ForwardMode(IntEnum):
-    """What a worker makes of a plan: which rows it has."""
+    """The kinds of rows that a step has."""
 
     EXTEND = auto()  # chunks of known tokens only
     DECODE = auto()  # one token a row, read from the token table
@@ -35,10 +35,10 @@ class ForwardMode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """The rows of a step as the host knows them, for planning: nothing has to wait for the device to read them."""
+    """The rows of a step as the host knows them, so that planning never waits for the device."""
 
     slots: IntArray  # [B]
-    seq_lens: IntArray  # [B]: positions in the memory once the step is done
+    seq_lens: IntArray  # [B]: positions in the memory after the step
     prefix_lens: IntArray  # [E]
     extend_lens: IntArray  # [E]
     sample_rows: IntArray  # [R]
@@ -46,7 +46,7 @@ class HostRows:
 
 @dataclass(frozen=True, slots=True)
 class RowArrays(Generic[A]):
-    """What the device must be told of the rows of a step, as numpy arrays or as tensors. All int64."""
+    """The rows of a step as the device needs them, as numpy arrays or as tensors. All int64."""
 
     slots: A  # [B]
     extend_starts: A  # [E]: positions computed before the step
@@ -58,9 +58,9 @@ class RowArrays(Generic[A]):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """Rows are the extend rows, then the decode rows; tokens lie row after row.
+    """The input of one forward pass: B rows with T tokens. The first E rows extend, the others decode; tokens are stored row after row.
 
-    B rows of which E extend, T tokens. `*_cpu` are what the host knows of the same values.
+    Fields named `*_cpu` hold the same values on the host.
     """
 
     forward_mode: ForwardMode
@@ -72,8 +72,8 @@ class ForwardBatch:
     positions: torch.Tensor  # [T] int64
     out_cache_loc: torch.Tensor  # [T] int64: flat KV location of each token
     req_pool_indices: torch.Tensor  # [B] int64: slots
-    seq_lens: torch.Tensor  # [B] int64: positions in the memory once this step is done
-    extend_prefix_lens: torch.Tensor  # [E] int64: positions that were there before
+    seq_lens: torch.Tensor  # [B] int64: positions in the memory after the step
+    extend_prefix_lens: torch.Tensor  # [E] int64: positions in the memory before the step
     extend_seq_lens: torch.Tensor  # [E] int64: tokens of the row
     extend_start_loc: torch.Tensor  # [E] int64: index of the row's first token
 
@@ -87,7 +87,7 @@ class ForwardBatch:
     attn_backend: LayerAttention
 
     output_tokens: torch.Tensor | None = None
-    """[N] int64: whose hidden states are wanted; the last layer leaves out the others behind its attention. None: all."""
+    """[N] int64: indices of the tokens whose hidden states are needed. The last layer drops the others after its attention. None: all."""
 
     @property
     def num_decode_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""What a worker has before its KV memory is made: weights, attention, and what carries a step's inputs and draws."""
+"""Load everything that does not depend on the size of the KV memory: weights, attention backend, staging buffers, draw store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KVScales = tuple[list[float], list[float]]  # of keys and of values, one a layer
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """One rank's model and everything beside it that does not depend on the size of the KV memory."""
+    """One rank's model, and everything else that does not depend on the size of the KV memory."""
 
     args: ServerArgs
     config: ModelConfig
@@ -44,7 +44,7 @@ class LoadedModel:
     memory: DeviceMemory
     attention: BackendChoice
     attn_backend: AttentionBackend
-    captures_prompts: bool  # with their attention, on all ranks
+    captures_prompts: bool  # whether graphs of prompts include their attention; the same on all ranks
     logits_processor: LogitsProcessor
     staging: Staging
     draw_store: DrawStore
@@ -56,7 +56,7 @@ class LoadedModel:
 
     @property
     def num_kv_heads(self) -> int:
-        """This rank's."""
+        """Number of KV heads on this rank."""
         return self.config.num_kv_heads_per_rank(self.tp.size)
 
     @property
@@ -73,8 +73,8 @@ def load_model(
     device: torch.device,
     report_weights: Progress = lambda done, total: None,
 ) -> LoadedModel:
-    """Load this rank's weights, reporting bytes done and in all; StartError, before any is read, for what attention cannot do."""
-    torch.set_float32_matmul_precision("highest")  # whatever the environment says: float32 is not TF32
+    """Load this rank's weights and report bytes done and in total. StartError, before any is read, if attention cannot serve the model."""
+    torch.set_float32_matmul_precision("highest")  # float32 never becomes TF32, whatever the environment says
     dtype = resolve_dtype(args, config)
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else torch.float8_e4m3fn
     memory = DeviceMemory(device)
@@ -84,7 +84,7 @@ def load_model(
         )
         staging = Staging(device, args.window)
         draw_store = DrawStore.allocate(device, args.max_running_requests, args.window)
-    # Each rank finds out by trying whether its kernels run, but all capture graphs of the same sizes.
+    # Each rank finds out by itself whether its kernels run, but all ranks must capture the same graphs.
     captures_prompts = bool(tp.min_int(int(attn_backend.prompt_graphs is not None)))
     kv_scales = None if kv_dtype == dtype else _read_kv_scales(args, config, folder)
     with torch.inference_mode(), memory.region("weights"):
@@ -120,7 +120,7 @@ def load_model(
 def init_attention_backend(
     args: ServerArgs, spec: AttentionSpec, device: torch.device
 ) -> tuple[BackendChoice, AttentionBackend]:
-    """Choose attention's kernels, and warn where a default is not the best; StartError for what was asked for and cannot be."""
+    """Choose the attention kernels; warn if the default is not the fastest. StartError if the requested ones cannot serve."""
     choice = choose_backends(args, spec, device)
     backend = make_backend(choice, spec, device)
     if choice.reason:
@@ -149,14 +149,14 @@ def _read_kv_scales(args: ServerArgs, config: ModelConfig, folder: str) -> KVSca
         scales = read_kv_scales(folder, config.num_layers)
     if scales is None:
         logger.warning(
-            "The checkpoint has no scales for --kv-cache-dtype fp8_e4m3: keys and values are stored as they are."
+            "--kv-cache-dtype fp8_e4m3: the checkpoint has no KV scales, so keys and values are stored unscaled, which may cost accuracy."
         )
         return None
     return scales.k, scales.v
 
 
 def resolve_dtype(args: ServerArgs, config: ModelConfig) -> torch.dtype:
-    """The type of weights and activations: the option's, or the checkpoint's."""
+    """Return the type of weights and activations: that of --dtype, or the checkpoint's."""
     name = config.torch_dtype if args.dtype == "auto" else args.dtype
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
@@ -164,7 +164,7 @@ def resolve_dtype(args: ServerArgs, config: ModelConfig) -> torch.dtype:
 
 
 def resolve_device(args: ServerArgs, rank: int) -> torch.device:
-    """This rank's device; StartError for one that is not there."""
+    """Return this rank's device; StartError if it does not exist."""
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
         return torch.device("cpu")
@@ -172,6 +172,7 @@ def resolve_device(args: ServerArgs, rank: int) -> torch.device:
     index = args.base_gpu_id + rank
     if index >= count:
         raise StartError(
-            f"--tp {args.tp_size} from --base-gpu-id {args.base_gpu_id} on needs CUDA device {index}, and there are {count}."
+            f"--tp {args.tp_size} with --base-gpu-id {args.base_gpu_id} needs CUDA device {index}, but only {count} are visible:"
+            " choose a smaller --tp or --base-gpu-id, or check CUDA_VISIBLE_DEVICES."
         )
     return torch.device("cuda", index)

@@ -1,4 +1,4 @@
-"""One rank's model on its device's state: it runs the steps that plans describe."""
+"""Run the steps that plans describe: one rank's model, on its device's state."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from srt.sampling.sampling_batch_info import SamplingBatchInfo
 class ModelRunner:
     """Runs steps one after the other. Ranks of a replica make the same calls in the same order.
 
-    `startup/start_runner.py` makes it. A worker's process calls `launch` for every step, and `reset` and `inspect` between steps; it
-    captures by `graphs`, and reads `loaded` and `state` for what it reports. `execute` and `sample` are the two halves of `launch`.
+    `startup/start_runner.py` creates it. A worker's process calls `launch` for every step, and `reset` and `inspect` between steps. It
+    captures graphs through `graphs`, and reports facts from `loaded` and `state`. `execute` and `sample` are the two halves of `launch`.
     """
 
     def __init__(self, loaded: LoadedModel, state: DeviceState, sampler: StepSampler, graphs: StepGraphs) -> None:
-        """`graphs` without a runner of decodes, as trials before a start have them: decodes go the way of other steps."""
+        """If `graphs` has no runner of decodes, as in trials before the start, decode steps run like any other step."""
         self.loaded = loaded
         self.state = state
         self.graphs = graphs
@@ -40,30 +40,30 @@ class ModelRunner:
         return StepPlanner(state.num_slots, state.num_pages, state.page_size)
 
     def launch(self, section: PlanSection) -> StepOutput:
-        """`execute` and `sample`, for callers in inference mode: to enter it takes as long as planning a step of decodes."""
+        """Call `execute` and `sample`. The caller must be in inference mode: entering it takes as long as planning a decode step."""
         return self._sample(self._execute(section), None)
 
     @torch.inference_mode()
     def execute(self, section: PlanSection) -> ModelRunnerOutput | DecodeOutput:
-        """Apply the delta, run the model, and compute logits of the rows that sample."""
+        """Apply the plan's changes to the tables, run the model, and compute the logits of the rows that sample."""
         return self._execute(section)
 
     @torch.inference_mode()
     def sample(self, step: ModelRunnerOutput | DecodeOutput, masks: torch.Tensor | None = None) -> StepOutput:
-        """Draw an id for every row that samples, and store it: in the token table the next step reads it.
+        """Draw an id for every row that samples, and store it in the token table, where the next step reads it.
 
-        `masks` [R, this rank's columns] bool, if given, says which tokens a row may draw at all.
+        `masks` [R, this rank's columns] bool, if given, marks the tokens that each row may draw.
         """
         return self._sample(step, masks)
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Empty all tables, here and on the device. The KV memory keeps its bytes: no page refers to them."""
+        """Empty all tables on the host and on the device. The KV memory is not cleared, because no page refers to it any more."""
         self.state.req_to_token_pool.clear()
         self._planner = self._new_planner()
 
     def inspect(self) -> dict[str, Scalar]:
-        """Say what the tables hold, as WorkDone describes it."""
+        """Return the values that WorkDone describes for `inspect`."""
         table = self.state.req_to_token_pool.page_table.cpu().numpy()
         pages = {slot: table[slot, :count] for slot, count in self._planner.slots.num_pages_of_admitted().items()}
         values: dict[str, Scalar] = {"tables_hash": tables_hash(pages), "num_slots_seen": len(pages)}
@@ -99,16 +99,16 @@ class ModelRunner:
         return ModelRunnerOutput(info, host, plan, output)
 
     def forward_decode(self, step: DecodeStep) -> DecodeOutput:
-        """Logits of a step in which every row decodes, from fixed buffers: replayed where there is a graph."""
-        assert self._decode_runner is not None, "a trial has no runner of decodes"
+        """Compute the logits of a step in which every row decodes, in fixed buffers; replay a graph if there is one."""
+        assert self._decode_runner is not None, "a trial runner cannot run decode steps from fixed buffers"
         return DecodeOutput(step, self._decode_runner.forward(step))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [tokens that are wanted, hidden size] of the batch."""
+        """Return the hidden states [tokens in `output_tokens`, hidden size]."""
         return self.forward_idle() if batch.forward_mode is ForwardMode.IDLE else self.forward_extend(batch)
 
     def forward_extend(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states of a step with prompt tokens, or of decodes that come with changes which `forward_decode` does not take."""
+        """Compute the hidden states of a step with prompt tokens, or of decodes with changes that `forward_decode` does not support."""
         pieces = self.graphs.pieces
         if pieces is not None and pieces.can_run(batch):
             return pieces.replay(batch)
@@ -117,7 +117,7 @@ class ModelRunner:
         return hidden
 
     def forward_idle(self) -> torch.Tensor:
-        """Hidden states of a step without rows: none."""
+        """Return the empty hidden states of a step without rows."""
         loaded = self.loaded
         return torch.empty((0, loaded.config.hidden_size), dtype=loaded.dtype, device=loaded.device)
 
@@ -127,7 +127,7 @@ class ModelRunner:
         arrays = plan.prompt_logprobs
         if not len(arrays.rows):
             return None
-        # Rows are of extend tokens, which come first. Each tells the token behind it.
+        # The rows are extend tokens, which come first in the batch. Each predicts the token after it.
         tables = self.state.req_to_token_pool
         targets = tables.tokens(plan.rows.token_slots[arrays.rows], batch.positions[arrays.rows] + 1)
         return self.loaded.logits_processor.prompt_logprobs(
@@ -155,7 +155,7 @@ class ModelRunner:
 
     def _sample_decodes(self, output: DecodeOutput, masks: torch.Tensor | None) -> StepOutput:
         runner, step, loaded = self._decode_runner, output.step, self.loaded
-        assert runner is not None, "a trial has no runner of decodes"
+        assert runner is not None, "a trial runner cannot run decode steps from fixed buffers"
         num_rows = len(step.slots)
         if self._sampler.draws_by_row(step.kind, masks):
             runner.sample(step)

@@ -1,1 +1,1 @@
-"""CUDA graphs of decode steps and of steps with prompts, and the same work compiled by PyTorch."""
+"""CUDA graphs of decode steps and of steps with prompts, and decode steps compiled by PyTorch."""

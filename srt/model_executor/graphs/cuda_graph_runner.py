@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one for the forward pass and others for sampling, for each of a few numbers of rows."""
+"""Capture decode steps as CUDA graphs. Each of a few numbers of rows has a graph of the forward pass and one per kind of sampling."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from srt.kernels.build.graph_fills import fill_by_kernels
 from srt.kernels.build.graph_launch import launcher
 
 Work = Callable[[], None]
-NUM_WARM_UPS = 2  # what is made at first use (kernels, workspaces) must not be made inside a graph
-MOST_PADDING = 1.5  # times the best size: a graph of up to so much serves while requests run, and a better one can wait
-PADDED_STEPS = 200  # by as many, padded to a near graph, as much time is lost as the capture of the best one takes
+NUM_WARM_UPS = (
+    2  # runs before a capture: kernels and workspaces created at first use must not be created inside a graph
+)
+MOST_PADDING = 1.5  # a graph of up to this many times the best size is good enough while requests run
+PADDED_STEPS = 200  # this many steps padded to a near graph lose as much time as capturing the best one takes
 
 
 class Capture(Protocol):
-    """Runs work, and gives what repeats it with the same tensors."""
+    """Runs work and returns a function that repeats it on the same tensors."""
 
     def __call__(self, work: Work) -> Work: ...
 
     def pieces(self, work: Callable[[Work], None]) -> list[Work]:
-        """What repeats each stretch of the work, which calls `cut` where one ends and the next begins."""
+        """Capture `work` in pieces, and return a function that repeats each. The work calls `cut` between two pieces."""
 
 
 class Misses:
-    """Which size is worth its capture even while requests run.
+    """Finds the size that is worth a capture even while requests run.
 
-    The best one for steps that found no graph, or only a much larger one, or that were padded to a near one for long.
+    It is the best size for steps that found no graph, or only a much larger one, or that have long been padded to a near one.
     """
 
     def __init__(self) -> None:
-        self.size = 0  # 0: none is
-        self._num_padded: Counter[int] = Counter()  # steps, by their best sizes
+        self.size = 0  # 0: no size is worth it
+        self._num_padded: Counter[int] = Counter()  # best size -> steps that another size served
 
     def record(self, best: int, size: int | None) -> None:
-        """A step whose best size is the first was served by the second."""
+        """Record that a step whose best size is `best` was served by `size`; None: by no graph."""
         if size == best:
             return
         self._num_padded[best] += 1
@@ -47,13 +49,13 @@ class Misses:
             self.size = best
 
     def next_of(self, sizes: Sequence[int], captured: Container[int]) -> int:
-        """What to capture next: the largest of all, then the one that was missed last, or else the largest that is left."""
+        """Return the size to capture next: first the largest of all, then the one missed last, else the largest that is left."""
         if self.size and max(sizes) in captured:
             return self.size
         return max(size for size in sizes if size not in captured)
 
     def record_capture(self, size: int | None) -> None:
-        """The missed one is served by this now."""
+        """Record that steps of the missed size are now served by `size`."""
         if not is_far(size, self.size):
             self.size = 0
 
@@ -63,10 +65,10 @@ class Misses:
 
 
 class CudaGraphRunner:
-    """Graphs are captured one size at a time, between steps; a step of fewer rows than a size is padded to it.
+    """Graphs for a list of sizes, captured one size at a time between steps. A step with fewer rows than a size is padded to it.
 
-    Every rank sees the same steps and is asked for captures at the same places, so all capture the same sizes in the same order.
-    The largest comes first: the others find room in the memory that it takes, and it serves until they are there.
+    Every rank sees the same steps and receives the capture requests between the same steps, so all capture the same sizes in the same
+    order. The largest is captured first: the others reuse its memory, and it serves all steps until they exist.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class CudaGraphRunner:
         works: Callable[[int], Sequence[Work]],
         capture: Capture,
     ) -> None:
-        """`works(size)` is what steps of so many rows are made of, from fixed buffers to fixed buffers: a graph each."""
+        """`works(size)` returns the parts of a step of `size` rows. Each becomes a graph, and reads and writes fixed buffers."""
         self.sizes = tuple(sorted(sizes))
         self._pads = pads
         self._works = works
@@ -90,14 +92,14 @@ class CudaGraphRunner:
         return len(self.sizes) - len(self._captured)
 
     def size_for(self, num_rows: int) -> int | None:
-        """The captured size that serves `num_rows` rows, noting a missed one; None: the step is launched kernel by kernel."""
+        """Return the captured size for `num_rows` rows, and record a miss. None: the step must be launched kernel by kernel."""
         best, size = self._smallest(self.sizes, num_rows), self._smallest(self._captured, num_rows)
         if best is not None:
             self._misses.record(best, size)
         return size
 
     def can_run(self, size: int) -> bool:
-        """Whether there are graphs of just this size."""
+        """Return whether graphs of exactly this size exist."""
         return size in self._replays
 
     @property
@@ -118,14 +120,14 @@ class CudaGraphRunner:
         self._misses.record_capture(self._smallest(self._captured, self._misses.size))
 
     def give_up(self, size: int) -> None:
-        """Capture nothing more, and forget this size if it was captured."""
+        """Capture no more sizes, and drop this one if it was captured."""
         self._replays.pop(size, None)
         self._captured = sorted(self._replays)
         self.sizes = tuple(self._captured)
         self.forget_missed()
 
     def replays_of(self, size: int) -> Sequence[Work]:
-        """What launches the graphs of this size, in the order of its works."""
+        """Return functions that launch the graphs of this size, in the order of its works."""
         return self._replays[size]
 
     def _smallest(self, sizes: Sequence[int], num_rows: int) -> int | None:
@@ -134,8 +136,8 @@ class CudaGraphRunner:
 
 
 class GraphCapture:
-    """Captures work into graphs that share one pool of memory: they are launched one after the other, on the stream that was current at
-    their capture."""
+    """Captures work into graphs that share one memory pool. They must be launched one after the other, on the stream that was current
+    when they were captured."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -146,12 +148,12 @@ class GraphCapture:
         return replay
 
     def pieces(self, work: Callable[[Work], None]) -> list[Work]:
-        """What repeats each stretch of the work, which calls `cut` where one ends and the next begins."""
+        """Capture `work` in pieces, and return a function that repeats each. The work calls `cut` between two pieces."""
         graphs: list[torch.cuda.CUDAGraph] = []
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         was_collecting = gc.isenabled()
-        gc.disable()  # what a collection frees must not be freed inside a graph
+        gc.disable()  # a collection would free memory inside the capture
         try:
             with torch.cuda.stream(self._stream):
                 for _ in range(NUM_WARM_UPS):
@@ -177,30 +179,30 @@ class GraphCapture:
 
     def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
         graphs.append(torch.cuda.CUDAGraph(keep_graph=True))
-        # Other threads may use CUDA meanwhile: they are not part of the graph.
+        # "thread_local": other threads may use CUDA meanwhile without becoming part of the graph.
         graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
 
 def smallest(sizes: Sequence[int], least: int) -> int | None:
-    """Of ascending sizes the first that is large enough."""
+    """Return the first of the ascending `sizes` that is at least `least`; None if there is none."""
     place = bisect_left(sizes, least)
     return sizes[place] if place < len(sizes) else None
 
 
 def is_far(size: int | None, best: int) -> bool:
-    """Whether the best size is worth its capture at once: none is there that serves, or only a much larger one."""
+    """Return whether `size` is None or so much larger than `best` that `best` should be captured at once."""
     return size is None or size > MOST_PADDING * best
 
 
 def sharing_sizes(sizes: Sequence[int], least: int) -> tuple[int, ...]:
-    """Of these, some for steps whose rows share prefixes: to pad them costs little beside what they save."""
+    """Return the sizes to capture for steps whose rows share prefixes. Few suffice: padding costs little compared to what sharing saves."""
     return tuple(size for size in sizes if size >= least and (size & (size - 1) == 0 or size == max(sizes)))
 
 
 def graph_sizes(most_rows: int) -> tuple[int, ...]:
-    """Numbers of rows worth a graph: close together where they are few, since there a padded row costs the most.
+    """Return the numbers of rows to capture. Small ones are close together, because there a padded row costs the most.
 
-    Steps of 224 rows take as long as of 240 with as many positions in all.
+    224 is left out: steps of 224 rows take as long as steps of 240 rows with the same total number of positions.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 209, 16), 240, *range(256, most_rows, 32), most_rows]
     return tuple(sorted({size for size in sizes if size <= most_rows}))

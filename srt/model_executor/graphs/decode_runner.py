@@ -1,4 +1,4 @@
-"""Steps in which every row decodes: launched from fixed buffers, or replayed as graphs of the very same work."""
+"""Run steps in which every row decodes, in fixed buffers: kernel by kernel, or by replaying graphs of the same work."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from srt.models.decoder import CausalLM
 
 NO_ROWS = np.zeros(0, np.int64)
-FORWARD = 0  # of the works that are captured
-FIRST_SAMPLE = 1  # then one for each kind of sampling, in their order
-MOST_LT_ROWS = 112  # whose products cuBLASLt is asked for
+FORWARD = 0  # index of the forward pass among a size's graphs
+FIRST_SAMPLE = 1  # index of the first sampling graph; there is one for each SamplingKind, in its order
+MOST_LT_ROWS = 112  # up to this many rows, products are done by cuBLASLt
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeParts:
-    """What a decode step is made of."""
+    """The objects that decode steps use."""
 
     model: CausalLM
     logits_processor: LogitsProcessor
@@ -56,27 +56,28 @@ class DecodeParts:
     tables: ReqToTokenPool
     kv_pool: MHATokenToKVPool
     draw_store: DrawStore
-    compiled: CompiledForward | None = None  # takes the model's place in steps of few rows
-    resident: Mapping[int, ResidentLayers] = field(default_factory=dict)  # take it in short steps of so many rows
+    compiled: CompiledForward | None = None  # replaces the model in steps of few rows
+    resident: Mapping[int, ResidentLayers] = field(
+        default_factory=dict
+    )  # replace it in short steps, by their number of rows
 
 
 class _Chosen(NamedTuple):
-    """How a step is launched."""
+    """The way in which a step is launched, kept for later steps of the same rows."""
 
-    slots: Ints  # of this step and, where it is the same array, of those behind it
-    asked: Reading  # by these steps
-    reading: Reading
+    slots: Ints  # the choice holds while steps bring this same array
+    asked: Reading  # the reading that these steps ask for
+    reading: Reading  # the reading that they get
     size: int  # rows, padding included
-    graph: Work | None  # of the forward pass
-    samples: Sequence[Work] | None  # graphs of sampling, in the order of the kinds
+    graph: Work | None  # the graph of the forward pass
+    samples: Sequence[Work] | None  # graphs of sampling, in the order of SamplingKind
     logits: torch.Tensor
 
 
 class DecodeRunner:
-    """`forward`, then `sample`, or whatever else the caller does with the logits and then `store`; then the next step.
+    """Runs decode steps. For each step call `forward`, then either `sample`, or draw from the logits and call `store`.
 
-    All state of the rows is in the device's tables: a step of the same slots as the one before needs nothing from the host but the pages
-    that they begin.
+    All state of the rows is in the device's tables. If a step has the same slots as the one before, the host sends only the new pages.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class DecodeRunner:
         pads: bool = True,
         capture: Capture | None = None,
     ) -> None:
-        """`sizes` are the numbers of rows to be captured, if there is a `capture`."""
+        """`sizes` are the numbers of rows to capture, if `capture` is given."""
         self.compiled = parts.compiled
         self._parts = parts
         self._device = device
@@ -98,16 +99,20 @@ class DecodeRunner:
         self._batches: dict[int, ForwardBatch] = {}
         head = parts.model.lm_head
         self.logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
-        self._logits_of_rows: dict[int, torch.Tensor] = {}  # kept: a slice costs the host as much as a launch
+        self._logits_of_rows: dict[int, torch.Tensor] = {}  # cached: a slice costs the host as much as a launch
         self._sizes = tuple(sorted(sizes))
-        self._chosen: _Chosen | None = None  # for the step at hand
-        self._has_stored = True  # since the last step: the next number says which pages begin
+        self._chosen: _Chosen | None = None  # for the current step
+        self._has_stored = (
+            True  # whether the last step's draws were stored: pages are addressed by the number of the next store
+        )
         self._host_plans = parts.attn_backend.host_plans
         self._readings = parts.attn_backend.decode_readings
         self._backend_graphs = parts.attn_backend.decode_graphs
         self._captured_last: CudaGraphRunner | None = None
         self._sizes_of = self._graph_sizes(pads)
-        self.graphs: dict[Reading, CudaGraphRunner] = {}  # the first serve where others have no size
+        self.graphs: dict[
+            Reading, CudaGraphRunner
+        ] = {}  # BY_ROW comes first, and serves when other readings have no size
         if capture is not None and self._backend_graphs is not None and sizes:
             self._backend_graphs.init_cuda_graph_state(max(sizes))
             for reading, some in self._sizes_of.items():
@@ -117,7 +122,7 @@ class DecodeRunner:
     def of(
         cls, loaded: LoadedModel, state: DeviceState, capture: Capture | None, compiled: CompiledForward | None
     ) -> DecodeRunner:
-        """For a worker's model and memory, as its options say."""
+        """Create the runner for a worker's model and memory, as its options say."""
         args = loaded.args
         parts = DecodeParts(
             loaded.model,
@@ -152,8 +157,8 @@ class DecodeRunner:
         return {reading: some for reading, some in found.items() if some}
 
     def forward(self, step: DecodeStep) -> torch.Tensor:
-        """Logits [rows, this rank's columns] of the step's rows in the model's dtype. The next step overwrites them."""
-        assert self._has_stored, "the step before has stored no draws"
+        """Return the logits [rows, this rank's columns] in the model's dtype. The next step overwrites them."""
+        assert self._has_stored, "the draws of the previous step were not stored"
         self._has_stored = False
         chosen = self._chosen
         if chosen is None or chosen.slots is not step.slots or chosen.asked is not step.reading:
@@ -173,13 +178,13 @@ class DecodeRunner:
         return chosen.logits
 
     def replay_prepare(self, step: DecodeStep, size: int, host_plans: HostPlans) -> None:
-        """Plan the replay of a graph of `size` rows, where plans are made on the host."""
+        """Plan the replay of a graph of `size` rows, for backends that plan on the host."""
         batch = self._batch(size)
         self._pad_host_rows(batch, step.slots, step.seq_lens)
         host_plans.init_forward_metadata_replay_cuda_graph(batch)
 
     def _choose(self, step: DecodeStep) -> _Chosen:
-        """For this step. Later ones of these rows are launched alike where nothing is left to be captured, but short rows grow."""
+        """Choose how to launch this step. The choice holds for later steps of the same rows, unless captures are left or rows are short."""
         num_rows, reading = len(step.slots), self._reading_of(step)
         found = find_graph(self.graphs, reading, num_rows)
         graph, samples, size = None, None, num_rows
@@ -211,7 +216,7 @@ class DecodeRunner:
     def sample(self, step: DecodeStep) -> None:
         """Draw the rows' next ids from the logits, and store them."""
         chosen = self._chosen
-        assert chosen is not None, "there are no logits yet"
+        assert chosen is not None, "`sample` was called before `forward`"
         if chosen.samples is not None:
             self._has_stored = True
             self._parts.draw_store.replay(chosen.samples[step.kind])
@@ -219,18 +224,18 @@ class DecodeRunner:
             self._samplers[step.kind](chosen.size)
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """With zeros, to a number that decodes have."""
+        """Pad `rows` with zeros to the next size of decode steps."""
         place = bisect_left(self._sizes, len(rows))
         return pad(rows, (0, self._sizes[place] - len(rows))) if place < len(self._sizes) else rows
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of other steps' hidden states, where decodes have theirs."""
+        """Compute the logits of another step's hidden states, in the memory of the decodes' logits."""
         parts = self._parts
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[: len(hidden)])
         return self.logits[: len(hidden)]
 
     def store(self, draws: Draws) -> None:
-        """What the rows drew, from row 0 on."""
+        """Store the draws of the first `len(draws.ids)` rows."""
         self._has_stored = True
         parts, buffers, rows = self._parts, self.buffers, slice(0, len(draws.ids))
         parts.draw_store.store(draws, buffers.row_slots[rows], buffers.seq_lens[rows], parts.tables.token_table)
@@ -245,12 +250,12 @@ class DecodeRunner:
         )
 
     def run_padding(self, num_rows: int) -> None:
-        """Compute the logits of `num_rows` rows of padding. The tables stay as they are."""
+        """Compute the logits of `num_rows` rows of padding, which leaves the tables unchanged."""
         self._stage_padding(num_rows, self._parts.attn_backend.init_forward_metadata)
         self._run_forward(num_rows)
 
     def precompile(self) -> Iterator[tuple[Reading, int]]:
-        """The work of one graph after the other, each before it is named, in the order in which they are captured at first."""
+        """Run the work of each graph, then yield its name; in the order in which graphs are captured."""
         for reading, sizes in self._sizes_of.items():
             for size in reversed(sizes):
                 self._stage_padding(size, self._parts.attn_backend.init_forward_metadata)
@@ -269,7 +274,7 @@ class DecodeRunner:
 
     @property
     def next_graph(self) -> tuple[Reading, int]:
-        """As `precompile` names it."""
+        """The name of the graph to capture next, as yielded by `precompile`."""
         chosen = self._next_graphs
         return next(reading for reading, graphs in self.graphs.items() if graphs is chosen), chosen.next_size
 
@@ -283,18 +288,18 @@ class DecodeRunner:
 
     @property
     def _next_graphs(self) -> CudaGraphRunner:
-        """Those that the last steps missed before others."""
+        """The graphs to capture from next: those that recent steps missed, else the first that are incomplete."""
         left = [graphs for graphs in self.graphs.values() if graphs.num_left]
         return next((graphs for graphs in left if graphs.is_missing_one), left[0])
 
     def give_up(self, size: int) -> None:
-        """Capture nothing more, and forget this size if it was captured last."""
+        """Capture no more graphs, and drop this size if it was the last one captured."""
         for graphs in self.graphs.values():
             graphs.give_up(size if graphs is self._captured_last else 0)
 
     def capture_next(self) -> int:
-        """Capture graphs of one more size, and return it. The tables stay as they are: only padding runs."""
-        assert self._backend_graphs is not None, "this backend's decodes cannot be captured"
+        """Capture graphs of one more size, and return it. Only padding runs, so the tables do not change."""
+        assert self._backend_graphs is not None, "this attention backend cannot capture decode steps"
         graphs = self._captured_last = self._next_graphs
         size = graphs.next_size
         self._stage_padding(size, self._backend_graphs.init_forward_metadata_capture_cuda_graph)
@@ -303,7 +308,7 @@ class DecodeRunner:
         return size
 
     def _stage_padding(self, size: int, init_attention: Callable[[ForwardBatch], None]) -> None:
-        """For a run that leaves the tables as they are."""
+        """Prepare a run of `size` rows of padding, which leaves the tables unchanged."""
         self.buffers.stage_padding()
         batch = self._batch(size)
         self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
@@ -312,7 +317,7 @@ class DecodeRunner:
     # ---- The work, as it is captured
 
     def _works(self, size: int, reading: Reading) -> list[Work]:
-        """How logits are sampled does not depend on the reading: that is captured once."""
+        """Return the parts of a step of `size` rows. Sampling does not depend on the reading, so it is captured once, with BY_ROW."""
         samplers = self._samplers.values() if reading is Reading.BY_ROW else ()
         return [partial(self._run_forward, size, reading), *(partial(sample, size) for sample in samplers)]
 
@@ -332,7 +337,7 @@ class DecodeRunner:
 
     @property
     def _samplers(self) -> dict[SamplingKind, Callable[[int], None]]:
-        """In the order of the kinds. Not kept: a runner that refers to itself would keep its memory until garbage is collected."""
+        """The samplers in the order of SamplingKind. Not cached: a reference cycle would keep the runner's memory for a while."""
         return {
             SamplingKind.PLAIN: self._run_sample,
             SamplingKind.FILTERED: self._run_filtered_sample,
@@ -355,14 +360,14 @@ class DecodeRunner:
         self.store(draws)
 
     def _pad_host_rows(self, batch: ForwardBatch, slots: Ints, seq_lens: Ints) -> None:
-        """What attention that plans on the host sees of padding: one position of the dummy slot each."""
+        """Fill in the host's arrays for attention that plans on the host. A padding row has one position of the dummy slot."""
         num_padding = batch.batch_size - len(slots)
         dummies = np.full(num_padding, self._parts.tables.dummy_slot)
         batch.req_pool_indices_cpu = np.concatenate((slots, dummies))
         batch.seq_lens_cpu = np.concatenate((seq_lens, np.ones(num_padding, np.int64)))
 
     def _batch(self, size: int) -> ForwardBatch:
-        """The batch of the buffers' first rows. Its tensors stay the same, what they hold is gathered in each step."""
+        """Return the batch of the first `size` rows of the buffers. Its tensors stay the same; each step gathers their contents."""
         if size not in self._batches:
             self._batches[size] = self._make_batch(size)
         return self._batches[size]
@@ -384,11 +389,14 @@ class DecodeRunner:
 def resident_layers_of(
     loaded: LoadedModel, state: DeviceState, compiled: CompiledForward | None
 ) -> dict[int, ResidentLayers]:
-    """All layers in one kernel, by numbers of rows. They attend as our own decode kernels do and know no other ranks; where PyTorch's
-    compiler was asked for, it has these steps."""
+    """Return the kernels that run all layers at once, by number of rows.
+
+    They work on one rank, and replace only our own decode kernels. With --enable-torch-compile there are none, because compiled code runs
+    these steps.
+    """
     if loaded.device.type != "cuda" or loaded.attention.decode != "triton" or loaded.tp.size > 1 or compiled:
         return {}
-    # Triton is not there on every host; with PyTorch for CUDA it is.
+    # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.kernels.decoder.resident_layers import ROWS, ResidentLayers
 
     parts = loaded.model, state.token_to_kv_pool, state.req_to_token_pool, loaded.device
@@ -399,9 +407,9 @@ def resident_layers_of(
 def find_graph(
     graphs: Mapping[Reading, CudaGraphRunner], reading: Reading, num_rows: int
 ) -> tuple[CudaGraphRunner, int] | None:
-    """Whose graph serves so many rows, and its size. To share is worth rows of padding; to read evenly is not.
+    """Return the graphs that serve `num_rows` rows, and the size to use; None if there are none.
 
-    Who is not asked has missed nothing.
+    Sharing prefixes is worth more padding than reading by row needs; reading evenly is not. Graphs that are not consulted record no miss.
     """
     found = _serving(graphs, reading, num_rows)
     if reading is Reading.BY_ROW or (reading is Reading.SHARED and found is not None):
@@ -422,10 +430,7 @@ def _serving(
 
 @contextmanager
 def _quick_products(size: int, device: torch.device) -> Iterator[None]:
-    """Of few rows the kernels that cuBLASLt chooses are up to a twentieth faster than cuBLAS's, of more they are not.
-
-    As measured on an H200.
-    """
+    """Use cuBLASLt for products of few rows inside the block: its kernels are up to 5 % faster than cuBLAS's (measured on an H200)."""
     if device.type != "cuda" or size > MOST_LT_ROWS:
         yield
         return

@@ -1,4 +1,4 @@
-"""Kernels of graphs that are not captured yet, while threads compile them."""
+"""Track which kernels of graphs that are not captured yet are still being compiled by threads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from srt.kernels.build.precompile import Compilers
 
 Graph = tuple[Reading, int] | int
-"""A graph's name: how decodes are read and how many rows there are, or a number of tokens."""
+"""A graph's name: for decode steps the reading and the number of rows, for steps with prompts the number of tokens."""
 
 
 class GraphKernels:
-    """Says of each graph whether its kernels are compiled. Of a graph that was not precompiled it knows none, so it is ready."""
+    """Knows for each graph whether its kernels are compiled. A graph that was not precompiled counts as ready."""
 
     def __init__(self) -> None:
-        self._compilers: Compilers | None = None  # when they are dropped, they begin nothing more
+        self._compilers: Compilers | None = None  # dropping them cancels the compilations that have not begun
         self._kernels: dict[Graph, frozenset[Future[Any]]] = {}
 
     def begin(self, compilers: Compilers) -> None:
@@ -29,7 +29,7 @@ class GraphKernels:
         self._kernels[graph] = kernels
 
     def are_ready(self, graph: Graph) -> bool:
-        """Whether the graph's kernels lie compiled in the caches, or failed to be, as far as they were precompiled."""
+        """Return whether the compilation of each of the graph's kernels has ended, with success or without."""
         return all(kernel.done() for kernel in self._kernels.get(graph, ()))
 
     def wait(self, graph: Graph) -> None:
@@ -37,10 +37,10 @@ class GraphKernels:
         wait(self._kernels.get(graph, ()))
 
     def forget(self, graph: Graph) -> None:
-        """Let go of a graph that is captured now."""
+        """Forget a graph, because it is captured now."""
         self._kernels.pop(graph, None)
 
     def give_up(self) -> None:
-        """Compile nothing more: no graph will be captured any more."""
+        """Compile no more kernels, because no more graphs will be captured."""
         self._kernels.clear()
         self._compilers = None

@@ -1,4 +1,4 @@
-"""The fixed device memory of steps with prompts: what their graphs read."""
+"""The fixed device memory that graphs of steps with prompts read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from srt.layers.attention.base import AnyRows
 from srt.mem_cache.memory_pool import ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch
 
-MOST_WHOLE_EXTENDS = 64
-MOST_WHOLE_DECODES = 512
+MOST_WHOLE_EXTENDS = 64  # extend rows of a step that is captured with its attention
+MOST_WHOLE_DECODES = 512  # decode rows of such a step
 
 
 class PieceInputs:
-    """Tokens of up to `most_tokens`, which outputs are wanted, and the rows of steps that are captured with their attention.
+    """Up to `most_tokens` tokens, the indices of the outputs needed, and the rows of steps that are captured with their attention.
 
-    A step is padded to a size. Padding is written to the dummy page, and lies between the tokens that come first and those that come last.
+    A step is padded to a size. Padding is written to the dummy page, and stands between the tokens that come first and those that come
+    last.
     """
 
     def __init__(self, tables: ReqToTokenPool, most_tokens: int, device: torch.device) -> None:
@@ -35,12 +36,12 @@ class PieceInputs:
         self.rows = AnyRows(*(fill(count) for count in (extends, extends, extends, decodes, decodes)))
 
     def rows_of(self, size: int) -> AnyRows:
-        """The rows of a step of `size` tokens, which has no more decodes than that."""
+        """Return the row buffers for a step of `size` tokens, which has at most `size` decode rows."""
         rows = self.rows
         return replace(rows, decode_slots=rows.decode_slots[:size], decode_lens=rows.decode_lens[:size])
 
     def populate_from_forward_batch(self, batch: ForwardBatch, size: int, num_first: int) -> None:
-        """Lay the batch's first `num_first` tokens at the beginning of the size's, and the others at their end."""
+        """Copy the batch's first `num_first` tokens to the beginning of the `size` tokens, and the others to their end."""
         outputs, shift = batch.output_tokens, size - len(batch.input_ids)
         assert outputs is not None
         if num_first < len(batch.input_ids):
@@ -51,7 +52,7 @@ class PieceInputs:
         _lay(batch.out_cache_loc, num_first, self._dummies, self.out_cache_loc[:size])
 
     def populate_rows(self, batch: ForwardBatch, size: int) -> None:
-        """Lay the batch's extend rows first and its decode rows last, as their tokens lie."""
+        """Copy the batch's extend rows to the beginning and its decode rows to the end, in the order of their tokens."""
         num_extends, rows = batch.num_extend_rows, self.rows_of(size)
         slots, padding = batch.req_pool_indices, self._zeros
         _lay(slots[:num_extends], num_extends, padding, rows.extend_slots)
@@ -61,7 +62,7 @@ class PieceInputs:
         _lay(batch.seq_lens[num_extends:], 0, padding, rows.decode_lens)
 
     def populate_padding(self, size: int) -> None:
-        """Have nothing but padding, for a run that leaves the tables as they are."""
+        """Fill everything with padding, for a run that leaves the tables unchanged."""
         self.input_ids[:size].zero_()
         self.positions[:size].zero_()
         self.out_cache_loc[:size].fill_(self._dummy_location)
@@ -71,6 +72,6 @@ class PieceInputs:
 
 
 def _lay(values: torch.Tensor, num_first: int, padding: torch.Tensor, out: torch.Tensor) -> None:
-    """Lay the first `num_first` values at the beginning of `out`, the others at its end, padding between them."""
+    """Copy the first `num_first` values to the beginning of `out` and the others to its end, with padding between them."""
     assert len(values) <= len(out), (len(values), len(out))
     torch.cat((values[:num_first], padding[: len(out) - len(values)], values[num_first:]), out=out)

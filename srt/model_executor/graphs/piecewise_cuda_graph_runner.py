@@ -1,11 +1,12 @@
-"""Steps with prompt tokens as CUDA graphs: one for each stretch between two attentions, which are launched anew each time.
+"""Capture steps with prompt tokens as CUDA graphs: a graph for each piece between two attentions, which are launched anew each time.
 
-Such a step has about ten launches a layer. A chunk of a prompt may be done before the host has launched it: a small one, or any of a
-small model. So for a few numbers of tokens all but attention, whose work depends on lengths, is captured. A step of fewer tokens than
-a number is padded to it.
+Such a step has about ten launches per layer. The device may finish a small chunk of a prompt, or any chunk of a small model, before the
+host has launched it. So for a few numbers of tokens everything is captured except attention, whose work depends on lengths. A step with
+fewer tokens is padded to one of these sizes.
 
-Of the smallest, which are done before even the attentions are launched, attention is captured as well, by kernels that find lengths on
-the device: one launch for the whole step. There prompts are the first tokens, decodes the last, and padding lies between.
+The smallest steps are done before the host has launched even their attentions. For these, attention is captured as well, with kernels
+that find the lengths on the device: one launch for the whole step. Its first tokens are prompts, its last are decodes, with padding
+between them.
 """
 
 from __future__ import annotations
@@ -30,34 +31,35 @@ if TYPE_CHECKING:
     from srt.model_executor.memory.device_state import DeviceState
     from srt.models.decoder import CausalLM
 
-LAUNCH_S = 0.8e-3  # of a layer, one kernel after the other: 0.35 to 1.0 on hosts of an H200
-ATTENTION_LAUNCH_S = 0.15e-3  # of a layer in pieces
-MOST_PIECE_TOKENS = 8192  # of prompts; decodes come beside them
-MOST_WHOLE_TOKENS = 1024  # of more, prompts are worth kernels that are planned on the host
+LAUNCH_S = 0.8e-3  # time to launch a layer kernel by kernel: 0.35e-3 to 1.0e-3 on hosts of an H200
+ATTENTION_LAUNCH_S = 0.15e-3  # time to launch a layer in pieces
+MOST_PIECE_TOKENS = 8192  # prompt tokens of a captured step; decodes come on top
+MOST_WHOLE_TOKENS = 1024  # with more tokens, kernels that are planned on the host are faster
 MOST_WHOLE_PAIRS = 1 << 24
-"""Of a token of a prompt and a position that it may see. By 16 heads in 28 layers the planned kernels are 4 ms quicker with so many."""
-FLOPS = 600e12  # that this GPU's prompts are computed with
+"""Largest number of pairs of a prompt's token and a position that it may see. With as many, for 16 heads in 28 layers, the kernels planned
+on the host are 4 ms faster."""
+FLOPS = 600e12  # at which prompts are computed, per second
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Where graphs of all numbers of tokens read and write."""
+    """Memory that the graphs of all sizes read and write."""
 
     qkv: torch.Tensor  # [tokens, (heads, KV heads, KV heads) * head_dim]
     attended: torch.Tensor  # [tokens, heads * head_dim]
-    hidden: torch.Tensor  # [outputs, hidden size]: what comes out
+    hidden: torch.Tensor  # [outputs, hidden size]: the result
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Piece i ends where layer i's attention begins; the last ends with the model. A whole step is the last piece."""
+    """The graphs of one size. Piece i ends at the attention of layer i; the last ends with the model. A whole step is one piece."""
 
     replays: list[Work]
     layers: list[AttentionLayer]
 
 
 class _StandIn(LayerAttention):
-    """What both stand-ins for attention do where they do not differ."""
+    """The common part of the two stand-ins for attention."""
 
     @property
     def packed_decodes(self) -> PackedDecodes | None:
@@ -75,7 +77,7 @@ class _StandIn(LayerAttention):
 
 
 class _Breaks(_StandIn):
-    """Stands in for attention while pieces are captured: hands over its inputs, cuts, and goes on with what will be its output."""
+    """Stands in for attention while pieces are captured: hands over its inputs, ends the piece, and returns the buffer of its output."""
 
     def __init__(self, runner: PiecewiseCudaGraphRunner, cut: Work) -> None:
         self._runner = runner
@@ -95,7 +97,7 @@ class _Breaks(_StandIn):
 
 
 class _Whole(_StandIn):
-    """Stands in for attention while whole steps are captured: attends to whatever the rows will be."""
+    """Stands in for attention while whole steps are captured: launches attention that reads the rows from the device."""
 
     def __init__(self, runner: PiecewiseCudaGraphRunner, graphs: PromptGraphs, rows: AnyRows) -> None:
         self._runner = runner
@@ -111,7 +113,7 @@ class _Whole(_StandIn):
 
 
 class PiecewiseCudaGraphRunner:
-    """Sizes are captured one at a time, in CudaGraphRunner's order; all ranks are asked for it at the same places of their stream."""
+    """Captures one size at a time, in the order of CudaGraphRunner. All ranks receive the requests to capture between the same steps."""
 
     def __init__(
         self,
@@ -124,8 +126,8 @@ class PiecewiseCudaGraphRunner:
         capture: Capture | None,
         most_whole: int = 0,
     ) -> None:
-        """`sizes` are numbers of tokens, and not none. Those of up to `most_whole` are captured with their attention. Without a
-        `capture` they can only be precompiled."""
+        """`sizes` are numbers of tokens, at least one. Those up to `most_whole` are captured with their attention. Without `capture` they
+        can only be precompiled."""
         self._sizes = tuple(sorted(sizes))
         self._model = model
         self._attn_backend = attn_backend
@@ -139,7 +141,7 @@ class PiecewiseCudaGraphRunner:
 
     @classmethod
     def of(cls, loaded: LoadedModel, state: DeviceState, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
-        """For a worker's model and memory; None where the options leave no size, or none is worth a graph."""
+        """Create the runner for a worker's model and memory; None if the options leave no size, or no size is worth a graph."""
         args, num_layers = loaded.args, loaded.config.num_layers
         num_weights = num_layers * sum(weight.numel() for weight in loaded.model.model.layers[0].parameters())
         most = args.piecewise_cuda_graph_max_tokens
@@ -165,8 +167,8 @@ class PiecewiseCudaGraphRunner:
         return len(self._sizes) - len(self._pieces)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether a captured size serves the batch; a missing one is noted. A step is launched kernel by kernel rather than padded far."""
-        if batch.output_tokens is None:  # graphs give hidden states of no more tokens than there are requests
+        """Return whether a captured size serves the batch without much padding. Records a miss if the best size is not captured."""
+        if batch.output_tokens is None:  # graphs have room for the hidden states of one token per request
             return False
         num_tokens = self._least_size(batch)
         best, size = smallest(self._sizes, num_tokens), self._captured_size(num_tokens)
@@ -194,7 +196,7 @@ class PiecewiseCudaGraphRunner:
 
     @property
     def next_graph(self) -> int:
-        """As `precompile` names it."""
+        """The name of the graph to capture next, as yielded by `precompile`."""
         return self.next_size
 
     @property
@@ -205,20 +207,20 @@ class PiecewiseCudaGraphRunner:
         self._misses.forget()
 
     def give_up(self, size: int) -> None:
-        """Capture nothing more, and forget this size if it was captured."""
+        """Capture no more sizes, and drop this one if it was captured."""
         self._pieces.pop(size, None)
         self._sizes = tuple(sorted(self._pieces))
         self.forget_missed()
 
     def capture_next(self) -> int:
-        """Capture one more size; returns it. Tables stay as they are: only padding runs."""
+        """Capture one more size, and return it. Only padding runs, so the tables do not change."""
         size = self.next_size
         self._populate_padding(size)
         self.capture_one_batch_size(size)
         return size
 
     def capture_one_batch_size(self, size: int) -> None:
-        """Capture steps of `size` tokens, as the inputs have them now."""
+        """Capture steps of `size` tokens with the current contents of the inputs."""
         self._pieces[size] = self._capture_whole(size) if self._is_whole(size) else self._capture_pieces(size)
         self._misses.record_capture(self._captured_size(self._misses.size))
 
@@ -237,7 +239,7 @@ class PiecewiseCudaGraphRunner:
         return _Pieces(self._capture.pieces(work), breaks[-1].layers)
 
     def precompile(self) -> Iterator[int]:
-        """The work of one size after the other, each before it is named."""
+        """Run the work of each size, then yield the size."""
         for size in reversed(self._sizes):
             self._populate_padding(size)
             if self._is_whole(size):
@@ -247,14 +249,14 @@ class PiecewiseCudaGraphRunner:
             yield size
 
     def replay(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states of a batch that `can_run`, as the model gives them; the next step overwrites them."""
+        """Return the hidden states of a batch for which `can_run` holds. The next step overwrites them."""
         size, buffers = self._captured_size(self._least_size(batch)), self._buffers
         assert size is not None and buffers is not None and batch.output_tokens is not None
         pieces = self._pieces[size]
         self.replay_prepare(batch, size)
         if not self._is_whole(size):
             num_tokens = len(batch.input_ids)
-            first = pieces.layers[0]  # heads are alike in all of them
+            first = pieces.layers[0]  # all layers have the same heads
             q, k, v = first.split_packed(buffers.qkv[:num_tokens])
             views = Views.of(q, k, v, first, batch, buffers.attended[:num_tokens])
             for replay, layer in zip(pieces.replays, pieces.layers, strict=False):
@@ -264,7 +266,7 @@ class PiecewiseCudaGraphRunner:
         return buffers.hidden[: len(batch.output_tokens)]
 
     def replay_prepare(self, batch: ForwardBatch, size: int) -> None:
-        """Lay the batch where the size's graphs read, and plan the attentions between pieces."""
+        """Copy the batch to where the graphs of this size read, and plan the attentions between pieces."""
         if self._is_whole(size):
             self._inputs.populate_from_forward_batch(batch, size, batch.num_extend_tokens)
             self._inputs.populate_rows(batch, size)
@@ -277,7 +279,7 @@ class PiecewiseCudaGraphRunner:
 
     def _run_whole(self, size: int) -> None:
         graphs, rows = self._attn_backend.prompt_graphs, self._inputs.rows_of(size)
-        assert graphs is not None, "this backend captures no prompts"
+        assert graphs is not None, "this attention backend cannot capture prompts"
         batch = self._padding_batch(size, _Whole(self, graphs, rows))
         graphs.begin_any(rows, batch)
         self._run(batch)
@@ -294,7 +296,7 @@ class PiecewiseCudaGraphRunner:
         return self._buffers.qkv[: len(qkv)]
 
     def hand_over(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention's inputs, which are copied to where it reads them unless they are there; returns where its output will be."""
+        """Copy attention's inputs to where it reads them, unless they are there already. Return the memory for its output."""
         buffers = self._buffers
         assert buffers is not None
         if q.data_ptr() != buffers.qkv.data_ptr():
@@ -339,12 +341,12 @@ class PiecewiseCudaGraphRunner:
 
 
 def worthwhile_tokens(num_layers: int, num_weights: int) -> int:
-    """Steps of more tokens take the device longer than the host needs to launch them: there a graph only adds padding."""
+    """Return the number of tokens above which the device takes longer than the host's launches, so that a graph would only add padding."""
     return _tokens_done_in(LAUNCH_S * num_layers, num_weights)
 
 
 def most_whole_tokens(num_layers: int, num_weights: int) -> int:
-    """Steps of more tokens take it longer than pieces and the attentions between them need to be launched."""
+    """Return the number of tokens above which the device takes longer than launching pieces and the attentions between them."""
     return min(_tokens_done_in(ATTENTION_LAUNCH_S * num_layers, num_weights), MOST_WHOLE_TOKENS)
 
 
@@ -353,7 +355,7 @@ def _tokens_done_in(seconds: float, num_weights: int) -> int:
 
 
 def piece_sizes(most_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens that are captured, each at most a third more than the one before from 64 on."""
+    """Return the numbers of tokens to capture. From 64 on, each is followed by one that is at most 50 % larger."""
     sizes = [32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048]
     sizes += range(2560, most_tokens, 512)
     return tuple(sorted({size for size in sizes if size <= most_tokens} | ({most_tokens} if most_tokens else set())))

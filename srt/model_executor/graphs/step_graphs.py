@@ -1,4 +1,4 @@
-"""The graphs of a worker's steps: which serve, which is captured next, and what happens when a capture fails."""
+"""Manage the graphs of a worker's steps: which one to capture next, and what happens if a capture fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GraphRunner = DecodeRunner | PiecewiseCudaGraphRunner
 
 
 class StepGraphs:
-    """Captures graphs between steps, one size at a time. Ranks are asked for it at the same places of their streams of plans."""
+    """Captures graphs between steps, one size at a time. All ranks receive the requests to capture between the same plans."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class StepGraphs:
         pieces: PiecewiseCudaGraphRunner | None = None,
         kernels: GraphKernels | None = None,
     ) -> None:
-        """`decodes` runs steps of decodes, `pieces` replays steps with prompts; without them all steps are launched kernel by kernel."""
+        """`decodes` runs decode steps, and `pieces` replays steps with prompts. Without them all steps are launched kernel by kernel."""
         self.decodes = decodes
         self.pieces = pieces
         self._tp = loaded.tp
@@ -42,28 +42,27 @@ class StepGraphs:
 
     @property
     def num_left(self) -> int:
-        """How often `capture_next` has something to capture."""
+        """The number of sizes that `capture_next` has still to capture."""
         return self._num_left
 
     @property
     def is_missing_one(self) -> bool:
-        """Whether steps miss a graph that is worth its capture even while requests run, and its kernels are compiled."""
+        """Whether recent steps lacked a graph that is worth capturing while requests run, and its kernels are compiled."""
         if not self._num_left or not any(runner.is_missing_one for runner in self._runners):
             return False
         return self._kernels.are_ready(self._next_runner.next_graph)
 
     def forget_missed(self) -> None:
-        """Start anew with what steps miss: those so far were no clients'."""
+        """Forget the graphs that steps lacked so far, because no client sent these steps."""
         for runner in self._runners:
             runner.forget_missed()
 
     @torch.inference_mode()
     def capture_next(self) -> int:
-        """Capture steps of one more size; returns its rows or tokens, or 0 if a rank is still compiling what it needs.
+        """Capture one more size and return its number of rows or tokens; 0 if a rank is still compiling kernels that it needs.
 
-        Everything that was launched is done. What fails on all ranks alike is a warning and ends the captures: steps without a graph
-        are launched kernel by kernel. If it fails on one rank alone, the others wait for it in the middle of the size, until the
-        watchdog ends the server.
+        No launched work may be left. A failure on all ranks is logged as a warning and ends the captures; steps without a graph are
+        launched kernel by kernel. If one rank alone fails, the others wait for it inside the capture until the watchdog ends the server.
         """
         chosen = self._next_runner
         graph, size = chosen.next_graph, chosen.next_size
@@ -78,14 +77,14 @@ class StepGraphs:
         return size
 
     def capture_all(self) -> None:
-        """Capture every graph that is left, waiting for its kernels; for callers without requests."""
+        """Capture all remaining graphs and wait for their kernels. For tests and benchmarks."""
         while self.num_left:
             self._kernels.wait(self._next_runner.next_graph)
             self.capture_next()
 
     @property
     def _next_runner(self) -> GraphRunner:
-        """The runner that steps have missed a graph of, and decodes before prompts."""
+        """The runner to capture from next: one that recent steps lacked a graph of, else decodes before prompts."""
         left = [runner for runner in self._runners if runner.num_left]
         return next((runner for runner in left if runner.is_missing_one), left[0])
 
@@ -93,7 +92,7 @@ class StepGraphs:
         return sum(runner.num_left for runner in self._runners)
 
     def _succeeds(self, capture: Callable[[], int], size: int) -> bool:
-        """Whether the capture worked. A GPU that cannot go on afterwards raises."""
+        """Run the capture and return whether it succeeded. Raises if the GPU cannot continue after a failure."""
         try:
             with self._memory.region("cuda_graph"):
                 capture()
@@ -104,7 +103,8 @@ class StepGraphs:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             logger.warning(
-                "A graph of steps of %d rows or tokens could not be captured, so no more are: %s: %s",
+                "The CUDA graph for %d rows or tokens could not be captured (%s: %s). No more graphs are captured, and steps without"
+                " one are slower. If memory is short, choose a smaller --cuda-graph-max-bs or --mem-fraction-static.",
                 size,
                 type(error).__name__,
                 error,

@@ -1,1 +1,1 @@
-"""How much memory a worker has, what it keeps, how many tokens the KV memory holds, and the state whose size that is."""
+"""Account for a worker's memory, compute how many tokens the KV memory holds, and allocate the state of that size."""

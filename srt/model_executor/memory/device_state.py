@@ -1,4 +1,4 @@
-"""The device's state behind all requests: tables, keys and values, and the sampler that reads the tables."""
+"""The device's state for all requests: tables, keys and values, and the sampler that reads the tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """Everything whose size is a number of pages: made at once, for a run or for a trial before it, and never resized."""
+    """Everything whose size depends on the number of pages. Created once, for serving or for a trial before it, and never resized."""
 
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: MHATokenToKVPool
@@ -44,7 +44,7 @@ class DeviceState:
 
 
 def init_memory_pool(loaded: LoadedModel, num_pages: int, max_request_tokens: int) -> DeviceState:
-    """Take the tables and the KV memory of so many pages, for requests of up to `max_request_tokens` tokens."""
+    """Allocate the tables and the KV memory of `num_pages` pages, for requests of up to `max_request_tokens` tokens."""
     args, config, device = loaded.args, loaded.config, loaded.device
     tables = ReqToTokenPool(args.max_running_requests, max_request_tokens, num_pages, args.page_size, device)
     kv_pool = MHATokenToKVPool(

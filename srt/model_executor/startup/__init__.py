@@ -1,2 +1,4 @@
-"""What happens once before the first request; read `start_runner.py` first. Kernels are precompiled, the largest step is measured,
-the runner is made and warmed up."""
+"""Prepare a worker for its first request: compile kernels, measure the largest step, create the runner, and warm it up.
+
+Read `start_runner.py` first.
+"""

@@ -1,4 +1,4 @@
-"""Whose kernels are all among the caches: a start like an earlier one need not go through all steps to look for more.
+"""Record for which configurations all kernels are in the caches, so that a later start need not look for missing ones.
 
 Importing this module imports Triton.
 """
@@ -22,13 +22,13 @@ from srt.utils.cache_folders import own_folder
 from srt.utils.errors import StartError
 
 SOURCES = (".py", ".cu", ".cuh", ".h")
-ELSEWHERE = ("base_gpu_id", "random_seed")  # options that kernels do not go by
+ELSEWHERE = ("base_gpu_id", "random_seed")  # options that do not change the kernels
 
 
 class KernelRecord:
-    """An empty file in each folder of kernels, for each configuration whose kernels were all compiled into them, by these sources.
+    """An empty file in each folder of kernels, for each configuration whose kernels were all compiled from the present sources.
 
-    Where it is wrong, kernels are compiled when they are first launched.
+    If a record is wrong, the missing kernels are compiled at their first launch.
     """
 
     def __init__(self, args: ServerArgs, model: object, rank: int, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class KernelRecord:
 
     @property
     def _paths(self) -> list[Path]:
-        """Whoever removes a folder, or names another, takes the record along."""
+        """One file in each folder, so that removing or moving a folder of kernels removes the record too."""
         name = hashlib.sha256(f"{self._key} {_sources()}".encode()).hexdigest()[:32]
         return [folder / f"{name}.complete" for folder in (Path(knobs.cache.dir), own_folder("kernels", os.environ))]
 
@@ -64,7 +64,7 @@ def _name_of(device: torch.device) -> str:
 
 @cache
 def _sources() -> str:
-    """Of everything: which kernels are launched, and how, is for layers and models to say."""
+    """Return a hash of all our sources: layers and models decide which kernels are launched, and with which arguments."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in srt.__path__ for path in Path(folder).rglob("*") if path.suffix in SOURCES):
         digest.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The step that needs most memory: what is left beside it is what the KV memory may have."""
+"""The step that needs the most memory. The KV memory gets what this step leaves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
 if TYPE_CHECKING:
     from srt.model_executor.loaded_model import LoadedModel
 
-REPORTED_TOKENS = 64  # of the prompt: logprobs are computed in blocks, and two blocks need as much as all
+REPORTED_TOKENS = (
+    64  # prompt tokens with logprobs: they are computed in blocks, and two blocks need as much memory as all
+)
 
 
 def largest_step(loaded: LoadedModel) -> tuple[PlanSection, int]:
-    """The largest step that this worker's options allow, and how many tokens of prompts it has."""
+    """Return the largest step that this worker's options allow, and its number of prompt tokens."""
     args, config = loaded.args, loaded.config
     longest = max(1, config.context_length - 1)
     prompt_tokens = longest if args.prefill_chunk == -1 else min(args.prefill_chunk, longest)
@@ -25,9 +27,9 @@ def largest_step(loaded: LoadedModel) -> tuple[PlanSection, int]:
 
 
 def peak_section(num_slots: int, prompt_tokens: int, longest: int, page_size: int, vocab_size: int) -> PlanSection:
-    """A chunk of `prompt_tokens` from one request, and one token each from all others, one of them `longest` tokens long.
+    """Return a step with `prompt_tokens` tokens of one request and one token of each other request, one of which is `longest` tokens long.
 
-    Every row samples, and asks for whatever can be asked for. All pages are page 0, so what is computed means nothing.
+    Every row samples and uses every sampling parameter. All pages are page 0, so the results have no meaning.
     """
     lengths = [min(prompt_tokens, longest), longest, *([min(2, longest)] * num_slots)][:num_slots]
     cached = [0, *(length - 1 for length in lengths[1:])]

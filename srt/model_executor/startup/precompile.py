@@ -1,4 +1,4 @@
-"""Kernels are compiled before the first step: those of the first steps at once, those of graphs and later steps while the start goes on."""
+"""Compile kernels ahead: those of the first steps before the start goes on, those of graphs and later steps in the background."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MOST_COMPILERS = 8
-"""While requests come: each thread that waits for the GIL makes the thread that launches steps wait longer."""
+"""Limit of threads that compile while requests arrive: each thread that waits for the GIL delays the thread that launches steps."""
 
 
 @torch.inference_mode()
 def precompile(loaded: LoadedModel) -> GraphKernels:
-    """Go through steps of all kinds without launching our kernels, which threads compile meanwhile, all at the same time.
+    """Run steps of all kinds without launching our kernels; threads compile these in parallel instead.
 
-    The first steps' kernels are waited for. What later steps need is compiled while the start goes on and requests come, unless an earlier
-    start has compiled it. Only as many layers take part as have all kernels among them, and no other rank. What fails here is a warning,
-    and is tried again when it is needed.
+    Waits for the kernels of the first steps. Those of later steps are compiled while the start goes on and requests arrive, unless an
+    earlier start has compiled them. Runs only as many layers as together use all kernels, and involves no other rank. A failure is logged
+    as a warning, and the kernel is compiled when it is needed.
     """
-    # Triton is not there on every host; with PyTorch for CUDA it is.
+    # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.kernels.build.precompile import Compilers
     from srt.model_executor.startup.kernel_record import KernelRecord
 
@@ -62,7 +62,11 @@ def precompile(loaded: LoadedModel) -> GraphKernels:
             loaded.model.model.layers = layers[: num_distinct_layers(loaded.config.layer_windows)]
             _go_through_steps(loaded, first, record, kernels, begin_later)
     except Exception as error:
-        logger.warning("Kernels are compiled one after the other, because of %s: %s", type(error).__name__, error)
+        logger.warning(
+            "Kernels could not be compiled ahead (%s: %s). They are compiled at first use, so the first requests are slow.",
+            type(error).__name__,
+            error,
+        )
     finally:
         loaded.model.model.layers = layers
         torch.cuda.empty_cache()
@@ -77,7 +81,7 @@ def _go_through_steps(
     kernels: GraphKernels,
     begin_later: Callable[[], Compilers],
 ) -> None:
-    """The first steps, then the later ones; the memory that they run on is dropped at the end."""
+    """Run the first steps, then the later ones. The memory that they use is freed at the end."""
     from srt.kernels.build.precompile import precompiling
 
     trial = trial_runner(loaded)
@@ -107,7 +111,11 @@ def _precompile_later_steps(
             run_requests(runner, batches(state.num_slots, state.max_request_tokens, state.page_size))
         compilers.no_more(record.record_complete)
     except Exception as error:
-        logger.warning("Not all kernels are compiled ahead, because of %s: %s", type(error).__name__, error)
+        logger.warning(
+            "Some kernels could not be compiled ahead (%s: %s). They are compiled at first use, which delays the requests of that step.",
+            type(error).__name__,
+            error,
+        )
 
 
 def _precompile_graphs(runner: ModelRunner, decodes: DecodeRunner, compilers: Compilers, kernels: GraphKernels) -> None:
@@ -115,7 +123,7 @@ def _precompile_graphs(runner: ModelRunner, decodes: DecodeRunner, compilers: Co
     if loaded.args.disable_cuda_graph:
         return
     if loaded.device.type == "cuda":
-        compilers.compile(compile_fill, partial(compile_fill, loaded.device))  # for the graph that comes first
+        compilers.compile(compile_fill, partial(compile_fill, loaded.device))  # the first graph needs it
     pieces = PiecewiseCudaGraphRunner.of(loaded, runner.state, None)
     of_decodes = decodes.precompile() if loaded.attn_backend.decode_graphs is not None else ()
     graphs: Iterator[Graph] = chain(of_decodes, () if pieces is None else pieces.precompile())

@@ -1,4 +1,4 @@
-"""How many pages the KV memory has: on a GPU what the largest step takes is measured by running it."""
+"""Find the number of pages of the KV memory. On a GPU the largest step is run to measure the memory that it takes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from srt.protocol.messages import PlanSection
 
 
 def profile_num_pages(loaded: LoadedModel, num_tokens: int) -> int:
-    """The pages that all ranks can keep beside the largest step; StartError where there is no room for it or for a page.
+    """Return the number of pages that all ranks can hold beside the largest step; StartError if that step or a page does not fit.
 
-    `num_tokens`, unless 0, have fitted before and must again.
+    `num_tokens`, unless 0, is the number of tokens that the worker before this one had; it must fit again.
     """
     args, device, token_bytes = loaded.args, loaded.device, loaded.kv_bytes_per_token
     num_slots, page_size = args.max_running_requests, args.page_size
@@ -39,7 +39,7 @@ def profile_num_pages(loaded: LoadedModel, num_tokens: int) -> int:
 
 
 def _measure_other_bytes(loaded: LoadedModel) -> int:
-    """Bytes that have to be kept free beside the KV memory."""
+    """Return the bytes to keep free beside the KV memory."""
     num_slots, longest, head = loaded.args.max_running_requests, loaded.config.context_length, loaded.model.lm_head
     return (
         measure_largest_step(loaded)
@@ -51,7 +51,7 @@ def _measure_other_bytes(loaded: LoadedModel) -> int:
 
 
 def measure_largest_step(loaded: LoadedModel) -> int:
-    """Bytes that the largest step takes, found by running it on tables of full size and a memory of one page."""
+    """Run the largest step on tables of full size and a KV memory of one page, and return the bytes that it takes."""
     section, prompt_tokens = largest_step(loaded)
     num_slots = loaded.args.max_running_requests
     try:
@@ -60,7 +60,7 @@ def measure_largest_step(loaded: LoadedModel) -> int:
         raise out_of_step_memory(prompt_tokens, num_slots, loaded.device) from error
     finally:
         torch.cuda.empty_cache()
-    # For some smaller numbers of tokens, products do not take in the activation: those steps need more.
+    # For some smaller numbers of tokens the MLP's activation is not fused with a product, so those steps need more.
     most_tokens = prompt_tokens + num_slots - 1
     plain_mlp = mlp_bytes(loaded.config, loaded.tp.size, most_tokens, loaded.dtype.itemsize)
     peak = max(peak, plain_mlp) + FIRST_USE_BYTES

@@ -1,4 +1,4 @@
-"""The start of a worker's model: weights, kernels, memory, in this order; then everything that has the memory's size."""
+"""Start a worker's model: load weights, compile kernels, size the KV memory, then allocate everything that depends on its size."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def start_runner(
     capture: Capture | None = None,
     num_tokens: int = 0,
 ) -> ModelRunner:
-    """Load the weights, reporting bytes done and in all; then compile kernels and take the KV memory, reporting these phases.
+    """Load the weights, compile kernels and allocate the KV memory.
 
-    `capture` makes graphs of steps: CUDA's own on a GPU, unless another is given. The memory must hold `num_tokens`, as it has held them
-    before; 0: as the options say.
+    `report_weights` receives bytes done and in total, `report_phase` the name of each later phase. `capture` captures graphs; on a GPU it
+    defaults to CUDA's. `num_tokens`, unless 0, is the number of tokens that the KV memory must hold, else the options decide.
     """
     loaded = load_model(args, config, folder, tp, device, report_weights)
     kernels = GraphKernels()
     if device.type == "cuda":
         report_phase("kernels")
-        with loaded.memory.region("buffers"):  # of attention's kernels, which are kept
+        with loaded.memory.region("buffers"):  # attention keeps the buffers that it allocates here
             kernels = precompile(loaded)
     report_phase("memory")
     runner = build_runner(loaded, kernels, capture, num_tokens)
@@ -58,7 +58,7 @@ def start_runner(
 def build_runner(
     loaded: LoadedModel, kernels: GraphKernels, capture: Capture | None = None, num_tokens: int = 0
 ) -> ModelRunner:
-    """Take the KV memory, as large as the options and the device allow, and make everything that has its size."""
+    """Allocate the KV memory, as large as the options and the device allow, and create everything that depends on its size."""
     args, device = loaded.args, loaded.device
     max_compiled = min(args.torch_compile_max_bs, args.max_running_requests) if args.enable_torch_compile else 0
     compiled = CompiledForward(loaded.model, max_compiled) if max_compiled else None

@@ -1,4 +1,4 @@
-"""A runner for steps that a start goes through before the size of the KV memory is known."""
+"""A runner for the steps that a start runs before it knows the size of the KV memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from srt.model_executor.step.step_sampler import StepSampler
 
 
 def trial_runner(loaded: LoadedModel) -> ModelRunner:
-    """Make a runner over tables of full size and a memory of one page, without graphs. It is dropped with its memory after its steps."""
+    """Create a runner with tables of full size, a KV memory of one page, and no graphs. The caller drops it after a few steps."""
     state = init_memory_pool(loaded, 1, loaded.config.context_length)
     return ModelRunner(loaded, state, StepSampler(loaded, state), StepGraphs(loaded))

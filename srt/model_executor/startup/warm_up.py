@@ -1,4 +1,4 @@
-"""Requests whose only use is that what is made at first use is made for them."""
+"""Run requests that make libraries and kernels do their work of first use before a client's request arrives."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from srt.model_executor.model_runner import ModelRunner
 
 CPU_TOKENS = 8
-GPU_TOKENS = 64  # more than kernels of their own serve
-BATCHES = (2, 8, 32, *range(64, 209, 16), 240, 256)  # rows, one number of each class that has kernels of its own
-BATCH_TOKENS = 4  # of a row of those
-SHORT_TOKENS = 8  # of a chunk behind a prefix, which has kernels of its own
+GPU_TOKENS = 64  # more than the kernels for few tokens serve
+BATCHES = (2, 8, 32, *range(64, 209, 16), 240, 256)  # numbers of rows: one for each class with kernels of its own
+BATCH_TOKENS = 4  # tokens of a row of such a batch
+SHORT_TOKENS = 8  # tokens of a short chunk after a prefix, which has kernels of its own
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run requests through the whole model, prompt and next token, so that what is made at first use is made now."""
+    """Run requests through the whole model, prompt and next token, so that everything created at first use exists afterwards."""
     loaded, state = runner.loaded, runner.state
     with loaded.memory.region("buffers"):
         run_requests(runner, warm_up_requests(loaded.device.type, state.max_request_tokens, state.page_size))
@@ -41,9 +41,9 @@ def run_to_the_end(runner: ModelRunner, section: PlanSection) -> None:
 
 
 def warm_up_requests(device_type: str, max_request_tokens: int, page_size: int) -> Iterator[list[PlanSection]]:
-    """The sections of one request after the other, each from its prompt to its second token, all in slot 0 and page 0.
+    """Yield the plan sections of one request after the other, each from its prompt to its second token, all in slot 0 and page 0.
 
-    On a GPU with filters and without. There are none where a request has no room for them.
+    On a GPU there is one request with filters and one without. Yields nothing if a request has too little room.
     """
     is_cpu = device_type == "cpu"
     room = max_request_tokens - 1
@@ -55,8 +55,10 @@ def warm_up_requests(device_type: str, max_request_tokens: int, page_size: int) 
 
 
 def batches(num_slots: int, max_request_tokens: int, page_size: int) -> Iterator[list[PlanSection]]:
-    """As many rows as have kernels of their own on a GPU, one batch for each kind: prompts of one token each, then steps of decodes,
-    beside the prompt of the last of them and all together."""
+    """Yield a batch for each number of rows that has kernels of its own on a GPU.
+
+    All rows but the last run their prompts of one token. Then they decode beside the last row's prompt, and then all rows decode.
+    """
     if max_request_tokens >= BATCH_TOKENS:
         for count in dict.fromkeys(min(rows, num_slots) for rows in BATCHES):
             yield _batch(count, page_size)
@@ -96,5 +98,5 @@ def _sections(chunks: list[int], page_size: int, top_p: float) -> list[PlanSecti
 
 
 def num_distinct_layers(windows: Sequence[int | None]) -> int:
-    """So many layers need all kernels that the model needs: one of each window, and one that is not the first."""
+    """Return how many of the first layers use all kernels of the model: one for each window, and one that is not the first layer."""
     return max(2, *(1 + windows.index(window) for window in set(windows)))

@@ -1,1 +1,1 @@
-"""One step: from the scheduler's plan to the tensors of the model, and from its draws to the answer."""
+"""Turn the scheduler's plan of a step into the model's tensors, and the drawn ids into the step's result."""

@@ -1,6 +1,6 @@
-"""Where a step's draws go: into the token table, where the next step reads them, and to the host, which sees them arrive.
+"""Store a step's draws in the token table, where the next step reads them, and in host memory, where the host polls for them.
 
-On a GPU the kernel that stores them writes to page-locked memory of the host: there is no copy to launch, and no event.
+On a GPU a kernel writes them to pinned memory of the host, so there is no copy to launch and no event to record.
 """
 
 from __future__ import annotations
@@ -16,42 +16,44 @@ from srt.layers.sampler import Draws
 from srt.model_executor.graphs.cuda_graph_runner import Work
 from srt.protocol.messages import Int32Array
 
-RING: Final = 8  # stores whose ids are kept
-LOOKS: Final = 256  # at a step whose ids do not come; then the device is asked how it is
+RING: Final = 8  # number of stores whose ids are kept
+LOOKS: Final = 256  # polls without a result after which the device is asked for its state
 TAG_BITS: Final = 32
 
 Launch = Callable[..., bool]
-"""Takes what `store_draws_reference` takes, and does the same in the order of launches. Whether it does: False if it is only recorded
-or compiled."""
+"""A function with the arguments and the effect of `store_draws_reference`, in the order of launches. Returns False if the store does not
+run because it is only captured in a graph or precompiled."""
 
 
 class DrawStore:
-    """Stores are numbered from 1 on, by the device as it runs them and by the host as it launches them.
+    """Launches stores of draws and reads their ids. The device numbers the stores that it runs, the host those that it launches, from 1 on.
 
-    `words` [RING, max_rows] int64 hold `number << 32 | id` of the store `number` in entry `number % RING`: a word is written at once,
-    so a row's id is there when its word has the number that is expected.
+    Entry `number % RING` of `words` [RING, max_rows] int64 holds `number << 32 | id` for each row of that store. A word is written in one
+    piece, so an id has arrived when its word contains the expected number.
 
-    Both sides count the same. There are two ways to launch a store, `store` and `replay`, and each counts where it launches: warm-ups
-    and padding too, but not what a graph records or a precompiling compiles. Whose ids are never read was counted all the same. Stores
-    run one after the other, in the order of their launches. A fault in this is found: whoever waits for ids asserts when the device is
-    idle, and whoever launches a store asserts that the device has not run one of that number.
+    Both counts must agree. `store` and `replay` are the only ways to launch a store, and both count it: also in warm-ups, for padding, and
+    if its ids are never read, but not if it is only captured in a graph or precompiled. Stores run in the order of their launches. A
+    wrong count is detected: waiting for ids asserts that they are there once the device is idle, and launching a store asserts that the
+    device has not run one of that number.
     """
 
     def __init__(self, words: torch.Tensor, last: torch.Tensor, launch: Launch, is_idle: Callable[[], bool]) -> None:
-        """Both tensors begin with zeros; `last` [1] int64, on the device, is the number of its last store, for others to read.
-        `is_idle` says whether the device has done all that was launched, and raises what made it fail."""
+        """Both tensors must be zero. `last` [1] int64, on the device, is the number of the last store that it ran; kernels may read it.
+
+        `is_idle` returns whether the device has done everything that was launched, and raises the error if the device has failed.
+        """
         self.is_idle = is_idle
         self.last = last
         self._words = words
         self._launch = launch
-        # [rows, 2] int32 each, as little-endian words lie there: the id, then the number's low half.
+        # [rows, 2] int32 each: the halves of the little-endian words, which are the id and the number's low half.
         self._entries = list(words.numpy().view(np.int32).reshape(*words.shape, 2))
-        self._number = 0  # of the last store that was launched
+        self._number = 0  # number of the last store that was launched
 
     @classmethod
     def allocate(cls, device: torch.device, max_rows: int, window: int) -> DrawStore:
-        """For steps on the current stream, as many at a time as the window says."""
-        assert window < RING, f"{window} steps at a time, and the ids of {RING} are kept"
+        """Create a store for steps on the current stream, at most `window` of them in flight."""
+        assert window < RING, f"a window of {window} steps is too large: the ids of only {RING} stores are kept"
         is_cuda = device.type == "cuda"
         words = torch.zeros((RING, max_rows), dtype=torch.int64, pin_memory=is_cuda)
         last = torch.zeros(1, dtype=torch.int64, device=device)
@@ -60,13 +62,13 @@ class DrawStore:
         return cls(words, last, cuda_launch(), torch.cuda.current_stream(device).query)
 
     def store(self, draws: Draws, row_slots: torch.Tensor, positions: torch.Tensor, token_table: torch.Tensor) -> None:
-        """Row i drew its id for position `positions[i]` of slot `row_slots[i]`."""
+        """Store the draws. Row i drew its id for position `positions[i]` of slot `row_slots[i]`."""
         self._check_count()
         if self._launch(draws.ids, draws.values, row_slots, positions, token_table, self._words, self.last):
             self._number += 1
 
     def replay(self, graph: Work) -> None:
-        """Launch a graph that holds one `store`, or what stands in for it and calls `store`."""
+        """Launch a graph that contains one store, or a test's stand-in for it that calls `store`."""
         self._check_count()
         before = self._number
         graph()
@@ -74,46 +76,46 @@ class DrawStore:
 
     @property
     def next_number(self) -> int:
-        """Of the store that will be launched next."""
+        """Number of the store that will be launched next."""
         return self._number + 1
 
     def has_run(self, number: int) -> bool:
-        """Whether the device has run this store, one of the last RING that were launched; there is none below 1."""
+        """Return whether the device has run this store, which must be among the last RING launched; True for numbers below 1."""
         return number < 1 or self._entries[number % RING].item(1) == _tag(number)
 
     def latest(self, num_rows: int) -> StepIds:
-        """Of the last store that was launched, the first rows; zeros where none ever was."""
+        """Return the ids of the first rows of the last store that was launched; zeros if none ever was."""
         return StepIds(self, self._number, num_rows)
 
     def read(self, number: int, num_rows: int) -> Int32Array | None:
-        """The ids that this store was given for its first rows, -1 where a value was not finite; None until all of them are there."""
+        """Return the ids of this store's first rows, -1 where the value was not finite; None until all of them have arrived."""
         pairs, tag = self._entries[number % RING], _tag(number)
-        if pairs.item(2 * num_rows - 1) != tag:  # which is all that most looks cost
+        if pairs.item(2 * num_rows - 1) != tag:  # most polls end here
             return None
-        # First all numbers, then the ids: between them lies more than a processor has under way, so no id is older than its number. To copy
-        # both at once is no good, as memory may be moved in pieces of words. By bytes, as arithmetic on arrays is dear in cold caches.
+        # All numbers are read before the ids. A processor does not keep so many loads in flight, so no id is older than its number. Copying
+        # both at once would be wrong, because a copy may move parts of words. Bytes are compared because arrays are slow in cold caches.
         if pairs[:num_rows, 1].tobytes() != tag.to_bytes(4, "little", signed=True) * num_rows:
             return None
         ids = np.frombuffer(pairs[:num_rows, 0].tobytes(), np.int32)
         ahead = self._number - number
-        assert ahead < RING, f"the ids of store {number} may be overwritten: {ahead} were launched behind it"
+        assert ahead < RING, f"the ids of store {number} may be overwritten: {ahead} stores were launched after it"
         return ids
 
     def _check_count(self) -> None:
-        """Ids that nobody counted would be taken for those of the next store."""
+        """Assert that the device has not run a store that the host did not count: its ids would be taken for those of the next store."""
         number = self._number + 1
         tag = self._entries[number % RING].item(1)
-        assert tag != _tag(number), f"the device has run a store {number}, and {number - 1} were launched"
+        assert tag != _tag(number), f"the device has run store {number}, but only {number - 1} were launched"
 
 
 def _tag(number: int) -> int:
-    """The low half of the number, as an int32."""
+    """Return the low half of the number as an int32."""
     low = number & 0xFFFFFFFF
     return low - (low >> 31 << TAG_BITS)
 
 
 class StepIds:
-    """A step's ids on their way to the host. A device that fails raises, and one that is done without having stored them asserts."""
+    """A step's ids on their way to the host. Raises if the device fails, and asserts if it becomes idle without having stored them."""
 
     def __init__(self, store: DrawStore, number: int, num_rows: int) -> None:
         self._store = store
@@ -123,7 +125,7 @@ class StepIds:
         self._num_looks = 0
 
     def is_ready(self) -> bool:
-        """Whether `wait` returns at once. Costs next to nothing until it does."""
+        """Return whether `wait` would return at once. Cheap enough to be polled."""
         if self._ids is None:
             self._ids = self._store.read(self._number, self._num_rows)
             self._num_looks += 1
@@ -141,13 +143,13 @@ class StepIds:
         if self._store.is_idle():
             self._ids = self._store.read(self._number, self._num_rows)
             assert self._ids is not None, (
-                f"the device is done, and {self._num_rows} ids of store {self._number} are not there"
+                f"the device is idle, but {self._num_rows} ids of store {self._number} have not arrived"
             )
 
 
 def cuda_launch() -> Launch:
-    """The kernel. A store that a graph records or a precompiling compiles does not run."""
-    # Triton is not there on every host: it is imported where there is a GPU.
+    """Return the function that launches the kernel."""
+    # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.kernels.build.precompile import is_precompiling
     from srt.kernels.elementwise.gather_decode import store_draws
 
@@ -167,7 +169,7 @@ def store_draws_reference(
     words: torch.Tensor,
     last: torch.Tensor,
 ) -> bool:
-    """What the kernel `store_draws` does, in plain PyTorch, and at once."""
+    """Do what the kernel `store_draws` does, in plain PyTorch and at once."""
     token_table[row_slots, positions] = ids.to(torch.int32)
     told = ids.masked_fill(~torch.isfinite(values), -1)
     last += 1

@@ -1,4 +1,4 @@
-"""Steps that were executed and not yet sampled."""
+"""Results of executed steps whose tokens are not drawn yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 class DecodeOutput(NamedTuple):
-    """A step in which every row decodes."""
+    """The result of a step in which every row decodes."""
 
     step: DecodeStep
     logits: torch.Tensor  # [rows, this rank's columns] in the model's dtype; the next step overwrites them
@@ -22,7 +22,7 @@ class DecodeOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """Any other step."""
+    """The result of any other step."""
 
     sampling_info: SamplingBatchInfo
     host: HostStep

@@ -1,4 +1,4 @@
-"""The fixed device memory of steps in which every row decodes: where their graphs read and write."""
+"""The fixed device memory that steps in which every row decodes read and write, so that graphs can hold them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from srt.model_executor.step.slot_mirror import Ints, NewPages
 
 
 class GraphInputBuffers:
-    """A step is told its slots, and what pages they begin by a PageMailbox; everything else is gathered from the tables on the device.
+    """The inputs of a decode step. The host sends slots, and new pages through a PageMailbox; the device gathers the rest from the tables.
 
-    `row_slots` [max_rows] int64 are padded with the dummy slot. Behind a step's rows the arrays hold padding: tokens of the dummy slot,
-    which never grows and writes into the dummy page.
+    `row_slots` [max_rows] int64 is padded with the dummy slot. After a step's rows the other arrays hold padding, tokens of the dummy slot:
+    its length never changes, and it writes to the dummy page.
     """
 
     def __init__(
         self, tables: ReqToTokenPool, max_rows: int, device: torch.device, window: int, draw_store: DrawStore
     ) -> None:
-        assert tables.num_pages < 1 << PAGE_BITS, f"{tables.num_pages} pages"
+        assert tables.num_pages < 1 << PAGE_BITS, f"{tables.num_pages} pages do not fit in {PAGE_BITS} bits"
         self.max_rows = max_rows
         self._tables = tables
         self._mailbox = PageMailbox(draw_store, max_rows, device)
@@ -36,13 +36,13 @@ class GraphInputBuffers:
         self.draws.clear()
         self._staging = [_Staging(max_rows, device) for _ in range(1 if device.type == "cpu" else window + 1)]
         self._next = 0
-        self._staged_slots: Ints | None = None  # what `row_slots` holds
+        self._staged_slots: Ints | None = None  # the contents of `row_slots`
         self._gather = _gather_operation(device)
 
     def stage(self, slots: Ints, new_pages: NewPages | None) -> bool:
-        """The next step's slots, and the pages that they begin. Copies, and returns True, only if the slots are others.
+        """Send the next step's slots and new pages. Returns whether the slots were copied, which they are only if they have changed.
 
-        `slots` must not be written to from then on: the same array says the same.
+        The caller must not write to `slots` afterwards, because the same array is taken to have the same contents.
         """
         if new_pages is not None:
             self._mailbox.write(new_pages)
@@ -55,20 +55,20 @@ class GraphInputBuffers:
         return True
 
     def stage_padding(self) -> None:
-        """Nothing but padding: a run that leaves the tables as they are."""
+        """Send no slots, so that the next step is all padding and leaves the tables unchanged."""
         self.stage(np.zeros(0, np.int64), None)
 
     def enter_pages(self, slots: Ints, seq_lens: Ints, new_pages: NewPages) -> None:
-        """Enter the told pages at once, for whoever reads the page table before `gather`; it enters the same again."""
+        """Write the new pages to the page table now, for backends that read it before `gather`, which writes them again."""
         rows, device = np.array(new_pages.rows), self.row_slots.device
         columns = (seq_lens[rows] - 1) // self._tables.page_size
         entered = torch.from_numpy(np.stack((slots[rows], columns, np.array(new_pages.pages))))
         if device.type == "cuda":
-            entered = entered.pin_memory()  # or the copy might wait for the device
+            entered = entered.pin_memory()  # an unpinned copy might wait for the device
         self._tables.write_pages(*entered.to(device, non_blocking=True))
 
     def gather(self, num_rows: int) -> None:
-        """Enter new pages, look up the first `num_rows` rows, and let their slots grow by one."""
+        """Write new pages to the page table, look up the first `num_rows` rows, and make their slots one position longer."""
         rows = slice(0, num_rows)
         out = (self.input_ids[rows], self.positions[rows], self.out_cache_loc[rows], self.seq_lens[rows])
         tables = self._tables
@@ -89,14 +89,14 @@ class GraphInputBuffers:
 
 
 class _Staging:
-    """A host copy of a step's slots, and the event behind its latest use."""
+    """A pinned copy of a step's slots, and the event recorded after its latest use."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._memory = torch.empty(max_rows, dtype=torch.int64, pin_memory=is_cuda)
         self._host: Ints = self._memory.numpy()
         self._copied = torch.cuda.Event() if is_cuda else None
-        self._stream = torch.cuda.current_stream(device) if is_cuda else None  # of all steps
+        self._stream = torch.cuda.current_stream(device) if is_cuda else None  # the stream of all steps
 
     def copy(self, slots: Ints, dummy_slot: int, target: torch.Tensor) -> None:
         if self._copied is not None:
@@ -111,7 +111,7 @@ class _Staging:
 def _gather_operation(device: torch.device) -> Callable[..., None]:
     if device.type != "cuda":
         return gather_decode_reference
-    # Triton is not there on every host: it is imported where there is a GPU.
+    # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.kernels.elementwise.gather_decode import gather_decode
 
     return gather_decode
@@ -131,7 +131,7 @@ def gather_decode_reference(
     out: tuple[torch.Tensor, ...],
     row_draws: DrawTables,
 ) -> None:
-    """What the kernel `gather_decode` does, in plain PyTorch."""
+    """Do what the kernel `gather_decode` does, in plain PyTorch."""
     is_real = row_slots != dummy_slot
     positions = seq_lens[row_slots].masked_fill(~is_real, 0)
     columns = positions // page_size

@@ -1,4 +1,4 @@
-"""Which logprobs a step reports, and how its rows are cut into messages."""
+"""Plan the logprobs that a step reports, and split its rows into messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LogprobSegment:
-    """Rows `begin` … `end` of what is computed become one message."""
+    """Computed rows `begin` … `end - 1`, which become one message."""
 
     slot: int
     is_prompt: bool
@@ -27,8 +27,8 @@ class LogprobSegment:
     end: int
     top: int
     num_ids: int
-    has_first_token: bool = False  # the prompt's token 0 comes in front: nothing predicts it
-    sample: int = -1  # of an output: which of the rows that sample
+    has_first_token: bool = False  # whether the prompt's token 0, which nothing predicts, is prepended
+    sample: int = -1  # for an output: index among the rows that sample
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class LogprobPlan:
 
     @property
     def top(self) -> int:
-        """The most best tokens that a segment wants."""
+        """Largest number of best tokens that a segment reports."""
         return max((segment.top for segment in self.segments), default=0)
 
     def add_prompt(self, slot: int, wanted: SlotLogprobs, rows: Ints, first: int, has_first_token: bool) -> None:
@@ -75,9 +75,9 @@ class LogprobPlan:
 def plan_prompt_logprobs(
     asked: dict[int, SlotLogprobs], slots: Ints, starts: Ints, counts: Ints, first_tokens: Ints
 ) -> LogprobPlan:
-    """Positions `start` … `start + count - 1` of a chunk tell the logprobs of prompt tokens `start + 1` … `start + count`.
+    """Plan the prompt logprobs. Positions `start` … `start + count - 1` of a chunk predict prompt tokens `start + 1` … `start + count`.
 
-    The prompt's token 0 is told by nobody: it is reported as NaN with the chunk that begins there.
+    Nothing predicts the prompt's token 0; it is reported as NaN with the first chunk.
     """
     plan = LogprobPlan()
     if not asked:
@@ -98,7 +98,7 @@ def plan_prompt_logprobs(
 
 
 def plan_output_logprobs(asked: dict[int, SlotLogprobs], slots: Ints, positions: Ints) -> LogprobPlan:
-    """One row for each row that samples and wants it; `positions` are those of the tokens that the rows draw."""
+    """Plan one logprob row for each row that samples and wants it. `positions` are those of the tokens that the rows draw."""
     plan = LogprobPlan()
     if not asked:
         return plan
@@ -110,14 +110,14 @@ def plan_output_logprobs(asked: dict[int, SlotLogprobs], slots: Ints, positions:
 
 
 def wants_output_logprobs(asked: dict[int, SlotLogprobs], slots: Ints) -> bool:
-    """Whether `plan_output_logprobs` finds anything to report."""
+    """Return whether `plan_output_logprobs` would find anything to report."""
     return bool(asked) and any(slot in asked and asked[slot].spec.output for slot in slots.tolist())
 
 
 def row_logprobs(
     segment: LogprobSegment, chosen: Float32Array, top_ids: HostArray, top: Float32Array, of_ids: Float32Array
 ) -> RowLogprobs:
-    """The message of a segment, from the arrays of all segments. Beside the NaN of token 0 the best tokens are 0, with NaN."""
+    """Build the message of a segment from the arrays of all segments. For token 0 the logprobs are NaN and the best tokens 0."""
     rows = slice(segment.begin, segment.end)
     blank = int(segment.has_first_token)
     nan = np.float32(np.nan)

@@ -1,7 +1,7 @@
-"""Which pages the rows of a decode step begin, from the host to the device without a copy: the device reads the host's memory.
+"""Send the new pages of a decode step to the device without a copy: the device reads the host's pinned memory.
 
-A copy of as little and its event take the host 95 to 184 µs where its caches are cold, and behind prompts of many chunks some row begins a
-page in every step.
+Such a small copy and its event take the host 95 to 184 µs with cold caches, and after prompts of many chunks some row begins a page in
+every step.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from srt.model_executor.step.draw_store import RING, DrawStore
 from srt.model_executor.step.slot_mirror import NewPages
 
 PAGE_BITS: Final = 28
-NUMBER_BITS: Final = 35  # of a store's number: so many stores take half a year
+NUMBER_BITS: Final = 35  # of a store's number, which wraps around after half a year
 
 
 class PageMailbox:
-    """`words` [RING, max_rows] int64, page-locked where there is a GPU: a row's word in entry `number % RING` is
-    `number % 2 ** NUMBER_BITS << PAGE_BITS | page` where it begins that page in the step that ends with the store of this number; any other
-    word means that it begins none.
+    """Words that say which row begins which page. `words` [RING, max_rows] int64 is pinned if there is a GPU.
 
-    So nothing has to be wiped, if each step ends with a store. An entry is written for a step when the one that used it before has
-    stored its draws.
+    A step is named by the number of the store at its end, and uses entry `number % RING`. A row that begins a page has the word
+    `number % 2 ** NUMBER_BITS << PAGE_BITS | page`; any other word means that the row begins none, so entries need not be cleared. An entry
+    is written for a step once the step that used it before has stored its draws.
     """
 
     def __init__(self, store: DrawStore, max_rows: int, device: torch.device) -> None:
@@ -32,9 +31,11 @@ class PageMailbox:
         self._store = store
 
     def write(self, pages: NewPages) -> None:
-        """For the step that ends with the next store that is launched."""
+        """Write the pages for the step that ends with the next store to be launched."""
         number = self._store.next_number
-        assert self._store.has_run(number - RING), f"the step before store {number - RING} may still read its pages"
+        assert self._store.has_run(number - RING), (
+            f"the step that ends with store {number - RING} may still read its pages"
+        )
         entry, begun = self._entries[number % RING], number % (1 << NUMBER_BITS) << PAGE_BITS
         for row, page in zip(pages.rows, pages.pages, strict=True):
             entry[row] = begun | page

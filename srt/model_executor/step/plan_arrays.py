@@ -1,4 +1,4 @@
-"""Everything of a plan that the device must know, and its one way there: a single copy."""
+"""Everything of a plan that the device needs, and its staging: all arrays travel in a single copy."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32,
 
 @dataclass(frozen=True, slots=True)
 class PlanArrays(Generic[A]):
-    """A plan's delta and rows, as numpy arrays or as tensors. All int64."""
+    """A plan's changes to the tables, and its rows, as numpy arrays or as tensors. All int64."""
 
     admitted_slots: A
     admitted_lens: A  # positions that are cached
     admitted_draws: DrawArrays[A]
-    adjustments: AdjustmentArrays[A]  # of those admitted that have any, or whose slots had
+    adjustments: AdjustmentArrays[A]  # of the admitted requests that have any, or whose slots had some before
     id_slots: A  # known ids of the admitted, one entry each
     id_positions: A
     ids: A
@@ -46,14 +46,14 @@ class PlanArrays(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class SamplingStep(Generic[A]):
-    """What a step must know beyond the tables to sample rows that ask for more than a temperature."""
+    """Sampling parameters that are not in the tables, for rows that need more than these."""
 
     sampling: SamplingArrays[A]
     output_logprobs: LogprobArrays[A]
 
 
 def write_tables(plan: PlanArrays[torch.Tensor], tables: ReqToTokenPool) -> None:
-    """Enter a plan's delta: who is admitted, how they draw, and which pages are new."""
+    """Write a plan's changes to the tables: admitted requests, their sampling parameters, and new pages."""
     if len(plan.admitted_slots):
         tables.write_tokens(plan.id_slots, plan.id_positions, plan.ids)
         draws = plan.admitted_draws
@@ -66,10 +66,10 @@ def write_tables(plan: PlanArrays[torch.Tensor], tables: ReqToTokenPool) -> None
 
 
 class Staging:
-    """Copies arrays to the device behind whatever it is doing, without waiting for it.
+    """Copies arrays to the device in stream order, without waiting for it.
 
-    A ring of page-locked buffers, one for each plan in flight and one more; a buffer is used anew when its copy is done. On a
-    CPU there is nothing to copy: tensors share the arrays' memory.
+    Uses a ring of pinned buffers, one for each plan in flight and one more. A buffer is reused when its copy is done. On a CPU nothing is
+    copied, because tensors share the arrays' memory.
     """
 
     def __init__(self, device: torch.device, window: int) -> None:
@@ -99,14 +99,14 @@ class Staging:
 
 
 class _PinnedBuffer:
-    """One page-locked buffer and the event behind its latest copy."""
+    """A pinned buffer, and the event recorded after its latest copy."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True)
         self._copied = torch.cuda.Event()
 
     def copy(self, arrays: list[HostArray], device: torch.device) -> list[torch.Tensor]:
-        """Arrays of one type lie together, the widest first: all are aligned, and one operation for each type cuts them apart."""
+        """Copy all arrays at once. Those of one type are stored together, the widest type first, so that all are aligned."""
         self._copied.synchronize()
         order = sorted(range(len(arrays)), key=lambda index: (-arrays[index].itemsize, arrays[index].dtype.char))
         size = sum(array.nbytes for array in arrays)
@@ -119,14 +119,14 @@ class _PinnedBuffer:
             if array.nbytes:
                 host[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                 begin += array.nbytes
-        # Fresh memory on the device: the allocator hands it out again in the order of the stream.
+        # New device memory each time: the allocator reuses it in stream order.
         packed = self._memory[:size].to(device, non_blocking=True)
         self._copied.record()
         return _cut(packed, arrays, order)
 
 
 def _cut(packed: torch.Tensor, arrays: list[HostArray], order: list[int]) -> list[torch.Tensor]:
-    """The arrays as parts of what holds them end to end, in that order."""
+    """Split `packed`, which holds the arrays in this order, into tensors."""
     tensors: dict[int, torch.Tensor] = {}
     begin = 0
     for dtype, run in itertools.groupby(order, key=lambda index: arrays[index].dtype):
@@ -151,6 +151,6 @@ def _leaves(node: Any) -> Iterator[HostArray]:
 
 
 def _rebuild(node: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The same tree with tensors for arrays."""
+    """Return a copy of the tree with tensors in place of arrays."""
     values = (getattr(node, name) for name in type(node).__match_args__)
     return type(node)(*[next(tensors) if isinstance(v, np.ndarray) else _rebuild(v, tensors) for v in values])

@@ -1,4 +1,4 @@
-"""What the host knows of a worker's slots: enough to plan a step without asking the device."""
+"""The host's record of a worker's slots, from which a step is planned without asking the device."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ ONE = int32_bytes([1])
 
 @dataclass(frozen=True, slots=True)
 class SlotLogprobs:
-    """What the request in a slot wants reported."""
+    """The logprobs that the request in a slot wants reported."""
 
     prompt_len: int
     spec: LogprobSpec
 
 
 class NewPages(NamedTuple):
-    """The rows whose next position begins a page, and these pages. Lists: they are few as a rule, and the ways of arrays are long."""
+    """The rows whose next position begins a page, and these pages. Lists, because they are short and small arrays are slow."""
 
     rows: list[int]
     pages: list[int]
 
 
 class _Due(NamedTuple):
-    """Who begins a page in a step, and what its plan says then, byte for byte."""
+    """The rows that begin a page in a step, and the bytes that the plan must then contain."""
 
     rows: list[int]
     slots: bytes
     counts: bytes
 
     def is_all_of(self, delta: PageDelta) -> bool:
-        """Whether just these are given a page each."""
+        """Return whether the delta gives one page to each of these rows and to no other."""
         return (
             delta.slots.tobytes() == self.slots
             and delta.counts.tobytes() == self.counts
@@ -52,30 +52,30 @@ NOBODY = _Due([], b"", b"")
 
 @dataclass(slots=True)
 class DecodeRows:
-    """Rows that decode, for as many steps as have just them: what the mirror has of their slots is looked up once.
+    """A set of decoding rows, kept for consecutive steps of exactly these rows, so that their slots are looked up once.
 
-    Who begins a page comes round with the page size, and is worked out once too. A step only counts: the mirror's own arrays follow
-    when somebody asks for them (`SlotMirror.catch_up`).
+    Which rows begin a page repeats with the page size, and is computed once too. A step only increments a counter; `SlotMirror.catch_up`
+    updates the mirror's own arrays when they are needed.
     """
 
     slots: Ints
-    lengths: Ints  # when they were looked up
+    lengths: Ints  # when the rows were looked up
     until: Ints  # positions from there to each row's next page
     page_size: int
-    num_steps: int = 0  # since then
+    num_steps: int = 0  # since the rows were looked up
     new_pages: NewPages | None = None  # of the last step
-    _irregular: int = -1  # steps until each has begun a page within the last page's steps; -1: not worked out yet
+    _irregular: int = -1  # steps after which the pattern of new pages repeats; -1: not computed yet
     _due: dict[int, _Due] = field(default_factory=dict)
 
     @property
     def room(self) -> Ints:
-        """Positions in the pages of each."""
+        """Number of positions in the pages of each row."""
         num_begun: Ints = np.maximum(0, -((self.until - self.num_steps) // self.page_size))
         room: Ints = self.lengths + self.until + self.page_size * num_begun
         return room
 
     def due(self) -> _Due:
-        """Who begins a page in the next step."""
+        """Return the rows that begin a page in the next step."""
         step, size = self.num_steps, self.page_size
         if step >= size and self._irregular < 0:
             self._irregular = max(0, int(self.until.max()) + 1 - size)
@@ -97,7 +97,7 @@ class DecodeRows:
 
 
 class SlotMirror:
-    """Plans in the order of their numbers go in, and what a plan may rely on comes out. A plan that does not fit is a fault."""
+    """Follows the plans in order and knows each slot's length and pages. Raises AssertionError for a plan that contradicts this."""
 
     def __init__(self, num_slots: int, num_pages: int, page_size: int) -> None:
         self._num_slots = num_slots
@@ -105,14 +105,14 @@ class SlotMirror:
         self._page_size = page_size
         self._lengths: Ints = np.zeros(num_slots, np.int64)
         self._room: Ints = np.zeros(num_slots, np.int64)  # positions in its pages
-        self._num_cached: Ints = np.zeros(num_slots, np.int64)  # positions that were computed when it was admitted
+        self._num_cached: Ints = np.zeros(num_slots, np.int64)  # positions computed before it was admitted
         self._first_page: Ints = np.zeros(num_slots, np.int64)
         self._was_admitted: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        self._ahead: DecodeRows | None = None  # have gone on since `_lengths` and `_room` were written
-        self.slot_logprobs: dict[int, SlotLogprobs] = {}  # of the slots whose requests want any
+        self._ahead: DecodeRows | None = None  # rows whose steps are not yet in `_lengths` and `_room`
+        self.slot_logprobs: dict[int, SlotLogprobs] = {}  # only for slots whose requests want any
 
     def admit(self, admission: Admission) -> None:
-        """The slot begins anew: no pages, `cached` positions computed."""
+        """Start the slot for a new request, with no pages and `cached` positions computed."""
         slot, num_ids = admission.slot, len(admission.ids)
         assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
         assert 0 <= admission.cached < num_ids, f"{admission.cached} of {num_ids} tokens cached in slot {slot}"
@@ -125,7 +125,7 @@ class SlotMirror:
             self.slot_logprobs[slot] = SlotLogprobs(admission.prompt_len, admission.logprobs)
 
     def append_pages(self, delta: PageDelta) -> tuple[Ints, Ints]:
-        """For every page of the delta its slot and its number within the slot."""
+        """Add the delta's pages, and return for each page its slot and its index within the slot."""
         assert int(delta.counts.sum()) == len(delta.pages), f"{delta.counts.sum()} pages, {len(delta.pages)} numbers"
         least, most = delta.pages.min(initial=0), delta.pages.max(initial=0)
         assert least >= 0 and most < self._num_all_pages, f"pages {least} to {most} of {self._num_all_pages}"
@@ -139,7 +139,7 @@ class SlotMirror:
         return np.repeat(delta.slots.astype(np.int64), delta.counts), np.asarray(columns, np.int64)
 
     def advance(self, section: PlanSection) -> Ints:
-        """Lengths of all rows, extends then decodes, once the step is done; they are the slots' lengths from now on."""
+        """Advance the slots by a step, and return the lengths of all rows after it, extend rows first."""
         extends = section.extend_slots.astype(np.int64)
         rows = np.concatenate((extends, section.decode_slots.astype(np.int64)))
         starts, counts = section.extend_starts.astype(np.int64), section.extend_counts.astype(np.int64)
@@ -152,18 +152,20 @@ class SlotMirror:
         return lengths
 
     def decode_rows(self, slots: Ints) -> DecodeRows | None:
-        """Of these slots; None where pages are missing for what is computed."""
+        """Look up the rows of these slots; None if a slot has fewer pages than its length needs."""
         self.catch_up()
         lengths = self._lengths[slots]
         until = self._room[slots] - lengths
         return DecodeRows(slots, lengths, until, self._page_size) if until.min(initial=0) >= 0 else None
 
     def advance_decodes(self, rows: DecodeRows, delta: PageDelta | None) -> bool:
-        """Whether pages come for just the rows that begin one, in their order: then the rows and their slots are a position longer.
+        """Advance the rows and their slots by one position, if the delta has pages for exactly the rows that begin one, in their order.
 
-        Else nothing has changed. Nothing but this may have changed the slots since the rows were looked up.
+        Otherwise return False and change nothing. Only this method may have changed the slots since the rows were looked up.
         """
-        assert self._ahead is None or self._ahead is rows, "rows that were looked up before others"
+        assert self._ahead is None or self._ahead is rows, (
+            "these rows were looked up before others, so they are out of date"
+        )
         due = rows.due()
         new_pages = None
         if due.rows or (delta is not None and len(delta.slots)):
@@ -178,15 +180,15 @@ class SlotMirror:
         return True
 
     def catch_up(self) -> None:
-        """With the rows whose steps were only counted. To be called before slots are changed or looked at in any other way."""
+        """Apply the steps that were only counted. Must be called before slots are read or changed in any other way."""
         rows, self._ahead = self._ahead, None
         if rows is not None:
             self._lengths[rows.slots], self._room[rows.slots] = rows.lengths + rows.num_steps, rows.room
 
     def most_shared(self, slots: Ints, block_rows: int) -> int:
-        """Of blocks of so many rows, at most so many positions do rows share with their block's first row, in one block.
+        """Return the number of positions that rows share with the first row of their block, summed over the block with the most.
 
-        Pages are shared from the first on, and only those that were computed when a row was admitted.
+        Blocks have `block_rows` rows. Rows share their first pages, and only those that were cached when the row was admitted.
         """
         cached = self._num_cached[slots]
         if not cached.any():
@@ -198,7 +200,7 @@ class SlotMirror:
         return int(np.where(sharers > 1, shared, 0).max())
 
     def num_pages_of_admitted(self) -> dict[int, int]:
-        """Slot -> pages given to its latest admission, for the slots that were ever admitted."""
+        """Return, for every slot that was ever admitted, the number of pages of its latest admission."""
         self.catch_up()
         slots: Sequence[int] = np.flatnonzero(self._was_admitted).tolist()
         return {slot: int(self._room[slot]) // self._page_size for slot in slots}

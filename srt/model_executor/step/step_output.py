@@ -1,4 +1,4 @@
-"""What a step sampled: first on the device, then on the host, then in messages."""
+"""Bring the ids and logprobs of a step from the device to the host, and put them into messages."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from srt.protocol.arrays import INT32, int32_bytes
 from srt.protocol.messages import Int32Array, RowLogprobs, int32_array
 
 ONE = int32_bytes([1])
-# Of an id that is none. The bytes of others hold it nowhere: an id's highest byte is less than 128.
+# The bytes of -1, which marks a missing id. They occur in no other ids, because an id's highest byte is less than 128.
 NOTHING = int32_bytes([-1])
 Parts = Sequence[tuple[Logprobs, list[LogprobSegment]]]
 
 
 class SampledRows(NamedTuple):
-    """What the rows that sample drew: `counts[i]` ids for the i-th of them, -1 where the model produced no finite logit."""
+    """The draws of the rows that sample: `counts[i]` ids for the i-th row, or a count of -1 if the model produced no finite logit."""
 
     counts: Int32Array
     ids: Int32Array
     logprobs: list[RowLogprobs]
 
     def ids_hash(self) -> int:
-        """64 bits of the counts and ids: equal on all ranks, or one of them is at fault."""
+        """Return a 64-bit hash of counts and ids. It must be equal on all ranks."""
         data = self.counts.astype(INT32, copy=False).tobytes() + self.ids.astype(INT32, copy=False).tobytes()
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 class StepOutput:
-    """A step on its way to the host. Whatever is copied is enqueued when it is made, and waited for in `result`."""
+    """The output of a step on its way to the host. Copies are enqueued at creation; `result` waits for them."""
 
     def __init__(self, ids: StepIds | None, logprobs: Parts, device: torch.device) -> None:
-        """`ids` are those of its store, which has been launched; None where no row samples.
+        """`ids` come from the step's store, which must have been launched; None if no row samples.
 
-        `logprobs` holds each kind, prompt and output, with its segments.
+        `logprobs` holds the logprobs of each kind, prompt and output, with their segments.
         """
         self._ids = ids
         self._copies: _HostCopies | None = None
@@ -51,20 +51,20 @@ class StepOutput:
             self._copies = _HostCopies(tensors, device)
 
     def is_ready(self) -> bool:
-        """Whether `result` returns at once."""
-        if self._copies is not None:  # enqueued behind the store: when they are done, the ids are there
+        """Return whether `result` would return at once."""
+        if self._copies is not None:  # enqueued after the store, so the ids have arrived too
             return self._copies.are_done()
         return self._ids is None or self._ids.is_ready()
 
     def wait(self) -> None:
-        """Until `is_ready`."""
+        """Wait until `is_ready` holds."""
         if self._copies is not None:
             self._copies.wait()
         elif self._ids is not None:
             self._ids.wait()
 
     def result(self) -> SampledRows:
-        """Waits for the step. To be called once."""
+        """Wait for the step and return its draws. Must be called once only."""
         if self._ids is None:
             return SampledRows(int32_array(), int32_array(), self._logprobs(int32_array()))
         sampled = self._ids.wait()
@@ -88,7 +88,7 @@ class StepOutput:
 
 
 class _HostCopies:
-    """Tensors as numpy arrays, once their copies are done; on a CPU they are at once."""
+    """Copies of tensors in host memory. On a CPU nothing is copied."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         self._done: torch.cuda.Event | None = None

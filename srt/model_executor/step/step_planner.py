@@ -1,4 +1,4 @@
-"""From a plan's section to the arrays of its step: what the tables must be told, which rows there are, what is asked of them."""
+"""Turn a plan's section into the arrays of its step: changes to the tables, rows, sampling parameters."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from srt.protocol.messages import Admission, PageDelta, PlanSection
 from srt.sampling.sampling_batch_info import SamplingKind, SamplingTable
 
 HostArray = NDArray[Any]
-NO_LOGPROBS = LogprobPlan()  # of all steps that report none: nobody adds to it
-LEAST_SHARING_ROWS = 16  # with fewer, reading weights takes most of the time: the rest is read row by row
+NO_LOGPROBS = LogprobPlan()  # shared by all steps that report none; must not be changed
+LEAST_SHARING_ROWS = 16  # with fewer rows, reading weights takes most of the time, so attention reads row by row
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +38,37 @@ class HostStep:
 
 
 class DecodeStep(NamedTuple):
-    """A step in which every row decodes, planned on the host. The arrays are not written to any more."""
+    """A step in which every row decodes, planned on the host. Its arrays must not be written to."""
 
-    slots: Ints  # the same array in steps of the same rows that follow one another
+    slots: Ints  # the same array object in consecutive steps of the same rows
     lengths: Ints  # when the rows were looked up
-    num_steps: int  # that are done since then, when this one is
-    longest: int  # of `seq_lens`
-    new_pages: NewPages | None  # None: no row begins one
+    num_steps: int  # steps since then, this one included
+    longest: int  # largest of `seq_lens`
+    new_pages: NewPages | None  # None: no row begins a page
     kind: SamplingKind
     output_logprobs: LogprobPlan
-    reading: Reading  # what suits its rows
+    reading: Reading  # the fastest for its rows
 
     @property
     def seq_lens(self) -> Ints:
-        """Once the step is done."""
+        """Lengths of the rows after the step."""
         return self.lengths + self.num_steps
 
 
 @dataclass(slots=True)
 class _Standing:
-    """Rows that are all that steps have, one after the other, and what does not change meanwhile."""
+    """The rows of consecutive decode steps of the same rows, and what stays the same for them."""
 
-    sent: bytes  # their slots, as plans have them
+    sent: bytes  # their slots, as in the plans
     rows: DecodeRows
     kind: SamplingKind
     wants_logprobs: bool
     reading: Reading
     longest: int
-    total: int  # of their lengths
+    total: int  # sum of their lengths
 
     def advance(self) -> None:
-        """By one position each. They go on sharing what they share; uneven lengths become even in time, and not the reverse."""
+        """Advance each row by one position. Shared prefixes stay shared; uneven lengths become even in time, but not the reverse."""
         num_rows = len(self.rows.slots)
         self.longest += 1
         self.total += num_rows
@@ -77,18 +77,18 @@ class _Standing:
 
 
 class StepPlanner:
-    """Owns what the host knows of the slots, and follows the plans in their order."""
+    """Plans steps from the host's record of the slots, which it owns. Must receive all plans in order."""
 
     def __init__(self, num_slots: int, num_pages: int, page_size: int) -> None:
         self.slots = SlotMirror(num_slots, num_pages, page_size)
         self._sampling = SamplingTable(num_slots)
-        self._standing: _Standing | None = None  # of the last step, if it had decodes alone
+        self._standing: _Standing | None = None  # the rows of the last step, if all of them decoded
 
     def plan_decodes(self, section: PlanSection) -> DecodeStep | None:
-        """As `plan`, for a section whose rows all decode and which admits nobody; None, changing nothing, for any other."""
+        """Plan a section that admits no request and in which every row decodes. For any other section return None and change nothing."""
         if section.admissions or len(section.extend_slots) or not len(section.decode_slots):
             return None
-        assert len(section.pages) <= 1, f"{len(section.pages)} page groups, but all layers share one"
+        assert len(section.pages) <= 1, f"the plan has {len(section.pages)} page groups, but all layers share one"
         sent = section.decode_slots.tobytes()
         standing, self._standing = self._standing, None
         if standing is None or standing.sent != sent:
@@ -122,17 +122,17 @@ class StepPlanner:
         return _Standing(sent, rows, kind, wants_logprobs, self._reading_of(slots), longest, total)
 
     def _reading_of(self, slots: Ints) -> Reading:
-        """How rows of these slots read the memory, if they are uneven."""
+        """Return the way of reading for rows of these slots if their lengths are uneven."""
         if len(slots) < LEAST_SHARING_ROWS:
             return Reading.BY_ROW
         return Reading.SHARED if self.slots.most_shared(slots, BLOCK_ROWS) >= LEAST_SAVED else Reading.EVEN
 
     def sampling_of(self, step: DecodeStep) -> SamplingStep[HostArray]:
-        """What the eager sampler must know of the step's rows."""
+        """Return the sampling parameters of the step's rows for the eager sampler."""
         return SamplingStep(self._sampling.arrays(step.slots), step.output_logprobs.arrays())
 
     def plan(self, section: PlanSection) -> HostStep:
-        """Take over the delta, then the rows; both count as done from now on."""
+        """Plan any section: apply its changes to the record of slots, then advance its rows."""
         self._standing = None
         self.slots.catch_up()
         adjusted = []
@@ -172,7 +172,7 @@ class StepPlanner:
     def _append_pages(self, deltas: list[PageDelta]) -> tuple[Ints, Ints, Ints]:
         if not deltas:
             return (np.zeros(0, np.int64),) * 3
-        assert len(deltas) == 1, f"{len(deltas)} page groups, but all layers share one"
+        assert len(deltas) == 1, f"the plan has {len(deltas)} page groups, but all layers share one"
         slots, columns = self.slots.append_pages(deltas[0])
         return slots, columns, deltas[0].pages.astype(np.int64)
 
@@ -200,7 +200,7 @@ def _reading_by_lengths(longest: int, total: int, num_rows: int) -> Reading:
 
 
 def _ids_of(admissions: list[Admission]) -> dict[str, Ints]:
-    """All known ids of the admitted, each with its slot and position."""
+    """Return all known ids of the admitted requests, each with its slot and position."""
     counts = np.array([len(a.ids) for a in admissions], np.int64)
     ids = np.concatenate([a.ids for a in admissions]).astype(np.int64) if admissions else np.zeros(0, np.int64)
     return {
@@ -218,12 +218,12 @@ def row_arrays(host: HostRows) -> RowArrays[HostArray]:
 
 
 def compute_position(prefix_lens: Ints, extend_lens: Ints) -> tuple[Ints, Ints]:
-    """The positions of all rows' tokens, row after row, and the index of each row's first token."""
+    """Return the positions of all rows' tokens, row after row, and the index of each row's first token."""
     return _ranges(prefix_lens, extend_lens), np.cumsum(extend_lens) - extend_lens
 
 
 def _ranges(starts: Ints, counts: Ints) -> Ints:
-    """start … start + count - 1 of every pair, end to end."""
+    """Concatenate the ranges start … start + count - 1 of all pairs."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) - np.repeat(ends - counts - starts, counts)

@@ -1,4 +1,4 @@
-"""From a step's hidden states to its rows' logits, draws and logprobs: one class for a CPU, one for a device with tables and kernels."""
+"""Compute logits, draws and logprobs from a step's hidden states. One class serves a CPU, the other a GPU and its graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LogprobParts = list[tuple[Logprobs, list[LogprobSegment]]]
 
 
 class StepSampler:
-    """Logits in float32, in memory of their own, drawn from as the plan describes the rows: a greedy row has no noise to compute."""
+    """Draws from float32 logits in new memory, with the plan's parameters for each row, so that greedy rows need no noise."""
 
     def __init__(self, loaded: LoadedModel, state: DeviceState) -> None:
         self._lm_head = loaded.model.lm_head
@@ -29,22 +29,22 @@ class StepSampler:
         self._sampler = state.sampler
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows whose logits are computed: these, and perhaps others behind them."""
+        """Return the rows whose logits to compute: the given ones, perhaps followed by padding."""
         return rows
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, this rank's columns] of the hidden states."""
+        """Compute the logits [rows, this rank's columns] of the hidden states."""
         return self._logits_processor.logits(hidden, self._lm_head)
 
     def draws_by_row(self, kind: SamplingKind, masks: torch.Tensor | None) -> bool:
-        """Whether the device's tables say all that has to be known to draw rows of this kind."""
+        """Return whether rows of this kind can be drawn with the parameters in the device's tables alone."""
         del kind, masks
         return False
 
     def draws_of(
         self, step: ModelRunnerOutput, logits: torch.Tensor, masks: torch.Tensor | None
     ) -> tuple[Draws, LogprobParts]:
-        """The draws of an executed step, and the logprobs that are wanted of them."""
+        """Draw for an executed step, and compute the logprobs that requests want."""
         wanted, arrays = step.host.output_logprobs, step.plan.output_logprobs
         return self.draw(logits.to(torch.float32), step.sampling_info, masks, wanted, arrays)
 
@@ -56,10 +56,10 @@ class StepSampler:
         wanted: LogprobPlan,
         arrays: LogprobArrays[torch.Tensor],
     ) -> tuple[Draws, LogprobParts]:
-        """The rows' draws from float32 logits, which are overwritten, and the logprobs that are wanted of them."""
+        """Draw from float32 logits, which are overwritten, and compute the logprobs that requests want."""
         if not wanted.segments:
             return self._sampler.draw(logits, info, masks), []
-        # Drawing overwrites the logits, and logprobs are the model's own.
+        # Computed first, because drawing overwrites the logits, and logprobs are those of the model.
         log_probs = self._logits_processor.log_softmax(logits[arrays.rows])
         draws = self._sampler.draw(logits, info, masks)
         logprobs = pick_logprobs(log_probs, draws.ids[arrays.rows], arrays.of_ids, wanted.top)
@@ -67,9 +67,9 @@ class StepSampler:
 
 
 class RowSampler(StepSampler):
-    """Logits in the memory of the decodes' logits, drawn from as the device's tables say, with noise for greedy rows too.
+    """Draws from logits in the memory of the decodes' logits, with the parameters in the device's tables, and noise for greedy rows too.
 
-    New memory would wait for the device, and the noise costs a GPU nothing.
+    Allocating new memory would wait for the device, and the noise costs a GPU nothing.
     """
 
     def __init__(self, loaded: LoadedModel, state: DeviceState, decodes: DecodeRunner) -> None:
@@ -78,7 +78,7 @@ class RowSampler(StepSampler):
         self._tables = state.req_to_token_pool
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """As many as decodes have: for other numbers libraries would load another kernel now and then, which waits for the device."""
+        """Pad the rows to a size of decode steps: for others, libraries would sometimes load a kernel, which waits for the device."""
         return self._decodes.padded(rows) if len(rows) else rows
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -130,12 +130,12 @@ def test_ids_that_may_be_overwritten_are_not_read(device: LateDevice) -> None:
     list(device.run())
     for _ in range(RING):
         device.launch(3, 4)
-    with pytest.raises(AssertionError, match="the ids of store 1 may be overwritten: 8 were launched behind it"):
+    with pytest.raises(AssertionError, match="the ids of store 1 may be overwritten: 8 stores were launched after it"):
         step.is_ready()
 
 
 def test_more_steps_at_a_time_than_are_kept_are_refused() -> None:
-    with pytest.raises(AssertionError, match="8 steps at a time"):
+    with pytest.raises(AssertionError, match="a window of 8 steps is too large"):
         DrawStore.allocate(torch.device("cpu"), 4, window=RING)
 
 
@@ -171,7 +171,7 @@ def test_a_step_whose_ids_never_come_is_a_fault_and_not_a_hang(device: LateDevic
     device.only_records = True
     device.store.replay(lambda: None)
     step = device.store.latest(2)
-    with pytest.raises(AssertionError, match="the device is done, and 2 ids of store 1 are not there"):
+    with pytest.raises(AssertionError, match="the device is idle, but 2 ids of store 1 have not arrived"):
         step.wait()
 
 
@@ -179,9 +179,9 @@ def test_a_store_that_nobody_counted_is_a_fault_and_not_another_steps_ids(device
     uncounted = Draws(torch.tensor([5, 5]), torch.zeros(2))
     device._launched.append(uncounted)
     device.run_all()
-    with pytest.raises(AssertionError, match="the device has run a store 1, and 0 were launched"):
+    with pytest.raises(AssertionError, match="the device has run store 1, but only 0 were launched"):
         device.launch(1, 2)
-    with pytest.raises(AssertionError, match="the device has run a store 1, and 0 were launched"):
+    with pytest.raises(AssertionError, match="the device has run store 1, but only 0 were launched"):
         device.store.replay(lambda: None)
 
 

@@ -61,14 +61,16 @@ def test_a_cpu_worker_takes_a_tenth_of_the_memory_and_at_most_four_gib(
 def test_more_tokens_than_memory_holds_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "available_memory_bytes", lambda: 1 << 30)
     args = ServerArgs(model_path="x", max_total_tokens=5_000_000)
-    with pytest.raises(StartError, match=r"--max-total-tokens 5000000 needs 5.0 GB for KV, and .* 1073741 tokens"):
+    with pytest.raises(
+        StartError, match=r"--max-total-tokens 5000000 needs 5.0 GB of KV memory, but only 1073741 tokens fit"
+    ):
         profile_max_num_token(args, CPU, bytes_per_token=1000)
 
 
 def test_ranks_share_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "available_memory_bytes", lambda: 1_000_000_000)
     args = ServerArgs(model_path="x", max_total_tokens=600_000, tp_size=2)
-    with pytest.raises(StartError, match=r"memory for 500000 tokens is left"):
+    with pytest.raises(StartError, match=r"only 500000 tokens fit"):
         profile_max_num_token(args, CPU, bytes_per_token=1000)
 
 
@@ -79,14 +81,14 @@ def test_a_worker_that_is_replaced_has_as_much_as_the_one_before_or_says_why_not
     for available in (40 << 30, 2_000_000_000):  # of which a tenth would be more, or less
         monkeypatch.setattr(memory_profile, "available_memory_bytes", lambda available=available: available)
         assert profile_max_num_token(args, CPU, bytes_per_token=1000, num_tokens=1_000_000) == 1_000_000
-    with pytest.raises(StartError, match=r"had memory for 1000001 tokens, and for 1000000 is left"):
+    with pytest.raises(StartError, match=r"had KV memory for 1000001 tokens, but only 1000000 fit"):
         profile_max_num_token(args, CPU, bytes_per_token=1000, num_tokens=1_000_001)
 
 
 def test_tables_that_do_not_fit_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "available_memory_bytes", lambda: 1_000_000_000)
     check_tables(256, 100_000, 1, CPU)
-    with pytest.raises(StartError, match=r"^The tables of --max-running-requests 5000 take 2\.2 GB, and 1\.0 GB"):
+    with pytest.raises(StartError, match=r"^The tables of --max-running-requests 5000 take 2\.2 GB, but only 1\.0 GB"):
         check_tables(5000, 100_000, 16, CPU)
 
 
@@ -95,7 +97,7 @@ def test_tables_that_do_not_fit_are_refused_with_the_figures(monkeypatch: pytest
     [
         (
             {},
-            r"5\.0 GB for tables, graphs and the largest step there is no .* one KV page of 16 tokens, 1\.6 MB: .* --tp",
+            r"5\.0 GB for tables, graphs and the largest step no memory is left .* one KV page of 16 tokens, 1\.6 MB: .* --tp",
         ),
         ({"mem_fraction_static": 0.1}, r"a larger --mem-fraction-static than 0\.1, or a larger --tp"),
         ({"max_total_tokens": 3}, r"^--max-total-tokens 3 is less than one KV page of 16 tokens"),
@@ -145,7 +147,7 @@ def test_weights_that_do_not_fit_a_gpu_are_refused_with_the_figures(monkeypatch:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GB, 24 * GB))
     check_weights(16 * GB, torch.device("cuda", 0))
     check_weights(60 * GB, CPU)
-    with pytest.raises(StartError, match=r"weights take 28\.0 GB, and 20\.0 of 24\.0 GB are free .*larger --tp"):
+    with pytest.raises(StartError, match=r"weights take 28\.0 GB, but only 20\.0 of 24\.0 GB are free .*larger --tp"):
         check_weights(28 * GB, torch.device("cuda", 0))
 
 

@@ -61,7 +61,7 @@ def test_pages_that_a_step_may_still_read_are_not_overwritten() -> None:
     for page in range(RING):
         board.write(NewPages([0], [page]))
         finish_step(store)
-    with pytest.raises(AssertionError, match="the step before store 1 may still read its pages"):
+    with pytest.raises(AssertionError, match="the step that ends with store 1 may still read its pages"):
         board.write(NewPages([0], [9]))
     assert [word & 0xF for word in board.words[:, 0].tolist()] == [7, 0, 1, 2, 3, 4, 5, 6]
     words[1, 0] = 1 << 32  # it has done the first

@@ -116,7 +116,7 @@ def test_what_fails_in_it_is_told_once_and_the_start_goes_on(
         patch.setattr(precompile_module, "warm_up_requests", fail)
         runner = precompiling_runner(folder)
     assert [record.getMessage() for record in caplog.records] == [
-        "Kernels are compiled one after the other, because of RuntimeError: no threads"
+        "Kernels could not be compiled ahead (RuntimeError: no threads). They are compiled at first use, so the first requests are slow."
     ]
     warm_up(runner)
     assert tokens_of(runner) == expected
@@ -298,7 +298,8 @@ def test_where_later_steps_cannot_be_precompiled_the_first_ones_are(
     assert num_calls == [1]
     assert len(slow_compilers.waited_for) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "Not all kernels are compiled ahead, because of RuntimeError: no room"
+        "Some kernels could not be compiled ahead (RuntimeError: no room)."
+        " They are compiled at first use, which delays the requests of that step."
     ]
     assert not has_record(cache)
     slow_compilers.may_compile.set()
