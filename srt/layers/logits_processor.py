@@ -44,7 +44,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessorOutput:
-    """What a step's hidden states say of its tokens."""
+    """The logits and prompt logprobs of a step."""
 
     next_token_logits: torch.Tensor | None
     """[R, this rank's columns], overwritten by the next step; None where no row samples."""

@@ -148,10 +148,10 @@ class LayerAttention(Protocol):
 
     @property
     def packed_decodes(self) -> PackedDecodes | None:
-        """The kernel for steps of decode rows that does all at once; None where there is none."""
+        """The kernel that does norm, rotation and attention of decode rows at once; None if there is none."""
 
     def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
-        """The memory for these packed rows once they are normed and rotated, for `attend`."""
+        """Return the memory for these packed rows after norm and rotation, from which `attend` reads."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
@@ -161,11 +161,11 @@ class LayerAttention(Protocol):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> torch.Tensor:
-        """[tokens, heads * head_dim] for tokens whose k and v are in the memory; a mixed batch is extend rows, then decode rows."""
+        """Return [tokens, heads * head_dim] for tokens whose k and v are stored. In a mixed batch extend rows come first."""
 
 
 class PackedDecodes(Protocol):
-    """Norms, rotation, the memory's writes and attention in one kernel."""
+    """Norm, rotation, storing of keys and values, and attention in one kernel."""
 
     def decode_packed(
         self,
@@ -177,4 +177,4 @@ class PackedDecodes(Protocol):
         layer: AttentionLayer,
         batch: ForwardBatch,
     ) -> torch.Tensor | None:
-        """Attend from the packed projection of a step of decode rows on; None where one kernel does not serve this step."""
+        """Compute attention of decode rows from their packed projection; None if the kernel does not support this step."""

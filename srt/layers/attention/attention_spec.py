@@ -1,4 +1,4 @@
-"""What a worker's attention has to do, as far as it is known before a weight is read."""
+"""Requirements on a worker's attention, as far as they are known before a weight is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Of one rank: heads are those after tensor-parallel sharding."""
+    """Sizes and types of attention on one rank. Head counts are those after tensor-parallel sharding."""
 
     num_heads: int
     num_kv_heads: int
@@ -19,7 +19,7 @@ class AttentionSpec:
     kv_dtype: torch.dtype  # of the KV memory
     page_size: int
     max_context: int  # positions that a request may have
-    windows: tuple[int | None, ...]  # that layers have, each once; None: they see everything
+    windows: tuple[int | None, ...]  # the different windows of the layers, each once; None: no window
 
     @property
     def scale(self) -> float:
@@ -27,7 +27,7 @@ class AttentionSpec:
 
 
 class AttentionLayer(Protocol):
-    """One layer of it, as backends see it: its sizes, and how its rows split into heads. `RadixAttention` is such a layer."""
+    """One layer's attention as backends see it: its sizes, and the splitting of its rows into heads. `RadixAttention` is such a layer."""
 
     layer_id: int
     num_heads: int  # of this rank

@@ -1,4 +1,4 @@
-"""Which attention kernels serve: what was asked for, else the quickest that can. What cannot is refused by name.
+"""Choose the attention kernels: those that the options name, else the fastest that can serve. Impossible choices are refused by name.
 
 The order of the defaults was measured (docs/performance.md): prompts by Hopper's kernels, decodes by our own, which need no
 planning on the host.
@@ -20,12 +20,12 @@ from srt.utils.errors import StartError
 
 FIRST_WITH_FP8 = (8, 9)  # compute capability
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
-KERNELS = {"flashinfer": "fa2", "fa3": "fa3"}  # which of flashinfer's a backend's prefill uses
+KERNELS = {"flashinfer": "fa2", "fa3": "fa3"}  # backend -> the flashinfer kernels that its prefill uses
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The names, and why a default is not the best that there is (empty: it is)."""
+    """Names of the chosen backends, and the reason if a default is not the fastest that exists (else empty)."""
 
     prefill: str
     decode: str
@@ -38,7 +38,7 @@ class BackendChoice:
 
 
 def choose_backends(args: ServerArgs, spec: AttentionSpec, device: torch.device) -> BackendChoice:
-    """StartError for what was asked for and cannot be."""
+    """Choose the backends of prompts and decodes. StartError if one that the options name cannot serve."""
     if device.type == "cuda" and spec.kv_dtype == torch.float8_e4m3fn:
         _check_fp8(torch.cuda.get_device_capability(device))
     prefill = args.prefill_attention_backend or args.attention_backend
@@ -51,21 +51,24 @@ def choose_backends(args: ServerArgs, spec: AttentionSpec, device: torch.device)
     for name, role in ((prefill, "prefill"), (decode, "decode")):
         obstacle = _obstacle(name, role, spec, device)
         if obstacle is not None:
-            raise StartError(f"The attention backend {name} cannot serve here: {obstacle}; choose another one.")
+            raise StartError(
+                f"The attention backend {name} cannot serve {role} here: {obstacle}. Choose another one with"
+                f" --{role}-attention-backend or --attention-backend."
+            )
     return BackendChoice(prefill, decode, reason, is_asked_for)
 
 
 def _check_fp8(capability: tuple[int, int]) -> None:
-    """For every backend: it is the kernels of the layers that store keys and values."""
+    """Raise StartError if the GPU is too old for fp8. This holds for every backend, because our own kernels store keys and values."""
     if capability < FIRST_WITH_FP8:
         raise StartError(
-            f"--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9, and this one has"
-            f" {capability[0]}.{capability[1]}: leave it at auto."
+            f"--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9 or more, but this one has"
+            f" {capability[0]}.{capability[1]}: use --kv-cache-dtype auto."
         )
 
 
 def make_backend(choice: BackendChoice, spec: AttentionSpec, device: torch.device) -> AttentionBackend:
-    """May compile flashinfer's kernels, where they were asked for and are not there yet."""
+    """Create the backend. May compile flashinfer's kernels, if the options name them and they are not compiled yet."""
     prefill = _make(choice.prefill, spec, device)
     if choice.decode == choice.prefill:
         return prefill
@@ -73,7 +76,7 @@ def make_backend(choice: BackendChoice, spec: AttentionSpec, device: torch.devic
 
 
 def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBackend:
-    # Triton and flashinfer are not there on every host: they are imported where they are used.
+    # Imported where they are used, because Triton and flashinfer are not installed on every host.
     if name == "torch_native":
         return TorchNativeBackend()
     if name == "triton":
@@ -90,7 +93,7 @@ def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBack
 
 
 def _best_prefill(spec: AttentionSpec, device: torch.device) -> tuple[str, str]:
-    """The quickest that needs no compiling, and why no quicker one."""
+    """Return the fastest backend for prompts that needs no compiling, and the reason why no faster one serves."""
     if device.type != "cuda":
         return "torch_native", ""
     obstacle = uncompiled = None
@@ -107,7 +110,7 @@ def _best_prefill(spec: AttentionSpec, device: torch.device) -> tuple[str, str]:
 
 
 def _obstacle(name: str, role: str, spec: AttentionSpec, device: torch.device) -> str | None:
-    """Why a backend cannot serve; None if it can."""
+    """Return why a backend cannot serve; None if it can."""
     if name == "torch_native":
         return None
     if name == "triton":
@@ -131,7 +134,7 @@ def _obstacle(name: str, role: str, spec: AttentionSpec, device: torch.device) -
 
 
 def are_kernels_compiled(kernels: str, spec: AttentionSpec) -> bool:
-    """Whether flashinfer can run these without a compiler, in seconds less than a minute."""
+    """Return whether these kernels of flashinfer are compiled. Compiling them takes about a minute."""
     from flashinfer.jit import env
     from flashinfer.jit.attention import get_batch_prefill_uri
 

@@ -1,7 +1,7 @@
-"""What an attention backend promises. One backend serves all layers of a worker, one batch at a time.
+"""The interface of attention backends. One backend serves all layers of a worker, one batch at a time.
 
-`AttentionBackend` is what every backend does; models see it as the `LayerAttention` of their `ForwardBatch`. The protocols are abilities
-that only some backends have: a backend names each one that it has by a property, which is None in all others.
+Every backend is an `AttentionBackend`; models see it as the `LayerAttention` of their `ForwardBatch`. The protocols are abilities that
+only some backends have. For each there is a property, which is None if a backend lacks the ability.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch, PackedDecodes
 
 
-BLOCK_ROWS = 16  # neighbours, whose common prefix may be read once
+BLOCK_ROWS = 16  # neighbouring rows whose common prefix may be read once
 LEAST_SAVED = 8192
-"""Positions that a block of rows need not read, if prefixes are to be read once for all of it: fewer are read as fast row by row."""
-
+"""Smallest number of reads of positions that sharing must save in a block of rows. For fewer, reading row by row is as fast."""
 
 UNEVEN = 1.2
-"""Times the mean length, where the longest row of a step begins to be read alone for long."""
+"""Ratio of the longest row to the mean length above which reading row by row is slow, because the longest row is read alone at the end."""
 
 
 class Reading(IntEnum):
-    """How the rows of a decode step read the memory."""
+    """The ways in which the rows of a decode step read the KV memory."""
 
     BY_ROW = 0
     SHARED = 1
-    """What neighbours have in common is read once."""
+    """The common prefix of neighbouring rows is read once."""
     EVEN = 2
-    """By programs that read equally much, whatever the rows' lengths."""
+    """All programs read the same amount, whatever the lengths of the rows."""
     RESIDENT = 3
-    """By the kernel that goes through all layers."""
+    """One kernel runs all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """A step's rows by heads: extend rows' queries, keys, values and results, and decode rows' queries and results."""
+    """Views of a step's tensors by heads: queries, keys, values and results of extend rows, queries and results of decode rows."""
 
     extends: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None
     decodes: tuple[torch.Tensor, torch.Tensor] | None
@@ -56,7 +55,7 @@ class Views:
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> Views:
-        """The same for all layers of a step whose tensors are the same."""
+        """Create the views. Layers with the same tensors can share them."""
         n = batch.num_extend_tokens
         queries, attended = q.view(-1, layer.num_heads, layer.head_dim), out.view(-1, layer.num_heads, layer.head_dim)
         extends = decodes = None
@@ -69,66 +68,66 @@ class Views:
 
 @dataclass(frozen=True, slots=True)
 class AnyRows:
-    """Rows of steps that are captured with their prompts, as the device knows them. All int64; a row without tokens is padding."""
+    """Device tensors that describe the rows of a captured step with prompts. All int64; a row without tokens is padding."""
 
-    extend_slots: torch.Tensor  # [E]: their tokens lie end to end, from the step's first on
+    extend_slots: torch.Tensor  # [E]; the tokens of these rows follow each other, from the step's first token on
     extend_prefix_lens: torch.Tensor  # [E]
     extend_lens: torch.Tensor  # [E]
-    decode_slots: torch.Tensor  # [D]: of the last D tokens one each
-    decode_lens: torch.Tensor  # [D], with the new position
+    decode_slots: torch.Tensor  # [D]; each row has one of the last D tokens
+    decode_lens: torch.Tensor  # [D], the new position included
 
 
 # ---- Abilities that only some backends have
 
 
 class DecodeGraphs(Protocol):
-    """Decode steps that graphs can hold. `batch` has decode rows only, and the device's tensors keep their addresses."""
+    """Decode steps that can be captured in graphs. `batch` has decode rows only, and its device tensors keep their addresses."""
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
-        """Take the memory that graphs of up to `max_bs` rows share."""
+        """Allocate the memory that graphs of up to `max_bs` rows share."""
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
         """Prepare the runs of a graph of `batch.batch_size` rows, warm-ups included."""
 
 
 class HostPlans(Protocol):
-    """Plans of decodes that read the rows' lengths and pages on the host: each step is planned anew, also where a graph is replayed."""
+    """Decode steps that are planned on the host from lengths and pages, so that each replay of a graph needs a new plan."""
 
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
-        """Plan a replay. Of `batch` the graph's size, the `*_cpu` arrays (padded) and the tables count."""
+        """Plan a replay. Reads only the size, the padded `*_cpu` arrays and the tables of `batch`."""
 
 
 class DecodeReadings(Protocol):
-    """Decode steps that can read the memory in other ways than row by row."""
+    """Decode steps that can read the KV memory in other ways than row by row."""
 
     def can_read(self, reading: Reading, num_rows: int) -> bool:
-        """Whether decode steps of `num_rows` rows may be read so, and are quicker where it fits them."""
+        """Return whether this reading supports decode steps of `num_rows` rows, and is faster for rows that suit it."""
 
     def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
-        """Do on the device what comes before the first layer of a planned step of decodes; a graph may hold it."""
+        """Launch the work that precedes the first layer of a planned decode step. It can be captured in a graph."""
 
 
 class PromptGraphs(Protocol):
-    """Steps with prompts that graphs can hold, attention included."""
+    """Steps with prompts that can be captured in graphs, attention included."""
 
     def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
-        """Do on the device what comes before the first layer. Of `batch` the memory and the tables count."""
+        """Launch the work that precedes the first layer. Reads only the memory and the tables of `batch`."""
 
     def attend_any(
         self, q: torch.Tensor, rows: AnyRows, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
-        """Attend like `attend`, whatever the rows are; tokens without a row get finite numbers, or nothing."""
+        """Do what `attend` does, for whatever `rows` contain at run time. Results of tokens without a row are finite or unchanged."""
 
 
-# ---- What every backend does
+# ---- The base class of all backends
 
 
 class AttentionBackend(ABC):
-    """Causal attention over the paged memory: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
+    """Causal attention over the paged KV memory: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
 
-    `init_forward_metadata` comes once per step, before the first layer; `attend` once per layer. A token sees its
-    request's positions up to and including its own, or the last `layer.window` of them. q, k, v and out may be slices of
-    wider rows; a token's own elements are contiguous.
+    Call `init_forward_metadata` once per step, before the first layer, and `attend` once per layer. A token sees its request's positions
+    up to its own, or the last `layer.window` of them. q, k, v and out may be slices of wider rows, but each token's elements are
+    contiguous.
     """
 
     @property
@@ -152,7 +151,7 @@ class AttentionBackend(ABC):
         return None
 
     def place_of(self, qkv: torch.Tensor) -> torch.Tensor:
-        """The memory for these packed rows once they are normed and rotated, for `attend`: their own."""
+        """Return the memory for these packed rows after norm and rotation, from which `attend` reads: their own."""
         return qkv
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
@@ -169,7 +168,7 @@ class AttentionBackend(ABC):
         return self.attend(q, k, v, layer, batch)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Work out whatever all layers of this step share: indices, masks, plans. Never waits for the device."""
+        """Prepare what all layers of this step share: indices, masks, plans. Never waits for the device."""
         if batch.num_extend_rows:
             self.plan_extend(batch)
         if batch.num_decode_rows:
@@ -193,22 +192,22 @@ class AttentionBackend(ABC):
         batch: ForwardBatch,
         out: torch.Tensor,
     ) -> None:
-        """Attention of the extend rows' tokens, which are all of q. k is rotated; k and v are in the memory already."""
+        """Compute attention for the extend rows, to which all of q belongs. k is rotated; k and v are stored already."""
 
     @abstractmethod
     def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
-        """Attention of the decode rows' tokens, one a row, which are all of q. Their k and v are in the memory already."""
+        """Compute attention for the decode rows, to which all of q belongs, one token each. Their k and v are stored already."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> torch.Tensor:
-        """[tokens, heads * head_dim] for tokens whose k and v are in the memory; a mixed batch is extend rows, then decode rows."""
+        """Return [tokens, heads * head_dim] for tokens whose k and v are stored. In a mixed batch extend rows come first."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.attend_views(Views.of(q, k, v, layer, batch, out), layer, batch)
         return out
 
     def attend_views(self, views: Views, layer: AttentionLayer, batch: ForwardBatch) -> None:
-        """Do the same for one layer, in two launches: see docs/decisions/decodes-have-their-own-launch.md."""
+        """Attend for one layer, in two launches: see docs/decisions/decodes-have-their-own-launch.md."""
         if views.extends is not None:
             q, k, v, out = views.extends
             self.forward_extend(q, k, v, layer, batch, out)

@@ -1,7 +1,7 @@
 """Attention through flashinfer: its prefill kernels of both generations, and its tensor-core decode.
 
-A step is planned once, from arrays that the host has. A plan writes into page-locked memory that the device reads later, when
-it gets there: so plans take turns in a ring that is longer than the queue of steps. Importing this module imports flashinfer.
+A step is planned once, from arrays on the host. A plan writes to pinned memory that the device reads later, so plans use the entries of
+a ring that is longer than the queue of steps. Importing this module imports flashinfer.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 T = TypeVar("T")
-RING: Final = 4  # plans that may be under way; the window is at most 2 steps, and a mixed step has one of each kind
+RING: Final = 4  # plans in flight: at most 2 steps are, and a mixed step has a plan of each kind
 FA3_TILE: Final = 128
-WELL_FILLED: Final = 0.6  # tiles less than that are left to other kernels, which pack the heads of a group
+WELL_FILLED: Final = (
+    0.6  # if tiles are filled less than this, other kernels, which pack the heads of a group, are faster
+)
 PLAN_BYTES: Final = 8 << 20
-WORKSPACE_BYTES: Final = 256 << 20  # of partial results, shared by all: one kernel runs at a time
+WORKSPACE_BYTES: Final = 256 << 20  # for partial results; shared by all plans, because one kernel runs at a time
 
 
 class FlashInferBackend(AttentionBackend):
-    """Rows without a prefix are attended to as they lie; all others, and decodes, through their pages.
+    """Reads the keys and values of rows without a prefix from the step's own tensors, and those of all other rows through their pages.
 
-    `kernels` is "fa2", or "fa3" for Hopper's. `other` takes the prompts that these cannot take, or not well: over a memory
-    that is not of the model's type those with a prefix; with fa3 short chunks, since its tiles have 128 tokens of one row each
-    (64 rows of 32 tokens behind 4,096: 1,066 µs, Triton's kernel 450).
+    `kernels` is "fa2", or "fa3" for those of Hopper. `other` serves the prompts that these cannot serve or serve slowly: prompts with a
+    prefix if the KV memory has another type than the model, and, with fa3, short chunks, because its tiles have 128 tokens of one row (64
+    rows of 32 tokens after 4,096 take 1,066 µs, with Triton's kernel 450).
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class FlashInferBackend(AttentionBackend):
         self._spec = spec
         self._device = device
         self._other = other
-        self._is_others = False  # the step's prompts are
+        self._is_others = False  # whether `other` serves the step's prompts
         self._tile = FA3_TILE if kernels == "fa3" else 1
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._uploads = _Uploads(device)
@@ -188,7 +190,7 @@ class FlashInferBackend(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _PageRows:
-    """Rows of pages as flashinfer wants them told."""
+    """Pages of rows in the form that flashinfer expects."""
 
     indptr: NDArray[np.int32]
     last_page_lens: NDArray[np.int32]
@@ -211,7 +213,7 @@ def _indptr(counts: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 class _PrefillPlans:
-    """A wrapper of each kind: a step uses one of the two."""
+    """Two wrappers of flashinfer, for rows without and with a prefix; a step uses one of them."""
 
     def __init__(self, workspace: torch.Tensor, kernels: str) -> None:
         self.ragged: Any = BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=kernels)
@@ -268,7 +270,7 @@ def _plan_decode(wrapper: Any, spec: AttentionSpec, window: int | None, rows: _P
 
 
 class _Ring(Generic[T]):
-    """Takes turns, and waits for whoever is still read by the device: with a ring as long as this, nobody."""
+    """Members that are used in turn. Waits if the device still reads the next one, which a long enough ring avoids."""
 
     def __init__(self, members: Sequence[T]) -> None:
         self._members = members
@@ -276,13 +278,13 @@ class _Ring(Generic[T]):
         self._turn = 0
 
     def advance(self) -> T:
-        """The next member, free to be written."""
+        """Return the next member, which may then be written."""
         self._turn = (self._turn + 1) % len(self._members)
         self._read[self._turn].synchronize()
         return self.current
 
     def enqueued(self) -> None:
-        """All that reads the current member is on the stream."""
+        """Record that everything that reads the current member is on the stream."""
         self._read[self._turn].record()
 
     @property
@@ -291,7 +293,7 @@ class _Ring(Generic[T]):
 
 
 class _Uploads:
-    """Small int32 arrays on their way to the device, which reads them when it gets there."""
+    """Copies small int32 arrays to the device in stream order, through pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -306,7 +308,7 @@ class _Uploads:
 
 
 def _paged(layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer's memory as [pages, page_size, kv_heads, head_dim]."""
+    """Return the layer's memory as [pages, page_size, kv_heads, head_dim]."""
     page_size = batch.req_to_token_pool.page_size
     k_buffer, v_buffer = batch.token_to_kv_pool.get_kv(layer.layer_id)
     return k_buffer.unflatten(0, (-1, page_size)), v_buffer.unflatten(0, (-1, page_size))

@@ -1,4 +1,4 @@
-"""The attention of one layer, as models see it: they know no pages, no backend, no batch layout."""
+"""The attention of one layer as models use it, without pages, backend or batch layout."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 
 class RadixAttention(nn.Module):
-    """Causal attention over everything the batch's requests hold, shared prefixes included. No weights of its own.
+    """Causal attention over all positions of the batch's requests, shared prefixes included. Has no weights.
 
-    Head counts are this rank's: query heads and KV heads after tensor-parallel sharding. With a `window` a token sees the
-    last so many positions, its own among them.
+    Head counts are this rank's, after tensor-parallel sharding. With a `window`, a token sees only that many positions, its own included.
     """
 
     def __init__(
@@ -39,31 +38,28 @@ class RadixAttention(nn.Module):
         self.window = window
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """q [tokens, heads * head_dim], k and v [tokens, kv_heads * head_dim] -> [tokens, heads * head_dim].
-
-        Writes k and v first; `attend` is the same for those that are written.
-        """
+        """Store k and v [tokens, kv_heads * head_dim], then attend with q [tokens, heads * head_dim]; the result has the shape of q."""
         return batch.attn_backend.forward(q, k, v, self, batch)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Attention of tokens whose keys (rotated) and values are in the memory; k and v may be views of packed rows."""
+        """Attend for tokens whose rotated keys and values are stored already. k and v may be views of packed rows."""
         return batch.attn_backend.attend(q, k, v, self, batch)
 
     def attend_decodes(self, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The same for a batch in which every row decodes."""
+        """Attend for a batch in which every row decodes and whose keys and values are stored already."""
         backend = batch.attn_backend
-        assert isinstance(backend, AttentionBackend), "a stand-in has no decode rows"
+        assert isinstance(backend, AttentionBackend), "only an attention backend can run decode rows"
         out = torch.empty_like(q)
         heads = -1, self.num_heads, self.head_dim
         backend.forward_decode(q.view(heads), self, batch, out.view(heads))
         return out
 
     def split_packed(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Packed rows (query heads, key heads, value heads) as queries, keys and values."""
+        """Split packed rows (query heads, key heads, value heads) into queries, keys and values."""
         kv_size = self.num_kv_heads * self.head_dim
         q, k, v = qkv.split((self.num_heads * self.head_dim, kv_size, kv_size), dim=-1)
         return q, k, v
 
     def split_kv_heads(self, rows: torch.Tensor) -> torch.Tensor:
-        """[tokens, kv_heads * head_dim] as [tokens, kv_heads, head_dim]."""
+        """View [tokens, kv_heads * head_dim] as [tokens, kv_heads, head_dim]."""
         return rows.view(-1, self.num_kv_heads, self.head_dim)

@@ -1,4 +1,4 @@
-"""Prompts by one backend, decodes by another."""
+"""Serve prompts with one backend and decodes with another."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class SplitBackend(AttentionBackend):
-    """The extend rows of a mixed batch go to the first, its decode rows to the second, and both of a captured one if they may."""
+    """Sends extend rows to the prefill backend and decode rows to the decode backend; captured prompts may go to the latter too."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, shares_prompts: bool = False) -> None:
-        """`shares_prompts`: the second takes prompts too, where they are captured."""
+        """With `shares_prompts`, the decode backend also serves prompts in steps that are captured with their attention."""
         self._prefill = prefill
         self._decode = decode
         self._shares_prompts = shares_prompts

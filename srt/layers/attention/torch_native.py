@@ -1,7 +1,7 @@
-"""Attention in plain PyTorch: the reference for every other backend, and quick enough to serve on a CPU.
+"""Attention in plain PyTorch: the reference for all other backends, and fast enough to serve on a CPU.
 
-Rows of one token (all decodes, and extends of one token) are padded to a few common lengths and attended to together;
-every longer chunk is a call of its own.
+Rows of one token (all decodes, and extends of one token) are padded to a few common lengths and computed together. Every longer chunk
+is a call of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 SHORTEST_PADDING = 64  # rows up to this long share a group: a further call costs more than the padding
-MASKED_QUERIES = 512  # a chunk behind a prefix is masked in pieces of so many queries: masks stay small
+MASKED_QUERIES = 512  # a chunk after a prefix is computed in pieces of this many queries, to keep masks small
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,16 @@ class _TokenGroup:
 
     tokens: torch.Tensor | None  # [rows] int64: which tokens of q; None: all of them in order
     num_rows: int
-    length: int  # positions that it sees, the padding included
-    kv_index: torch.Tensor  # [rows * kv_heads * length] int64, into the memory seen as [locations * kv_heads, head_dim]
-    bias: torch.Tensor | None  # [rows, 1, 1, length] float32: 0, or -inf where there is padding
+    length: int  # positions of each row, padding included
+    kv_index: (
+        torch.Tensor
+    )  # [rows * kv_heads * length] int64, indices into the memory viewed as [locations * kv_heads, head_dim]
+    bias: torch.Tensor | None  # [rows, 1, 1, length] float32: 0, or -inf for padding
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries `begin` … `end` of a chunk see the first `length` keys: causally, or as the mask says."""
+    """Queries `begin` … `end - 1` of a chunk, which see the first `length` keys, causally or according to the mask."""
 
     begin: int
     end: int
@@ -58,10 +60,10 @@ class _Chunk:
 
 
 class TorchNativeBackend(AttentionBackend):
-    """Runs wherever PyTorch does: any page size, head size and grouping of heads."""
+    """Runs wherever PyTorch does, with any page size, head size and grouping of heads."""
 
     def __init__(self) -> None:
-        # By window: layers of one model may differ in it. A plan is made when its first layer asks.
+        # By window, because layers of one model may have different ones. The first layer with a window makes its plan.
         self._decodes: dict[int | None, list[_TokenGroup]] = {}
         self._extends: dict[int | None, tuple[list[_TokenGroup], list[_Chunk]]] = {}
 
@@ -111,7 +113,7 @@ def _group_rows(
     window: int | None,
     all_tokens: bool = True,
 ) -> list[_TokenGroup]:
-    """Groups of rows that see numbers of positions within a factor of two; `tokens` says where each row's token lies in q."""
+    """Group rows whose numbers of positions are within a factor of two. `tokens` are the indices of the rows' tokens in q."""
     if not len(rows):
         return []
     ends = batch.seq_lens_cpu[rows]
@@ -131,7 +133,7 @@ def _pad_rows(
     starts: NDArray[np.int64],
     ends: NDArray[np.int64],
 ) -> _TokenGroup:
-    """The rows see their positions `starts` … `ends` - 1."""
+    """Make a group of rows that see their positions `starts` … `ends - 1`."""
     device = batch.positions.device
     lengths = ends - starts
     length = int(lengths.max())
@@ -177,9 +179,9 @@ def _plan_chunk(batch: ForwardBatch, row: int, first: int, window: int | None) -
 
 
 def _kv_index(batch: ForwardBatch, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """For [rows, length] positions the rows of the memory seen as [locations * kv_heads, head_dim], ordered [row, head, position].
+    """Return indices into the memory viewed as [locations * kv_heads, head_dim] for positions [rows, length], as [row, head, position].
 
-    Gathering so yields the layout that attention reads, in one pass.
+    In this order one gather yields the layout that attention reads.
     """
     num_heads = batch.token_to_kv_pool.k_buffer[0].shape[1]
     locations = batch.req_to_token_pool.locations(slots, positions)
@@ -190,7 +192,7 @@ def _kv_index(batch: ForwardBatch, slots: torch.Tensor, positions: torch.Tensor)
 def _gather(
     kv_index: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as `dtype`."""
+    """Read the keys and values at these indices, converted to `dtype`."""
     pool = batch.token_to_kv_pool
     k_buffer, v_buffer = (buffer.view(-1, layer.head_dim) for buffer in pool.get_kv(layer.layer_id))
     if pool.dtype == dtype:
@@ -204,7 +206,7 @@ def _attend_group(
 ) -> None:
     keys, values = _gather(group.kv_index, layer, batch, q.dtype)
     kv_shape = (group.num_rows, layer.num_kv_heads, group.length, layer.head_dim)
-    # The query heads of a KV head see the same keys: to the kernel they are that head's queries.
+    # The query heads of a KV head see the same keys, so they are passed to the kernel as several queries of one head.
     q_shape = (group.num_rows, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim)
     queries = (q if group.tokens is None else q.index_select(0, group.tokens)).view(q_shape)
     attended = scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""Attention through our own kernels, nearly all in Triton. Importing this module imports Triton: ask `require_triton` first.
+"""Attention through our own kernels, nearly all in Triton. Importing this module imports Triton: call `require_triton` first.
 
 On a CPU the kernels run in Triton's interpreter, which is for tests.
 """
@@ -49,16 +49,14 @@ if TYPE_CHECKING:
     from srt.mem_cache.memory_pool import ReqToTokenPool
     from srt.model_executor.forward_batch_info import ForwardBatch, PackedDecodes
 
-MOST_FUSED_ROWS: Final = (
-    1  # with more rows the time to start kernels no longer counts: measured, 0.6B and 8B on an H200
-)
-INTERPRETER_PROCESSORS: Final = 2  # stands in for the device's count on a CPU, where splits gain nothing
+MOST_FUSED_ROWS: Final = 1  # with more rows the fused kernel saves nothing (measured for 0.6B and 8B on an H200)
+INTERPRETER_PROCESSORS: Final = 2  # used on a CPU in place of the device's number of multiprocessors
 
 
 class TritonAttentionBackend(AttentionBackend):
-    """Any page size, grouping of heads and head size up to 256; float32, float16 and bfloat16, over a memory of fp8 too.
+    """Supports any page size and grouping of heads, heads up to 256, float32, float16 and bfloat16, also over an fp8 KV memory.
 
-    Nothing in the plan of a decode depends on a length: a captured step serves every step of its size.
+    The plan of a decode step does not depend on lengths, so a captured step serves every step of its size.
     """
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
@@ -67,9 +65,9 @@ class TritonAttentionBackend(AttentionBackend):
         self._head_dim = spec.head_dim
         self._max_graph_rows = 0
         self._shared_memory: SharedPrefix | None = None
-        self._shared: SharedPrefix | None = None  # of the step at hand
+        self._shared: SharedPrefix | None = None  # for the current step
         self._even_memory: EvenShares | None = None
-        self._even: EvenShares | None = None  # of the step at hand
+        self._even: EvenShares | None = None  # for the current step
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         else:
@@ -79,15 +77,15 @@ class TritonAttentionBackend(AttentionBackend):
         self._readings = {Reading.BY_ROW}
         if None in spec.windows and can_share(spec.dtype, spec.head_dim, self._group):
             self._readings.add(Reading.SHARED)
-        # Whether there are graphs of a reading must not depend on what happens to one rank, as the compiler's failure does.
+        # Only facts that are equal on all ranks may decide which graphs exist. Whether the compiler succeeds is not such a fact.
         heads = self._group, self._num_kv_heads
         sees_all = None in spec.windows
         has_stream = sees_all and is_streamed(device, spec.dtype, spec.kv_dtype, spec.head_dim, *heads, spec.page_size)
         self._streams = has_stream and can_stream(device, spec.kv_dtype, spec.head_dim, self._group, spec.page_size)
         shape = spec.dtype, spec.head_dim, self._num_kv_heads, self._num_processors, self._shared_bytes
-        if sees_all and not has_stream and can_be_even(*shape):  # else row by row is evenly, whatever the lengths are
+        if sees_all and not has_stream and can_be_even(*shape):  # with the streaming kernel, BY_ROW is even already
             self._readings.add(Reading.EVEN)
-        # Of few decodes among room for many, others would give each to one program alone.
+        # Captured prompts have room for many decodes. If there are few, other kernels would give each to one program.
         self._captures_prompts = self._streams or Reading.EVEN in self._readings
         self._max_extend_len = 0
         self._max_context = 0
@@ -160,7 +158,7 @@ class TritonAttentionBackend(AttentionBackend):
     ) -> None:
         kv, heads = _paged_kv(layer, batch), (-1, layer.num_heads, layer.head_dim)
         queries, attended = q.view(heads), out.view(heads)
-        # Decodes first: they may leave zeros where there are none, and prompts may reach there.
+        # Decodes come first, because they may write zeros for missing rows where tokens of prompts are.
         decodes = slice(len(queries) - len(rows.decode_slots), None)
         self._decode(
             queries[decodes], kv, rows.decode_slots, rows.decode_lens, layer, attended[decodes], may_be_none=True
@@ -218,12 +216,14 @@ class TritonAttentionBackend(AttentionBackend):
         out: torch.Tensor,
         may_be_none: bool = False,
     ) -> None:
-        """`may_be_none`: all lengths may be 0."""
+        """Attend with one query per row. With `may_be_none`, all lengths may be 0."""
         if self._even is not None and layer.window is None and self._streams:
             stream_attention(q, kv, slots, lens, layer.scale, out, self._even)
             return
         if self._even is not None and layer.window is None:
-            pdl = pdl_for(len(q)) if self._pdl and not may_be_none else 0  # with no row nobody would wait
+            pdl = (
+                pdl_for(len(q)) if self._pdl and not may_be_none else 0
+            )  # without rows no program would wait for its inputs
             even_attention(q, kv, slots, lens, layer.scale, out, self._even, pdl)
             return
         num_programs = len(q) * layer.num_kv_heads
@@ -285,14 +285,14 @@ class TritonAttentionBackend(AttentionBackend):
         )
 
     def _allocate_scratch(self, layer: AttentionLayer, device: torch.device) -> DecodeScratch:
-        """Enough for every batch: rows are split only into as many programs as run at the same time."""
+        """Allocate scratch memory for every batch: rows are split into at most as many programs as run at once."""
         programs = PROGRAMS_PER_PROCESSOR * self._num_processors
         group = layer.num_heads // layer.num_kv_heads
         self._scratch = DecodeScratch.allocate(programs, group, 1, 1, layer.head_dim, device)
         return self._scratch
 
     def _allocate_shared_memory(self, pool: ReqToTokenPool) -> SharedPrefix:
-        """Once, enough for every batch: graphs keep the addresses."""
+        """Allocate the memory once, large enough for every batch, because graphs keep its addresses."""
         rows, kv_heads = max(pool.num_slots, self._max_graph_rows), self._num_kv_heads
         self._shared_memory = SharedPrefix.allocate(
             rows, self._group * kv_heads, kv_heads, self._head_dim, self._num_processors, pool.page_table.device
@@ -300,7 +300,7 @@ class TritonAttentionBackend(AttentionBackend):
         return self._shared_memory
 
     def _allocate_even_memory(self, pool: ReqToTokenPool) -> EvenShares:
-        """Once, enough for every batch: graphs keep the addresses."""
+        """Allocate the memory once, large enough for every batch, because graphs keep its addresses."""
         rows, kv_heads = max(pool.num_slots, self._max_graph_rows), self._num_kv_heads
         shares = (shares_of if self._streams else shares_at_once)(kv_heads, self._num_processors)
         self._even_memory = EvenShares.allocate(
