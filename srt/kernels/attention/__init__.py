@@ -1,1 +1,1 @@
-"""Attention over the paged KV memory, and what writes and reads its pages. Read `paged_kv.py` first."""
+"""Attention over the paged KV memory, and kernels that write to it. Read `paged_kv.py` first."""

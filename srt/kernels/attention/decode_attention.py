@@ -1,8 +1,8 @@
-"""Paged decode attention: one query per row, the row's keys and values cut into splits that run side by side.
+"""Paged decode attention: one query per row. The row's keys and values are cut into splits, which are processed in parallel.
 
-Each (row, KV head, split) is a program, which reads that stretch of the KV once for all query heads of its group. Where a row
-has several splits, each leaves a partial result, and the program that finishes last merges them. Everything that depends
-on lengths is read from the device: the launch depends only on the number of rows, so it can be captured in a graph.
+There is a program for each (row, KV head, split), which reads its part of the KV memory once for all query heads of its group. If a row
+has several splits, each program writes a partial result, and the program that finishes last merges them. Everything that depends on
+lengths is read on the device, so the launch depends only on the number of rows and can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from srt.kernels.build.pdl import EARLY, let_next_start, let_next_start_late, pd
 
 MAX_SPLITS: Final = 32  # a power of two
 MIN_SPLIT_TOKENS: Final = 64  # a shorter split costs more to merge than it saves
-PROGRAMS_PER_PROCESSOR: Final = 4  # that run on one at a time, with a short pipeline: more would wait for a second turn
+PROGRAMS_PER_PROCESSOR: Final = 4  # programs with a short pipeline that run on a multiprocessor at once
 NO_WINDOW: Final = 1 << 30
-LONG_PIPELINE_BYTES: Final = 216_576  # of shared memory: three of five stages, heads of 128 in two bytes
+LONG_PIPELINE_BYTES: Final = 216_576  # shared memory of three programs with five stages, for heads of 128 in two bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,15 @@ class DecodeTiles:
 
 
 def most_splits(num_programs: int, max_context: int, num_processors: int) -> int:
-    """Splits per (row, KV head): as many as run at the same time, no more than the longest context can use.
+    """Return the splits per (row, KV head): as many as run at once, but no more than the longest context can use.
 
-    A function of the batch's size alone, so that a captured graph serves every step of that size.
+    Depends on the batch's size alone, so that a captured graph serves every step of that size.
     """
     wanted = PROGRAMS_PER_PROCESSOR * num_processors // num_programs
     return max(1, min(wanted, -(-max_context // MIN_SPLIT_TOKENS), MAX_SPLITS))
 
 
-PREFETCHED = tl.constexpr(256)  # positions that a program sends for before it may read its query
+PREFETCHED = tl.constexpr(256)  # positions that a program prefetches before it may read its query
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ class DecodeScratch:
 def tokens_per_split(
     seq_len: tl.tensor, num_splits: tl.tensor, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> tl.tensor:
-    """Positions per split: a multiple of BLOCK_N, a function of the row's own length alone.
+    """Return the positions per split: a multiple of BLOCK_N that depends on the row's own length alone.
 
-    More than 16 splits pay only where they are long: each takes its time to be merged.
+    More than 16 splits pay only if they are long, because merging each takes time.
     """
     worth_splitting = tl.maximum(tl.minimum(tl.cdiv(seq_len, 16), 4 * MIN_SPLIT), MIN_SPLIT)
     return tl.cdiv(tl.maximum(tl.cdiv(seq_len, num_splits), worth_splitting), BLOCK_N) * BLOCK_N
@@ -135,7 +135,7 @@ def merge_splits(
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK_D)
     splits = tl.arange(0, BLOCK_S)
-    # Past the first cache, which may hold what was there before.
+    # Read past the L1 cache (.cg), which may hold old values.
     slots = first_head + heads[None, :] * num_splits + splits[:, None]
     is_live = (splits < num_live)[:, None] & (heads < GROUP)[None, :]
     peak = tl.max(tl.load(lse_ptr + slots, mask=is_live, other=float("-inf"), cache_modifier=".cg"), 0)
@@ -168,7 +168,7 @@ def merge_shared(
     shared: tl.tensor, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Add the result of the row's shared prefix to that of its own positions."""
+    """Merge the result of the row's shared prefix into that of its own positions."""
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
     mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -196,7 +196,7 @@ def decode_attention_kernel(
     partial_ptr: tl.tensor,  # [rows, heads, splits, HEAD_DIM] float32: each split's own weighted mean of v
     lse_ptr: tl.tensor,  # [rows, heads, splits] float32: log2 of each split's sum of weights
     arrived_ptr: tl.tensor,  # [rows, KV heads] int32
-    shared_lens_ptr: tl.tensor,  # of a SharedPrefix, as the two after it, where there is one
+    shared_lens_ptr: tl.tensor,  # this and the next two belong to a SharedPrefix, if there is one
     shared_partial_ptr: tl.tensor,
     shared_lse_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -239,8 +239,8 @@ def decode_attention_kernel(
     slot = tl.load(req_pool_indices_ptr + row).to(tl.int64)
     pages_ptr = page_table_ptr + slot * page_table_stride
     if PDL == EARLY:
-        # Lengths, tables and the memory of earlier steps are there: the embedding, which is launched after all that writes
-        # them and not dependently, has ended before any kernel of a layer starts.
+        # Lengths, tables and the KV of earlier steps can be read before the wait: the embedding is launched after everything that
+        # writes them, without a dependent launch, so it has ended before any kernel of a layer starts.
         for block in range(begin, tl.minimum(end, begin + PREFETCHED), BLOCK_N):
             positions = tl.minimum(block + tl.arange(0, BLOCK_N), end - 1)
             pages = tl.load(pages_ptr + positions // PAGE_SIZE).to(tl.int64)
@@ -299,7 +299,7 @@ def decode_attention_kernel(
     slots = first_slot + heads * num_splits + split
     tl.store(lse_ptr + slots, peak + tl.log2(total), mask=heads < GROUP)
     tl.store(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], attended, mask=head_mask)
-    tl.debug_barrier()  # the whole program's results are out before it counts as arrived
+    tl.debug_barrier()  # all threads have stored their results before the program counts as arrived
     counter_ptr = arrived_ptr + row * tl.num_programs(0) + kv_head
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") != num_live - 1:
         return
@@ -327,9 +327,9 @@ def decode_attention(
     """Attend with one query per row ([rows, heads, head_dim]) to the row's first `seq_lens` positions, or the last `window` of
     them, and write the result to `out`.
 
-    A row of length 0 gets zeros. Positions past a row's length are never read, whatever the memory holds there. With `shared`,
-    which `shared_attention` has filled, a row's own positions begin behind what it shares; then there is no window. With `pdl` the
-    next kernel may start early, and this one too unless it had better not.
+    A row of length 0 gets zeros. Positions past a row's length are never read. With `shared`, which `shared_attention` has filled, a row's
+    own positions begin after its shared prefix; it excludes a window. With `pdl` the next kernel may start early, and this one too if
+    `starts_early`.
     """
     assert shared is None or window is None
     num_rows, num_heads, head_dim = q.shape
@@ -340,7 +340,7 @@ def decode_attention(
     if tiles.num_splits > 1:
         assert scratch.partial.numel() >= num_rows * num_heads * tiles.num_splits * head_dim, scratch.partial.numel()
         assert scratch.arrived.numel() >= num_rows * kv.num_kv_heads, scratch.arrived.numel()
-    # Where nothing is shared, other tensors of the same types stand in.
+    # Without a shared prefix, other tensors of the same types are passed in its place.
     stand_ins = scratch.arrived, scratch.partial, scratch.lse
     options = pdl_options(pdl) if starts_early else {"PDL": pdl}
     parts_of_shared = stand_ins if shared is None else (shared.lens, shared.partial, shared.lse)

@@ -1,10 +1,9 @@
-"""Paged decode attention in which every program reads equally many positions, however long the rows are.
+"""Paged decode attention in which every program reads the same number of positions, however long the rows are.
 
-`decode_attention` gives a row, or a fixed share of it, to a program: where lengths differ, the last of them read alone, and alone
-they are far from the memory's speed. Here the rows' blocks of positions are laid end to end, and each of as many programs as
-run at once takes the same number of them, or nearly: the end of one row, some whole rows, and the beginning of another. Where a row is cut,
-each part leaves a partial result, and the program that finishes last merges them. The cuts are found on the device, once in a
-step, so that a captured step serves any lengths.
+`decode_attention` assigns a row, or a fixed share of it, to a program. If lengths differ, the last programs run alone, far below the
+memory's speed. Here the rows' blocks of positions form one sequence, and each of the programs that run at once gets nearly the same
+number of blocks: the end of one row, some whole rows, and the beginning of another. If a row is cut, each part writes a partial result,
+and the program that finishes last merges them. The cuts are computed on the device once per step, so a captured step serves any lengths.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ MOST_ROWS: Final = 512
 MOST_SHARES: Final = 256
 NUM_WARPS: Final = 2
 NUM_STAGES: Final = 3
-SHARES_AT_ONCE: Final = 32  # whose work is found side by side: with hundreds of rows more would spill
+SHARES_AT_ONCE: Final = 32  # shares that are computed in parallel; with hundreds of rows more would spill registers
 LEAST_ROWS_AT_ONCE: Final = 32
-LEAST_WORK: Final = 4  # of a program, in blocks: a smaller share costs more to merge than it saves
+LEAST_WORK: Final = 4  # smallest work of a program, in blocks: a smaller share costs more to merge than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +36,13 @@ class EvenShares:
     """The blocks that each program reads in a step, and the partial results of programs. All layers share this memory, because
     launches on one stream do not overlap."""
 
-    begins: torch.Tensor  # int32 [shares + 1]: the block where each begins; those without any have the end of all
-    first_rows: torch.Tensor  # int32 [shares]: whose block that is
+    begins: (
+        torch.Tensor
+    )  # int32 [shares + 1]: the block where each share begins; for empty shares the number of all blocks
+    first_rows: torch.Tensor  # int32 [shares]: the row of that block
     row_begins: torch.Tensor  # int32 [rows + 1]: the block where each row begins
-    row_shares: torch.Tensor  # int32 [rows, 2]: the first share that has some of the row, and the last
-    partial: torch.Tensor  # float32 [2 * shares, heads, head_dim]: of a share's first part of a row, and of its last
+    row_shares: torch.Tensor  # int32 [rows, 2]: the first and the last share with a part of the row
+    partial: torch.Tensor  # float32 [2 * shares, heads, head_dim]: results of a share's first and last part of a row
     lse: torch.Tensor  # float32 [2 * shares, heads]
     arrived: torch.Tensor  # int32 [rows, KV heads], zeros between launches
 
@@ -101,7 +102,7 @@ def find_shares_kernel(
     tl.store(row_begins_ptr + rows, row_begins, mask=inside)
     tl.store(row_begins_ptr + num_rows, tl.sum(blocks, 0))
 
-    # Work is counted in blocks; to begin a row is as much as one.
+    # Work is counted in blocks. Beginning a row counts as one more.
     work_each = blocks + (blocks > 0).to(tl.int32)
     work_ends = tl.cumsum(work_each, 0)
     work = tl.max(work_ends, 0)
@@ -135,7 +136,7 @@ def even_attention_kernel(
     page_table_ptr: tl.tensor,
     req_pool_indices_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
-    begins_ptr: tl.tensor,  # and the six after it: of EvenShares
+    begins_ptr: tl.tensor,  # this and the next six belong to an EvenShares
     first_rows_ptr: tl.tensor,
     row_begins_ptr: tl.tensor,
     row_shares_ptr: tl.tensor,
@@ -167,7 +168,7 @@ def even_attention_kernel(
     share_begin = tl.load(begins_ptr + share)
     share_end = tl.load(begins_ptr + share + 1)
     if share_begin >= share_end:
-        return  # the first share has something to wait for
+        return  # without waiting; the first share is never empty, and waits
     row = tl.load(first_rows_ptr + share)
 
     heads = tl.arange(0, BLOCK_G)
@@ -213,14 +214,14 @@ def even_attention_kernel(
         attended = acc / tl.where(total > 0, total, 1.0)[:, None]
         is_whole = (part_begin == row_begin) & (part_end == row_end)
         if not is_whole:
-            # Parts of the row lie with the first share as its last part, unless it is the only one, and with the others as their first.
+            # The row's first share stores its part as its last one, unless it has only one part. Other shares store theirs as their first.
             first_share = tl.load(row_shares_ptr + 2 * row)
             last_share = tl.load(row_shares_ptr + 2 * row + 1)
             place = 2 * share + (part_begin > share_begin).to(tl.int32)
             head_places = kv_head * GROUP + heads
             tl.store(lse_ptr + place * num_heads + head_places, peak + tl.log2(total), mask=heads < GROUP)
             tl.store(partial_ptr + place * num_heads * HEAD_DIM + head_offsets, attended, mask=head_mask)
-            tl.debug_barrier()  # the whole program's results are out before it counts as arrived
+            tl.debug_barrier()  # all threads have stored their results before the program counts as arrived
             counter_ptr = arrived_ptr + row * tl.num_programs(0) + kv_head
             is_whole = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == last_share - first_share
             if is_whole:
@@ -231,7 +232,7 @@ def even_attention_kernel(
                 begins_inside = row_begin > tl.load(begins_ptr + first_share)
                 for other in range(first_share, last_share + 1):
                     other_place = (2 * other + (begins_inside & (other == first_share)).to(tl.int32)) * num_heads
-                    # Past the first cache, which may hold what was there before.
+                    # Read past the L1 cache (.cg), which may hold old values.
                     lse = tl.load(
                         lse_ptr + other_place + head_places, mask=heads < GROUP, other=0.0, cache_modifier=".cg"
                     )
@@ -276,8 +277,11 @@ def even_attention(
     shares: EvenShares,
     pdl: int = 0,
 ) -> None:
-    """Compute `decode_attention` for rows whose shares were found; those of length 0 may be left alone, and with `pdl`, by which the next
-    kernel may start early and this one too, some row has to be longer."""
+    """Compute `decode_attention` for rows whose shares were found.
+
+    Results of rows of length 0 may stay unwritten. With `pdl` the next kernel may start early, and this one too; then some row must be
+    longer than 0.
+    """
     num_rows, _, head_dim = q.shape
     group = check_queries(q, out, kv)
     assert num_rows < len(shares.row_begins), num_rows

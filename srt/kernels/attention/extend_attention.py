@@ -1,7 +1,7 @@
 """Paged extend attention: a chunk of new tokens per row, causal, over the row's cached prefix and the chunk itself.
 
-The chunk's keys and values are written to the paged memory first, so prefix and chunk are read alike. A tile holds
-whole query groups (token by token, all heads of one KV head), so that the KV is read once per tile and group.
+The chunk's keys and values are stored in the paged memory first, so prefix and chunk are read in the same way. A tile holds whole query
+groups (token by token, all heads of one KV head), so that the KV memory is read once per tile and group.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _attend_block(
             visible = visible & (positions[None, :] > query_positions[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # of a query that has seen nothing yet
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf: the query has seen no position yet
     else:
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         origin = new_peak
@@ -131,14 +131,14 @@ def extend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # a power of two, at least the number of rows; 0: there are programs for as many tiles of each row
+    BLOCK_R: tl.constexpr,  # a power of two, at least the number of rows; 0: the grid has the same number of tiles for each row
 ) -> None:
     """Program (tile, KV head, row); pair m of a row is token m // GROUP of its chunk, head m % GROUP of the group.
 
-    With BLOCK_R (tile of all rows, KV head): chunks lie end to end, and programs that are left over end at once.
+    With BLOCK_R the program is (tile of all rows, KV head): chunks follow each other in q, and surplus programs end at once.
     """
     kv_head = tl.program_id(1)
-    # Of a row the tiles that see most go first.
+    # The tiles of a row that see the most positions go first.
     if BLOCK_R == 0:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
         row = tl.program_id(2)
@@ -212,10 +212,10 @@ def extend_attention(
     tiles: ExtendTiles,
     window: int | None = None,
 ) -> None:
-    """Row r's queries are ``q[start_locs[r] :][: extend_lens[r]]``, at positions from `prefix_lens[r]` on; into `out`.
+    """Attend with the queries ``q[start_locs[r] :][: extend_lens[r]]`` of each row r, at positions from `prefix_lens[r]` on, into `out`.
 
-    A query sees the positions up to its own, or the last `window` of them. Tokens of no row are left alone in `out`. Memory
-    past a row's last position is never read. `max_extend_len` is at least the longest of `extend_lens`.
+    A query sees the positions up to its own, or the last `window` of them. Tokens without a row stay unchanged in `out`. Memory past a
+    row's last position is never read. `max_extend_len` must be at least the longest of `extend_lens`.
     """
     num_rows, group = len(req_pool_indices), check_queries(q, out, kv)
     if num_rows == 0 or max_extend_len == 0:
@@ -235,12 +235,15 @@ def extend_any_rows(
     tiles: ExtendTiles,
     window: int | None = None,
 ) -> None:
-    """The same for chunks that lie end to end from the first of q's tokens on, whatever their lengths: the launch depends on the most
-    rows and tokens alone, so it can be captured in a graph. Rows without tokens are none."""
+    """Do what `extend_attention` does for chunks that follow each other from q's first token on.
+
+    The launch depends only on the numbers of rows and tokens for which there is room, so it can be captured in a graph and serve any
+    lengths. Rows without tokens are skipped.
+    """
     num_rows, group = len(req_pool_indices), check_queries(q, out, kv)
     grid = triton.cdiv(len(q) * group, tiles.block_m) + num_rows, kv.num_kv_heads, 1
     block_r = triton.next_power_of_2(num_rows)
-    # Lengths stand in for where chunks begin, which the kernel finds from them.
+    # Lengths are passed in place of the chunks' beginnings, which the kernel computes from them.
     rows = req_pool_indices, prefix_lens, extend_lens, extend_lens
     _launch(grid, q, kv, rows, scale, out, tiles, window, block_r)
 

@@ -1,7 +1,7 @@
-"""Decode attention straight from the packed projection: norm, rotation, the writing of the new key and value, and attention.
+"""Decode attention from the packed projection: norm, rotation, storing of the new key and value, and attention in one kernel.
 
-For small batches, where each kernel costs more to start and to wait for than it computes. A program reads its part of the
-older keys and values before it waits for the projection; the new ones it makes itself, and the last split stores them.
+This is for small batches, for which starting and waiting for a kernel takes longer than its work. A program reads its part of the older
+keys and values before it waits for the projection. It computes the new ones itself, and the last split stores them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _load_block(
     k_ptr: tl.tensor, v_ptr: tl.tensor, pages_ptr: tl.tensor, positions: tl.tensor, end: tl.tensor, kv_head: tl.tensor,
     k_location_stride: tl.tensor, v_location_stride: tl.tensor, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """(first halves of the keys, second halves, values); zeros from `end` on."""
+    """Return (first halves of the keys, second halves, values), with zeros from `end` on."""
     HALF: tl.constexpr = HEAD_DIM // 2
     live = positions < end
     pages = tl.load(pages_ptr + positions // PAGE_SIZE, mask=live, other=0).to(tl.int64)
@@ -45,7 +45,9 @@ def _attend_block(
     scores = tl.dot(q_1, tl.trans(k_1.to(DOT_DTYPE)), input_precision="ieee")
     scores = tl.dot(q_2, tl.trans(k_2.to(DOT_DTYPE)), scores, input_precision="ieee") * scale_log2
     scores = tl.where(live[None, :], scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))  # finite: there is a live position, or the row's own
+    new_peak = tl.maximum(
+        peak, tl.max(scores, 1)
+    )  # finite: the block has a live position, or the split has the row's own
     weights = tl.exp2(scores - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
     total = total * shrink + tl.sum(weights, 1)
@@ -87,7 +89,7 @@ def fused_decode_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row, KV head, split). What is read before the wait was there before any kernel of a layer: see decode_attention."""
+    """Program (row, KV head, split). What it reads before the wait was written before any kernel of a layer: see decode_attention."""
     let_next_start(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     NUM_HEADS: tl.constexpr = GROUP * NUM_KV_HEADS
@@ -174,7 +176,7 @@ def fused_decode_kernel(
     slots = first_head + heads * num_splits + split
     tl.store(lse_ptr + slots, peak + tl.log2(total), mask=heads < GROUP)
     tl.store(partial_ptr + slots[:, None] * HEAD_DIM + dims[None, :], attended, mask=in_group)
-    tl.debug_barrier()  # the whole program's results are out before it counts as arrived
+    tl.debug_barrier()  # all threads have stored their results before the program counts as arrived
     counter_ptr = arrived_ptr + row * NUM_KV_HEADS + kv_head
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") != num_live - 1:
         return
@@ -183,7 +185,7 @@ def fused_decode_kernel(
 
 
 def can_fuse_decode(kv: PagedKV, dtype: torch.dtype) -> bool:
-    """Heads of a power of two, in the memory's own type."""
+    """Return whether the kernel supports this: heads of a power of two, and a KV memory of the model's type."""
     head_dim = kv.head_dim
     return kv.k_buffer.dtype == dtype and head_dim >= 32 and head_dim & (head_dim - 1) == 0
 
@@ -204,9 +206,9 @@ def fused_decode(
     window: int | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """[rows, query heads * head_dim] for rows of one new token each, at position seq_lens - 1, stored at `locations`.
+    """Return [rows, query heads * head_dim] for rows of one new token each, at position seq_lens - 1, stored at `locations`.
 
-    qkv [rows, heads * head_dim] is contiguous, and stays as it is.
+    qkv [rows, heads * head_dim] must be contiguous, and is not changed.
     """
     num_rows, width = qkv.shape
     num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim

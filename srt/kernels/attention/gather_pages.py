@@ -1,4 +1,4 @@
-"""The pages of a step's rows, one row's behind another's: what kernels with a flat list of pages read."""
+"""Concatenate the pages of a step's rows, for kernels that read a flat list of pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gather_pages_kernel(
 def gather_pages(
     page_table: torch.Tensor, slots: torch.Tensor, indptr: torch.Tensor, most: int, out: torch.Tensor
 ) -> None:
-    """``out[indptr[r] : indptr[r + 1]]`` = the first pages of slot `slots[r]`; no row has more than `most`. All int32 but the slots."""
+    """Copy the first pages of slot `slots[r]` to ``out[indptr[r] : indptr[r + 1]]``, at most `most` per row. All int32 but the slots."""
     if not len(slots):
         return
     gather_pages_kernel[(len(slots), triton.cdiv(most, _BLOCK))](

@@ -1,4 +1,4 @@
-"""The paged KV memory of one layer, as every attention kernel and its reference are given it."""
+"""The paged KV memory of one layer, in the form that all attention kernels and their references take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PagedKV:
     v_buffer: torch.Tensor  # as k_buffer
     page_table: torch.Tensor  # [slots, max_pages], int32
     page_size: int
-    k_scale: float = 1.0  # what the keys in the memory are multiplied with: other than 1 where they are stored as fp8
+    k_scale: float = 1.0  # factor to apply to stored keys; 1 unless they are stored in fp8
     v_scale: float = 1.0
 
     @property
@@ -32,7 +32,7 @@ class PagedKV:
 
 
 def check_queries(q: torch.Tensor, out: torch.Tensor, kv: PagedKV) -> int:
-    """Check queries and results [tokens, heads, head_dim] against such a memory, and return how many heads share a KV head."""
+    """Check queries and results [tokens, heads, head_dim] against the memory, and return how many query heads share a KV head."""
     _, num_heads, head_dim = q.shape
     group = num_heads // kv.num_kv_heads
     assert group * kv.num_kv_heads == num_heads, (num_heads, kv.num_kv_heads)
@@ -45,7 +45,7 @@ def check_queries(q: torch.Tensor, out: torch.Tensor, kv: PagedKV) -> int:
 
 
 def check_heads(tensor: torch.Tensor, num_heads: int, head_dim: int) -> None:
-    """The kernels' layout: [tokens, heads, head_dim], a token's own elements contiguous, tokens any stride apart."""
+    """Assert the kernels' layout: [tokens, heads, head_dim], each token's elements contiguous, tokens any stride apart."""
     assert tensor.shape[1:] == (num_heads, head_dim), (tuple(tensor.shape), num_heads, head_dim)
     assert tensor.stride(2) == 1, tensor.stride()
     assert num_heads == 1 or tensor.stride(1) == head_dim, tensor.stride()

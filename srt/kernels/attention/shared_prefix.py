@@ -1,8 +1,8 @@
-"""Decode attention over what several rows have in common: the pages of a prefix that they share are read once for all of them.
+"""Decode attention over the common prefix of several rows: its pages are read once for all of them.
 
-Rows that follow each other form a block, of as many as one product takes. What those of a block share with its first row is found
-on the device, in each step: nobody has to say who came from which prefix. `decode_attention` does the rest of each row, and
-merges what was found here. Where nothing is shared, the programs end at once.
+Consecutive rows form a block, as many as one product takes. In each step the device finds the pages that the rows of a block share with
+its first row, so nobody has to say which rows came from which prefix. `decode_attention` computes the rest of each row and merges the
+result found here. If nothing is shared, the programs end at once.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from srt.kernels.attention.paged_kv import PagedKV, check_heads
 from srt.kernels.build.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.build.pdl import let_next_start, pdl_options, wait_for_inputs
 
-MOST_PAIRS: Final = 128  # of row and query head in a product
+MOST_PAIRS: Final = 128  # pairs of row and query head in a product
 MOST_BLOCK_ROWS: Final = 16
-PAGES_AT_ONCE: Final = 256  # that are compared
+PAGES_AT_ONCE: Final = 256  # pages compared per step of the search
 BLOCK_N: Final = 64  # positions per inner step
 MOST_SPLITS: Final = 16
-MOST_HEAD_DIM: Final = 128  # larger heads of a block do not fit the shared memory of every GPU
+MOST_HEAD_DIM: Final = 128  # with larger heads a block does not fit in the shared memory of every GPU
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The prefixes that rows share, and their results in a layer. All layers share this memory: launches on one stream do not overlap."""
+    """Lengths of shared prefixes, and their results in a layer. All layers use the same memory, as launches on a stream do not overlap."""
 
-    lens: torch.Tensor  # [rows] int32: so many first positions of the row are its block's; 0: none
+    lens: torch.Tensor  # [rows] int32: number of first positions that the row shares; 0: none
     partial: torch.Tensor  # float32: [rows, heads, splits, head_dim], the weighted means of their values
     lse: torch.Tensor  # float32: [rows, heads, splits], log2 of the sums of weights
     num_splits: int
@@ -50,7 +50,7 @@ class SharedPrefix:
         )
 
     def of(self, rows: int, group: int, kv_heads: int, num_processors: int) -> SharedPrefix:
-        """The same memory for a step of so many rows, cut into as many splits as give all processors something to do."""
+        """Return the same memory for a step of `rows` rows, with enough splits to give all multiprocessors work."""
         blocks = -(-rows // block_rows(group))
         wanted = programs_at_once(group, num_processors) // (blocks * kv_heads)
         return replace(self, lens=self.lens[:rows], num_splits=max(1, min(MOST_SPLITS, wanted)))
@@ -62,12 +62,12 @@ def can_share(dtype: torch.dtype, head_dim: int, group: int) -> bool:
 
 
 def block_rows(group: int) -> int:
-    """Rows of a block, a power of two, where so many query heads share a KV head."""
+    """Return the rows of a block, a power of two, if `group` query heads share a KV head."""
     return min(MOST_BLOCK_ROWS, 1 << max(MOST_PAIRS // group, 1).bit_length() - 1)
 
 
 def programs_at_once(group: int, num_processors: int) -> int:
-    """Two to a processor, unless a block is as large as it may be: as measured on an H200."""
+    """Return the programs that run at once: two per multiprocessor, one if blocks are large (measured on an H200)."""
     return num_processors * (2 if block_rows(group) * group <= MOST_PAIRS // 2 else 1)
 
 
@@ -84,7 +84,7 @@ def find_shared_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (block of rows). Shared are first pages that are the same; never all, so that each row has positions of its own."""
+    """Program (block of rows): find the equal first pages. Never counts all pages of a row, so that it keeps positions of its own."""
     first_row = tl.program_id(0) * ROWS
     rows = first_row + tl.arange(0, ROWS)
     inside = rows < num_rows
@@ -119,7 +119,7 @@ def find_shared_kernel(
 
 @jit
 def tokens_per_shared_split(shared: tl.tensor, num_splits: tl.tensor, BLOCK_N: tl.constexpr) -> tl.tensor:
-    """Positions per split of what is shared: a multiple of BLOCK_N."""
+    """Return the positions per split of a shared prefix: a multiple of BLOCK_N."""
     return tl.cdiv(tl.cdiv(shared, num_splits), BLOCK_N) * BLOCK_N
 
 
@@ -149,7 +149,7 @@ def shared_attention_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (KV head, split, block of rows): the queries of the block's rows, as those of one."""
+    """Program (KV head, split, block of rows): processes the queries of all rows of the block together."""
     let_next_start(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -162,7 +162,7 @@ def shared_attention_kernel(
     end = tl.minimum(begin + split_tokens, shared)
     if (begin >= end) & (kv_head + split + first_row > 0):
         return
-    wait_for_inputs(PDL)  # the first program in any case
+    wait_for_inputs(PDL)  # the first program waits even if it has no work
     if begin >= end:
         return
 
@@ -215,9 +215,9 @@ def find_shared(
     least_saved: int,
     out: torch.Tensor,
 ) -> None:
-    """Into `out` [rows]: how many first positions each row shares with its block, where that saves a block the reading of so many.
+    """Write to `out` [rows] how many first positions each row shares with its block; 0 if that saves a block less than `least_saved` reads.
 
-    `seq_lens` count the new position.
+    `seq_lens` include the new position.
     """
     num_rows, rows = len(row_slots), block_rows(group)
     find_shared_kernel[(triton.cdiv(num_rows, rows),)](
@@ -234,7 +234,7 @@ def shared_attention(
     shared: SharedPrefix,
     pdl: bool = False,
 ) -> None:
-    """Fill `shared` for these rows: `shared.lens` says what is shared. `decode_attention` is then given it."""
+    """Compute the results of the prefixes in `shared.lens`, and store them in `shared` for `decode_attention`."""
     num_rows, num_heads, head_dim = q.shape
     group = num_heads // kv.num_kv_heads
     rows = block_rows(group)

@@ -1,28 +1,28 @@
 // Paged decode attention with equal shares for all programs: see stream_attention.py, which defines the constants in capitals, and
 // even_attention.py, which says who reads what.
 //
-// One warp of a program sends for keys and values, 16 positions at a time, through a ring of SLOTS. Each of WARPS others takes every
-// WARPS-th of these blocks, and keeps what it finds to itself until the part of a row has been read. The last warp puts together what they
-// found, while they go on. Positions are the rows of the products, query heads their columns: no more than 8 are multiplied, where tiles
-// that begin with queries would have 16.
+// One warp of a program loads keys and values into a ring of SLOTS, 16 positions at a time. Each of WARPS other warps processes every
+// WARPS-th of these blocks, and keeps its result until the part of a row has been read. The last warp combines their results while they
+// continue. In the products, positions are the rows and query heads the columns, so only 8 columns are multiplied; with queries as rows it
+// would be 16.
 
 constexpr int BLOCK = 16;  // positions
 constexpr int HALVES = HEAD_DIM * (FP8 ? 1 : 2) / LINE;
-constexpr int HALF_BYTES = BLOCK * LINE;  // of a block, as many columns as a line has
+constexpr int HALF_BYTES = BLOCK * LINE;  // of the columns of a block that fill one line
 constexpr int BLOCK_BYTES = HALVES * HALF_BYTES;
 constexpr int SLOT_BYTES = 2 * BLOCK_BYTES;  // keys, then values
 static_assert(SLOTS % WARPS == 0, "a slot is always taken by the same warp, which so sees all its phases");
 constexpr int STEPS = HEAD_DIM / 16;
-constexpr int STEPS_AT_ONCE = FP8 ? 2 : 1;  // whose operands come together: two chunks of 16 bytes
+constexpr int STEPS_AT_ONCE = FP8 ? 2 : 1;  // steps whose operands are loaded together: two chunks of 16 bytes
 constexpr int STEPS_IN_LINE = 4 * STEPS_AT_ONCE;
 static_assert(STEPS % STEPS_IN_LINE == 0, "lines are full");
-constexpr int PITCH = HEAD_DIM + 4;  // of what warps found, in shared memory
-constexpr int DIMS = HEAD_DIM / 32;  // of a lane that puts it together
+constexpr int PITCH = HEAD_DIM + 4;  // of the warps' results in shared memory
+constexpr int DIMS = HEAD_DIM / 32;  // per lane of the warp that combines them
 
-// The largest score of no position.
+// Initial value of the largest score.
 __device__ __forceinline__ float nothing() { return __int_as_float(0xFF800000); }
 
-// What a warp found in its blocks: for each query head the largest score, the sum of weights, and the weighted sum of values.
+// A warp's result for its blocks: for each query head the largest score, the sum of weights, and the weighted sum of values.
 struct Found {
   float peaks[WARPS][8];
   float totals[WARPS][8];
@@ -51,22 +51,21 @@ __device__ __forceinline__ void load_turned(u32 (&parts)[4], u32 address) {
                : "memory");
 }
 
-// The lower and the upper two of four numbers of e4m3 as numbers of f16, which a processor makes of them at once: of bf16 it takes four
-// instructions more.
+// Converts the lower and the upper two of four e4m3 numbers to f16, which takes one instruction; conversion to bf16 takes four more.
 __device__ __forceinline__ void widen(u32 bytes, u32& lower, u32& upper) {
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
       : "=r"(lower), "=r"(upper)
       : "r"(bytes));
 }
 
-// What is out of their range becomes the largest of them, or nothing.
+// Values out of range become the largest f16 number, or 0.
 __device__ __forceinline__ u32 half_pair_of(float low, float high) {
   u32 both;
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
 
-// What the memory's numbers are multiplied with, in the type that they are made.
+// Operands for the products with stored numbers, in the type to which those are converted.
 __device__ __forceinline__ u32 factors_of(float low, float high) { return FP8 ? half_pair_of(low, high) : pair_of(low, high); }
 
 __device__ __forceinline__ u32 turned(u32 pair) {
@@ -86,7 +85,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&rows)
                : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(low), "r"(high));
 }
 
-// Over the positions of a block: the lanes that hold the same query heads.
+// Reduces over the positions of a block, which are in the lanes with the same query heads.
 template <typename Both>
 __device__ __forceinline__ float over_positions(float value, Both both) {
   for (int distance = 4; distance < 32; distance *= 2) value = both(value, __shfl_xor_sync(~0u, value, distance));
@@ -101,14 +100,14 @@ __device__ __forceinline__ float power_of_2(float x) {
 
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Past the first cache, which may hold what was there before.
+// Reads past the L1 cache, which may hold old values.
 __device__ __forceinline__ float load_new(const float* from) {
   float value;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
   return value;
 }
 
-// Of one row, those positions that the program reads.
+// The positions of one row that the program reads.
 struct Part {
   int row, begin, end;  // positions
   int length;           // of the row
@@ -116,7 +115,7 @@ struct Part {
   bool begins_share;
 };
 
-// As EvenShares has them, in blocks of SHARE_UNIT positions.
+// The tables of EvenShares, in blocks of SHARE_UNIT positions.
 struct Shares {
   const int* begins;
   const int* first_rows;
@@ -163,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
   __syncthreads();
 
   if (warp == WARPS) {
-    // Keys and values of earlier steps are there: they are on their way before the kernels before this one have ended.
+    // Keys and values of earlier steps are complete, so their loads start before the previous kernels have ended.
     const u64 once = reading_once();
     bool has_waited = false;
     int number = 0;  // of the block
@@ -238,8 +237,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
       turn++;
       if (is_whole) return;
 
-      // Who ends last with a row merges its parts: the last part of its first share, unless the row is all that share has, and the first
-      // of the others.
+      // The program that finishes a row last merges its parts: the last part of the row's first share, unless the row is all of that share,
+      // and the first part of each other share.
       const int first_share = shares.row_shares[2 * part.row], last_share = shares.row_shares[2 * part.row + 1];
       const bool begins_inside = shares.row_begins[part.row] > shares.begins[first_share];
       __syncwarp();
@@ -252,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
         __threadfence();
       }
       if (__shfl_sync(~0u, num_arrived, 0) != last_share - first_share) return;
-      __syncwarp();  // what the others have left is seen by all lanes
+      __syncwarp();  // all lanes see the other programs' results
 #pragma unroll
       for (int head = 0; head < GROUP; head++) {
         float peak = nothing(), total = 0, means[DIMS] = {};
@@ -274,10 +273,10 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
   }
 
   wait_for_earlier_kernels();
-  const int column = lane % 4 * 2;  // of two query heads of the group: those that a lane has sums of
+  const int column = lane % 4 * 2;  // the first of the two query heads whose sums this lane holds
   int number = 0, turn = 0;         // of the part's first block, and of the part
   for_each_part(shares, share, [&](const Part& part) {
-    // As the second operand of the products: a lane has columns of one head.
+    // The queries are the second operand of the products; a lane holds columns of one head.
     u32 queries[STEPS][2] = {};
     if (lane / 4 < GROUP) {
       const u16* query = q + (u64)part.row * q_stride + (first_head + lane / 4) * HEAD_DIM + (FP8 ? 2 * column : column);
@@ -295,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
       const int slot = (number + block) % SLOTS, live = part.end - part.begin - block * BLOCK;  // positions; may be more than BLOCK
       const u32 keys = ring + slot * SLOT_BYTES, values = keys + BLOCK_BYTES;
       wait_for(full + 8 * slot, ((number + block) / SLOTS) & 1);
-      if (live < BLOCK) {  // what lies behind the row's end may be anything: as a factor it has to be a number
+      if (live < BLOCK) {  // values after the row's end may be anything, but a factor must be a number
         for (int i = live; i < BLOCK; i++) {
 #pragma unroll
           for (int half = 0; half < HALVES; half++) {
@@ -310,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
         const int i = lane % 16, chunk = k * 2 / STEPS_AT_ONCE % 8 + lane / 16;
         u32 rows[4];
         load_matrices(rows, keys + k / STEPS_IN_LINE * HALF_BYTES + i * LINE + ((chunk ^ i % 8) << 4));
-        if (FP8) {  // a lane has four neighbouring columns, and has so of queries
+        if (FP8) {  // a lane has four neighbouring columns, as it has of the queries
           u32 first[4], second[4];
 #pragma unroll
           for (int j = 0; j < 2; j++) widen(rows[j], first[j], first[2 + j]), widen(rows[2 + j], second[j], second[2 + j]);
@@ -350,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
         const int i = lane % 8 + lane / 16 * 8, chunk = k * 2 / STEPS_AT_ONCE % 8 + lane / 8 % 2;
         u32 rows[4];
         load_turned(rows, values + k / STEPS_IN_LINE * HALF_BYTES + i * LINE + ((chunk ^ i % 8) << 4));
-        if (FP8) {  // pairs of columns were turned: those of even and of odd number are halves of the sums
+        if (FP8) {  // pairs of columns were permuted: even and odd ones are the two halves of the sums
           u32 first[4], second[4];
 #pragma unroll
           for (int j = 0; j < 2; j++) {
@@ -363,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
           multiply_add(sums[k], rows, low, high);
         }
       }
-      if (live < BLOCK) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what was written here, before what is sent here
+      if (live < BLOCK) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the writes above precede the next load
       __syncwarp();
       if (lane == 0) arrive(empty + 8 * slot);
     }

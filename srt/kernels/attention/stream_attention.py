@@ -1,8 +1,8 @@
-"""Even attention as a kernel in CUDA's C++, for Hopper, bfloat16 and a memory of it or of fp8: programs fill a processor as products' do.
+"""Even attention as a CUDA C++ kernel, for Hopper, bfloat16 and a KV memory in bfloat16 or fp8.
 
-Programs of Triton's kernel share a processor by four, and so start when the product before them has ended, on an empty device, and are
-merged from as many parts. Here two programs take the place of one of the product before, and send for keys and values of earlier steps
-before that product has ended; the product behind it does the same with its weights.
+Four programs of the Triton kernel share a multiprocessor, so they start on an empty device, after the previous product has ended, and
+many parts must be merged. Here two programs take the place of one program of the previous product. They load keys and values of earlier
+steps before that product has ended, and the next product does the same with its weights.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from srt.kernels.build.hopper import (
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 LEAST_ROWS: Final = 4
 _LINE: Final = 2 * BLOCK_K  # bytes
-_BLOCK: Final = 16  # positions that a load brings
+_BLOCK: Final = 16  # positions per load
 _MOST_GROUP: Final = 8
-_WARPS: Final = 4  # that multiply
-_SLOTS: Final = 8
-_PROGRAMS: Final = 2  # on a processor, neither less nor more: others would be placed where there is room, not evenly
-_LEAST_BYTES: Final = 77 * 1024  # of shared memory, so that there is no room for one more
+_WARPS: Final = 4  # warps that multiply
+_SLOTS: Final = 8  # of the ring, in bfloat16
+_PROGRAMS: Final = 2  # per multiprocessor, exactly: with room for more they would not be placed evenly
+_LEAST_BYTES: Final = 77 * 1024  # of shared memory per program, so that a third does not fit
 _HEAD_DIMS: Final = {torch.bfloat16: (64, 128), torch.float8_e4m3fn: (128,)}
-"""By the memory's type: lines of 128 bytes are full."""
+"""Supported head sizes by the type of the KV memory. They fill lines of 128 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
-    """The kernel for heads of this size, so many of which share keys and values."""
+    """The kernel for heads of this size, `group` of which share a KV head."""
 
     group: int
     head_dim: int
     page_size: int
-    is_fp8: bool = False  # the memory
+    is_fp8: bool = False  # whether the KV memory is fp8
 
     @property
     def name(self) -> str:
@@ -74,12 +74,12 @@ class AttentionVariant:
 
     @property
     def slots(self) -> int:
-        """For as many bytes on their way, whatever a number takes."""
+        """Slots of the ring: twice as many for fp8, so that the same number of bytes is in flight."""
         return _SLOTS * (2 if self.is_fp8 else 1)
 
     @property
     def _found_bytes(self) -> int:
-        """What warps found in two parts of rows."""
+        """Shared memory for the warps' results in two parts of rows."""
         return 2 * 4 * _WARPS * (2 * 8 + self.group * (self.head_dim + 4))
 
     @property
@@ -144,8 +144,8 @@ def stream_attention(
     out: torch.Tensor,
     shares: EvenShares,
 ) -> None:
-    """Compute `even_attention` with the streaming kernel. Keys and values of all but the rows' last positions must be in memory before
-    the previous kernel has ended."""
+    """Compute `even_attention` with the streaming kernel. The keys and values of all but the rows' last positions must be stored before
+    the previous kernel ends."""
     num_rows, _, head_dim = q.shape
     is_fp8 = kv.k_buffer.dtype is torch.float8_e4m3fn
     variant = AttentionVariant(check_queries(q, out, kv), head_dim, kv.page_size, is_fp8)

@@ -1,4 +1,4 @@
-"""Scatters the step's new keys and values into the paged KV memory."""
+"""Store a step's new keys and values in the paged KV memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_kv_kernel(
     v_location_stride: tl.tensor,
     k_scale: float,
     v_scale: float,
-    AS_FP8: tl.constexpr,  # divided by the scales, and cut to the type's range
+    AS_FP8: tl.constexpr,  # divide by the scales, and clamp to the type's range
     ROW: tl.constexpr,  # elements of one token: kv_heads * head_dim
     BLOCK: tl.constexpr,
 ) -> None:
@@ -47,11 +47,10 @@ def write_kv_kernel(
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, locations: torch.Tensor, kv: PagedKV) -> None:
-    """Row t of k and v ([tokens, kv_heads, head_dim]) goes to flat location `locations[t]` of the buffers.
+    """Store row t of k and v ([tokens, kv_heads, head_dim]) at flat location `locations[t]` of the buffers.
 
-    Locations are distinct but for padding rows, which may share one: what is left there is one of theirs, mixed.
-    k and v may be slices of wider rows; a token's own elements are contiguous, in them and in the buffers. Buffers of
-    float8_e4m3fn hold the values divided by the scales.
+    Locations must be distinct, except that padding rows may share one, whose contents are then a mixture. k and v may be slices of wider
+    rows; each token's elements are contiguous, in them and in the buffers. Buffers of float8_e4m3fn hold the values divided by the scales.
     """
     num_tokens, num_heads, head_dim = k.shape
     k_buffer, v_buffer = kv.k_buffer, kv.v_buffer

@@ -1,1 +1,1 @@
-"""Sums and gathers over the GPUs of a host, by memory that they map from each other."""
+"""Sums and gathers over the GPUs of a host, through memory that they map from each other."""

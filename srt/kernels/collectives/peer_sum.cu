@@ -1,33 +1,34 @@
-// What the ranks of a host tell each other in few bytes, by way of memory that they write for each other: see peer_sum.py, which defines
-// the constants in capitals.
+// Exchange of few bytes between the ranks of a host, through memory that they write for each other. See peer_sum.py, which defines the
+// constants in capitals.
 //
-// A rank's memory has BOXES boxes. A program writes its rank's part to boxes of the same number in all others' memory, and waits for theirs
-// in its own. What travels are letters of 16 bytes: two words, each of 4 bytes of data and, above them, the number of the box's run. An
-// aligned access of 8 bytes is whole, so who reads the number has the data: nothing is fenced, nobody is asked whether he is ready.
+// A rank's memory has BOXES boxes. A program writes its rank's part to the boxes of the same number in all other ranks' memory, and waits
+// for their parts in its own. Data is sent in letters of 16 bytes: two words, each with 4 bytes of data and, above them, the number of the
+// box's run. An aligned access of 8 bytes is indivisible, so a reader that finds the number has the data too. No fence and no handshake is
+// needed.
 //
-// A run of a box is a launch that uses it. Every rank launches the same in the same order, so all count the same runs, whatever else a
-// launch is made of; and as they are counted on the device, so do the launches of a graph.
+// A run of a box is a launch that uses it. All ranks launch the same kernels in the same order, so they count the same runs. They are
+// counted on the device, so launches from a graph count as well.
 //
-// A box has two sides, which runs take in turn, and that suffices. Rank r writes run n + 2 in q's memory where n was. It began after r's
-// launch of n + 1 had ended, which had read letters of q's n + 1; and q sent these after its own launch of n had ended, which had read all
-// of n. (A launch begins where it has waited for the kernels before it, and a run has a letter from everybody to everybody.)
+// A box has two sides, which runs use alternately. Two suffice: rank r overwrites run n in q's memory in its run n + 2. That run began after
+// r's launch of run n + 1 had ended, which had read q's letters of n + 1. And q sent these after its own launch of run n had ended, which had
+// read all letters of n. (A launch waits for the kernels before it, and in each run every rank sends a letter to every other.)
 //
-// Numbers come again after 2^32 runs, and a letter that few runs are large enough for may be old. So now and then a run renews those that
-// it does not use, in its own memory: nobody else writes there before the run after the next.
+// Numbers repeat after 2^32 runs, and a letter that only large runs use may be old by then. So now and then a run renews the letters that it
+// does not use, in its own memory: no other rank writes there before the run after the next.
 
 struct Mail {
   u64 memories[8];  // of every rank
-  u32* runs;        // [BOXES], the number of each box's next
-  u32* missing;     // in the host's memory: 1 + the rank that this one has given up on
+  u32* runs;        // [BOXES], the number of each box's next run
+  u32* missing;     // in host memory: 1 + the rank on which this one has given up
   u64 patience_ns;
   int rank;
 };
 
 constexpr u32 RENEWAL = 1 << 20;  // runs
-constexpr int FLOATS = KIND == FLOAT32 ? 2 : 4;  // of a letter
-constexpr int LOOKS = 1024;  // between two at the clock
+constexpr int FLOATS = KIND == FLOAT32 ? 2 : 4;  // in a letter
+constexpr int LOOKS = 1024;  // polls between two readings of the clock
 
-// From that rank, in the memory that begins there.
+// Location of the letters from that rank, in the memory that begins at this address.
 __device__ __forceinline__ u64 letter_at(u64 memory, u32 run, int box, int from, int letter) {
   return memory + 16 * ((u64)(((run & 1) * BOXES + box) * RANKS + from) * LETTERS + letter);
 }
@@ -49,14 +50,14 @@ __device__ __forceinline__ u64 nanoseconds() {
   return now;
 }
 
-// The host finds the reason where it was left; after a trap the device does nothing more for this process.
+// Leaves the reason where the host finds it. After a trap the device does no more work for this process.
 __device__ __noinline__ void give_up(u32* missing, int rank) {
   *(volatile u32*)missing = 1 + rank;
   __threadfence_system();
   asm volatile("trap;");
 }
 
-// All ranks' parts of a letter.
+// The parts of a letter from all ranks.
 __device__ __forceinline__ void receive(uint2 (&parts)[RANKS], uint2 mine, const Mail& mail, u32 run, int box, int letter) {
   u64 begun = 0;
   for (u32 looks = 1;; looks++) {
@@ -166,7 +167,7 @@ __device__ __forceinline__ float sum_over_program(float value) {
   return total;
 }
 
-// NORMS: the sum is added to `hidden`, and a row of that is normed.
+// NORMS: the sum is added to `hidden`, and each row of the result is normed.
 struct Ending {
   const uint2* hidden;
   const uint2* weight;
@@ -174,8 +175,8 @@ struct Ending {
   float eps;
 };
 
-// Program p: row p of so many letters, in PARTS boxes; the last row may be shorter. `out` has as many letters as `part`, or where GATHERS
-// as many of each rank.
+// Program p processes row p of `row_letters` letters, in PARTS boxes; the last row may be shorter. `out` has as many letters as `part`, with
+// GATHERS as many for each rank.
 extern "C" __global__ void __launch_bounds__(LETTERS)
     peer_sum(const __grid_constant__ Mail mail, const __grid_constant__ Ending ending, const uint2* part, uint2* out,
              int num_letters, int row_letters) {
@@ -204,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(LETTERS)
       if (to != mail.rank) send(letter_at(mail.memories[to], runs[i], boxes + i, mail.rank, threadIdx.x), mine[i], runs[i]);
     }
   }
-  // What comes next sends for its weights while the others' parts are under way.
+  // The next kernel loads its weights while the other ranks' parts are in flight.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #pragma unroll
   for (int i = 0; i < PARTS; i++) {
@@ -240,6 +241,6 @@ extern "C" __global__ void __launch_bounds__(LETTERS)
       if (letter_of(i) < count) ending.normed[row + letter_of(i)] = normed_by(mine[i], scale, weight[i]);
     }
   }
-  __syncthreads();  // all have read them
+  __syncthreads();  // all threads have read the numbers
   if (threadIdx.x < PARTS) mail.runs[boxes + threadIdx.x] += 1;
 }

@@ -1,7 +1,7 @@
 """Add or gather small tensors over the ranks of a host in one launch: a CUDA C++ kernel that writes the other ranks' memory.
 
-A decode step sends a few bytes many times, and what NCCL does before and after them takes longer than they do. Compute capability 9.0
-only, as all such kernels here.
+A decode step sends a few bytes many times, and NCCL's own work before and after them takes longer than sending them. Compute capability
+9.0 only, like all CUDA C++ kernels here.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from srt.kernels.build.hopper import launch, source_of
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 LETTERS: Final = 512
-"""Of a box, and threads of the program that fills it."""
+"""Number of letters in a box, and of threads in the program that fills it."""
 LETTER_BYTES: Final = 8
-"""Of data; as many tell the run."""
+"""Bytes of data in a letter; 8 more contain the number of the run."""
 PROGRAMS: Final = 128
-"""So that all run at once: one that waits for another rank's must not keep back one that another rank waits for."""
+"""Limit of programs. All must run at once: one that waits for another rank must not delay one for which another rank waits."""
 _MOST_PARTS: Final = 4
 BOXES: Final = PROGRAMS * _MOST_PARTS
 MOST_BYTES: Final = BOXES * LETTERS * LETTER_BYTES
-"""Of a rank's part."""
+"""Largest size of a rank's part."""
 MOST_RANKS: Final = 8
 _MANY_RANKS: Final = 5
-"""From here on each rank sends so many copies of its part that NCCL may be faster with more than a quarter of it."""
+"""With this many ranks or more, each sends so many copies that NCCL may be faster above a quarter of MOST_BYTES."""
 _KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -38,9 +38,9 @@ class PeerKernel:
     """A variant of the kernel. Gathering does not depend on the dtype."""
 
     ranks: int
-    dtype: torch.dtype | None  # of what is added up; None: it is gathered
-    is_normed: bool = False  # the sum is added to the residual stream, rows of which are normed
-    parts: int = 1  # boxes of a program
+    dtype: torch.dtype | None  # type of the summands; None: gather instead of adding
+    is_normed: bool = False  # whether to add the sum to the residual stream and norm its rows
+    parts: int = 1  # boxes per program
 
     name = "peer_sum"
     shared_bytes = 0
@@ -107,20 +107,20 @@ def is_gatherable(num_bytes: int, ranks: int) -> bool:
 
 
 def is_normable(dtype: torch.dtype, num_rows: int, row_bytes: int, ranks: int) -> bool:
-    """A program has a whole row. One row alone is normed by the product that reads it."""
+    """Return whether one launch can add and norm: a program holds a whole row. A single row is normed by the product that reads it."""
     fits = 1 < num_rows <= PROGRAMS and _parts(row_bytes) <= _MOST_PARTS
     return fits and row_bytes % LETTER_BYTES == 0 and is_summable(dtype, num_rows * row_bytes, ranks)
 
 
 def add_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:
-    """The sum of the ranks' `x`, added in rank order in float32 and rounded once."""
+    """Return the sum of the ranks' `x`, added in rank order in float32 and rounded once."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _exchange(PeerKernel(ranks, x.dtype, parts=_parts_of_all(x.nbytes)), x, out, mail)
     return out
 
 
 def gather_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:
-    """[ranks, *x.shape]"""
+    """Return the ranks' `x` as [ranks, *x.shape]."""
     out = torch.empty((ranks, *x.shape), dtype=x.dtype, device=x.device)
     _exchange(PeerKernel(ranks, None, parts=_parts_of_all(x.nbytes)), x, out, mail)
     return out
@@ -129,7 +129,7 @@ def gather_parts(x: torch.Tensor, mail: Mail, ranks: int) -> torch.Tensor:
 def add_parts_and_norm(
     x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, eps: float, mail: Mail, ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm of hidden + sum, hidden + sum) for [rows, columns]; the sum is that of `add_parts`, and the norm is of what was rounded."""
+    """Return (the norm of hidden + sum, hidden + sum) for [rows, columns], with the sum of `add_parts`. The norm is of the rounded sum."""
     assert hidden.shape == x.shape and hidden.is_contiguous() and weight.shape == x.shape[1:], x.shape
     assert not hidden.data_ptr() % LETTER_BYTES and not weight.data_ptr() % LETTER_BYTES
     total, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -141,12 +141,12 @@ def add_parts_and_norm(
 
 
 def _parts(row_bytes: int) -> int:
-    """Boxes of a row."""
+    """Return the number of boxes that a row needs."""
     return -(-row_bytes // (LETTERS * LETTER_BYTES))
 
 
 def _parts_of_all(num_bytes: int) -> int:
-    """Boxes that each program has, where they are not rows; few numbers, as each is a variant."""
+    """Return the number of boxes per program if parts are not rows. There are few possible numbers, because each is a variant."""
     return next(parts for parts in (1, 2, 4) if num_bytes <= parts * PROGRAMS * LETTERS * LETTER_BYTES)
 
 
@@ -155,7 +155,7 @@ def _exchange(
     x: torch.Tensor,
     out: torch.Tensor,
     mail: Mail,
-    ending: _Ending = _Ending(),  # noqa: B008  which is never changed
+    ending: _Ending = _Ending(),  # noqa: B008  never changed
     row_letters: int = 0,
 ) -> None:
     part = x.contiguous()

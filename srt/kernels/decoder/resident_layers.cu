@@ -1,36 +1,36 @@
-// All layers of a step of a few decoding rows, by programs that stay on their processors: see resident_layers.py, which defines the
-// constants in capitals.
+// All layers of a decode step of a few rows, computed by programs that stay on their multiprocessors. See resident_layers.py, which defines
+// the constants in capitals.
 //
-// One warp of a program sends for its share of all weights, in the order in which they are used, through a ring of 150 to
-// 200 KB: it never waits for what others compute. The other warps go through the layers. What one program computes and all others need
-// travels in words of 8 bytes, data and tag: such a word is written and read whole, so who finds the tag that it expects has the data,
-// and nobody waits for anything else. A tag is the number of a layer, counted over all steps.
+// One warp of a program loads the program's share of all weights, in the order of their use, into a ring of 150 to 200 KB. It never waits
+// for results of other programs. The other warps compute the layers. Results that all programs need are exchanged in words of 8 bytes, data
+// and tag. A word is written and read as a whole, so a reader that finds the expected tag has the data too, and waits for nothing else. A tag
+// is the number of a layer, counted over all steps.
 //
-// A word is written anew a layer later. By then all have read it: every program has a share of every product, so who has all results of a
-// product knows that everyone has read what came before it.
+// A word is overwritten one layer later. By then all programs have read it: every program computes a share of every product, so a program
+// that has all results of a product knows that all programs have read the words before it.
 //
-// Only so much is sent for at a time as keeps the memory busy (IN_FLIGHT): words wait behind weights.
+// Only as many loads are in flight as keep the memory busy (IN_FLIGHT), because words wait behind weights.
 
-constexpr int WARPS = 15;  // that multiply and attend; one more loads. Five on a quarter of a processor would have fewer registers
+constexpr int WARPS = 15;  // warps that multiply and attend; one more loads. With more there would be too few registers
 constexpr int THREADS = 32 * WARPS;
-constexpr int UNIT = 8;  // rows of a weight that one multiplication takes
+constexpr int UNIT = 8;  // rows of a weight in one multiplication
 constexpr int HEADS = QUERY_WIDTH / HEAD_DIM;
 constexpr int KV_HEADS = KV_WIDTH / HEAD_DIM;
 constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int PACKED_WIDTH = QUERY_WIDTH + 2 * KV_WIDTH;
 constexpr int STAGE_BYTES = UNIT * 2 * CHUNK;  // blocks of 64 columns, one after the other
 
-// A layer's products: of queries, keys and values; of attention's output; of gates and ups; down.
+// The products of a layer: queries, keys and values; attention's output; gates and ups; down.
 enum { PACKED, OUTPUT, GATES, DOWN };
 constexpr int PRODUCTS = 4;
 __device__ constexpr int SLICES[PRODUCTS] = {HIDDEN / CHUNK, QUERY_WIDTH / CHUNK, HIDDEN / CHUNK, INNER / CHUNK};
-// Of a program: units of each weight, and pairs of each result
+// A program's share: units of each weight, and pairs of each result
 __device__ constexpr int UNITS[PRODUCTS] = {PACKED_WIDTH / UNIT / PROGRAMS, HIDDEN / UNIT / PROGRAMS, 2 * (INNER / UNIT / PROGRAMS),
                                             HIDDEN / UNIT / PROGRAMS};
 __device__ constexpr int PAIRS[PRODUCTS] = {PACKED_WIDTH / 2 / PROGRAMS, HIDDEN / 2 / PROGRAMS, INNER / 2 / PROGRAMS,
                                             HIDDEN / 2 / PROGRAMS};
 constexpr int HIDDEN_PAIRS = HIDDEN / 2 / PROGRAMS;
-constexpr int ATTENDED = ROWS * QUERY_WIDTH / PROGRAMS;  // numbers of what heads found that a program puts together
+constexpr int ATTENDED = ROWS * QUERY_WIDTH / PROGRAMS;  // numbers of the heads' outputs that a program combines
 
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int WIDEST = larger(larger(HIDDEN, QUERY_WIDTH), INNER);
@@ -40,11 +40,11 @@ constexpr int X_ROW = WIDEST / CHUNK * X_SLICE;
 constexpr int MOST_CHUNKS = larger(larger(UNITS[PACKED] * SLICES[PACKED], UNITS[OUTPUT] * SLICES[OUTPUT]),
                                    larger(UNITS[GATES] * SLICES[GATES], UNITS[DOWN] * SLICES[DOWN]));
 
-constexpr int ATTENDING = GROUP <= 2 ? WARPS : WARPS / 2;  // warps, as there is room for what they find
-constexpr int FINISHING = 4;  // lanes that put two numbers of a product together
+constexpr int ATTENDING = GROUP <= 2 ? WARPS : WARPS / 2;  // number of warps for whose results there is room
+constexpr int FINISHING = 4;  // lanes that sum up two numbers of a product
 constexpr int HALF = HEAD_DIM / 2;
-constexpr int AHEAD = 2;  // turns of attention whose keys and values are sent for together
-constexpr int PREFETCHED = AHEAD + 16;  // turns whose keys and values are brought near
+constexpr int AHEAD = 2;  // turns of attention whose keys and values are loaded together
+constexpr int PREFETCHED = AHEAD + 16;  // turns whose keys and values are prefetched
 constexpr float NOTHING = -1e30f;
 
 static_assert(HEAD_DIM == 128, "a half of a warp has a head, 8 numbers each");
@@ -56,7 +56,7 @@ static_assert(HIDDEN % CHUNK == 0 && QUERY_WIDTH % CHUNK == 0 && INNER % CHUNK =
 static_assert(FINISHING * ROWS * HIDDEN_PAIRS <= THREADS && ROWS <= UNIT && GROUP + 2 <= WARPS && ROWS * KV_HEADS * SPLITS <= PROGRAMS);
 static_assert(SPLITS <= 16 && (SPLITS & (SPLITS - 1)) == 0);
 
-// How weights are found: blocks of 64 columns, all rows of them.
+// Tensor maps of the weights: blocks of 64 columns, with all rows.
 struct LayerMaps {
   TensorMap weights[PRODUCTS];
 };
@@ -70,16 +70,16 @@ struct Layer {
   u16* v_buffer;
 };
 
-// Of words that travel.
+// Buffers of the exchanged words.
 struct Exchange {
   u64* packed;    // [rows, PACKED_WIDTH / 2] pairs
   u64* parts;     // [rows, heads, SPLITS, HEAD_DIM] sums
   u64* factors;   // [rows, heads, SPLITS, 2] maximum and total
   u64* attended;  // [rows, QUERY_WIDTH / 2] pairs
-  u64* added;     // [rows, HIDDEN / 2] pairs: the stream behind attention
+  u64* added;     // [rows, HIDDEN / 2] pairs: the stream after attention
   u64* active;    // [rows, INNER / 2] pairs
-  u64* stream;    // [rows, HIDDEN / 2] pairs: the stream behind the layer
-  u32* tag;       // the next step's first
+  u64* stream;    // [rows, HIDDEN / 2] pairs: the stream after the layer
+  u32* tag;       // first tag of the next step
 };
 
 struct Step {
@@ -124,12 +124,11 @@ __device__ __forceinline__ void store_word(u64* to, u32 data, u32 tag) {
 
 __device__ __forceinline__ bool has(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
 
-// Words at several places, all of them. Those that were looked at too early are loaded again together: one after the other each would take as
-// long as all.
+// Reads the words at several places. Those that have not arrived are read again together: one after the other, each would take as long as all.
 template <int COUNT, class Place>
 __device__ __forceinline__ void await(Words (&found)[COUNT], u32 tag, Place place) {
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) found[i].first = found[i].second = (u64)~tag << 32;  // not there
+  for (int i = 0; i < COUNT; i++) found[i].first = found[i].second = (u64)~tag << 32;  // a tag that is not expected
   bool is_early;
   do {
 #pragma unroll
@@ -165,7 +164,7 @@ __device__ __forceinline__ float exp2_of(float value) {
   return result;
 }
 
-// What attention keeps in shared memory, where products keep x and their parts.
+// Attention's data in shared memory, at the place of the products' x and parts.
 struct Attention {
   float queries[GROUP][HEAD_DIM];
   u32 new_key[HALF], new_value[HALF];
@@ -173,7 +172,7 @@ struct Attention {
   __align__(16) float sums[ATTENDING][GROUP][HEAD_DIM];
 };
 
-// What comes with a layer's weights, in two loads.
+// The norms of a layer, which are loaded with its weights, in two loads.
 struct First {
   u16 norm[HIDDEN];
   u16 q_norm[HEAD_DIM], k_norm[HEAD_DIM];
@@ -205,7 +204,7 @@ __device__ __forceinline__ void load_bytes(const void* to, const void* from, u32
                : "memory");
 }
 
-// All that the other warps need, in their order. By one thread.
+// Loads everything that the other warps need, in their order. Run by one thread.
 __device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
   const u64 policy = reading_once();
   const u32 full = address_of(memory.full), empty = address_of(memory.empty), stages = address_of(memory.stages);
@@ -252,10 +251,10 @@ __device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
   }
 }
 
-// x of a product as others have made it, to where lanes read it. `norm`, if any: x is multiplied by these weights, and its sums of squares
-// are left, a warp's each: the norm's factor comes to the product.
+// Copies x of a product, computed by other programs, to where lanes read it. With `norm`, x is multiplied by these weights, and each warp
+// stores its sum of squares; the norm's factor is applied to the product.
 __device__ __forceinline__ void take(Memory& memory, const u64* words, u32 tag, int size, const u16* norm) {
-  constexpr int TOGETHER = HIDDEN <= 2048 ? 2 : 4;  // loads of a thread
+  constexpr int TOGETHER = HIDDEN <= 2048 ? 2 : 4;  // loads in flight per thread
 #pragma unroll 1
   for (int row = 0; row < ROWS; row++, words += size / 2) {
     float total = 0;
@@ -287,11 +286,12 @@ __device__ __forceinline__ void take(Memory& memory, const u64* words, u32 tag, 
   }
 }
 
-// What lanes multiply of 64 columns: of a unit, and of x.
+// The operands of lanes for 64 columns: of a unit, and of x.
 //
-// An instruction takes 16 rows of 16 columns, 8 to a register. Here its rows from the 8th on are x's other columns: with a unit's first and
-// third 8 columns it makes what x's first and third make in the rows before, and with the second and fourth what the others make in those
-// behind. The other halves of the sums mean nothing; but registers stay as they are loaded. Rows that x has not are its first.
+// An instruction multiplies 16 rows of 16 columns, with 8 rows in a register. Here its rows from the 8th on hold other columns of x. So with
+// the first and third 8 columns of a unit, the first 8 rows of the result are the products with x's first and third 8 columns; and with the
+// unit's second and fourth 8 columns, the other rows are the products with x's second and fourth. The other halves of the sums have no
+// meaning, but registers can be used as they are loaded. Missing rows of x are replaced by its first row.
 struct Operands {
   u32 pairs[8];
   uint4 x[2];
@@ -320,11 +320,11 @@ struct Operands {
   }
 };
 
-// Parts of the product of x with a program's chunks, which are in the ring from chunk `begin` on. Each warp takes every so many-th.
+// Multiplies x with a program's chunks, which are in the ring from chunk `begin` on. Warps take the chunks in turn.
 __device__ __forceinline__ void multiply(Memory& memory, int product, int begin) {
   constexpr int BLOCKS = CHUNK / 64;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x_row = lane / 4, chunks = UNITS[product] * SLICES[product];
-  const int eighth = lane / 16 + lane / 8 % 2 * 2;  // of 64 columns, or the fourth behind it; where it lies depends on the row
+  const int eighth = lane / 16 + lane / 8 % 2 * 2;  // of 64 columns, or the fourth after it; its place depends on the row
   const u32 of_even = (eighth ^ lane % 8) * 16, of_odd = (eighth + 4 ^ lane % 8) * 16;
 #pragma unroll 1
   for (int i = (warp + WARPS - begin % WARPS) % WARPS; i < chunks; i += WARPS) {
@@ -334,7 +334,7 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin)
     const u32 w = address_of(memory.stages) + stage * STAGE_BYTES + lane % 8 * LINE;
     const uint4* values = (const uint4*)(memory.x + (x_row < ROWS ? x_row : 0) * X_ROW + slice * X_SLICE + lane % 4 * X_PITCH);
     float sums[4][4] = {};
-    if (round > 0) wait_for(empty, (round - 1) & 1);  // what lay there before is another warp's: that one may be behind
+    if (round > 0) wait_for(empty, (round - 1) & 1);  // another warp may still read the previous chunk in this place
     wait_for(full, round & 1);
     Operands operands[2];
     operands[0].load(w + of_even, w + of_odd, values);
@@ -354,7 +354,7 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin)
   }
 }
 
-// Two neighbouring numbers of a row of a product, put together by FINISHING lanes.
+// Two neighbouring numbers of a row of a product, summed up by FINISHING lanes.
 __device__ __forceinline__ float2 sums_of(const Memory& memory, int unit, int slices, int row, int column) {
   float2 total = make_float2(0, 0);
   const float* parts = memory.parts + (unit * slices * ROWS + row) * UNIT + column;
@@ -366,7 +366,7 @@ __device__ __forceinline__ float2 sums_of(const Memory& memory, int unit, int sl
   return make_float2(sum_over(total.x, FINISHING), sum_over(total.y, FINISHING));
 }
 
-// Results of a product, for all. `mine` is the thread's pair of the stream, to which two of the products add.
+// Sends the results of a product to all programs. `mine` is the thread's pair of the stream, to which two of the products are added.
 __device__ __forceinline__ void finish(const Memory& memory, int product, u32& mine, u64* words, u32 tag, float eps) {
   const int slices = SLICES[product], pairs = PAIRS[product];
   const bool is_added = product == OUTPUT || product == DOWN;
@@ -399,7 +399,7 @@ __device__ __forceinline__ void finish(const Memory& memory, int product, u32& m
   }
 }
 
-// A head of which lane i has columns 2 i, 2 i + 1 and as many half a head behind them; normed if heads are, and rotated.
+// Norms (if heads are normed) and rotates a head. Lane i has columns 2 i, 2 i + 1 and the two that are half a head further on.
 __device__ __forceinline__ void turn_head(float (&head)[4], const u16* norm, float2 cosine, float2 sine, float eps) {
   if (HEAD_NORM) {
     const u32 first = ((const u32*)norm)[threadIdx.x % 32], second = ((const u32*)norm)[threadIdx.x % 32 + HALF / 2];
@@ -413,7 +413,7 @@ __device__ __forceinline__ void turn_head(float (&head)[4], const u16* norm, flo
   head[2] = c * cosine.x + a * sine.x, head[3] = d * cosine.y + b * sine.y;
 }
 
-// What a half of a warp has found in its positions: lane i has columns 8 i to 8 i + 7.
+// The result of half a warp for its positions. Lane i has columns 8 i to 8 i + 7.
 struct Found {
   float peak[GROUP], total[GROUP], sums[GROUP][8];
 
@@ -460,7 +460,7 @@ struct Found {
     }
   }
 
-  // Both halves of the warp, to where all find it.
+  // Combines both halves of the warp, and stores the result for all warps.
   __device__ __forceinline__ void leave(Attention& own) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = lane / 16, columns = lane % 16 * 8;
 #pragma unroll
@@ -479,10 +479,10 @@ struct Found {
   }
 };
 
-// One program's part of attention: positions of one row, for the query heads of one KV head.
+// A program's part of attention: positions of one row, for the query heads of one KV head.
 struct Share {
   int row, kv_head, split;
-  int begin, end, newest;  // the newest comes from the other programs, not from the memory
+  int begin, end, newest;  // the newest position is received from other programs, not read from the KV memory
   long long new_location;
   const int* pages;
   float2 cosine, sine;
@@ -512,12 +512,12 @@ struct Share {
   __device__ __forceinline__ bool is_old(int turn) const { return is_there(turn) && position_of(turn) != newest; }
   __device__ __forceinline__ u64 location_of(int turn) const {
     const int position = position_of(turn);
-    int page;  // asked for here, and not where it is used
+    int page;  // loaded ahead of its use
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(page) : "l"(pages + position / PAGE_SIZE));
     return (u64)page * PAGE_SIZE + position % PAGE_SIZE;
   }
 
-  // Keys and values that will be read, nearer.
+  // Prefetches keys and values.
   __device__ __forceinline__ void bring(const Step& step, const First& layer) const {
     if (threadIdx.x % 8) return;
     const int columns = kv_head * HEAD_DIM + threadIdx.x % 16 * 8;
@@ -537,7 +537,7 @@ struct Share {
     }
   }
 
-  // What the heads of the group find in these positions, for all.
+  // Computes the results of the group's heads for these positions, and sends them to all programs.
   __device__ __forceinline__ void attend(Attention& own, const Step& step, const Exchange& exchange, const First& layer, u32 tag) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, columns = lane % 16 * 8;
     const u16 *k_head = layer.k_buffer + kv_head * HEAD_DIM, *v_head = layer.v_buffer + kv_head * HEAD_DIM;
@@ -550,7 +550,7 @@ struct Share {
         values[j] = load_once(v_head + first_locations[j] * step.v_stride + columns);
       }
     }
-    wait_for_all();  // nobody needs what lies there
+    wait_for_all();  // this part of shared memory is free
     if (warp < GROUP || (has_newest() && warp < GROUP + 2)) {
       const int head_of_packed = warp < GROUP ? kv_head * GROUP + warp : HEADS + (warp - GROUP) * KV_HEADS + kv_head;
       const u64* from = exchange.packed + row * (PACKED_WIDTH / 2) + head_of_packed * HALF + lane;
@@ -626,11 +626,11 @@ struct Share {
         store_word(exchange.factors + (of_all * SPLITS + split) * 2 + column, __float_as_uint(column ? total : most), tag);
       }
     }
-    wait_for_all();  // what lies there is not needed any more
+    wait_for_all();  // this part of shared memory is free again
   }
 };
 
-// What programs found in their positions, put together: LANES_OF_PAIR lanes have some of the shares of two numbers each.
+// Combines the programs' results. LANES_OF_PAIR lanes hold some of the shares of two numbers each.
 __device__ __forceinline__ void put_together(const Exchange& exchange, u32 tag) {
   constexpr int LANES_OF_PAIR = SPLITS < 4 ? SPLITS : 4, SHARES = SPLITS / LANES_OF_PAIR, PAIRS_AT_ONCE = 32 / LANES_OF_PAIR;
   const int lane = threadIdx.x % 32;
@@ -671,13 +671,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
   Memory& memory = *(Memory*)(bytes + (-address_of(bytes) & 1023));
   const int thread = threadIdx.x;
   if (thread == 0) {
-    // One arrival each: of who loads, or of one thread for all who have read.
+    // One arrival each: of the loading thread, or of one thread for all readers.
     for (u64* barrier = memory.full; barrier < memory.second_empty + LAYERS_AHEAD; barrier++) init_barrier(address_of(barrier), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   if (thread >= THREADS) {
-    // Weights are constants: they wait for no kernel before this one.
+    // Weights are constants, so their loads do not wait for previous kernels.
     if (thread == THREADS) load_layers(memory, step);
     return;
   }
@@ -722,6 +722,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     }
   }
   if (thread < FINISHING * ROWS * HIDDEN_PAIRS && thread % FINISHING == 0) ((u32*)step.out)[my_place] = mine;
-  // Everyone has read this step's first tag: else there would be no results of everyone's.
+  // All programs have read this step's first tag, because all have sent results.
   if (blockIdx.x == 0 && thread == 0) *exchange.tag = first_tag + step.num_layers + 1;
 }

@@ -44,25 +44,26 @@ logger = logging.getLogger(__name__)
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 ROWS: Final = (1, 2)
-"""Numbers of rows for which it pays, as measured on an H200: 4 rows of 0.6B take 5 % longer than by kernels of their own, and so do 2 of
-8B; where streams are longer than _SHORT it is one."""
-_UNIT: Final = 8  # rows of a weight
+"""Numbers of rows for which the kernel is faster (measured on an H200). 4 rows of 0.6B, or 2 rows of 8B, take 5 % longer than with separate
+kernels; so models with more than _SHORT columns use it for one row only."""
+_UNIT: Final = 8  # rows of a weight that are loaded together
 _WARPS: Final = 15
-_CHUNK: Final = 512  # columns of a weight that a load brings
+_CHUNK: Final = 512  # columns of a weight per load
 _MOST_SPLITS: Final = 16
 _HEAD_DIM: Final = 128
 _FEWEST_STAGES: Final = 16
 _STAGE_BYTES: Final = _UNIT * 2 * _CHUNK
 _MAP_BYTES: Final = 128
-_SHORT: Final = 2048  # columns of a stream whose layers are so short that the ring holds most of one
+_SHORT: Final = 2048  # up to this many columns of the residual stream, the ring holds most of a layer's weights
 _IN_FLIGHT: Final = 2, 6
-"""Chunks that a program waits for, of short streams and of others: with more the others' words wait too."""
+"""Chunks that a program has in flight, for streams up to _SHORT and longer ones. With more, other programs' words are delayed too."""
 _GROUPS: Final = (2, 4, 5)
-"""Heads that share keys and values, as they were seen on a GPU. With more than 5 registers are short."""
+"""Supported numbers of query heads per KV head, as tested on a GPU. With more than 5 the registers do not suffice."""
 _MOST_POSITIONS: Final = 12_288, 2560
-"""Of a row of a short stream, or of another: behind more, kernels of their own are faster, whose attention reads faster. As measured on an
-H200: with longer streams (8B and 14B) it is 1 % faster behind 2,019, and 3 to 4 % slower behind 6,019."""
-_FULL_SHARE: Final = 0.95  # of the processors, that have a program at least
+"""Largest number of positions of a row, for streams up to _SHORT and longer ones. With more, separate kernels are faster, because their
+attention reads faster. On an H200 with longer streams (8B and 14B) this kernel is 1 % faster at 2,019 positions, and 3 to 4 % slower at
+6,019."""
+_FULL_SHARE: Final = 0.95  # smallest share of the multiprocessors that must have a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class ResidentVariant:
     def of(
         cls, rows: int, widths: tuple[int, int, int, int], has_head_norm: bool, page_size: int, num_processors: int
     ) -> ResidentVariant | None:
-        """`widths`: of the stream, of queries, of keys, and of the MLP's inside. None where it does not fit."""
+        """Return the variant for these `widths` of stream, queries, keys and the MLP's inner dimension; None if there is none."""
         hidden, query_width, kv_width, inner = widths
         units = math.gcd(hidden, query_width + 2 * kv_width, inner) // _UNIT
         programs = next((n for n in range(num_processors, 0, -1) if units and units % n == 0), 0)
@@ -104,7 +105,7 @@ class ResidentVariant:
 
     @property
     def splits(self) -> int:
-        """Programs that share the positions of a row and KV head."""
+        """Number of programs that share the positions of a row and KV head."""
         most = min(_MOST_SPLITS, self.programs * _HEAD_DIM // (self.rows * self.kv_width))
         return 1 << (most.bit_length() - 1)
 
@@ -114,7 +115,7 @@ class ResidentVariant:
 
     @property
     def _layers_ahead(self) -> int:
-        """Whose norms there is room for."""
+        """Number of layers for whose norms there is room in shared memory."""
         return 2 if self.is_short else 1
 
     @property
@@ -140,7 +141,7 @@ class ResidentVariant:
 
     @property
     def shared_bytes(self) -> int:
-        """As the kernel lays it out: the ring and its barriers, sums of squares, and x with parts of products, or what attention keeps."""
+        """Shared memory: the ring and its barriers, sums of squares, then either x and parts of products, or attention's data."""
         widest = max(self.hidden, self.query_width, self.inner)
         x = 4 * self.rows * widest // _CHUNK * 4 * (_CHUNK // 8 + 4)
         of_hidden, of_inner = self.hidden // _UNIT // self.programs, self.inner // _UNIT // self.programs
@@ -150,7 +151,7 @@ class ResidentVariant:
         attending = _WARPS if self.group <= 2 else _WARPS // 2
         attention = 4 * (self.group * _HEAD_DIM + _HEAD_DIM + attending * self.group * (2 + _HEAD_DIM))
         norms = self._layers_ahead * (2 * 2 * self.hidden + 4 * _HEAD_DIM + 16 + 4 * 8)
-        others = norms + 4 * self.rows * _WARPS + max(x + parts, attention) + 64  # to lie where they may
+        others = norms + 4 * self.rows * _WARPS + max(x + parts, attention) + 64  # 64: for alignment
         return with_alignment(self.stages * (_STAGE_BYTES + 16) + others)
 
     @property
@@ -205,7 +206,7 @@ class Step(ctypes.Structure):
 class ResidentLayers:
     """A model's layers on one device and its KV memory. Called like the model, with the same results but for rounding.
 
-    Steps run one after the other: they share the memory through which programs talk.
+    Steps must run one after the other, because they share the memory through which programs communicate.
     """
 
     def __init__(
@@ -295,7 +296,9 @@ def _runs_at_once(variant: ResidentVariant, device: torch.device) -> bool:
     if not runs_on(device, variant) or most_clusters(variant, device.index, 1) < variant.programs:
         return False
     if _is_shared(device):
-        logger.info("One row goes through kernels of its own: others may use the GPU at the same time (MPS)")
+        logger.info(
+            "Decode steps of one or two rows use separate kernels, because other processes may use this GPU at the same time (MPS)."
+        )
         return False
     return True
 
@@ -341,7 +344,7 @@ def _affines_of(layer: DecoderLayer) -> list[Affine]:
 
 
 def _map_of(weight: Tensor) -> bytes:
-    """A load brings a chunk of a unit's rows, as blocks that are stored one after the other."""
+    """Return the tensor map for loads of a chunk of a unit's rows, as consecutive blocks."""
     rows, columns = weight.shape
     shape, box = (BLOCK_K, rows, columns // BLOCK_K), (BLOCK_K, _UNIT, _CHUNK // BLOCK_K)
     made = tensor_map(weight.data_ptr(), shape, (2 * columns, 2 * BLOCK_K), box)

@@ -1,1 +1,1 @@
-"""Work that handles each number of a row once: norms, rotation, activation, and the gathering of a step's inputs."""
+"""Kernels that process each element once: norms, rotation, activation, and gathering a decode step's inputs."""

@@ -1,4 +1,4 @@
-"""The two ends of a decode step on the device: what its rows read from the tables, and what they write back."""
+"""Gather a decode step's inputs from the tables on the device, and store its draws in the tables and on the host."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _STORE_BLOCK: Final = 256
 )
 def gather_decode_kernel(
     row_slots_ptr: tl.tensor,
-    page_words_ptr: tl.tensor,  # [RING, rows] int64, in memory of the host, as a PageMailbox has it
-    last_ptr: tl.tensor,  # [1] int64: the number of the last store; this step ends with the next
+    page_words_ptr: tl.tensor,  # [RING, rows] int64 in host memory: the words of a PageMailbox
+    last_ptr: tl.tensor,  # [1] int64: number of the last store; this step ends with the next one
     page_table_ptr: tl.tensor,
     token_table_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
@@ -115,11 +115,11 @@ def gather_decode_kernel(
 )
 def store_draws_kernel(
     ids_ptr: tl.tensor,
-    values_ptr: tl.tensor,  # [rows] float32: what is not finite won nothing
+    values_ptr: tl.tensor,  # [rows] float32: the winning values; the draw is void if one is not finite
     row_slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     token_table_ptr: tl.tensor,
-    words_ptr: tl.tensor,  # [RING, rows] int64, in memory of the host: number << 32 | the id, or -1 where it means nothing
+    words_ptr: tl.tensor,  # [RING, rows] int64 in host memory: number << 32 | id, with id -1 if the draw is void
     last_ptr: tl.tensor,  # [1] int64: the number of the last store
     num_rows: tl.tensor,
     token_table_stride: tl.tensor,
@@ -139,7 +139,7 @@ def store_draws_kernel(
         positions = tl.load(positions_ptr + rows, mask=inside, other=0)
         tl.store(token_table_ptr + slots * token_table_stride + positions, ids, mask=inside)
         told = tl.where(is_finite, ids, -1).to(tl.int64) & 0xFFFFFFFF
-        # Written through, each word whole (STG.E.64.STRONG.SYS): the host looks while the kernel runs.
+        # Each word is written through as a whole (STG.E.64.STRONG.SYS), because the host polls while the kernel runs.
         tl.store(words_ptr + rows, (number << 32) | told, mask=inside, cache_modifier=".wt")
     tl.debug_barrier()  # all threads have read the number
     tl.store(last_ptr, number)
@@ -159,10 +159,10 @@ def gather_decode(
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     row_draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """`out`: input ids, positions, locations and lengths after the step; `row_draws`: how the rows draw.
+    """Gather the inputs of a decode step: `out` gets input ids, positions, locations and new lengths, `row_draws` the sampling parameters.
 
-    Slots are distinct but for the dummy. A new page begins at its row's next position. `page_words`, in page-locked memory of the
-    host, with so many bits for a page and a number, are a PageMailbox's, and `last_store` is its DrawStore's.
+    Slots must be distinct, except for the dummy slot. A new page begins at its row's next position. `page_words`, in pinned host memory,
+    with `word_bits` for a page and a number, belong to a PageMailbox, and `last_store` to its DrawStore.
     """
     num_rows = len(row_slots)
     gather_decode_kernel[(triton.cdiv(num_rows, _BLOCK),)](
@@ -182,9 +182,9 @@ def store_draws(
     words: torch.Tensor,
     last: torch.Tensor,
 ) -> None:
-    """Row i drew `ids[i]` for position `positions[i]` of its slot, unless `values[i]` is not finite.
+    """Store `ids[i]`, which row i drew for position `positions[i]` of its slot; on the host it becomes -1 if `values[i]` is not finite.
 
-    `words`, in page-locked memory of the host, and `last` are those of a DrawStore.
+    `words`, in pinned host memory, and `last` belong to a DrawStore.
     """
     store_draws_kernel[(1,)](
         ids, values, row_slots, positions, token_table, words, last,

@@ -24,7 +24,7 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program r norms row r of x, or of x + delta, which it also leaves in `sum_ptr`."""
+    """Program r norms row r of x, or of x + delta, which it also stores in `sum_ptr`."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -43,14 +43,14 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: int = 0) -> torch.Tensor:
-    """x [rows, size] / rms * weight, in x's type; rows may be any stride apart."""
+    """Return x [rows, size] / rms * weight in the type of x. Rows may be any stride apart."""
     return _launch(x, None, weight, eps, pdl)[0]
 
 
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, pdl: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm of x + delta, x + delta), both in x's type. The norm is of the rounded sum."""
+    """Return (the norm of x + delta, x + delta), both in the type of x. The norm is applied to the rounded sum."""
     return _launch(x, delta, weight, eps, pdl)
 
 

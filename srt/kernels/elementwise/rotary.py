@@ -1,4 +1,4 @@
-"""Rotary embedding: the angles of a step, and all that happens to packed queries, keys and values before attention."""
+"""Rotary embedding: compute a step's angles, and prepare packed queries, keys and values for attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_optio
 
 _TOKENS: Final = 8
 _HEADS: Final = 8
-_LARGEST_FP8: Final = 448  # of float8_e4m3fn, which has no infinity: what is larger becomes this
+_LARGEST_FP8: Final = 448  # largest value of float8_e4m3fn, which has no infinity; larger ones are clamped to it
 
 
 @kernel(one_variant_for=("positions_ptr", "num_tokens"))
@@ -30,7 +30,7 @@ def angles_kernel(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program b: the cosines and sines of a block of tokens. Angles are float32 products; what follows is float64."""
+    """Program b computes cosines and sines for a block of tokens. Angles are float32 products, their functions are computed in float64."""
     let_next_start(PDL)
     tokens = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     pairs = tl.arange(0, BLOCK_HALF)
@@ -47,7 +47,7 @@ def angles_kernel(
 @kernel(one_variant_for=("locations_ptr",))
 def prepare_qkv_kernel(
     qkv_ptr: tl.tensor,  # [tokens, (q heads, KV heads, KV heads) of HEAD_DIM]
-    out_ptr: tl.tensor,  # the same, or qkv_ptr
+    out_ptr: tl.tensor,  # of the same shape; may be qkv_ptr
     q_weight_ptr: tl.tensor,
     k_weight_ptr: tl.tensor,
     cos_ptr: tl.tensor,  # [tokens, HEAD_DIM / 2] float32
@@ -64,12 +64,12 @@ def prepare_qkv_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    LARGEST: tl.constexpr,  # of the memory's type, where that is smaller than the model's; else 0
+    LARGEST: tl.constexpr,  # largest value of the KV memory's type if it is fp8; else 0
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (t, b): heads b of token t. Queries and keys are normed and rotated; keys and values are stored too."""
+    """Program (t, b) processes block b of token t's heads. Queries and keys are normed and rotated; keys and values are also stored."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -125,7 +125,7 @@ def prepare_qkv_kernel(
 def angles(
     positions: torch.Tensor, frequencies: torch.Tensor, factor: float, pdl: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [tokens, 1, pairs] float32 of positions × frequencies, times `factor`."""
+    """Return cos and sin [tokens, 1, pairs] float32 of positions × frequencies, multiplied by `factor`."""
     num_tokens, half = len(positions), len(frequencies)
     both = torch.empty((2, num_tokens, 1, half), dtype=torch.float32, device=positions.device)
     cos, sin = both[0], both[1]
@@ -152,9 +152,9 @@ def prepare_qkv(
     pdl: int = 0,
     out: torch.Tensor | None = None,
 ) -> None:
-    """Norm query and key heads of qkv [tokens, heads * head_dim] if there are weights, and rotate them, in place or into `out`.
+    """Norm the query and key heads of qkv [tokens, heads * head_dim] if `norm_weights` is given, and rotate them, in place or into `out`.
 
-    Then store keys and values at `locations`, in the memory's type; a float8 memory holds them divided by their scales.
+    Also store keys and values at `locations` in the type of the KV memory; an fp8 memory holds them divided by their scales.
     """
     num_tokens, width = qkv.shape
     num_kv_heads, head_dim = k_buffer.shape[1:]

@@ -18,7 +18,7 @@ _BLOCK: Final = 1024
 def silu_and_mul_kernel(
     gate_up_ptr: tl.tensor, out_ptr: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ) -> None:
-    """Program (b, t): block b of row t."""
+    """Program (b, t) processes block b of row t."""
     let_next_start(PDL)
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -32,12 +32,12 @@ def silu_and_mul_kernel(
 
 
 def silu_and_mul(gate_up: torch.Tensor, pdl: int = 0) -> torch.Tensor:
-    """silu(gate) * up for the halves of the rows of gate_up [rows, 2 * size], contiguous."""
+    """Return silu(gate) * up for the two halves of each row of gate_up [rows, 2 * size], which must be contiguous."""
     num_rows, width = gate_up.shape
     assert gate_up.is_contiguous() and width % 2 == 0, (gate_up.shape, gate_up.stride())
     size = width // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    # The second axis of a grid ends at 65,535.
+    # The second axis of a grid is limited to 65,535.
     for first in range(0, num_rows, 65535):
         rows = slice(first, first + 65535)
         count = len(out[rows])

@@ -33,7 +33,7 @@ from srt.kernels.build.hopper import (
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 FEWEST_ROWS: Final = 2
 MOST_ROWS: Final = 176
-"""With more rows, cuBLAS followed by a norm is as fast, except for small weights, whose products take little longer than a launch."""
+"""Limit for most products. With more rows, cuBLAS followed by a norm is as fast, except for small weights, which take little time."""
 MOST_ROWS_OF_FEW_WEIGHTS: Final = 256
 MOST_ROWS_OF_LONG: Final = 256
 """Limit for products whose inner dimension is the longer one, if they fill the device and read their weights once."""

@@ -1,7 +1,7 @@
-"""Penalties, biases and held-back stops on the device, to the bit what `srt.layers.logit_adjustments` says.
+"""Penalties, biases and masked stop tokens on the device, equal to the bit to those of `srt.layers.logit_adjustments`.
 
-A row's tokens are counted by walking them, not the vocabulary: one kernel adds them up in a scratch of one number per token
-id, the next takes each number out again, and whoever takes it changes that logit. So the scratch is zero between two uses.
+Only a row's tokens are visited, not the vocabulary. One kernel counts them in scratch memory with one number per token id. The next kernel
+exchanges each number for 0, and the thread that receives the number changes that logit. So the scratch memory is zero between two uses.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from srt.kernels.build.jit import IS_INTERPRETED, jit, kernel
 
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Penalties, limits, bias ids, bias values and stop ids by slot: AdjustmentTables of `srt.mem_cache.memory_pool`."""
-MOST_ROWS: Final = 256  # that the scratch has room for; more are served in turns
+MOST_ROWS: Final = 256  # rows of the scratch memory; more rows are processed in several launches
 BLOCK: Final = 256  # tokens at a time
 _PARTS: Final = 8  # programs that share a row's tokens
-_SEEN = tl.constexpr(1 << 30)  # the prompt has the token; below that bit is how often the output has it
-# A product that is subtracted is rounded first.
+_SEEN = tl.constexpr(1 << 30)  # bit: the prompt has the token; the lower bits count it in the output
+# Without fused multiply-add a product is rounded before it is subtracted, as in the reference.
 _OPTIONS: Final[dict[str, Any]] = {} if IS_INTERPRETED else {"enable_fp_fusion": False}
 
 
 @jit
 def _penalties(penalties_ptr: tl.tensor, slot: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """(repetition, frequency, presence, whether there are any)."""
+    """Return (repetition, frequency, presence, whether any has an effect)."""
     repetition = tl.load(penalties_ptr + slot * 3)
     frequency = tl.load(penalties_ptr + slot * 3 + 1)
     presence = tl.load(penalties_ptr + slot * 3 + 2)
@@ -38,7 +38,7 @@ def _columns(
     token_table_ptr: tl.tensor, slot: tl.tensor, token_table_stride: tl.tensor, at: tl.tensor, known: tl.tensor,
     shard_start: tl.tensor, num_columns: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """(columns of the tokens at these positions, which of them are known and of this shard)."""
+    """Return (columns of the tokens at these positions, whether each is known and in this shard)."""
     tokens = tl.load(token_table_ptr + slot * token_table_stride + at, mask=at < known, other=-1)
     columns = tl.where(at < known, tokens - shard_start, -1)
     return columns, (columns >= 0) & (columns < num_columns)
@@ -62,7 +62,7 @@ def count_tokens_kernel(
     token_table_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (part, row): counts its share of a penalised row's tokens."""
+    """Program (part, row) counts its share of a penalised row's tokens."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     _, _, _, is_penalised = _penalties(penalties_ptr, slot)
@@ -91,14 +91,14 @@ def penalise_kernel(
     positions_ptr: tl.tensor,
     penalties_ptr: tl.tensor,
     token_table_ptr: tl.tensor,
-    counts_ptr: tl.tensor,  # as counted; all zero again afterwards
+    counts_ptr: tl.tensor,  # the counts; all zero afterwards
     num_columns: tl.tensor,
     shard_start: tl.tensor,
     token_table_stride: tl.tensor,
     row_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (part, row): changes the logits of those tokens whose count it is the first to take."""
+    """Program (part, row) changes the logits of the tokens whose count it receives first."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     repetition, frequency, presence, is_penalised = _penalties(penalties_ptr, slot)
@@ -141,7 +141,7 @@ def bias_kernel(
     row_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program r: adds row r's biases, then -inf to stops that come too early."""
+    """Program r adds row r's biases, then -inf to stop tokens that would come too early."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     logits_ptr += row * row_stride
@@ -155,7 +155,7 @@ def bias_kernel(
         tl.store(logits_ptr + columns, values + biases, mask=inside)
     num_stops = tl.load(limits_ptr + slot * 4 + 3).to(tl.int32)
     if tl.load(positions_ptr + row) < tl.load(limits_ptr + slot * 4 + 1):
-        tl.debug_barrier()  # a stop may be biased too
+        tl.debug_barrier()  # a stop token may have a bias too
         for begin in range(0, num_stops, BLOCK):
             at = begin + tl.arange(0, BLOCK)
             columns = tl.load(stop_ids_ptr + slot * stop_stride + at, mask=at < num_stops, other=0) - shard_start
@@ -166,7 +166,7 @@ def bias_kernel(
 
 @dataclass(frozen=True, slots=True)
 class AdjustmentKernels:
-    """Launches depend on the number of rows alone, so that a graph can hold them."""
+    """The kernels and their scratch memory. Launches depend on the number of rows alone, so a graph can hold them."""
 
     counts: torch.Tensor  # [rows, columns] int32: zero between two uses
 
@@ -183,7 +183,7 @@ class AdjustmentKernels:
         adjustments: Tables,
         shard_start: int,
     ) -> None:
-        """Change `logits` [R, columns] float32, the token ids from `shard_start` on, to what the rows' slots ask for."""
+        """Apply the adjustments of the rows' slots to `logits` [R, columns] float32, which start at token id `shard_start`."""
         num_columns = logits.shape[1]
         assert logits.dtype is torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
         assert self.counts.shape[1] == num_columns, (self.counts.shape, num_columns)

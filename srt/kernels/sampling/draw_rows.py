@@ -14,4 +14,4 @@ class DrawRows:
     temperatures: torch.Tensor  # [R] float32; 0 is greedy
     seeds: torch.Tensor  # [R] int64: the 64 bits
     positions: torch.Tensor  # [R] int64: index in its sequence of the token that the row draws
-    thresholds: torch.Tensor | None = None  # [R] float32: what is smaller, as logit / T, is not drawn; -inf if greedy
+    thresholds: torch.Tensor | None = None  # [R] float32: smallest logit / T that may be drawn; -inf if greedy

@@ -1,8 +1,8 @@
 """top_k, top_p and min_p as one threshold per row, found without sorting the vocabulary.
 
-Few tokens are within reach of a filter in practice. So what lies near the best is gathered first: a row tries a few distances
-from its best value and takes the first that is sure to hold the boundary. Then the boundary is found bit by bit. A row whose
-boundary is further out than there is room for is searched in full, which is right, and slow.
+In practice a filter keeps few tokens. So the values near the best are gathered first: of a few distances from the best value, a row uses
+the smallest that is certain to include the boundary. Then the boundary is found bit by bit. If the gathered values do not fit in the
+room, the whole row is searched, which gives the same result but is slow.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from srt.kernels.build.pdl import let_next_start, pdl_options, wait_for_inputs
 BLOCK: Final = 2048  # token ids per program
 ROOM: Final = 8192  # values near the best that a row can gather
 _FILTERS = ("rows_ptr", "temperatures_ptr", "top_ks_ptr", "top_ps_ptr", "min_ps_ptr")
-_LEVELS = tl.constexpr(8)  # distances that are tried; the last is everything
-_ROUNDED = tl.constexpr(1e-12)  # sums of float64 are nearer than this to each other, whatever their order
+_LEVELS = tl.constexpr(8)  # number of distances; the last includes everything
+_ROUNDED = tl.constexpr(1e-12)  # bound of the relative difference between float64 sums in different orders
 
 
 @jit
 def _distance(level: tl.tensor) -> tl.tensor:
-    """1, 2, 4, 6, 8, 10, 13 below the best, and everything."""
+    """Return the level's distance from the best value: 1, 2, 4, 6, 8, 10, 13, infinity."""
     distance = tl.where(level == 0, 1.0, tl.where(level < 6, 2.0 * level, 13.0))
     return tl.where(level == _LEVELS - 1, float("inf"), distance)
 
@@ -34,20 +34,20 @@ def _distance(level: tl.tensor) -> tl.tensor:
 def _scaled(
     logits_ptr: tl.tensor, row: tl.tensor, columns: tl.tensor, num_columns: tl.tensor, temperature: tl.tensor
 ) -> tl.tensor:
-    """logit / T as the sampler divides; -inf behind the vocabulary."""
+    """Return logit / T, rounded as in the sampler; -inf after the end of the vocabulary."""
     logits = tl.load(logits_ptr + row + columns, mask=columns < num_columns, other=float("-inf")).to(tl.float32)
     return tl.div_rn(logits, tl.zeros_like(logits) + temperature)
 
 
 @jit
 def _weight(values: tl.tensor, best: tl.tensor) -> tl.tensor:
-    """Probabilities times a constant: 1 for the best."""
+    """Return probabilities relative to that of the best value."""
     return tl.exp(values.to(tl.float64) - best.to(tl.float64))
 
 
 @jit
 def _key(values: tl.tensor) -> tl.tensor:
-    """Integers in the order of the values."""
+    """Map values to integers with the same order."""
     bits = values.to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -98,7 +98,7 @@ def filter_best_kernel(
     HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (b, f): the largest value of the block."""
+    """Program (b, f) finds the largest value of the block."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     block = tl.program_id(0)
@@ -120,8 +120,8 @@ def filter_levels_kernel(
     top_ps_ptr: tl.tensor,
     min_ps_ptr: tl.tensor,
     best_ptr: tl.tensor,
-    masses_ptr: tl.tensor,  # [F, blocks, levels] float64: the weights of what is within the level's distance; 0 where top_k cuts
-    counts_ptr: tl.tensor,  # [F, blocks, levels] int32: and how many they are
+    masses_ptr: tl.tensor,  # [F, blocks, levels] float64: sum of weights within the level's distance; 0 if the row uses top_k
+    counts_ptr: tl.tensor,  # [F, blocks, levels] int32: number of values within the level's distance
     gathered_ptr: tl.tensor,  # [F] int32, cleared here
     row_stride: tl.tensor,
     num_columns: tl.tensor,
@@ -131,7 +131,7 @@ def filter_levels_kernel(
     HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (b, f)."""
+    """Program (b, f) computes weights and counts of its block for each level."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     block = tl.program_id(0)
@@ -166,7 +166,7 @@ def _choose_level(
     masses_ptr: tl.tensor, counts_ptr: tl.tensor, place: tl.tensor, num_blocks: tl.tensor,
     top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, NUM_BLOCKS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """(the first level that holds the boundary, how many values it has, the weight of all values)."""
+    """Return (the first level that includes the boundary, its number of values, the weight of all values)."""
     levels = tl.arange(0, _LEVELS)
     blocks = tl.arange(0, NUM_BLOCKS)
     offsets = (place * num_blocks + blocks)[:, None] * _LEVELS + levels[None, :]
@@ -176,7 +176,7 @@ def _choose_level(
     is_last = levels == _LEVELS - 1
     total = tl.sum(tl.where(is_last, masses, 0.0), 0)
     everything = tl.sum(tl.where(is_last, counts, 0), 0)
-    # Where top_k cuts, the others work on what it leaves. Of those, the one that cuts first is the one that counts.
+    # With top_k, the other filters apply to the values that it keeps. Without, the strictest filter decides.
     holds_nucleus = masses > tl.where(top_p < 1, top_p * total * (1 + _ROUNDED), float("inf"))
     farthest = tl.exp(-_distance(levels).to(tl.float64))
     holds_likely = farthest < tl.where(min_p > 0, min_p * (1 - _ROUNDED), -1.0)
@@ -196,8 +196,8 @@ def filter_gather_kernel(
     best_ptr: tl.tensor,
     masses_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    gathered_ptr: tl.tensor,  # [F] int32: how many there are so far
-    near_ptr: tl.tensor,  # [F, ROOM] float32, in no order
+    gathered_ptr: tl.tensor,  # [F] int32: number of values gathered so far
+    near_ptr: tl.tensor,  # [F, ROOM] float32, unordered
     row_stride: tl.tensor,
     num_columns: tl.tensor,
     num_blocks: tl.tensor,
@@ -207,7 +207,7 @@ def filter_gather_kernel(
     HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (b, f): gathers what the block has within the row's level, if there is room for all of it."""
+    """Program (b, f) gathers the block's values within the row's level, if there is room for all of the row."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     block = tl.program_id(0)
@@ -236,7 +236,7 @@ def _part(
     logits_ptr: tl.tensor, row: tl.tensor, near_ptr: tl.tensor, start: tl.tensor, size: tl.tensor,
     temperature: tl.tensor, WHOLE: tl.constexpr, ROOM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """(values, whether they are some): of those near the best, or of the whole row from `start` on."""
+    """Return (values, mask of the valid ones) from `start` on: of the gathered values, or of the whole row."""
     columns = start + tl.arange(0, ROOM)
     is_real = columns < size
     if WHOLE:
@@ -250,7 +250,7 @@ def _part(
 def _nucleus(
     keys: tl.tensor, weights: tl.tensor, above: tl.tensor, smallest: tl.tensor, wanted: tl.tensor
 ) -> tl.tensor:
-    """The largest key from which on the weights, with those `above`, are as much as is wanted; keys under `smallest` are none."""
+    """Return the largest key such that the weights from it on, plus `above`, reach `wanted`. Keys below `smallest` are ignored."""
     found = tl.zeros([], tl.uint32)
     for bit in range(32):
         higher = found | (tl.full([], 0x80000000, tl.uint32) >> bit)
@@ -264,13 +264,13 @@ def _nucleus_of_row(
     logits_ptr: tl.tensor, row: tl.tensor, near_ptr: tl.tensor, size: tl.tensor, temperature: tl.tensor,
     best: tl.tensor, smallest: tl.tensor, wanted: tl.tensor, distance: tl.tensor, ROOM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The same for a whole row. Halves the range of values that the boundary lies in until there is room for all of them.
+    """Do what `_nucleus` does for a whole row: halve the range of values that contains the boundary until all of them fit in the room.
 
-    `distance` from the best the boundary is expected.
+    `distance` is the expected distance of the boundary from the best value.
     """
     low = tl.zeros([], tl.float32) - float("inf")
     high = _value(_key(best) + 1)
-    above = tl.zeros([], tl.float64)  # the weights from `high` on
+    above = tl.zeros([], tl.float64)  # sum of weights from `high` on
     num_between = size
     num_above = tl.zeros([], tl.int32)
     tried = best - tl.where(distance < float("inf"), distance, 16.0)
@@ -294,7 +294,7 @@ def _nucleus_of_row(
             num_above = count
         tried = tl.where(low > float("-inf"), low + (high - low) * 0.5, best - (best - high) * 16)
     if num_between > ROOM:
-        return _key(low)  # there are no others between: they are all alike
+        return _key(low)  # all values of the range are equal
     filled = tl.zeros([], tl.int32)
     for start in range(0, size, ROOM):
         values, is_real = _part(logits_ptr, row, near_ptr, start, size, temperature, True, ROOM)
@@ -323,13 +323,13 @@ def filter_threshold_kernel(
     row_stride: tl.tensor,
     num_columns: tl.tensor,
     num_blocks: tl.tensor,
-    WHOLE: tl.constexpr,  # for the rows that had no room, else for the others
+    WHOLE: tl.constexpr,  # True: process the rows whose values did not fit, False: the others
     ROOM: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program f: the threshold of row `rows[f]`. Where the best value is not finite there is none that matters."""
+    """Program f computes the threshold of row `rows[f]`; -inf if the best value is not finite."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     place = tl.program_id(0).to(tl.int64)
@@ -349,7 +349,7 @@ def filter_threshold_kernel(
     if (count <= ROOM) == WHOLE:
         return
     near = near_ptr + place * ROOM
-    # Where they all fit they stay in registers; else each step of the search reads the row again, part by part.
+    # If all values fit, they stay in registers; else each step of the search reads the row again, part by part.
     values, is_real = _part(logits_ptr, row, near, 0, size, temperature, WHOLE, ROOM)
     keys = _key(values)
     weights = tl.where(is_real, _weight(values, best), 0.0)
@@ -402,11 +402,10 @@ def filter_thresholds(
     min_ps: torch.Tensor,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """[R] float32: for each of the F `rows` of logits [R, vocabulary] the smallest logit / T that passes its filters; else -inf.
+    """Return [R] float32: for each of the F `rows` of logits [R, vocabulary] the smallest logit / T that passes its filters; else -inf.
 
-    `rows` and `top_ks` are int64, `temperatures` [F] float32, `top_ps` and `min_ps` float64; no `rows` means all of them. A
-    row of temperature 0 is greedy: nothing is filtered. A top_k of at least the vocabulary, a top_p of at least 1 and a
-    min_p of 0 are none.
+    `rows` and `top_ks` are int64, `temperatures` [F] float32, `top_ps` and `min_ps` float64. None as `rows` means all. A row of
+    temperature 0 is greedy and is not filtered. A top_k of at least the vocabulary, a top_p of at least 1 and a min_p of 0 have no effect.
     """
     num_columns, num_filtered, device = logits.shape[1], len(temperatures), logits.device
     assert logits.stride(1) == 1, logits.stride()

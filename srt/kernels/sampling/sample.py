@@ -1,7 +1,7 @@
-"""The draw: argmax over logit / T + Gumbel noise, to the bit what `srt.layers.sampler` and `srt.layers.philox` say.
+"""The draw: argmax over logit / T + Gumbel noise, equal to the bit to `srt.layers.sampler` and `srt.layers.philox`.
 
-Noise is rounded from float64, which is too slow for a whole vocabulary. So the first kernel takes it in float32 and keeps
-the best value of each block of the vocabulary; the second computes exactly, but only the blocks that can hold the winner.
+The noise is rounded from float64, which is too slow for a whole vocabulary. So the first kernel computes it in float32 and keeps the best
+value of each block of the vocabulary. The second kernel computes exactly, but only for blocks that can contain the winner.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from srt.kernels.build.pdl import let_next_start, pdl_options, wait_for_inputs
 from srt.kernels.sampling.draw_rows import DrawRows
 
 BLOCK: Final = 2048  # token ids per program; a multiple of 4
-_SLACK = tl.constexpr(1e-3)  # float32 noise is nearer than this to the exact one, with a wide margin
-_RELATIVE_SLACK = tl.constexpr(2.0**-20)  # large logits are rounded when they are scaled, and when noise is added
+_SLACK = tl.constexpr(1e-3)  # bound of the error of float32 noise, with a wide margin
+_RELATIVE_SLACK = tl.constexpr(
+    2.0**-20
+)  # relative bound of the rounding of large logits by scaling and by adding noise
 _ROUNDS = tl.constexpr(10)
 _LN_2 = tl.constexpr(math.log(2))
 _CAN_APPROXIMATE = tl.constexpr(not IS_INTERPRETED)
@@ -27,7 +29,7 @@ _CAN_APPROXIMATE = tl.constexpr(not IS_INTERPRETED)
 
 @jit
 def _random_words(seed: tl.tensor, position: tl.tensor, first_group: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """[BLOCK] uint32: the words of token ids from 4 * first_group on."""
+    """Return [BLOCK] uint32: the random words of the token ids from 4 * first_group on."""
     groups = (first_group + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     c0 = groups
     c1 = tl.zeros_like(groups) + position.to(tl.uint32)
@@ -50,7 +52,7 @@ def _random_words(seed: tl.tensor, position: tl.tensor, first_group: tl.tensor, 
 
 @jit
 def _quick_log(x: tl.tensor) -> tl.tensor:
-    """The natural logarithm of normal numbers, as the hardware approximates it: to 2**-22, of the value or in all."""
+    """Return the hardware's approximation of the natural logarithm of normal numbers: its relative or absolute error is below 2**-22."""
     if _CAN_APPROXIMATE:
         log_2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
         return log_2 * _LN_2
@@ -60,7 +62,7 @@ def _quick_log(x: tl.tensor) -> tl.tensor:
 
 @jit
 def _quick_noise(words: tl.tensor) -> tl.tensor:
-    """float32 noise within _SLACK. Near 1 the uniform is taken as its distance from 1, which float32 holds exactly enough."""
+    """Return float32 noise with an error below _SLACK. Near 1 the uniform number is represented by its distance from 1, for precision."""
     uniform = (words.to(tl.float32) + 0.5) * 2.0**-32
     gap = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32
     series = gap * (1.0 + gap * (0.5 + gap * (1.0 / 3.0 + gap * (0.25 + gap * 0.2))))
@@ -79,9 +81,9 @@ def _scaled(
     logits_ptr: tl.tensor, row_start: tl.tensor, columns: tl.tensor, num_columns: tl.tensor,
     temperature: tl.tensor, threshold: tl.tensor, EXACT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The row's logits / T; -inf where there is no column, or below the threshold. A greedy row has a T of 0, and no division.
+    """Return the row's logits / T; -inf outside the columns and below the threshold. A greedy row has T = 0 and is not divided.
 
-    Where it need not be EXACT the quotient is within its last two bits.
+    Unless EXACT, the last two bits of the quotient may be wrong.
     """
     inside = (columns >= 0) & (columns < num_columns)
     logits = tl.load(logits_ptr + row_start + columns, mask=inside, other=float("-inf")).to(tl.float32)
@@ -110,11 +112,11 @@ def block_best_kernel(
     first_group: tl.tensor,
     num_blocks: tl.tensor,
     HAS_THRESHOLD: tl.constexpr,
-    SHIFT: tl.constexpr,  # how far the shard begins behind a multiple of 4
+    SHIFT: tl.constexpr,  # offset of the shard's first id from a multiple of 4
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (block, row): the best value in the block, exact for a greedy row, else within the slack; +inf for a NaN."""
+    """Program (block, row) finds the best value of the block: exact for a greedy row, else within the slack; +inf for a NaN."""
     let_next_start(PDL)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -122,7 +124,7 @@ def block_best_kernel(
     temperature = tl.load(temperatures_ptr + row)
     threshold = tl.load(thresholds_ptr + row) if HAS_THRESHOLD else float("-inf")
     columns = block * BLOCK + tl.arange(0, BLOCK) - SHIFT
-    # What is below the threshold must not pass for the best: that comparison is exact.
+    # A value below the threshold must not become the best, so with a threshold the quotient is exact.
     values = _scaled(logits_ptr, row * row_stride, columns, num_columns, temperature, threshold, HAS_THRESHOLD)
     if temperature > 0:
         words = _random_words(
@@ -160,7 +162,7 @@ def draw_kernel(
     NUM_BLOCKS: tl.constexpr,  # a power of two, at least num_blocks
     PDL: tl.constexpr,
 ) -> None:
-    """Program r: the id with the largest value of row r, the lowest of equals, and that value (not finite: no draw)."""
+    """Program r finds the id with the largest value of row r, the lowest of equals, and that value, which is not finite for a void draw."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, NUM_BLOCKS)
@@ -172,9 +174,9 @@ def draw_kernel(
     bests = tl.load(best_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
     peak = tl.max(bests, 0)
     slack = tl.where(temperature > 0, 2 * _SLACK + (tl.abs(peak) + 32) * _RELATIVE_SLACK, 0.0)
-    # Of several ranks one may have no token that a filter leaves: its value is -inf, so that another's is drawn.
+    # A filter may leave no token on one of several ranks: its value is -inf then, so that another rank's token is drawn.
     candidates = (bests >= peak - slack) & (bests > float("-inf"))
-    best_value = tl.where(peak == float("inf"), float("nan"), float("-inf"))  # NaN: nothing below is taken
+    best_value = tl.where(peak == float("inf"), float("nan"), float("-inf"))  # NaN: no comparison below succeeds
     best_column = tl.zeros([], tl.int32)
     block = tl.min(tl.where(candidates, blocks, NUM_BLOCKS), 0)
     while block < NUM_BLOCKS:
@@ -194,10 +196,9 @@ def draw_kernel(
 def draw(
     logits: torch.Tensor, rows: DrawRows, shard_start: int, vocab_size: int, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [R] int64, the winning values [R] float32) of this shard's logits [R, columns].
+    """Return (ids [R] int64, winning values [R] float32) of this shard's logits [R, columns], which start at token id `shard_start`.
 
-    Columns are the token ids from `shard_start` on; those from `vocab_size` on are never drawn. Where the value is not
-    finite, the id, though in the vocabulary, means nothing.
+    Ids from `vocab_size` on are never drawn. If a value is not finite, its id is within the vocabulary but has no meaning.
     """
     num_rows, num_columns = logits.shape
     assert logits.stride(1) == 1, logits.stride()
