@@ -66,9 +66,11 @@ def _made(base: Path) -> Path:
     try:
         base.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StartError(f"The folder {base} (see {VARIABLE}) cannot be made: {error.strerror}.") from error
+        raise StartError(
+            f"The folder {base} cannot be made: {error.strerror}. Name another one with {VARIABLE}."
+        ) from error
     if not os.access(base, os.W_OK | os.X_OK):
-        raise StartError(f"The folder {base} (see {VARIABLE}) cannot be written to.")
+        raise StartError(f"The folder {base} cannot be written to: name another one with {VARIABLE}.")
     return base.resolve()
 
 

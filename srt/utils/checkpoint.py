@@ -67,7 +67,7 @@ def resolve_model_path(model_path: str, revision: str | None = None, download_di
     except RuntimeError:  # "~name" of a user without a home
         path = Path(model_path)
     if not model_path:
-        raise ModelError("--model-path is empty.")
+        raise ModelError("--model-path is empty: name a checkpoint folder, a shipped model or a hub id.")
     if path.is_dir():
         return path
     if path.exists():
@@ -75,7 +75,9 @@ def resolve_model_path(model_path: str, revision: str | None = None, download_di
     if re.fullmatch(r"[\w.-]+", model_path) and (SHIPPED_MODELS / model_path / "config.json").is_file():
         return SHIPPED_MODELS / model_path
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model_path):
-        raise ModelError(f"--model-path {model_path} does not exist.")
+        raise ModelError(
+            f"--model-path {model_path} does not exist: name a checkpoint folder, a shipped model or a hub id such as Qwen/Qwen3-8B."
+        )
     return _download(model_path, revision, download_dir)
 
 
@@ -99,7 +101,7 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None) -> Pa
             f"The model {hub_id} is gated: accept its terms on the hub, then set HF_TOKEN to a token that may read it."
         ) from error
     except RevisionNotFoundError as error:
-        raise ModelError(f"The model {hub_id} has no revision {revision}.") from error
+        raise ModelError(f"The model {hub_id} has no revision {revision}: choose another --revision.") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelError(
             f"--model-path {hub_id} is neither a folder, nor a shipped model, nor a model on the hub that can be read"
@@ -107,8 +109,8 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None) -> Pa
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"--model-path {where} is no folder, nor is it (wholly) in the local hub cache, and the hub cannot be reached"
-            " (or HF_HUB_OFFLINE is set)."
+            f"--model-path {where} is not a folder and not complete in the local hub cache, and the hub cannot be reached:"
+            " check the network, or unset HF_HUB_OFFLINE if it is set."
         ) from error
     except Exception as error:
         # Full disks, proxies, broken certificates: the error classes depend on the HTTP library, which has changed before.
@@ -128,10 +130,14 @@ def read_headers(folder: str | Path) -> dict[str, TensorHeader]:
         for header in _read_file_headers(file):
             twin = headers.setdefault(header.name, header)
             if twin is not header:
-                raise ModelError(f"The tensor {header.name} is in both {twin.file.name} and {file.name} of {folder}.")
+                raise ModelError(
+                    f"The tensor {header.name} is in both {twin.file.name} and {file.name} of {folder}: remove one of the files."
+                )
     for name, file_name in weight_map.items():
         if name not in headers:
-            raise ModelError(f"{folder / file_name} lacks the tensor {name} that the index says it holds.")
+            raise ModelError(
+                f"{folder / file_name} lacks the tensor {name}, which the index lists: download the file anew."
+            )
     return headers
 
 
@@ -179,7 +185,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         files = [folder / name for name in dict.fromkeys(weight_map.values())]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise ModelError(f"{folder} lacks {some(missing)}, which {index.name} names.")
+            raise ModelError(f"{folder} lacks {some(missing)}, which {index.name} lists: download the missing files.")
         return files, weight_map
     # Some repositories hold the same weights twice: the second copy has the layout of the authors' own code.
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
@@ -214,7 +220,7 @@ def _read_file_headers(file: Path) -> Iterable[TensorHeader]:
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}.") from error
     if not text or len(text) < length:
-        raise ModelError(f"{file} is not a safetensors file, or it is cut short.")
+        raise ModelError(f"{file} is not a safetensors file, or it is cut short: download it anew.")
     try:
         entries: dict[str, Any] = json.loads(text)
         headers = [_parse_entry(file, name, entry) for name, entry in entries.items() if name != "__metadata__"]
@@ -223,7 +229,7 @@ def _read_file_headers(file: Path) -> Iterable[TensorHeader]:
         raise ModelError(f"{file} is not a safetensors file: its header is broken.") from error
     expected = 8 + length + max(ends, default=0)
     if size < expected:
-        raise ModelError(f"{file} is cut short: it has {size} bytes of {expected}.")
+        raise ModelError(f"{file} is cut short: it has {size} bytes of {expected}. Download it anew.")
     return sorted(headers, key=lambda header: header.start)
 
 

@@ -115,13 +115,18 @@ class ModelConfig:
     def check_tp(self, tp_size: int) -> None:
         """Raise ModelError if the layers cannot be split over `tp_size` ranks."""
         if self.num_heads % tp_size:
-            raise ModelError(f"--tp {tp_size} does not divide the model's {self.num_heads} query heads.")
+            raise ModelError(
+                f"--tp {tp_size} does not divide the model's {self.num_heads} query heads: choose another --tp."
+            )
         if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
             raise ModelError(
-                f"--tp {tp_size} neither divides the model's {self.num_kv_heads} KV heads nor is a multiple of them."
+                f"--tp {tp_size} neither divides the model's {self.num_kv_heads} KV heads nor is a multiple of them:"
+                " choose another --tp."
             )
         if self.intermediate_size % tp_size:
-            raise ModelError(f"--tp {tp_size} does not divide the model's intermediate size, {self.intermediate_size}.")
+            raise ModelError(
+                f"--tp {tp_size} does not divide the model's intermediate size, {self.intermediate_size}: choose another --tp."
+            )
 
     def num_kv_heads_per_rank(self, tp_size: int) -> int:
         """Return the KV heads in one rank's memory; heads are replicated if there are more ranks than heads."""
@@ -186,7 +191,9 @@ def _context_length(asked: int | None, max_position_embeddings: int, rope: RopeC
     if asked < 1:
         raise ModelError(f"--context-length must be at least 1, not {asked}.")
     if asked > limit:
-        raise ModelError(f"--context-length {asked} is more than the {limit} positions that the model was made for.")
+        raise ModelError(
+            f"--context-length {asked} is more than the {limit} positions that the model supports: choose a shorter one."
+        )
     return asked
 
 

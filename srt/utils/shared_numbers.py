@@ -128,6 +128,6 @@ def _head(names: tuple[str, ...]) -> bytes:
 def _read_head(memory: mmap.mmap) -> tuple[list[str], int]:
     start = len(_MAGIC) + _WORD
     if memory[: len(_MAGIC)] != _MAGIC:
-        raise ValueError("this is no file of shared numbers")
+        raise ValueError(f"not a file of shared numbers: it begins with {memory[: len(_MAGIC)]!r}, not {_MAGIC!r}")
     end = start + int.from_bytes(memory[len(_MAGIC) : start], "little")
     return json.loads(memory[start:end]), end

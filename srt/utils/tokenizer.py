@@ -123,7 +123,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise StartError(f"{path} is no tokenizer: {error}.") from error
+        raise StartError(
+            f"{path} is not a tokenizer: {error}. Name the folder of one with --tokenizer-path."
+        ) from error
     backend.no_truncation()
     backend.no_padding()
     special_tokens = _named_tokens(config)

@@ -169,7 +169,7 @@ class TpWorker:
                     gc.freeze()
                 return {"size": size, "num_left": graphs.num_left}
             case _:
-                raise ValueError(f"unknown work {kind!r}")
+                raise ValueError(f"unknown work {kind!r}: a worker knows reset, inspect and capture")
 
 
 def main(child: Child) -> None:

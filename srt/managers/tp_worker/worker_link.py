@@ -45,7 +45,9 @@ class WorkerLink:
             if isinstance(message, (StepPlan, WorkPlan)):
                 return message
             if message is not None:
-                raise LinkBroken(f"the scheduler sent {type(message).__name__}")
+                raise LinkBroken(
+                    f"the scheduler sent {type(message).__name__}, but a worker accepts only StepPlan and WorkPlan"
+                )
             if not block:
                 raise queue.Empty
             self._poller.poll()

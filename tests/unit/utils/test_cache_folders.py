@@ -52,10 +52,10 @@ def test_what_we_keep_ourselves_follows_the_same_rule(tmp_path: Path, monkeypatc
     assert own_folder("tokenizers", {**home, "XDG_CACHE_HOME": f"{tmp_path}/x"}) == tmp_path / "x/srt/tokenizers"
     assert own_folder("tokenizers", {**home, "SRT_CACHE_DIR": f"{tmp_path}/a"}) == tmp_path / "a/tokenizers"
     assert own_folder("tokenizers", {"HOME": READ_ONLY}) == tmp_path / f"srt-cache-{os.getuid()}" / "tokenizers"
-    with pytest.raises(StartError, match="see SRT_CACHE_DIR"):
+    with pytest.raises(StartError, match="with SRT_CACHE_DIR"):
         own_folder("tokenizers", {**home, "SRT_CACHE_DIR": READ_ONLY})
 
 
 def test_a_place_that_cannot_be_written_is_refused_in_a_sentence() -> None:
-    with pytest.raises(StartError, match=r"^The folder /proc/nowhere \(see SRT_CACHE_DIR\) cannot be made: .*\.$"):
+    with pytest.raises(StartError, match=r"^The folder /proc/nowhere cannot be made: .* with SRT_CACHE_DIR\.$"):
         cache_environment({"HOME": "/", "SRT_CACHE_DIR": READ_ONLY})

@@ -81,5 +81,5 @@ def test_a_file_that_was_deleted_is_read_on_as_its_process_writes_on(tmp_path: P
 
 def test_what_is_no_such_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "n").write_bytes(b"x" * 64)
-    with pytest.raises(ValueError, match="no file of shared numbers"):
+    with pytest.raises(ValueError, match="not a file of shared numbers"):
         SharedNumbers.open(tmp_path / "n")
