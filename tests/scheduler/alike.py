@@ -36,7 +36,7 @@ def alike_for_readers(settings: Settings, seed: int) -> Settings:
 
 def _all_read(settings: Settings, rng: random.Random) -> Settings:
     """Nearly all are read, many with logprobs, and several tokens come at once."""
-    few, share = min(settings.num_requests, 120), rng.choice((0.0, 0.6))
+    few, share = min(settings.num_requests, 120), rng.choice((0.3, 0.8))
     returns = rng.choice((0, 6))  # of frontends
     return replace(settings, read_share=0.8, logprob_share=share, num_requests=few, ack_delay=0.1, num_returns=returns)
 
@@ -184,4 +184,12 @@ THEMES: tuple[Callable[[Settings, random.Random], Settings], ...] = (
     _with_shared_prompts,
     _with_long_prompts,
 )
-READERS = (*(_poisonous,) * 6, _all_read, _all_read, _too_long, _stopped, _many_pass)
+READERS = (
+    *(_poisonous,) * 5,
+    _all_read,
+    _poisonous,
+    *(_all_read,) * 2,
+    _too_long,
+    _stopped,
+    _many_pass,
+)

@@ -69,7 +69,7 @@ class Callers:
         self._num_for_all = 2  # aborts of all that there is
         self._hostile = HostileRequests(world.settings, rng)
         self.extra_drain = bool(self._kinds) and rng.random() < 0.2
-        self._num_trial_pauses = rng.choice((0, 3, 6))
+        self._num_trial_pauses = rng.choice((3, 6, 9))
 
     def begin(self, end: float) -> None:
         for _ in range(self._num_calls):
@@ -153,7 +153,7 @@ class Callers:
 
     def note_trial(self, server: Server) -> None:
         """A suspect is tried: pauses must not make it forgotten."""
-        if self._num_trial_pauses and self.rng.random() < 0.3 and server.is_ready:
+        if self._num_trial_pauses and self.rng.random() < 0.5 and server.is_ready:
             self._num_trial_pauses -= 1
             self._pause(
                 self.rng.choice(self._world.frontends), self.rng.choice(("retract", "retract", "in_place")), 0.0
@@ -168,7 +168,9 @@ class Callers:
         if live and rng.random() < 0.9:
             label = rng.choice(live).request.label
             batch = label.rpartition("_")[0]
-            name = rng.choice((label, label, batch or label, batch or label, label[:-1] or label, f"{batch}_"))
+            name = rng.choice(
+                (label, label[:-2] or label, batch or label, batch or label, label[:-1] or label, f"{batch}_")
+            )
         elif rng.random() < 0.5 and self._num_for_all:
             self._num_for_all -= 1
             name = ""
@@ -180,7 +182,7 @@ class Callers:
         if not live:
             return
         like = self.rng.choice(live)
-        label = like.label + (self.rng.choice(NO_NUMBERS) if self.rng.random() < 0.4 else "")
+        label = like.label + (self.rng.choice(NO_NUMBERS) if self.rng.random() < 0.6 else "")
         if not frontend.has_label(label):
             self._ask_like(frontend, like, label)
 
