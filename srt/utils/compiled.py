@@ -40,6 +40,7 @@ MODULES = (
     "srt.managers.scheduler.scheduler",
     "srt.managers.scheduler.slots",
     "srt.managers.scheduler.step_times",
+    "srt.managers.scheduler.trials",
     "srt.managers.scheduler.waiting",
     "srt.managers.scheduler.worker_stream",
     "srt.mem_cache.allocator",

@@ -88,7 +88,7 @@ class Fairness:
             planner._num_admitted,
             counters.num_preempted,
             counters.num_steps,
-            {request.serial for request in planner._suspects},
+            {request.serial for request in planner.trials._queue},
             self._leaves(core) if with_tree else {},
             planner.num_waiting + len(planner._running) - planner._running.count(None),
         )
@@ -99,11 +99,11 @@ class Fairness:
             admitted = [r for r in core.planner.running() if r.incarnation > before.num_admitted]
         for request in admitted:
             self._started.setdefault(request.serial, now)
-        tried = core.planner._on_trial
+        tried = core.planner.trials._on_trial
         if before.suspects:
             self._statistics["rule: suspects go first"] += 1
         admitted = [request for request in admitted if request.serial not in before.suspects]
-        assert not admitted or not core.planner._suspects, (
+        assert not admitted or not core.planner.trials._queue, (
             f"request {admitted[0].key} was admitted before a suspect" if admitted else ""
         )
         if core.counters.num_preempted != before.num_preempted:

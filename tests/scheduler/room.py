@@ -146,7 +146,7 @@ class Room:
             first = self._first_waiting(core, everybody)
             if first is not None and self._must_displace(first, seats) and not self._may_follow(core, first):
                 displacer = first
-        return Glance(seats, displacer, core.planner.has_trials)
+        return Glance(seats, displacer, core.planner.trials.are_some_left)
 
     def judge(
         self, core: SchedulerCore, before: Glance, plans: list[StepPlan], live: Callable[[], list[Request]]
@@ -158,7 +158,7 @@ class Room:
         victims = [seat for seat in gone if seat.request.status is not Status.ENDED]
         stayed = [seat.slot for seat in before.seats if seat not in gone]
         self._prefixes.judge(core, stayed, plans, have_all_stayed=not gone)
-        if not plans or before.is_of_trial or core.planner.has_trials:
+        if not plans or before.is_of_trial or core.planner.trials.are_some_left:
             return False
         kept = [seat for seat in before.seats if seat not in gone]
         is_admitting = any(plan.sections[0].admissions for plan in plans)
@@ -247,8 +247,8 @@ class Room:
 
     def _first_waiting(self, core: SchedulerCore, live: list[Request]) -> Request | None:
         """Of those that could have a slot now."""
-        find = core.planner.preempted.find
-        waiting = [r for r in live if r.status is Status.WAITING and not r.suspect and find(r.incarnation) is not r]
+        find, is_untried = core.planner.preempted.find, core.planner.trials.is_untried
+        waiting = [r for r in live if r.status is Status.WAITING and not is_untried(r) and find(r.incarnation) is not r]
         return min(waiting, key=self._rank, default=None)
 
     # ---- Pages

@@ -370,7 +370,11 @@ class Server:
     def _check_waiting(self, core: SchedulerCore, plans: list[StepPlan], *, is_calm: bool) -> None:
         """Who waits behind a tick has to; and if no step is under way, nobody is there."""
         planner = core.planner
-        if not self.control.paused_by and not self._num_in_flight and (core.stream.is_empty or not planner.has_trials):
+        if (
+            not self.control.paused_by
+            and not self._num_in_flight
+            and (core.stream.is_empty or not planner.trials.are_some_left)
+        ):
             self._world.statistics["rule: who is there is worked on"] += 1
             assert not planner.num_waiting and not core.slots.num_used, "nothing is under way, and requests are there"
         if is_calm and planner.num_waiting and core.slots.num_free:

@@ -7,7 +7,7 @@ budget is reserved for the first of them: so long prompts always advance, and sh
 Requests are admitted for the memory that they are expected to need. When it runs out, the last in rank is preempted: it loses its slot
 and pages, its computed prefix stays in the cache, and it waits again in its old place. So the first in rank always advances.
 
-Suspects, which workers may have died of, run before all others, one by one and each alone, until each is further than it was then.
+Suspects, which workers may have died of, run before all others, one by one and each alone (trials.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from srt.managers.scheduler.preempted import PreemptedRequests
 from srt.managers.scheduler.request import Request, Status
 from srt.managers.scheduler.slots import SlotTable
 from srt.managers.scheduler.step_times import StepTimes
+from srt.managers.scheduler.trials import Trials
 from srt.managers.scheduler.waiting import WaitingQueue
 from srt.mem_cache.radix_cache import ITEM, RadixNode
 from srt.protocol.arrays import INT32, int32_bytes
@@ -75,12 +76,11 @@ class Planner:
         self._something_ended = False  # since the last plan
         self._no_room_for: Request | None = None  # first in the queue, found not to fit; nothing was freed since
         self._num_urgent = 0  # urgent requests in the queue
-        self._suspects: list[Request] = []  # their trials have not begun
-        self._on_trial: Request | None = None
         self._now = 0.0  # time of the present plan
         self._planned_step = 0
         self._answered_step = 0
         self.preempted = PreemptedRequests()
+        self.trials = Trials(slots, counters)
         self.num_waiting = 0
 
     # ---- Arrival and end of requests
@@ -89,12 +89,12 @@ class Planner:
         self.num_waiting += 1
         request.order = self._ranking.order(request)
         self._num_urgent += request.urgent
+        if request.suspect:
+            self.trials.add(request)
         self._line_up(request)
 
     def _line_up(self, request: Request) -> None:
-        if request.suspect and request.num_output < request.trial_end:  # else its last row in flight has shown enough
-            self._suspects.append(request)
-        else:
+        if not self.trials.line_up(request):
             self._queue.push(request)
 
     def end(self, request: Request, *, keep_prefix: bool = True) -> None:
@@ -106,9 +106,7 @@ class Planner:
             self.num_waiting -= 1
             self._num_urgent -= request.urgent
             was_away = self.preempted.remove(request)
-            if request in self._suspects:
-                self._suspects.remove(request)
-            elif not was_away:
+            if not self.trials.remove(request) and not was_away:
                 self._queue.note_end()
         else:
             self._vacate(request, keep_prefix=keep_prefix)
@@ -149,17 +147,16 @@ class Planner:
 
     # ---- The next step
 
-    @property
-    def has_trials(self) -> bool:
-        """True if a suspect is or will be on trial. Then a step may be planned only after all ranks have answered all earlier ones."""
-        return bool(self._suspects) or self._on_trial is not None
-
     def plan(self, step: int, now: float) -> Planned | None:
-        """Plan the next step, or return None if there is nothing to do. The step's work counts as done from now on."""
+        """Plan the next step, or return None if there is nothing to do. The step's work counts as done from now on.
+
+        While trials are left, call this only after all ranks have answered all earlier steps.
+        """
         self._now = now
         self._forget_ended()
-        if self.has_trials and self._find_on_trial():
-            return self._plan_trial(step)
+        on_trial = self.trials.find_on_trial()
+        if on_trial is not None:
+            return self._plan_trial(step, on_trial)
         self._queue.begin_plan()
         is_short = self._preempt_for_room(step)
         rows = self._decode_rows(step)
@@ -184,24 +181,8 @@ class Planner:
         self._counters.count_step(len(draft.extends), len(rows))
         return self._finish_plan(step, draft, rows)
 
-    def _find_on_trial(self) -> bool:
-        """Return whether a request is on trial. When the present one has ended or is far enough, the trial of the next suspect begins."""
-        tried = self._on_trial
-        if tried is not None and (
-            tried.status is not Status.RUNNING or self._slots.num_output_at[tried.slot] >= tried.trial_end
-        ):
-            tried = None
-        if tried is None and self._suspects:
-            tried = self._suspects.pop(0)
-            tried.suspect = False
-            self._counters.num_tried += 1
-        self._on_trial = tried
-        return tried is not None
-
-    def _plan_trial(self, step: int) -> Planned:
+    def _plan_trial(self, step: int, request: Request) -> Planned:
         """Plan a step of the request on trial alone. Other requests keep their slots, unless it needs room."""
-        request = self._on_trial
-        assert request is not None
         draft, rows, memory = Draft(self._chunk_size, inf), NO_SLOTS, self._memory
         if request.status is Status.WAITING:
             self._admit_to_trial(draft, request)
@@ -296,8 +277,7 @@ class Planner:
         self.num_waiting += 1
         self._num_urgent += request.urgent
         self._no_room_for = None
-        if request is self._on_trial:  # a pause preempts all: its trial begins again
-            request.suspect, self._on_trial = True, None
+        self.trials.lose_slot(request)
         for back in self.preempted.add(request, self._planned_step):
             self._line_up(back)
 

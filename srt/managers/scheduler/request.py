@@ -97,7 +97,7 @@ class Request:
         self.priority: int = priority
         self.urgent: bool = urgent
         self.stream: bool = stream
-        self.suspect: bool = suspect  # its trial has not begun
+        self.suspect: bool = suspect  # workers may have died of it
         # Neither may be negative, which is found when it is looked at as a whole.
         self.seed: int = choice_seed(seed, self.choice) if self.choice > 0 and seed >= 0 else seed
         self.salt: str = salt

@@ -477,7 +477,7 @@ class Scheduler:
     def _plan(self, core: SchedulerCore, now: float, watch: Callable[[StepPlan], None] | None) -> list[Effect]:
         effects: list[Effect] = []
         while core.stream.num_in_flight < core.window and not self._paused_by:
-            if core.planner.has_trials and not core.stream.is_empty:
+            if core.planner.trials.are_some_left and not core.stream.is_empty:
                 break
             planned = core.planner.plan(core.stream.next_step, now)
             if planned is None:
