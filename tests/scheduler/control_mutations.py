@@ -121,9 +121,9 @@ CONTROL_MUTATIONS = (
     ),
     Mutation(
         "a trial is forgotten in a retracting pause",
-        "managers/scheduler/planner.py",
-        "if request is self._on_trial:  #",
-        "if request.rid < 0:  #",
+        "managers/scheduler/trials.py",
+        "if request is self._on_trial:",
+        "if request.rid < 0:",
     ),
     Mutation(
         "a pause of an unknown kind pauses",

@@ -96,20 +96,20 @@ MORE_MUTATIONS = (
     Mutation(
         "a suspect is tried beside what is in flight",
         "managers/scheduler/scheduler.py",
-        "if core.planner.has_trials and not core.stream.is_empty:",
-        "if core.planner.has_trials and core.stream.num_in_flight > 1:",
+        "if core.planner.trials.are_some_left and not core.stream.is_empty:",
+        "if core.planner.trials.are_some_left and core.stream.num_in_flight > 1:",
     ),
     Mutation(
         "a trial is over with the first token",
-        "managers/scheduler/planner.py",
+        "managers/scheduler/trials.py",
         ">= tried.trial_end",
         ">= tried.trial_end - 3",
     ),
     Mutation(
         "others are admitted between two trials",
-        "managers/scheduler/planner.py",
-        "if tried is None and self._suspects:",
-        "if tried is None and self._suspects and self._on_trial is None:",
+        "managers/scheduler/trials.py",
+        "if tried is None and self._queue:",
+        "if tried is None and self._queue and self._on_trial is None:",
     ),
     Mutation(
         "one lone death is enough",
