@@ -182,7 +182,7 @@ class Fairness:
                 assert not late, f"the time of request {request.key} was up before {now:.3f} s"
                 if request.status is Status.WAITING and client.number in may_be_sent:
                     self._statistics["rule: what is known of the preempted is sent"] += request.num_output > 0
-                    assert request.sent >= request.num_output, (
+                    assert request.delivery.sent >= request.num_output, (
                         f"frontend {client.number} is not told what is known of request {request.key}, which waits"
                     )
         for request in core.planner.running():

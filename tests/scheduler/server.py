@@ -586,7 +586,7 @@ class Server:
         self._apply(self._handle(Worker(rank), result))
         self._tick_soon(0.0)
         for request in started:
-            if request.done is not None and request.done.status == 500:
+            if (done := request.delivery.done) is not None and done.status == 500:
                 self._fairness.check_distrusted(core, request)
 
     def _of_rank(self, answer: StepResult | WorkDone, rank: int) -> StepResult | StepAck | WorkDone:

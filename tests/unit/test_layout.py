@@ -20,7 +20,6 @@ CODE = {".py", ".cu", ".cuh", ".js", ".css", ".html"}
 # Longer than allowed, with their lines: an entry goes when its part is split, and none is added.
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
-    "srt/managers/scheduler/request.py Request.__init__": 62,
     "srt/server_args.py ServerArgs.check": 70,
 }
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from srt.managers.scheduler.request import Request, Status
+from srt.managers.scheduler.request import Delivery, Request, Status
 from srt.managers.scheduler.slots import SlotTable
 from srt.mem_cache.radix_cache import ITEM
 from srt.protocol.arrays import INT32, int32_bytes
@@ -19,7 +19,7 @@ MAX_UNACKNOWLEDGED: Final = 8
 class _Sent:
     """A sent batch: the requests and logprobs to forget once it is acknowledged."""
 
-    def __init__(self, number: int, ended: list[Request], logged: list[tuple[Request, int]]) -> None:
+    def __init__(self, number: int, ended: list[Request], logged: list[tuple[Delivery, int]]) -> None:
         self.number = number
         self.ended = ended
         self.logged = logged  # with the number of logprob chunks sent by then
@@ -33,7 +33,7 @@ class Outbox:
         self._unacknowledged: deque[_Sent] = deque()
         # Requests by serial:
         self._ended: dict[int, Request] = {}  # with a RequestDone to be sent
-        self._logged: dict[int, Request] = {}  # with logprobs to be sent
+        self._logged: dict[int, Delivery] = {}  # of requests with logprobs to be sent
         self._waiting: dict[int, Request] = {}  # without a slot, with tokens to be sent
 
     @property
@@ -53,30 +53,44 @@ class Outbox:
     def has_more_than_tokens(self) -> bool:
         return bool(self._ended or self._logged or self._waiting)
 
-    def add_end(self, request: Request) -> None:
-        """Add an ended request: its last tokens and its `done` are to be sent."""
+    def add_end(self, request: Request, done: RequestDone) -> None:
+        """Add an ended request: its last tokens and `done` are to be sent."""
+        request.delivery.done = done
         self._ended[request.serial] = request
 
     def add_waiting(self, request: Request) -> None:
         """Add a request without a slot if it has unsent tokens, since these are not in the slot table."""
-        if request.sent < request.num_output:
+        if request.delivery.sent < request.num_output:
             self._waiting[request.serial] = request
 
-    def add_logs(self, request: Request) -> None:
-        self._logged[request.serial] = request
+    def add_logs(self, request: Request, chunk: TokenLogprobs) -> None:
+        request.delivery.add_logs(chunk)
+        self._logged[request.serial] = request.delivery
 
-    def send_end_again(self, request: Request) -> None:
-        request.done_batch = -1
-        self.add_end(request)
+    def send_again(self, slots: SlotTable, request: Request, first: int) -> None:
+        """Send tokens and logprobs from output index `first` on again, and the end if the request has ended."""
+        delivery = request.delivery
+        delivery.send_logs_again(first)
+        if delivery.has_unsent_logs:
+            self._logged[request.serial] = delivery
+        if request.status is Status.RUNNING:
+            slots.sent_at[request.slot] = min(first, slots.sent_at[request.slot])
+            return
+        delivery.sent = min(first, delivery.sent)
+        if request.status is Status.WAITING:
+            self.add_waiting(request)
+        else:
+            delivery.done_batch = -1
+            self._ended[request.serial] = request
 
     def acknowledge(self, number: int) -> list[Request]:
         """Note that batches up to this one have arrived, and return the requests whose end the frontend now knows."""
         known = []
         while self._unacknowledged and self._unacknowledged[0].number <= number:
             sent = self._unacknowledged.popleft()
-            for request, logs_sent in sent.logged:
-                request.forget_logs(min(logs_sent, request.logs_sent))
-            known += [request for request in sent.ended if request.done_batch == sent.number]
+            for delivery, logs_sent in sent.logged:
+                delivery.forget_logs(min(logs_sent, delivery.logs_sent))
+            known += [request for request in sent.ended if request.delivery.done_batch == sent.number]
         return known
 
     def make_batch(self, slots: SlotTable, rows: Int64Array) -> TokenBatch:
@@ -93,7 +107,7 @@ class Outbox:
         for request in [*ended, *self._take_waiting()]:
             ranges.add(request)
         for request in ended:
-            request.done_batch = number
+            request.delivery.done_batch = number
         self._unacknowledged.append(_Sent(number, ended, logged))
         self._ended.clear()
         return ranges.batch(number, logs, [_done(request) for request in ended])
@@ -105,18 +119,19 @@ class Outbox:
         self._waiting.clear()
         return waiting
 
-    def _take_logs(self) -> tuple[list[TokenLogprobs], list[tuple[Request, int]]]:
+    def _take_logs(self) -> tuple[list[TokenLogprobs], list[tuple[Delivery, int]]]:
         if not self._logged:
             return [], []
-        requests = [self._logged[serial] for serial in sorted(self._logged)]
+        deliveries = [self._logged[serial] for serial in sorted(self._logged)]
         self._logged.clear()
-        chunks = [chunk for request in requests for chunk in request.take_unsent_logs()]
-        return chunks, [(request, request.logs_sent) for request in requests]
+        chunks = [chunk for delivery in deliveries for chunk in delivery.take_unsent_logs()]
+        return chunks, [(delivery, delivery.logs_sent) for delivery in deliveries]
 
 
 def _done(request: Request) -> RequestDone:
-    assert request.done is not None
-    return request.done
+    done = request.delivery.done
+    assert done is not None
+    return done
 
 
 class _Ranges:
@@ -138,7 +153,7 @@ class _Ranges:
         self._more_ids: list[bytes] = []
 
     def add(self, request: Request) -> None:
-        end, sent = request.num_output, request.sent
+        end, sent = request.num_output, request.delivery.sent
         if sent < end:
             self._more_rids.append(request.rid)
             self._more_choices.append(request.choice)
@@ -146,7 +161,7 @@ class _Ranges:
             self._more_counts.append(end - sent)
             self._more_cached.append(request.cached_tokens)
             self._more_ids.append(request.outputs[sent * ITEM :])
-            request.sent = end
+            request.delivery.sent = end
 
     def batch(self, number: int, logs: list[TokenLogprobs], ends: list[RequestDone]) -> TokenBatch:
         rids, columns, ids = self._rids, self._columns, self._ids

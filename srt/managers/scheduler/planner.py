@@ -272,7 +272,7 @@ class Planner:
         """Take the request's slot and pages. It still gets the results of its rows in flight; then it may be admitted again."""
         computed = self._slots.computed_at[request.slot]
         self._vacate(request, keep_prefix=True)
-        request.lose_slot(request.outputs, request.sent, computed)
+        request.lose_slot(computed)
         self._counters.num_preempted += 1
         self.num_waiting += 1
         self._num_urgent += request.urgent
@@ -555,8 +555,7 @@ class Planner:
 
     def _vacate(self, request: Request, *, keep_prefix: bool) -> None:
         slots, slot = self._slots, request.slot
-        request.outputs = slots.outputs_of(slot)
-        request.sent = slots.sent_at[slot]
+        slots.give_back(request)
         if keep_prefix:
             self._memory.insert_computed(request, request.bytes_with_outputs(), self._num_written(request))
         self._memory.release(request)

@@ -21,6 +21,49 @@ class Status(Enum):
     ENDED = "ended"
 
 
+class Delivery:
+    """What the frontend was sent of an answer and has not acknowledged. The frontend's Outbox alone writes it.
+
+    While the request runs, the SlotTable counts the outputs sent instead, and gives the count back with the slot.
+    """
+
+    __slots__ = ("done", "done_batch", "logs", "logs_acked", "logs_sent", "sent")
+
+    def __init__(self, sent: int) -> None:
+        self.sent = sent  # outputs sent
+        self.done: RequestDone | None = None
+        self.done_batch = -1  # number of the last batch that carried `done`
+        self.logs: list[TokenLogprobs] = []  # not acknowledged yet; the first one has number `logs_acked`
+        self.logs_acked = 0
+        self.logs_sent = 0
+
+    def add_logs(self, chunk: TokenLogprobs) -> None:
+        self.logs.append(chunk)
+
+    @property
+    def has_unsent_logs(self) -> bool:
+        return self.logs_sent < self.logs_acked + len(self.logs)
+
+    def take_unsent_logs(self) -> list[TokenLogprobs]:
+        chunks = self.logs[self.logs_sent - self.logs_acked :]
+        self.logs_sent = self.logs_acked + len(self.logs)
+        return chunks
+
+    def forget_logs(self, number: int) -> None:
+        """Drop the chunks before this number: the frontend has received them."""
+        if number > self.logs_acked:
+            del self.logs[: number - self.logs_acked]
+            self.logs_acked = number
+
+    def send_logs_again(self, first: int) -> None:
+        """Mark logprobs from output index `first` on as unsent, and prompt logprobs too if they are still kept."""
+        self.logs_sent = self.logs_acked
+        for chunk in self.logs:
+            if chunk.is_prompt or chunk.first >= first:
+                break
+            self.logs_sent += 1
+
+
 class Request:
     """A choice of a request. While it runs, the values that change at every step are in the SlotTable. Ids are bytes: int32 end to end."""
 
@@ -28,16 +71,12 @@ class Request:
         "arrived_s",
         "cached_tokens",
         "choice",
-        "done",
-        "done_batch",
+        "delivery",
         "frontend",
         "id_bytes",
         "incarnation",
         "label",
         "logprobs",
-        "logs",
-        "logs_acked",
-        "logs_sent",
         "max_new",
         "node",
         "num_chunks",
@@ -57,7 +96,6 @@ class Request:
         "salt",
         "sampling",
         "seed",
-        "sent",
         "serial",
         "slot",
         "started_s",
@@ -113,12 +151,7 @@ class Request:
         self.num_known = len(self.id_bytes) // ITEM
         self.status = Status.WAITING
         self.trial_end = len(self.outputs) // ITEM + TRIAL_TOKENS  # number of outputs that ends its trial
-        self.sent = len(self.outputs) // ITEM  # outputs sent; while it runs, the SlotTable counts them
-        self.done: RequestDone | None = None
-        self.done_batch = -1  # number of the last batch that carried `done`
-        self.logs: list[TokenLogprobs] = []  # not acknowledged yet; the first one has number `logs_acked`
-        self.logs_acked = 0
-        self.logs_sent = 0
+        self.delivery: Final = Delivery(len(self.outputs) // ITEM)
         self.cached_tokens = 0
         self.num_chunks = 0
         self.prompt_done = False  # all known ids are planned: it decodes from the next step on
@@ -155,10 +188,9 @@ class Request:
             tokens = min(tokens, max(self.prompt_start - 1, 0))
         return tokens // page_size
 
-    def lose_slot(self, outputs: bytes, sent: int, computed: int) -> None:
+    def lose_slot(self, computed: int) -> None:
         """Wait again after a preemption, with the outputs so far. Prompt logprobs that the workers already owe are not requested again."""
         self.status = Status.WAITING
-        self.outputs, self.sent = outputs, sent
         self.slot = -1
         self.num_chunks = 0
         self.prompt_done = False
@@ -180,32 +212,6 @@ class Request:
     def bytes_with_outputs(self) -> bytes:
         """Return the ids of the prompt and all outputs. Invalid while the request runs: its outputs are in the SlotTable then."""
         return self.id_bytes[: self.prompt_len * ITEM] + self.outputs
-
-    def log(self, chunk: TokenLogprobs) -> None:
-        self.logs.append(chunk)
-
-    @property
-    def has_unsent_logs(self) -> bool:
-        return self.logs_sent < self.logs_acked + len(self.logs)
-
-    def take_unsent_logs(self) -> list[TokenLogprobs]:
-        chunks = self.logs[self.logs_sent - self.logs_acked :]
-        self.logs_sent = self.logs_acked + len(self.logs)
-        return chunks
-
-    def forget_logs(self, number: int) -> None:
-        """Drop the chunks before this number: the frontend has received them."""
-        if number > self.logs_acked:
-            del self.logs[: number - self.logs_acked]
-            self.logs_acked = number
-
-    def send_logs_again(self, first: int) -> None:
-        """Mark logprobs from output index `first` on as unsent, and prompt logprobs too if they are still kept."""
-        self.logs_sent = self.logs_acked
-        for chunk in self.logs:
-            if chunk.is_prompt or chunk.first >= first:
-                break
-            self.logs_sent += 1
 
 
 def expand(frontend: int, message: RequestView, next_serial: int, now: float = 0.0) -> list[Request]:

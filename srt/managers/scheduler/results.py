@@ -18,6 +18,9 @@ ONE = np.ones(1, np.int32).tobytes()
 NOT_FINITE = "The model produced no finite logits for this request."
 
 
+Logged = tuple[Request, TokenLogprobs]  # a request and new logprobs of it
+
+
 class End:
     """The end of a request by a result."""
 
@@ -30,9 +33,9 @@ class End:
 
 
 class Outcome:
-    def __init__(self, ends: list[End], logged: list[Request], late: list[Request]) -> None:
+    def __init__(self, ends: list[End], logged: list[Logged], late: list[Request]) -> None:
         self.ends = ends
-        self.logged = logged  # requests with new logprobs
+        self.logged = logged
         self.late = late  # preempted requests that still got a token
 
 
@@ -61,7 +64,7 @@ class ResultReader:
         else:
             ends = self._append_any(planned, result, alive) + self._failed(rows[alive & (result.counts < 0)])
         late, late_ends = self._append_late(planned, result)
-        return Outcome(ends + late_ends, [request for request in logged if request is not None], late)
+        return Outcome(ends + late_ends, [one for one in logged if one is not None], late)
 
     def _failed(self, slots: Int64Array) -> list[End]:
         requests = [self._planner.request_in(slot) for slot in slots.tolist()]
@@ -144,8 +147,8 @@ class ResultReader:
         request = self._planner.request_in(slot)
         return End(request, "stop", token) if has_stopped else End(request, "length")
 
-    def _log(self, planned: Planned, row: RowLogprobs) -> Request | None:
-        """Keep the row's logprobs with its request. Call this before the row's token is appended."""
+    def _log(self, planned: Planned, row: RowLogprobs) -> Logged | None:
+        """Return the row's logprobs with its request, or None if that has ended. Call this before the row's token is appended."""
         slot = row.slot
         incarnation = planned.extends.get(slot)
         if incarnation is None:
@@ -164,8 +167,7 @@ class ResultReader:
         chunk = TokenLogprobs(
             request.rid, request.choice, row.is_prompt, first, row.chosen, row.top_ids, row.top, row.of_ids
         )
-        request.log(chunk)
-        return request
+        return request, chunk
 
 
 def is_stop(request: Request, token: int) -> bool:

@@ -345,18 +345,7 @@ class Scheduler:
         request = client.find(ask.rid, ask.choice)
         if request is None:
             return []  # it was aborted, or its end acknowledged, while the message travelled
-        first = max(ask.first, 0)
-        request.send_logs_again(first)
-        if request.has_unsent_logs:
-            client.outbox.add_logs(request)
-        if request.status is Status.RUNNING:
-            core.slots.sent_at[request.slot] = min(first, core.slots.sent_at[request.slot])
-        else:
-            request.sent = min(first, request.sent)
-        if request.status is Status.WAITING:
-            client.outbox.add_waiting(request)
-        elif request.status is Status.ENDED:
-            client.outbox.send_end_again(request)
+        client.outbox.send_again(core.slots, request, max(ask.first, 0))
         return []
 
     # ---- The end of a request
@@ -380,7 +369,7 @@ class Scheduler:
         if not notify:
             return
         started_s = request.started_s
-        request.done = RequestDone(
+        done = RequestDone(
             request.rid,
             request.choice,
             reason,
@@ -393,7 +382,7 @@ class Scheduler:
             self._retry_after_s(self._core) if status == 503 else 0,
             -1.0 if started_s is None else started_s - request.arrived_s,
         )
-        self._clients[request.frontend].outbox.add_end(request)
+        self._clients[request.frontend].outbox.add_end(request, done)
 
     def _abort_live(self, requests: list[Request]) -> int:
         live = [request for request in requests if request.status is not Status.ENDED]
@@ -455,8 +444,8 @@ class Scheduler:
         planned = core.stream.accept_result(rank, result)
         self._capture_from_s = self._now + CAPTURE_REST_S
         outcome = core.results.apply(planned, result)
-        for request in outcome.logged:
-            self._clients[request.frontend].outbox.add_logs(request)
+        for request, logprobs in outcome.logged:
+            self._clients[request.frontend].outbox.add_logs(request, logprobs)
         for end in outcome.ends:
             if end.reason == "error":
                 core.counters.num_failed += 1

@@ -98,7 +98,7 @@ class SlotTable:
             request.max_new,
             num_output,
             request.cached_tokens,
-            request.sent,
+            request.delivery.sent,
             num_cached,  # computed
             request.max_tokens - 1,
             len(cached) // ITEM,
@@ -120,6 +120,11 @@ class SlotTable:
             self.stops[column][slot] = stops[column] if column < len(stops) else -1
         self.has_many_stops |= len(stops) > NUM_STOPS
         self.many_stops[slot] = len(stops) > NUM_STOPS
+
+    def give_back(self, request: Request) -> None:
+        """Give back to the request what was counted for it while it ran: its outputs, and how many of them were sent."""
+        request.outputs = self.outputs_of(request.slot)
+        request.delivery.sent = self.sent_at[request.slot]
 
     def release(self, slot: int) -> None:
         assert self._is_used[slot], f"slot {slot} is released twice"
