@@ -209,9 +209,9 @@ MORE_MUTATIONS = (
     ),
     Mutation(
         "token delivered twice by who loses its slot",
-        "managers/scheduler/planner.py",
-        "request.sent = slots.sent_at[slot]",
-        "request.sent = max(slots.sent_at[slot] - 1, 0)",
+        "managers/scheduler/slots.py",
+        "request.delivery.sent = self.sent_at[request.slot]",
+        "request.delivery.sent = max(self.sent_at[request.slot] - 1, 0)",
     ),
     Mutation(
         "acknowledgement window of nine",
@@ -276,8 +276,8 @@ MORE_MUTATIONS = (
     Mutation(
         "range asked for begins one too late",
         "managers/scheduler/scheduler.py",
-        "first = max(ask.first, 0)",
-        "first = max(ask.first, 0) + 1",
+        "max(ask.first, 0))",
+        "max(ask.first, 0) + 1)",
     ),
     Mutation(
         "guessed tokens lack a page at a boundary",
