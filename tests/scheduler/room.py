@@ -138,7 +138,7 @@ class Room:
         self._prefixes.begin(core)
         seats, displacer = list(self._seats.values()), None
         for seat in seats:
-            seat.twice = len(seat.request.own_copies) // ITEM
+            seat.twice = len(seat.request.hold.own_copies) // ITEM
         if core.planner.num_waiting and seats and self._turn % self._look_every == 0:
             everybody = live()
             if self._settings.policy != "priority":
@@ -292,7 +292,7 @@ class Room:
 
     def _available(self, seats: list[Seat]) -> int:
         """Pages that nobody of these has, at least: what is not told yet, or kept twice, may be counted twice here."""
-        twice = sum(max(seat.twice, len(seat.request.own_copies) // ITEM) for seat in seats)
+        twice = sum(max(seat.twice, len(seat.request.hold.own_copies) // ITEM) for seat in seats)
         untold = sum(self._num_pages(seat) for seat in seats if not self._worker._num_pages[seat.slot])
         return self._settings.num_pages - len(self._held(seats)) - twice - untold
 

@@ -66,7 +66,7 @@ class KvMemory:
         return -(-tokens // self.page_size)
 
     def pin_prefix(self, request: Request) -> tuple[RadixNode, bytes]:
-        """Pin the cached prefix of this request and return its end and pages. Pass them to `admit`, or the end to `unpin`."""
+        """Pin the cached prefix of this request and return its end and pages. Pass them to `hold_prefix`, or the end to `unpin`."""
         return self.tree.pin_prefix(request.id_bytes, request.salt, request.cacheable_pages(self.page_size))
 
     def num_cached(self, request: Request) -> int:
@@ -92,16 +92,23 @@ class KvMemory:
         """Return the number of pages that the end of the slot's request would free, including shared and promised ones."""
         return self._slots.num_pages_of(slot) + self._promised_to(slot)
 
-    def admit(self, request: Request, node: RadixNode, cached: bytes, expected_tokens: int) -> None:
-        """Promise the request its pages. It has a slot, whose first pages are its pinned prefix."""
+    def hold_prefix(self, request: Request, node: RadixNode, cached: bytes) -> None:
+        """Let a request that is being admitted hold its pinned prefix, which ends at `node` and has the pages `cached`."""
+        hold = request.hold
+        hold.node = node
+        hold.num_in_tree = len(cached) // ITEM
+        if not request.num_preempted:
+            # Outputs that it came with may be cached too, but only prompt tokens count.
+            hold.cached_tokens = min(hold.num_in_tree * self.page_size, request.prompt_len)
+        if cached:
+            self.tree.note_hit(node)
+
+    def promise(self, request: Request, expected_tokens: int) -> None:
+        """Promise the request the pages that it lacks for `expected_tokens`. Its slot has the pages of its prefix already."""
         slot = request.slot
-        request.node = node
-        request.num_in_tree = len(cached) // ITEM
         self._expected[slot] = self.pages_for(expected_tokens)
         self._most[slot] = self.pages_for(request.max_tokens)
         self.num_promised += self._promised_to(slot)
-        if cached:
-            self.tree.note_hit(node)
 
     def grow(self, slot: int, tokens: int) -> bytes:
         """Give the slot the pages that it lacks for `tokens` positions, and return them."""
@@ -123,28 +130,29 @@ class KvMemory:
 
     def insert_computed(self, request: Request, ids: bytes, computed: int) -> None:
         """Hand the full pages of the first `computed` positions to the cache; they hold the KV of `ids` from now on."""
-        first, end = request.num_in_tree, min(computed, len(ids) // ITEM) // self.page_size
+        hold = request.hold
+        first, end = hold.num_in_tree, min(computed, len(ids) // ITEM) // self.page_size
         if not self.caches or end <= first:
             return
-        assert request.node is not None
+        assert hold.node is not None
         pages = self._slots.pages_of(request.slot, first, end)
         ids = ids[first * self.page_size * ITEM : end * self.page_size * ITEM]
-        extension = self.tree.extend(request.node, request.salt, ids, pages)
-        request.node = extension.end
-        request.num_in_tree = end
+        extension = self.tree.extend(hold.node, request.salt, ids, pages)
+        hold.node = extension.end
+        hold.num_in_tree = end
         self._allocator.free(extension.given_up)
         if extension.not_taken:
-            request.own_copies += extension.not_taken
+            hold.own_copies += extension.not_taken
 
     def release(self, request: Request) -> None:
         """Release everything that the request holds. Pages that the cache has taken over stay there, unpinned."""
-        assert request.node is not None
-        slots, slot = self._slots, request.slot
+        slots, slot, hold = self._slots, request.slot, request.hold
+        assert hold.node is not None
         self.num_promised -= self._promised_to(slot)
-        self._allocator.free(request.own_copies + slots.pages_of(slot, request.num_in_tree, slots.num_pages_of(slot)))
-        self.tree.unpin(request.node)
-        request.node = None
-        request.own_copies = NO_PAGES
+        self._allocator.free(hold.own_copies + slots.pages_of(slot, hold.num_in_tree, slots.num_pages_of(slot)))
+        self.tree.unpin(hold.node)
+        hold.node = None
+        hold.own_copies = NO_PAGES
 
     def distrust(self, request: Request) -> None:
         """Drop an ended request's prefix from the cache, as its KV may be wrong, back to the first part that another request shares."""
@@ -161,10 +169,10 @@ class KvMemory:
         """Raise AssertionError unless every page is free, cached or a request's, exactly once, and the promises are counted right."""
         slots = self._slots
         self._allocator.check()
-        owned = [self.tree.check([r.node for r in running if r.node is not None])]
+        owned = [self.tree.check([r.hold.node for r in running if r.hold.node is not None])]
         for request in running:
-            slot = request.slot
-            owned += [slots.pages_of(slot, request.num_in_tree, slots.num_pages_of(slot)), request.own_copies]
+            slot, hold = request.slot, request.hold
+            owned += [slots.pages_of(slot, hold.num_in_tree, slots.num_pages_of(slot)), hold.own_copies]
         promised = sum(self._promised_to(request.slot) for request in running)
         in_use = np.frombuffer(b"".join(owned), np.int32)
         is_known = np.zeros(self.num_pages, np.bool_)

@@ -159,7 +159,7 @@ class _Ranges:
             self._more_choices.append(request.choice)
             self._more_first.append(sent)
             self._more_counts.append(end - sent)
-            self._more_cached.append(request.cached_tokens)
+            self._more_cached.append(request.hold.cached_tokens)
             self._more_ids.append(request.outputs[sent * ITEM :])
             request.delivery.sent = end
 

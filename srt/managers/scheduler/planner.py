@@ -467,8 +467,9 @@ class Planner:
 
     def _page_behind(self, request: Request) -> NextPage:
         """Return the page after the part of a running request that the tree has."""
-        assert request.node is not None
-        return self._next_page(request, request.node, request.num_in_tree)
+        hold = request.hold
+        assert hold.node is not None
+        return self._next_page(request, hold.node, hold.num_in_tree)
 
     def _next_page(self, request: Request, node: RadixNode, num_pages: int) -> NextPage:
         """Return the page after the request's first `num_pages`, which end at `node`."""
@@ -483,11 +484,9 @@ class Planner:
         request.incarnation = self._num_admitted
         request.slot = self._slots.take()
         num_cached = len(cached) // ITEM * self._memory.page_size
-        if not request.num_preempted:
-            # Outputs that it came with may be cached too, but only prompt tokens count.
-            request.cached_tokens = min(num_cached, request.prompt_len)
+        self._memory.hold_prefix(request, node, cached)
         self._slots.fill(request, cached, num_cached)
-        self._memory.admit(request, node, cached, expected_tokens)
+        self._memory.promise(request, expected_tokens)
         self._running[request.slot] = request
         self._prefilling.append(request)
         if request.started_s is None:

@@ -21,6 +21,18 @@ class Status(Enum):
     ENDED = "ended"
 
 
+class CacheHold:
+    """What a request holds of the prefix cache, and what the cache has saved it. KvMemory alone writes it."""
+
+    __slots__ = ("cached_tokens", "node", "num_in_tree", "own_copies")
+
+    def __init__(self) -> None:
+        self.node: RadixNode | None = None  # the pinned end of its prefix in the tree, `num_in_tree` pages deep
+        self.num_in_tree = 0
+        self.own_copies = NO_PAGES  # its own pages among the first `num_in_tree`: the tree has others for the same ids
+        self.cached_tokens = 0  # prompt tokens that were in the cache at its first admission
+
+
 class Delivery:
     """What the frontend was sent of an answer and has not acknowledged. The frontend's Outbox alone writes it.
 
@@ -69,25 +81,22 @@ class Request:
 
     __slots__ = (
         "arrived_s",
-        "cached_tokens",
         "choice",
         "delivery",
         "frontend",
+        "hold",
         "id_bytes",
         "incarnation",
         "label",
         "logprobs",
         "max_new",
-        "node",
         "num_chunks",
-        "num_in_tree",
         "num_known",
         "num_matched",
         "num_passed",
         "num_preempted",
         "order",
         "outputs",
-        "own_copies",
         "priority",
         "prompt_done",
         "prompt_len",
@@ -151,19 +160,16 @@ class Request:
         self.num_known = len(self.id_bytes) // ITEM
         self.status = Status.WAITING
         self.trial_end = len(self.outputs) // ITEM + TRIAL_TOKENS  # number of outputs that ends its trial
+        self.hold: Final = CacheHold()
         self.delivery: Final = Delivery(len(self.outputs) // ITEM)
-        self.cached_tokens = 0
         self.num_chunks = 0
         self.prompt_done = False  # all known ids are planned: it decodes from the next step on
         self.slot = -1
         self.incarnation = 0
-        self.node: RadixNode | None = None  # the pinned end of its prefix in the tree, `num_in_tree` pages deep
-        self.num_in_tree = 0
         self.num_matched = 0  # cached tokens found at its last lookup in the waiting queue
         self.num_passed = 0  # later requests admitted before it; counted by lpm only
         self.num_preempted = 0
         self.order: tuple[float, int] = (0.0, serial)  # set by the Ranking
-        self.own_copies = NO_PAGES  # its own pages among the first `num_in_tree`: the tree has others for the same ids
 
     @property
     def key(self) -> tuple[int, int]:

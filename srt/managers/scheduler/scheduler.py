@@ -375,7 +375,7 @@ class Scheduler:
             reason,
             matched,
             request.num_output,
-            request.cached_tokens,
+            request.hold.cached_tokens,
             status,
             message,
             request.num_preempted,

@@ -97,7 +97,7 @@ class SlotTable:
             request.choice,
             request.max_new,
             num_output,
-            request.cached_tokens,
+            request.hold.cached_tokens,
             request.delivery.sent,
             num_cached,  # computed
             request.max_tokens - 1,
