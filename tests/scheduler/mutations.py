@@ -50,8 +50,8 @@ MUTATIONS = (
     Mutation(
         "forgotten pin",
         "managers/scheduler/kv_memory.py",
-        "self.tree.unpin(request.node)",
-        "request.num_in_tree > 3 or self.tree.unpin(request.node)",
+        "self.tree.unpin(hold.node)",
+        "hold.num_in_tree > 3 or self.tree.unpin(hold.node)",
     ),
     Mutation(
         "double insert",
@@ -174,13 +174,13 @@ MORE_MUTATIONS = (
     Mutation(
         "pages leak when a prompt is aborted",
         "managers/scheduler/kv_memory.py",
-        "self._allocator.free(request.own_copies + slots",
-        "request.prompt_done and self._allocator.free(request.own_copies + slots",
+        "self._allocator.free(hold.own_copies + slots",
+        "request.prompt_done and self._allocator.free(hold.own_copies + slots",
     ),
     Mutation(
         "own copies forgotten",
         "managers/scheduler/kv_memory.py",
-        "self._allocator.free(request.own_copies + slots",
+        "self._allocator.free(hold.own_copies + slots",
         "self._allocator.free(slots",
     ),
     Mutation(
@@ -377,9 +377,9 @@ MORE_MUTATIONS = (
     ),
     Mutation(
         "cached tokens told wrong",
-        "managers/scheduler/planner.py",
-        "request.cached_tokens = min(num_cached, request.prompt_len)",
-        "request.cached_tokens = min(7 * num_cached + 1, request.prompt_len)",
+        "managers/scheduler/kv_memory.py",
+        "hold.cached_tokens = min(hold.num_in_tree * self.page_size, request.prompt_len)",
+        "hold.cached_tokens = min(7 * hold.num_in_tree * self.page_size + 1, request.prompt_len)",
     ),
     Mutation(
         "turned away though slots are free",
