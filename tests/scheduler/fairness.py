@@ -96,7 +96,7 @@ class Fairness:
     def after(self, scheduler: Scheduler, core: SchedulerCore, before: Before, now: float) -> None:
         admitted: list[Request] = []
         if core.planner._num_admitted != before.num_admitted:
-            admitted = [r for r in core.planner.running() if r.incarnation > before.num_admitted]
+            admitted = [r for r in core.planner.running() if r.progress.incarnation > before.num_admitted]
         for request in admitted:
             self._started.setdefault(request.serial, now)
         tried = core.planner.trials._on_trial
@@ -121,9 +121,15 @@ class Fairness:
 
     def _check_victims(self, before: Running, tried: Request | None) -> list[Request]:
         victims = []
-        stayed = [r for r, n in before if r.status is Status.RUNNING and r.incarnation == n and r is not tried]
+        stayed = [
+            r
+            for r, n in before
+            if r.progress.status is Status.RUNNING and r.progress.incarnation == n and r is not tried
+        ]
         for victim, number in before:
-            if victim.status is Status.ENDED or (victim.status is Status.RUNNING and victim.incarnation == number):
+            if victim.progress.status is Status.ENDED or (
+                victim.progress.status is Status.RUNNING and victim.progress.incarnation == number
+            ):
                 continue
             victims.append(victim)
             self._statistics["rule: the last in rank is preempted"] += bool(stayed)
@@ -137,7 +143,7 @@ class Fairness:
     def _check_displaced(self, scheduler: Scheduler, victims: list[Request], admitted: list[Request]) -> None:
         """By one that is admitted, or waits for its turn."""
         everybody = [request for client in scheduler._clients.values() for request in client.all_requests()]
-        coming = [r for r in everybody if r.status is Status.WAITING and r not in victims]
+        coming = [r for r in everybody if r.progress.status is Status.WAITING and r not in victims]
         if any(request.urgent for request in (*admitted, *coming)):
             return
         highest = max(request.priority for request in (*admitted, *coming))
@@ -152,12 +158,12 @@ class Fairness:
         if not self._settings.caches:
             return False
         size = ITEM * self._settings.page_size
-        page = request.id_bytes[:size]
+        page = request.progress.id_bytes[:size]
         num_output = core.slots.num_output
         return any(
             other.salt == request.salt
-            and other.prompt_len + int(num_output[other.slot]) == other.num_known
-            and other.id_bytes[:size] == page
+            and other.prompt_len + int(num_output[other.progress.slot]) == other.progress.num_known
+            and other.progress.id_bytes[:size] == page
             for other in core.planner.running()
         )
 
@@ -166,12 +172,12 @@ class Fairness:
         s = self._settings
         for client in scheduler._clients.values():
             for request in client.all_requests():
-                if request.status is Status.ENDED:
+                if request.progress.status is Status.ENDED:
                     continue
                 started = self._started.get(request.serial)
                 if started is None:
                     waits = (
-                        s.waiting_timeout is not None and request.started_s is None
+                        s.waiting_timeout is not None and request.progress.started_s is None
                     )  # else it has a slot, and no chunk yet
                     late = waits and now > request.arrived_s + (s.waiting_timeout or 0.0)
                 else:
@@ -180,14 +186,14 @@ class Fairness:
                     s.running_timeout if started is not None else s.waiting_timeout
                 ) is not None
                 assert not late, f"the time of request {request.key} was up before {now:.3f} s"
-                if request.status is Status.WAITING and client.number in may_be_sent:
-                    self._statistics["rule: what is known of the preempted is sent"] += request.num_output > 0
-                    assert request.delivery.sent >= request.num_output, (
+                if request.progress.status is Status.WAITING and client.number in may_be_sent:
+                    self._statistics["rule: what is known of the preempted is sent"] += request.progress.num_output > 0
+                    assert request.delivery.sent >= request.progress.num_output, (
                         f"frontend {client.number} is not told what is known of request {request.key}, which waits"
                     )
         for request in core.planner.running():
             self._statistics["rule: no page more than a request can use"] += 1
-            held = int(core.slots.num_pages[request.slot])
+            held = int(core.slots.num_pages[request.progress.slot])
             assert (held - 1) * s.page_size < request.max_tokens, f"request {request.key} has {held} pages"
         for node in core.memory.tree.nodes():
             self._statistics["rule: a prefix is used as often as what follows it"] += bool(node.children)
@@ -218,7 +224,8 @@ class Fairness:
             request
             for client in scheduler._clients.values()
             for request in client.all_requests()
-            if request.status is Status.WAITING and core.planner.preempted.find(request.incarnation) is not request
+            if request.progress.status is Status.WAITING
+            and core.planner.preempted.find(request.progress.incarnation) is not request
         ]
         return min(waiting, key=self.rank, default=None)
 
@@ -236,7 +243,11 @@ class Fairness:
     def _count_passing(self, scheduler: Scheduler, core: SchedulerCore, admitted: list[Request]) -> None:
         # Such a one may come back before the earliest, when its rows in flight are answered.
         preempted = core.counters.num_preempted, len(core.planner.preempted._away)
-        if self._earliest is None or self._earliest.status is not Status.WAITING or preempted != self._preempted_then:
+        if (
+            self._earliest is None
+            or self._earliest.progress.status is not Status.WAITING
+            or preempted != self._preempted_then
+        ):
             first = self.first_waiting(scheduler, core)
             is_new, self._earliest, self._preempted_then = first is not self._earliest, first, preempted
             if is_new:  # these may have been admitted before the earliest was that
@@ -261,8 +272,8 @@ class Fairness:
     def check_crowded(self, scheduler: Scheduler) -> None:
         """A request was turned away for want of room."""
         everybody = [request for client in scheduler._clients.values() for request in client.all_requests()]
-        num_waiting = sum(request.status is Status.WAITING for request in everybody)
-        num_free = self._settings.num_slots - sum(request.status is Status.RUNNING for request in everybody)
+        num_waiting = sum(request.progress.status is Status.WAITING for request in everybody)
+        num_free = self._settings.num_slots - sum(request.progress.status is Status.RUNNING for request in everybody)
         self._statistics["rule: turned away only when too many wait"] += 1
         assert num_waiting - num_free >= self._settings.max_queued, (
             f"{num_waiting} wait for {num_free} free slots, and a request was turned away"

@@ -78,7 +78,7 @@ class Obligations:
     def see_preemptions(self, requests: list[Request]) -> None:
         """Those that had a slot and wait have lost it."""
         for request in requests:
-            if request.status is Status.WAITING:
+            if request.progress.status is Status.WAITING:
                 stay = self._stays.get(request.key)
                 if stay is not None and stay.has_slot:
                     stay.has_slot = False
@@ -144,7 +144,7 @@ class Obligations:
         looked_s, self._looked_s, s = self._looked_s, now, self._settings
         for request in live:
             stay = self._stays.get(request.key)
-            if stay is None or request.status is Status.ENDED:
+            if stay is None or request.progress.status is Status.ENDED:
                 continue
             begin, limit = stay.started_s, s.running_timeout
             if begin == NEVER:

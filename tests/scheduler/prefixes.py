@@ -134,7 +134,7 @@ class Prefixes:
         worker = self._worker
         through = int(worker._extended[slot])
         if through == worker._num_admitted[slot]:
-            through = max(through, request.prompt_len + request.num_output - 1)
+            through = max(through, request.prompt_len + request.progress.num_output - 1)
         size = self._settings.page_size
         hashes: UInt64Array = worker._hashes[slot, size - 1 : through : size]
         return hashes

@@ -155,7 +155,7 @@ class Room:
         if len(plans) > 1:
             self._note_short_stays(core, plans)
         gone = self.sync(core)
-        victims = [seat for seat in gone if seat.request.status is not Status.ENDED]
+        victims = [seat for seat in gone if seat.request.progress.status is not Status.ENDED]
         stayed = [seat.slot for seat in before.seats if seat not in gone]
         self._prefixes.judge(core, stayed, plans, have_all_stayed=not gone)
         if not plans or before.is_of_trial or core.planner.trials.are_some_left:
@@ -172,7 +172,7 @@ class Room:
                 self._check_need(core, before, victims, live())
             return False
         if before.displacer is not None:
-            is_left_out = before.displacer.status is Status.WAITING
+            is_left_out = before.displacer.progress.status is Status.WAITING
             # There may be room for it before the decodes of that step take theirs, and then it takes a place with the next one.
             is_full = len(before.seats) == self._settings.num_slots
             what = "takes nobody's place, though it may"
@@ -228,10 +228,12 @@ class Room:
         for seat in gone:
             del self._seats[seat.slot]
             self._prefixes.leave(seat.slot, seat.request)
-            if seat.request.status is not Status.ENDED:
+            if seat.request.progress.status is not Status.ENDED:
                 self._have_lost.add(seat.request.seed)
-        ended = [seat.request for seat in gone if seat.request.status is Status.ENDED and not seat.request.urgent]
-        self._expectation.note([(request.num_output, request.max_new) for request in ended])
+        ended = [
+            seat.request for seat in gone if seat.request.progress.status is Status.ENDED and not seat.request.urgent
+        ]
+        self._expectation.note([(request.progress.num_output, request.max_new) for request in ended])
         for slot, number in enumerate(numbers):
             if number and slot not in self._seats:
                 request = core.planner.request_in(slot)
@@ -248,7 +250,11 @@ class Room:
     def _first_waiting(self, core: SchedulerCore, live: list[Request]) -> Request | None:
         """Of those that could have a slot now."""
         find, is_untried = core.planner.preempted.find, core.planner.trials.is_untried
-        waiting = [r for r in live if r.status is Status.WAITING and not is_untried(r) and find(r.incarnation) is not r]
+        waiting = [
+            r
+            for r in live
+            if r.progress.status is Status.WAITING and not is_untried(r) and find(r.progress.incarnation) is not r
+        ]
         return min(waiting, key=self._rank, default=None)
 
     # ---- Pages
@@ -261,7 +267,7 @@ class Room:
         if request.seed in self._have_lost:
             return self._pages_for(request.max_tokens), True
         answer, is_sure = self._expectation.tokens(request.max_new)
-        return self._pages_for(max(request.prompt_len + answer, request.num_known + 1)), is_sure
+        return self._pages_for(max(request.prompt_len + answer, request.progress.num_known + 1)), is_sure
 
     def _needed_pages(self, request: Request) -> int:
         """The same, where it is sure."""
@@ -350,8 +356,8 @@ class Room:
         """Pages that one of these has, and it would use."""
         if not self._settings.caches:
             return 0
-        size, ids, count = ITEM * self._settings.page_size, first.id_bytes, 0
-        others = [seat.request.id_bytes for seat in seats if seat.request.salt == first.salt]
+        size, ids, count = ITEM * self._settings.page_size, first.progress.id_bytes, 0
+        others = [seat.request.progress.id_bytes for seat in seats if seat.request.salt == first.salt]
         while others := [other for other in others if other.startswith(ids[: (count + 1) * size])]:
             if (count := count + 1) * size >= len(ids):
                 break
@@ -372,7 +378,7 @@ class Room:
         if self._available(stayed) <= most_lacking:
             return
         lost, there = {seat.request.serial for seat in victims}, {seat.request.serial for seat in before.seats}
-        coming = [r for r in live if r.serial not in there and r.status is Status.RUNNING]
+        coming = [r for r in live if r.serial not in there and r.progress.status is Status.RUNNING]
         waiting = self._first_waiting(core, [r for r in live if r.serial not in lost])
         first = min([*coming, *([waiting] if waiting else [])], key=self._rank, default=None)
         name = f"request {best.request.key} lost its slot"
@@ -385,7 +391,7 @@ class Room:
     def _check_prompts(self, kept: list[Seat], plan: StepPlan) -> None:
         """Those that are not through go on: one of all, and the oldest of those that are longer than a chunk."""
         worker, s, (section,) = self._worker, self._settings, plan.sections
-        lacking = {seat: seat.request.num_known - int(worker._length[seat.slot]) for seat in kept}
+        lacking = {seat: seat.request.progress.num_known - int(worker._length[seat.slot]) for seat in kept}
         left = self._available(kept) - int(section.pages[0].counts.sum())
         prompts = [
             seat

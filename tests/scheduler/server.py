@@ -166,7 +166,7 @@ class Server:
             request.key
             for client in self._scheduler._clients.values()
             for request in client.all_requests()
-            if request.status is not Status.ENDED
+            if request.progress.status is not Status.ENDED
         }
         wanted = live.intersection((choice.request.rid, choice.choice) for choice in in_flight.values())
         self._world.statistics["rule: last words name what is in flight"] += bool(self._connected)
@@ -378,7 +378,7 @@ class Server:
             self._world.statistics["rule: who is there is worked on"] += 1
             assert not planner.num_waiting and not core.slots.num_used, "nothing is under way, and requests are there"
         if is_calm and planner.num_waiting and core.slots.num_free:
-            waiting = [request for request in self._requests() if request.status is Status.WAITING]
+            waiting = [request for request in self._requests() if request.progress.status is Status.WAITING]
             first = self._fairness.first_waiting(self._scheduler, core)
             if first is None:
                 return

@@ -156,7 +156,7 @@ def _what_is_broken(message: RequestView, requests: list[Request]) -> str | None
     for request in requests:
         if request.choice < 0:
             return f"The request has choice {request.choice}; choices begin with 0."
-        if len(request.id_bytes) % ITEM or len(request.outputs) % ITEM:
+        if len(request.progress.id_bytes) % ITEM or len(request.progress.outputs) % ITEM:
             return "The request has a list of ids that is no array of int32."
     request = requests[0]
     if not _can_workers_decode(request):

@@ -34,7 +34,7 @@ class Deadlines:
         if self._running_s is None:
             return
         for request in started:
-            if request.started_s is not None and now >= request.started_s + self._running_s:
+            if request.progress.started_s is not None and now >= request.progress.started_s + self._running_s:
                 yield (
                     request,
                     f"The request has run for {self._running_s:g} s, the longest that this server allows.",
@@ -47,12 +47,16 @@ class Deadlines:
         if first is not None and self._waiting_s is not None:
             times.append(first.arrived_s + self._waiting_s)
         if self._running_s is not None:
-            times += [request.started_s + self._running_s for request in started if request.started_s is not None]
+            times += [
+                request.progress.started_s + self._running_s
+                for request in started
+                if request.progress.started_s is not None
+            ]
         return min(times, default=None)
 
     def _first_waiting(self) -> Request | None:
         """Return the earliest request that has never run, or None."""
         waiting = self._by_arrival
-        while waiting and (waiting[0].status is Status.ENDED or waiting[0].started_s is not None):
+        while waiting and (waiting[0].progress.status is Status.ENDED or waiting[0].progress.started_s is not None):
             waiting.popleft()
         return waiting[0] if waiting else None

@@ -67,11 +67,13 @@ class KvMemory:
 
     def pin_prefix(self, request: Request) -> tuple[RadixNode, bytes]:
         """Pin the cached prefix of this request and return its end and pages. Pass them to `hold_prefix`, or the end to `unpin`."""
-        return self.tree.pin_prefix(request.id_bytes, request.salt, request.cacheable_pages(self.page_size))
+        progress = request.progress
+        return self.tree.pin_prefix(progress.id_bytes, request.salt, progress.cacheable_pages(self.page_size))
 
     def num_cached(self, request: Request) -> int:
         """Return the number of tokens of this request that the cache has."""
-        found = self.tree.match(request.id_bytes, request.salt, request.cacheable_pages(self.page_size))
+        progress = request.progress
+        found = self.tree.match(progress.id_bytes, request.salt, progress.cacheable_pages(self.page_size))
         return found * self.page_size
 
     def unpin(self, node: RadixNode) -> None:
@@ -97,7 +99,7 @@ class KvMemory:
         hold = request.hold
         hold.node = node
         hold.num_in_tree = len(cached) // ITEM
-        if not request.num_preempted:
+        if not request.progress.num_preempted:
             # Outputs that it came with may be cached too, but only prompt tokens count.
             hold.cached_tokens = min(hold.num_in_tree * self.page_size, request.prompt_len)
         if cached:
@@ -105,7 +107,7 @@ class KvMemory:
 
     def promise(self, request: Request, expected_tokens: int) -> None:
         """Promise the request the pages that it lacks for `expected_tokens`. Its slot has the pages of its prefix already."""
-        slot = request.slot
+        slot = request.progress.slot
         self._expected[slot] = self.pages_for(expected_tokens)
         self._most[slot] = self.pages_for(request.max_tokens)
         self.num_promised += self._promised_to(slot)
@@ -135,7 +137,7 @@ class KvMemory:
         if not self.caches or end <= first:
             return
         assert hold.node is not None
-        pages = self._slots.pages_of(request.slot, first, end)
+        pages = self._slots.pages_of(request.progress.slot, first, end)
         ids = ids[first * self.page_size * ITEM : end * self.page_size * ITEM]
         extension = self.tree.extend(hold.node, request.salt, ids, pages)
         hold.node = extension.end
@@ -146,7 +148,7 @@ class KvMemory:
 
     def release(self, request: Request) -> None:
         """Release everything that the request holds. Pages that the cache has taken over stay there, unpinned."""
-        slots, slot, hold = self._slots, request.slot, request.hold
+        slots, slot, hold = self._slots, request.progress.slot, request.hold
         assert hold.node is not None
         self.num_promised -= self._promised_to(slot)
         self._allocator.free(hold.own_copies + slots.pages_of(slot, hold.num_in_tree, slots.num_pages_of(slot)))
@@ -171,9 +173,9 @@ class KvMemory:
         self._allocator.check()
         owned = [self.tree.check([r.hold.node for r in running if r.hold.node is not None])]
         for request in running:
-            slot, hold = request.slot, request.hold
+            slot, hold = request.progress.slot, request.hold
             owned += [slots.pages_of(slot, hold.num_in_tree, slots.num_pages_of(slot)), hold.own_copies]
-        promised = sum(self._promised_to(request.slot) for request in running)
+        promised = sum(self._promised_to(request.progress.slot) for request in running)
         in_use = np.frombuffer(b"".join(owned), np.int32)
         is_known = np.zeros(self.num_pages, np.bool_)
         is_known[self._allocator.free_pages()] = True

@@ -60,7 +60,7 @@ class Outbox:
 
     def add_waiting(self, request: Request) -> None:
         """Add a request without a slot if it has unsent tokens, since these are not in the slot table."""
-        if request.delivery.sent < request.num_output:
+        if request.delivery.sent < request.progress.num_output:
             self._waiting[request.serial] = request
 
     def add_logs(self, request: Request, chunk: TokenLogprobs) -> None:
@@ -69,15 +69,15 @@ class Outbox:
 
     def send_again(self, slots: SlotTable, request: Request, first: int) -> None:
         """Send tokens and logprobs from output index `first` on again, and the end if the request has ended."""
-        delivery = request.delivery
+        delivery, progress = request.delivery, request.progress
         delivery.send_logs_again(first)
         if delivery.has_unsent_logs:
             self._logged[request.serial] = delivery
-        if request.status is Status.RUNNING:
-            slots.sent_at[request.slot] = min(first, slots.sent_at[request.slot])
+        if progress.status is Status.RUNNING:
+            slots.sent_at[progress.slot] = min(first, slots.sent_at[progress.slot])
             return
         delivery.sent = min(first, delivery.sent)
-        if request.status is Status.WAITING:
+        if progress.status is Status.WAITING:
             self.add_waiting(request)
         else:
             delivery.done_batch = -1
@@ -115,7 +115,7 @@ class Outbox:
     def _take_waiting(self) -> list[Request]:
         if not self._waiting:
             return []
-        waiting = [request for request in self._waiting.values() if request.status is Status.WAITING]
+        waiting = [request for request in self._waiting.values() if request.progress.status is Status.WAITING]
         self._waiting.clear()
         return waiting
 
@@ -153,14 +153,14 @@ class _Ranges:
         self._more_ids: list[bytes] = []
 
     def add(self, request: Request) -> None:
-        end, sent = request.num_output, request.delivery.sent
+        end, sent = request.progress.num_output, request.delivery.sent
         if sent < end:
             self._more_rids.append(request.rid)
             self._more_choices.append(request.choice)
             self._more_first.append(sent)
             self._more_counts.append(end - sent)
             self._more_cached.append(request.hold.cached_tokens)
-            self._more_ids.append(request.outputs[sent * ITEM :])
+            self._more_ids.append(request.progress.outputs[sent * ITEM :])
             request.delivery.sent = end
 
     def batch(self, number: int, logs: list[TokenLogprobs], ends: list[RequestDone]) -> TokenBatch:

@@ -87,7 +87,7 @@ class Planner:
 
     def add(self, request: Request) -> None:
         self.num_waiting += 1
-        request.order = self._ranking.order(request)
+        self._queue.enter(request, self._ranking.order(request))
         self._num_urgent += request.urgent
         if request.suspect:
             self.trials.add(request)
@@ -99,8 +99,8 @@ class Planner:
 
     def end(self, request: Request, *, keep_prefix: bool = True) -> None:
         """End a request and free what it holds. Its computed prefix stays in the cache, unless `keep_prefix` is False: it may be wrong."""
-        was_waiting = request.status is Status.WAITING
-        request.status = Status.ENDED
+        was_waiting = request.progress.status is Status.WAITING
+        request.progress.status = Status.ENDED
         self._no_room_for = None
         if was_waiting:
             self.num_waiting -= 1
@@ -111,7 +111,7 @@ class Planner:
         else:
             self._vacate(request, keep_prefix=keep_prefix)
             if not request.urgent:
-                self._forecast.note_end(request.num_output, request.max_new)
+                self._forecast.note_end(request.progress.num_output, request.max_new)
         if not keep_prefix:
             self._memory.distrust(request)
 
@@ -139,7 +139,7 @@ class Planner:
 
     def in_flight(self, incarnations: set[int]) -> list[Request]:
         """Return the requests with these incarnations that have not ended."""
-        return [request for request in self.started() if request.incarnation in incarnations]
+        return [request for request in self.started() if request.progress.incarnation in incarnations]
 
     def started(self) -> list[Request]:
         """Return the requests that run, and those that were preempted and wait to run again."""
@@ -184,10 +184,10 @@ class Planner:
     def _plan_trial(self, step: int, request: Request) -> Planned:
         """Plan a step of the request on trial alone. Other requests keep their slots, unless it needs room."""
         draft, rows, memory = Draft(self._chunk_size, inf), NO_SLOTS, self._memory
-        if request.status is Status.WAITING:
+        if request.progress.status is Status.WAITING:
             self._admit_to_trial(draft, request)
-        elif request.prompt_done:
-            rows = np.array([request.slot], np.int64)
+        elif request.progress.prompt_done:
+            rows = np.array([request.progress.slot], np.int64)
             self._make_room_beside(request, lambda: memory.num_available >= self._num_lacking(rows))
             self._plan_decodes(draft, rows)
         else:
@@ -244,7 +244,7 @@ class Planner:
         victims: list[Request] = []
         while lower and (missing > 0 or (needs_slot and not victims)):
             victims.append(lower.pop(0))
-            missing -= self._memory.held_by(victims[-1].slot)
+            missing -= self._memory.held_by(victims[-1].progress.slot)
         if missing > 0:
             return False
         for victim in victims:
@@ -262,7 +262,7 @@ class Planner:
         if left != 0 or not self._prefilling:
             return left < 0
         first = min(self.running(), key=_order)
-        return not first.prompt_done and self._lacks_page(first.slot)
+        return not first.progress.prompt_done and self._lacks_page(first.progress.slot)
 
     def _lacks_page(self, slot: int) -> bool:
         computed: int = self._slots.computed_at[slot]
@@ -270,9 +270,9 @@ class Planner:
 
     def _preempt(self, request: Request) -> None:
         """Take the request's slot and pages. It still gets the results of its rows in flight; then it may be admitted again."""
-        computed = self._slots.computed_at[request.slot]
+        computed = self._slots.computed_at[request.progress.slot]
         self._vacate(request, keep_prefix=True)
-        request.lose_slot(computed)
+        request.progress.lose_slot(computed, request.prompt_len)
         self._counters.num_preempted += 1
         self.num_waiting += 1
         self._num_urgent += request.urgent
@@ -366,7 +366,7 @@ class Planner:
         for request in long:
             if draft.has_budget:
                 self._plan_chunk(draft, request)
-                lacks = self._slots.computed_at[request.slot] == self._memory.capacity(request.slot)
+                lacks = self._slots.computed_at[request.progress.slot] == self._memory.capacity(request.progress.slot)
                 finds_no_page |= lacks and self._missing(request) > 0
         if finds_no_page:
             self._lengthen_chunks(draft)
@@ -376,53 +376,54 @@ class Planner:
         for index, request in enumerate(draft.extends):
             if not draft.has_budget:
                 return
-            slot = request.slot
+            slot = request.progress.slot
             start = self._slots.computed_at[slot]
-            room = min(request.num_known, self._slots.num_pages_of(slot) * self._memory.page_size) - start
+            room = min(request.progress.num_known, self._slots.num_pages_of(slot) * self._memory.page_size) - start
             count = min(self._count_within(draft, request), room)
             if count > 0:
                 self._spend(draft, start, count)
                 self._slots.computed_at[slot] = start + count
-                draft.lengthen_chunk(index, count, samples=start + count == request.num_known)
+                draft.lengthen_chunk(index, count, samples=start + count == request.progress.num_known)
 
     def _prefilling_now(self, step: int, draft: Draft) -> list[Request]:
         if self._num_stages == 1 or not self._prefilling:
             return self._prefilling
-        is_back = self._is_back(step, np.array([request.slot for request in self._prefilling]))
+        is_back = self._is_back(step, np.array([request.progress.slot for request in self._prefilling]))
         for request in itertools.compress(self._prefilling, ~is_back):
             draft.coming.add(self._page_behind(request))
         return list(itertools.compress(self._prefilling, is_back))
 
     def _missing(self, request: Request) -> int:
-        computed: int = self._slots.computed_at[request.slot]
-        return request.num_known - computed
+        computed: int = self._slots.computed_at[request.progress.slot]
+        return request.progress.num_known - computed
 
     def _count_within(self, draft: Draft, request: Request) -> int:
         if not draft.is_timed:
             return draft.budget
-        start = self._slots.computed_at[request.slot]
+        start = self._slots.computed_at[request.progress.slot]
         return min(draft.budget, self._step_times.tokens_within(draft.budget_us, start))
 
     def _plan_chunk(self, draft: Draft, request: Request, behind: NextPage | None = None) -> None:
         """Plan the next known ids of this request, as far as budget and memory allow. `behind`: its `_page_behind`, if known."""
-        slots, memory, slot = self._slots, self._memory, request.slot
+        slots, memory, progress = self._slots, self._memory, request.progress
+        slot = progress.slot
         start = slots.computed_at[slot]
         count = self._count_within(draft, request)
-        end = min(request.num_known, memory.capacity(slot))
+        end = min(progress.num_known, memory.capacity(slot))
         if start + count > end:
             count = end - start
         if count <= 0:
             return
         self._spend(draft, start, count)
         end = start + count
-        had = slots.num_pages_of(slot) if request.num_chunks == 0 else 0  # cached ones, new to the workers
+        had = slots.num_pages_of(slot) if progress.num_chunks == 0 else 0  # cached ones, new to the workers
         pages = memory.grow(slot, end)
         draft.add_pages(slot, slots.pages_of(slot, 0, had) + pages if had else pages)
         slots.computed_at[slot] = end
-        request.num_chunks += 1
+        progress.num_chunks += 1
         if memory.caches:
             draft.coming.add(self._page_behind(request) if behind is None else behind)
-        draft.add_chunk(request, start, count, samples=end == request.num_known)
+        draft.add_chunk(request, start, count, samples=end == progress.num_known)
 
     def _spend(self, draft: Draft, start: int, count: int) -> None:
         draft.budget -= count
@@ -439,7 +440,7 @@ class Planner:
             node, cached = memory.pin_prefix(request)
             num_cached = len(cached) // ITEM
             behind = self._next_page(request, node, num_cached) if memory.caches else None
-            if behind in draft.coming and num_cached < request.cacheable_pages(memory.page_size):
+            if behind in draft.coming and num_cached < request.progress.cacheable_pages(memory.page_size):
                 # Another request computes this page in this very plan, so the next plan finds it in the cache. The wait is short:
                 # while budget is left, the requests in the plan compute all their known ids.
                 memory.unpin(node)
@@ -460,10 +461,10 @@ class Planner:
 
     def _expected_tokens(self, request: Request) -> int:
         """Return the tokens, prompt and output, that the request needs room for: the forecast, or its maximum if it was preempted."""
-        if request.num_preempted:
+        if request.progress.num_preempted:
             return request.max_tokens
         expected = self._forecast.expected_outputs(request.max_new)
-        return max(request.prompt_len + expected, request.num_known + 1)
+        return max(request.prompt_len + expected, request.progress.num_known + 1)
 
     def _page_behind(self, request: Request) -> NextPage:
         """Return the page after the part of a running request that the tree has."""
@@ -474,54 +475,57 @@ class Planner:
     def _next_page(self, request: Request, node: RadixNode, num_pages: int) -> NextPage:
         """Return the page after the request's first `num_pages`, which end at `node`."""
         size = self._memory.page_size * ITEM
-        return node.serial, request.salt, request.id_bytes[num_pages * size : (num_pages + 1) * size]
+        return node.serial, request.salt, request.progress.id_bytes[num_pages * size : (num_pages + 1) * size]
 
     def _start(self, request: Request, node: RadixNode, cached: bytes, expected_tokens: int) -> None:
         self.num_waiting -= 1
         self._num_urgent -= request.urgent
         self._num_admitted += 1
-        request.status = Status.RUNNING
-        request.incarnation = self._num_admitted
-        request.slot = self._slots.take()
+        progress = request.progress
+        progress.status = Status.RUNNING
+        progress.incarnation = self._num_admitted
+        progress.slot = self._slots.take()
         num_cached = len(cached) // ITEM * self._memory.page_size
         self._memory.hold_prefix(request, node, cached)
         self._slots.fill(request, cached, num_cached)
         self._memory.promise(request, expected_tokens)
-        self._running[request.slot] = request
+        self._running[progress.slot] = request
         self._prefilling.append(request)
-        if request.started_s is None:
-            request.started_s = self._now
+        if progress.started_s is None:
+            progress.started_s = self._now
             if not request.urgent:
                 self._counters.count_wait(self._now - request.arrived_s)
-        if request.num_preempted:
+        if progress.num_preempted:
             self.preempted.remove(request)
-            self._counters.num_recomputed_tokens += request.num_known - num_cached
+            self._counters.num_recomputed_tokens += progress.num_known - num_cached
             return
-        self._counters.num_prompt_tokens += request.num_known
+        self._counters.num_prompt_tokens += progress.num_known
         self._counters.num_cached_tokens += num_cached
 
     def _admission(self, request: Request, num_cached: int) -> AdmissionView:
+        progress = request.progress
         return AdmissionView(
-            request.slot,
-            request.id_bytes,
+            progress.slot,
+            progress.id_bytes,
             request.prompt_len,
             num_cached,
             request.seed,
             request.sampling,
-            request.logprobs,
+            progress.logprobs,
         )
 
     def _publish(self, draft: Draft) -> None:
         """Enter the finished draft: later plans find what it writes in the prefix cache, and prompts that end in it decode from then on."""
         finished: list[int] = []
         for i, request in enumerate(draft.extends):
-            self._memory.insert_computed(request, request.id_bytes, draft.starts[i] + draft.counts[i])
+            progress = request.progress
+            self._memory.insert_computed(request, progress.id_bytes, draft.starts[i] + draft.counts[i])
             if draft.samples[i]:
-                request.prompt_done = True
-                finished.append(request.slot)
-                self._counters.count_prompt(request.num_chunks, self._memory.pages_for(request.prompt_len))
+                progress.prompt_done = True
+                finished.append(progress.slot)
+                self._counters.count_prompt(progress.num_chunks, self._memory.pages_for(request.prompt_len))
         if finished:
-            self._prefilling = [request for request in self._prefilling if not request.prompt_done]
+            self._prefilling = [request for request in self._prefilling if not request.progress.prompt_done]
             self._decoding = np.concatenate((self._decoding, np.array(finished, np.int64)))
 
     def _finish_plan(self, step: int, draft: Draft, decodes: Int64Array) -> Planned:
@@ -529,11 +533,12 @@ class Planner:
         slots, rows = self._slots, decodes
         columns, extends, num_prompt_ends = [NO_NUMBERS] * 4, NO_EXTENDS, 0
         if draft.extends:
-            extend_slots = [request.slot for request in draft.extends]
+            progresses = [request.progress for request in draft.extends]
+            extend_slots = [progress.slot for progress in progresses]
             numbers = int32_bytes(extend_slots + draft.starts + draft.counts + draft.samples)
             columns = list(np.frombuffer(numbers, INT32).reshape(4, -1))
-            extends = {request.slot: request.incarnation for request in draft.extends}
-            sampling = [request.slot for request in draft.extends if request.prompt_done]
+            extends = {progress.slot: progress.incarnation for progress in progresses}
+            sampling = [progress.slot for progress in progresses if progress.prompt_done]
             num_prompt_ends = len(sampling)
             rows = np.concatenate((np.array(sampling, np.int64), decodes))
             if self._num_stages > 1:
@@ -553,35 +558,37 @@ class Planner:
         return Planned(plan, rows, incarnations, num_prompt_ends, extends, draft.num_tokens, draft.num_pairs)
 
     def _vacate(self, request: Request, *, keep_prefix: bool) -> None:
-        slots, slot = self._slots, request.slot
+        slots, slot = self._slots, request.progress.slot
         slots.give_back(request)
         if keep_prefix:
             self._memory.insert_computed(request, request.bytes_with_outputs(), self._num_written(request))
         self._memory.release(request)
         slots.release(slot)
         self._running[slot] = None
-        if not request.prompt_done:
+        if not request.progress.prompt_done:
             self._prefilling.remove(request)
         self._something_ended = True
 
     def _num_written(self, request: Request) -> int:
         """Return the number of positions whose KV is, or will be, that of the known ids. Beyond these, ids are only guesses."""
-        computed: int = self._slots.computed_at[request.slot]
+        computed: int = self._slots.computed_at[request.progress.slot]
         if self._max_row_tokens == 1:
             return computed
-        return min(computed, max(request.num_known, request.prompt_len + request.num_output - 1))
+        return min(computed, max(request.progress.num_known, request.prompt_len + request.progress.num_output - 1))
 
     def check(self) -> None:
         """Raise AssertionError unless slots, pages, promises and lists of requests agree."""
         running = self.running()
         self._slots.check()
         self._memory.check(running)
-        assert [r.slot for r in running] == self._slots.used_slots(), "a used slot has no running request, or two"
+        assert [r.progress.slot for r in running] == self._slots.used_slots(), (
+            "a used slot has no running request, or two"
+        )
         in_lists = sorted(
-            [r.slot for r in self._prefilling] + [int(s) for s in self._decoding if self._slots.incarnation[s]]
+            [r.progress.slot for r in self._prefilling] + [int(s) for s in self._decoding if self._slots.incarnation[s]]
         )
         assert in_lists == self._slots.used_slots(), "a running request is in no list of the planner, or in two"
 
 
 def _order(request: Request) -> tuple[float, int]:
-    return request.order
+    return request.place.order

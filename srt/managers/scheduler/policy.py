@@ -34,4 +34,4 @@ class Ranking:
         if request.urgent:
             return not running.urgent
         is_worth_it = request.priority - running.priority >= self._threshold
-        return self.has_priorities and is_worth_it and request.order < running.order
+        return self.has_priorities and is_worth_it and request.place.order < running.place.order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from srt.managers.scheduler.request import Request
+from srt.mem_cache.radix_cache import ITEM
 
 
 class PreemptedRequests:
@@ -20,7 +21,7 @@ class PreemptedRequests:
 
     def add(self, request: Request, last_step: int) -> list[Request]:
         """Add a request; `last_step` is the last planned step. Return the requests that may be admitted again now."""
-        self._away[request.incarnation] = (last_step, request)
+        self._away[request.progress.incarnation] = (last_step, request)
         self._all[request.serial] = request
         self._new.append(request)
         return self._come_back()
@@ -35,6 +36,10 @@ class PreemptedRequests:
         _, request = self._away.get(incarnation, (0, None))
         return request
 
+    def append(self, request: Request, token: int) -> None:
+        """Append a token that was in flight when the request was preempted."""
+        request.progress.outputs += token.to_bytes(ITEM, "little", signed=True)
+
     def pop_new(self) -> list[Request]:
         """Return the requests preempted since the last call that have neither ended nor got a slot again."""
         new, self._new = self._new, []
@@ -43,7 +48,7 @@ class PreemptedRequests:
     def remove(self, request: Request) -> bool:
         """Remove a request that runs again or has ended; any request may be passed. Return True if it was still away."""
         self._all.pop(request.serial, None)
-        return self._away.pop(request.incarnation, None) is not None
+        return self._away.pop(request.progress.incarnation, None) is not None
 
     def requests(self) -> list[Request]:
         return list(self._all.values())
@@ -51,6 +56,6 @@ class PreemptedRequests:
     def _come_back(self) -> list[Request]:
         back = [request for last_step, request in self._away.values() if last_step <= self._answered_step]
         for request in back:
-            del self._away[request.incarnation]
-            request.know_all()
+            del self._away[request.progress.incarnation]
+            request.progress.know(request.bytes_with_outputs())
         return back

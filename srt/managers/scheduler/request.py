@@ -1,4 +1,15 @@
-"""The scheduler's requests: one `Request` for each choice that a frontend's message asks for."""
+"""The scheduler's requests: one `Request` for each choice that a frontend's message asks for.
+
+A Request is what the client asked for: nothing changes it after its arrival. What changes is in its parts, and each has one writer:
+
+    part                what it says                             written by
+    request.progress    how far it has come                      Planner, with its SlotTable and PreemptedRequests
+    request.place       where it stands among waiting requests   WaitingQueue
+    request.hold        what it holds of the prefix cache        KvMemory
+    request.delivery    what its frontend was sent               Outbox
+
+One number changes hands: the SlotTable counts the outputs sent while a request runs, and gives the count back to `delivery` then.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +32,83 @@ class Status(Enum):
     ENDED = "ended"
 
 
+class Progress:
+    """How far a request has come. While it runs, the values that change at every step are in the SlotTable."""
+
+    __slots__ = (
+        "id_bytes",
+        "incarnation",
+        "logprobs",
+        "num_chunks",
+        "num_known",
+        "num_preempted",
+        "outputs",
+        "prompt_done",
+        "prompt_start",
+        "slot",
+        "started_s",
+        "status",
+    )
+
+    def __init__(self, id_bytes: bytes, outputs: bytes, logprobs: LogprobView) -> None:
+        self.status = Status.WAITING
+        self.id_bytes = id_bytes  # ids known at its last admission, or for its next one
+        self.num_known = len(id_bytes) // ITEM
+        self.outputs = outputs  # while waiting: those so far; when ended: all
+        self.logprobs = logprobs  # those that are still to be computed
+        self.prompt_start: int = logprobs.prompt_start  # first prompt token whose logprob is still wanted; -1: none
+        self.num_chunks = 0
+        self.prompt_done = False  # all known ids are planned: it decodes from the next step on
+        self.slot = -1
+        self.incarnation = 0
+        self.num_preempted = 0
+        self.started_s: float | None = None  # first admission
+
+    @property
+    def num_output(self) -> int:
+        return len(self.outputs) // ITEM
+
+    def cacheable_pages(self, page_size: int) -> int:
+        """Return the largest number of pages that the cache may supply.
+
+        The last known position is always computed, and so are positions that give requested logprobs.
+        """
+        tokens = self.num_known - 1
+        if self.prompt_start >= 0:
+            tokens = min(tokens, max(self.prompt_start - 1, 0))
+        return tokens // page_size
+
+    def lose_slot(self, computed: int, prompt_len: int) -> None:
+        """Wait again after a preemption. Prompt logprobs that the workers already owe are not requested again."""
+        self.status = Status.WAITING
+        self.slot = -1
+        self.num_chunks = 0
+        self.prompt_done = False
+        self.num_preempted += 1
+        if self.prompt_start >= 0:
+            told = computed + 1  # a position gives the logprob of the next token
+            self.prompt_start = max(self.prompt_start, told) if told < prompt_len else -1
+            self.logprobs = replace(self.logprobs, prompt_start=self.prompt_start)
+
+    def know(self, id_bytes: bytes) -> None:
+        """Make these the known ids, so that the request can be admitted again. None of its rows may be in flight."""
+        self.id_bytes = id_bytes
+        self.num_known = len(id_bytes) // ITEM
+
+
+class Place:
+    """A request's place among the waiting ones."""
+
+    __slots__ = ("num_matched", "num_passed", "order")
+
+    def __init__(self, serial: int) -> None:
+        self.order: tuple[float, int] = (0.0, serial)  # by the Ranking; the smallest is admitted first
+        self.num_matched = 0  # cached tokens found at its last lookup
+        self.num_passed = 0  # later requests admitted before it; counted by lpm only
+
+
 class CacheHold:
-    """What a request holds of the prefix cache, and what the cache has saved it. KvMemory alone writes it."""
+    """What a request holds of the prefix cache, and what the cache has saved it."""
 
     __slots__ = ("cached_tokens", "node", "num_in_tree", "own_copies")
 
@@ -34,15 +120,12 @@ class CacheHold:
 
 
 class Delivery:
-    """What the frontend was sent of an answer and has not acknowledged. The frontend's Outbox alone writes it.
-
-    While the request runs, the SlotTable counts the outputs sent instead, and gives the count back with the slot.
-    """
+    """What the frontend was sent of an answer, and what of that it has not acknowledged yet."""
 
     __slots__ = ("done", "done_batch", "logs", "logs_acked", "logs_sent", "sent")
 
     def __init__(self, sent: int) -> None:
-        self.sent = sent  # outputs sent
+        self.sent = sent  # outputs sent; out of date while the request runs, as the SlotTable counts them
         self.done: RequestDone | None = None
         self.done_batch = -1  # number of the last batch that carried `done`
         self.logs: list[TokenLogprobs] = []  # not acknowledged yet; the first one has number `logs_acked`
@@ -77,7 +160,7 @@ class Delivery:
 
 
 class Request:
-    """A choice of a request. While it runs, the values that change at every step are in the SlotTable. Ids are bytes: int32 end to end."""
+    """A choice of a request, as the client asked for it. Ids are bytes: int32 end to end."""
 
     __slots__ = (
         "arrived_s",
@@ -85,30 +168,19 @@ class Request:
         "delivery",
         "frontend",
         "hold",
-        "id_bytes",
-        "incarnation",
         "label",
         "logprobs",
         "max_new",
-        "num_chunks",
-        "num_known",
-        "num_matched",
-        "num_passed",
-        "num_preempted",
-        "order",
-        "outputs",
+        "place",
         "priority",
-        "prompt_done",
+        "progress",
+        "prompt",
         "prompt_len",
-        "prompt_start",
         "rid",
         "salt",
         "sampling",
         "seed",
         "serial",
-        "slot",
-        "started_s",
-        "status",
         "stop_ids",
         "stream",
         "suspect",
@@ -123,7 +195,7 @@ class Request:
             label,
             prompt_ids,
             choices,
-            outputs,
+            all_outputs,
             sampling,
             logprobs,
             seed,
@@ -134,42 +206,33 @@ class Request:
             stream,
             suspect,
         ) = astuple(message)
-        self.frontend = frontend
-        self.rid: int = rid
-        self.label: str = label
-        self.choice = 0 if choices == FIRST_CHOICE else id_at(choices, index)
-        self.serial = serial  # order of arrival
-        self.arrived_s = now
-        self.started_s: float | None = None  # first admission
-        self.priority: int = priority
-        self.urgent: bool = urgent
-        self.stream: bool = stream
-        self.suspect: bool = suspect  # workers may have died of it
-        # Neither may be negative, which is found when it is looked at as a whole.
-        self.seed: int = choice_seed(seed, self.choice) if self.choice > 0 and seed >= 0 else seed
-        self.salt: str = salt
-        self.sampling: SamplingView = sampling
-        self.max_new: int = self.sampling.max_new_tokens
-        self.stop_ids: bytes = self.sampling.stop_ids
-        self.logprobs: LogprobView = logprobs
-        self.prompt_start: int = self.logprobs.prompt_start  # first prompt token whose logprob is wanted; -1: none
         prompt: bytes = prompt_ids
-        self.prompt_len = len(prompt) // ITEM
-        self.outputs: bytes = outputs[index]  # while waiting: those so far; when ended: all
-        self.id_bytes: bytes = prompt + self.outputs  # ids known at its last admission, or for its next one
-        self.num_known = len(self.id_bytes) // ITEM
-        self.status = Status.WAITING
-        self.trial_end = len(self.outputs) // ITEM + TRIAL_TOKENS  # number of outputs that ends its trial
+        outputs: bytes = all_outputs[index]  # those that it came with, as it was resumed
+        num_output = len(outputs) // ITEM
+        self.frontend: Final = frontend
+        self.rid: Final[int] = rid
+        self.label: Final[str] = label
+        self.choice: Final = 0 if choices == FIRST_CHOICE else id_at(choices, index)
+        self.serial: Final = serial  # order of arrival
+        self.arrived_s: Final = now
+        self.priority: Final[int] = priority
+        self.urgent: Final[bool] = urgent
+        self.stream: Final[bool] = stream
+        self.suspect: Final[bool] = suspect  # workers may have died of it
+        self.trial_end: Final = num_output + TRIAL_TOKENS  # number of outputs that ends its trial
+        # Neither may be negative, which is found when it is looked at as a whole.
+        self.seed: Final[int] = choice_seed(seed, self.choice) if self.choice > 0 and seed >= 0 else seed
+        self.salt: Final[str] = salt
+        self.sampling: Final[SamplingView] = sampling
+        self.max_new: Final[int] = self.sampling.max_new_tokens
+        self.stop_ids: Final[bytes] = self.sampling.stop_ids
+        self.logprobs: Final[LogprobView] = logprobs
+        self.prompt: Final = prompt
+        self.prompt_len: Final = len(prompt) // ITEM
+        self.progress: Final = Progress(prompt + outputs if outputs else prompt, outputs, logprobs)
+        self.place: Final = Place(serial)
         self.hold: Final = CacheHold()
-        self.delivery: Final = Delivery(len(self.outputs) // ITEM)
-        self.num_chunks = 0
-        self.prompt_done = False  # all known ids are planned: it decodes from the next step on
-        self.slot = -1
-        self.incarnation = 0
-        self.num_matched = 0  # cached tokens found at its last lookup in the waiting queue
-        self.num_passed = 0  # later requests admitted before it; counted by lpm only
-        self.num_preempted = 0
-        self.order: tuple[float, int] = (0.0, serial)  # set by the Ranking
+        self.delivery: Final = Delivery(num_output)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -180,44 +243,9 @@ class Request:
     def max_tokens(self) -> int:
         return self.prompt_len + self.max_new
 
-    @property
-    def num_output(self) -> int:
-        return len(self.outputs) // ITEM
-
-    def cacheable_pages(self, page_size: int) -> int:
-        """Return the largest number of pages that the cache may supply.
-
-        The last known position is always computed, and so are positions that give requested logprobs.
-        """
-        tokens = self.num_known - 1
-        if self.prompt_start >= 0:
-            tokens = min(tokens, max(self.prompt_start - 1, 0))
-        return tokens // page_size
-
-    def lose_slot(self, computed: int) -> None:
-        """Wait again after a preemption, with the outputs so far. Prompt logprobs that the workers already owe are not requested again."""
-        self.status = Status.WAITING
-        self.slot = -1
-        self.num_chunks = 0
-        self.prompt_done = False
-        self.num_preempted += 1
-        if self.prompt_start >= 0:
-            told = computed + 1  # a position gives the logprob of the next token
-            self.prompt_start = max(self.prompt_start, told) if told < self.prompt_len else -1
-            self.logprobs = replace(self.logprobs, prompt_start=self.prompt_start)
-
-    def append(self, token: int) -> None:
-        """Append a token that was in flight when the request was preempted."""
-        self.outputs += token.to_bytes(ITEM, "little", signed=True)
-
-    def know_all(self) -> None:
-        """Make all outputs known ids, so that the request can be admitted again. None of its rows may be in flight."""
-        self.id_bytes = self.bytes_with_outputs()
-        self.num_known = len(self.id_bytes) // ITEM
-
     def bytes_with_outputs(self) -> bytes:
         """Return the ids of the prompt and all outputs. Invalid while the request runs: its outputs are in the SlotTable then."""
-        return self.id_bytes[: self.prompt_len * ITEM] + self.outputs
+        return self.prompt + self.progress.outputs
 
 
 def expand(frontend: int, message: RequestView, next_serial: int, now: float = 0.0) -> list[Request]:

@@ -93,7 +93,7 @@ class ResultReader:
         for round_ in range(int(counts.max(initial=0))):
             going = np.flatnonzero(alive & (counts > round_))
             news = self._append(rows[going], result.ids[places[going] + round_])
-            ended = {end.request.slot for end in news}
+            ended = {end.request.progress.slot for end in news}
             alive[going] = [slot not in ended for slot in rows[going].tolist()]
             ends += news
         return ends
@@ -113,12 +113,12 @@ class ResultReader:
                 continue
             late.append(request)
             for token in result.ids[places[row] : places[row] + result.counts[row]].tolist():
-                request.append(token)
+                self._planner.preempted.append(request, token)
                 self._counters.num_generated_tokens += 1
                 if is_stop(request, token):
                     ends.append(End(request, "stop", token))
                     break
-                if request.num_output >= request.max_new:
+                if request.progress.num_output >= request.max_new:
                     ends.append(End(request, "length"))
                     break
         self._counters.num_dropped_rows -= len(late) + sum(end.reason == "error" for end in ends)
@@ -162,7 +162,7 @@ class ResultReader:
             away = self._planner.preempted.find(incarnation)
             if away is None:
                 return None
-            request, num_output = away, away.num_output
+            request, num_output = away, away.progress.num_output
         first = row.first if row.is_prompt else num_output
         chunk = TokenLogprobs(
             request.rid, request.choice, row.is_prompt, first, row.chosen, row.top_ids, row.top, row.of_ids

@@ -210,12 +210,12 @@ class Scheduler:
             return
         core.planner.check()
         requests = [request for client in self._clients.values() for request in client.all_requests()]
-        waiting = [request for request in requests if request.status is Status.WAITING]
-        running = [request for request in requests if request.status is Status.RUNNING]
+        waiting = [request for request in requests if request.progress.status is Status.WAITING]
+        running = [request for request in requests if request.progress.status is Status.RUNNING]
         assert len(waiting) == core.planner.num_waiting, (
             f"{len(waiting)} requests wait, the planner counts {core.planner.num_waiting}"
         )
-        assert sorted(r.slot for r in running) == core.slots.used_slots(), (
+        assert sorted(r.progress.slot for r in running) == core.slots.used_slots(), (
             "a slot is used for a request that is forgotten"
         )
 
@@ -296,7 +296,7 @@ class Scheduler:
         for request in requests:
             core.planner.add(request)
             self._deadlines.add(request)
-            if request.outputs:
+            if request.progress.outputs:
                 self._end_if_complete(request)
         return []
 
@@ -313,19 +313,20 @@ class Scheduler:
     def _refuse_unknown_ids(self, core: SchedulerCore) -> list[Effect]:
         """Refuse requests with unknown ids, of those since the last tick. They are checked together, and singly only if any is unknown."""
         arrived, self._arrived = self._arrived, []
-        if not arrived or core.reason_to_refuse_ids(b"".join([request.id_bytes for request in arrived])) is None:
+        ids = b"".join([request.progress.id_bytes for request in arrived])
+        if not arrived or core.reason_to_refuse_ids(ids) is None:
             return []
         effects: list[Effect] = []
         for request in arrived:
-            reason = core.reason_to_refuse_ids(request.id_bytes)
+            reason = core.reason_to_refuse_ids(request.progress.id_bytes)
             client = self._clients.get(request.frontend)
             # An ended one was aborted meanwhile, and is reported as that, or was refused with another choice.
-            if reason is None or client is None or request.status is Status.ENDED:
+            if reason is None or client is None or request.progress.status is Status.ENDED:
                 continue
             effects.append(ToFrontend(client.number, Refused(request.rid, 400, reason)))
             core.counters.num_refused += 1
             for choice in client.choices(request.rid):
-                if choice.status is not Status.ENDED:
+                if choice.progress.status is not Status.ENDED:
                     self._end(choice, "error", notify=False)
                     client.forget(choice)
         return effects
@@ -335,8 +336,8 @@ class Scheduler:
 
     def _end_if_complete(self, request: Request) -> None:
         """End a resumed request that has all its tokens already: only the message about its end was lost."""
-        count = request.num_output
-        if count and is_stop(request, last := id_at(request.outputs, count - 1)):
+        count = request.progress.num_output
+        if count and is_stop(request, last := id_at(request.progress.outputs, count - 1)):
             self._end(request, "stop", matched=last)
         elif count >= request.max_new:
             self._end(request, "length")
@@ -368,38 +369,38 @@ class Scheduler:
             self._end_rate.record_end(self._now)
         if not notify:
             return
-        started_s = request.started_s
+        started_s = request.progress.started_s
         done = RequestDone(
             request.rid,
             request.choice,
             reason,
             matched,
-            request.num_output,
+            request.progress.num_output,
             request.hold.cached_tokens,
             status,
             message,
-            request.num_preempted,
+            request.progress.num_preempted,
             self._retry_after_s(self._core) if status == 503 else 0,
             -1.0 if started_s is None else started_s - request.arrived_s,
         )
         self._clients[request.frontend].outbox.add_end(request, done)
 
     def _abort_live(self, requests: list[Request]) -> int:
-        live = [request for request in requests if request.status is not Status.ENDED]
+        live = [request for request in requests if request.progress.status is not Status.ENDED]
         for request in live:
             self._abort(request, notify=True)
         return len(live)
 
     def _abort(self, request: Request, *, notify: bool) -> None:
         """Abort a request: no plan made after this contains it. A request that has ended stays as it ended."""
-        if request.status is Status.ENDED:
+        if request.progress.status is Status.ENDED:
             return
         assert self._core is not None
         counters = self._core.counters
         counters.num_aborted += 1
-        if request.status is Status.WAITING:
+        if request.progress.status is Status.WAITING:
             counters.num_aborted_waiting += 1
-        elif request.prompt_done:
+        elif request.progress.prompt_done:
             counters.num_aborted_decode += 1
         else:
             counters.num_aborted_prefill += 1
@@ -461,7 +462,7 @@ class Scheduler:
     def _end_overdue(self, core: SchedulerCore, now: float) -> None:
         for request, reason in list(self._deadlines.overdue(core.planner.started(), now)):
             core.counters.num_timed_out += 1
-            self._end(request, "error", status=503 if request.started_s is None else 504, message=reason)
+            self._end(request, "error", status=503 if request.progress.started_s is None else 504, message=reason)
 
     def _plan(self, core: SchedulerCore, now: float, watch: Callable[[StepPlan], None] | None) -> list[Effect]:
         effects: list[Effect] = []

@@ -97,7 +97,7 @@ class SchedulerTrace:
             request = self._request_in(slot)
             number = request_number(request.frontend, request.rid)
             self._tracer.arrow("t", REQUEST, number, at_s)
-            if slot in admitted and request.choice == 0 and not request.num_preempted:
+            if slot in admitted and request.choice == 0 and not request.progress.num_preempted:
                 self._enter(number, "running", at_s, cached_tokens=admitted[slot].cached)
 
     def _enter(self, number: int, state: str, at_s: float, **args: object) -> None:

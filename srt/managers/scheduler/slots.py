@@ -86,11 +86,12 @@ class SlotTable:
 
     def fill(self, request: Request, cached: bytes, num_cached: int) -> None:
         """Write the row of the request that was given its slot, with the pages and the number of tokens that the cache has of it."""
-        slot, stops, num_output = request.slot, request.stop_ids, request.num_output
+        progress, stops = request.progress, request.stop_ids
+        slot, num_output = progress.slot, progress.num_output
         self._pack_row(
             self._table_bytes,
             slot * ROW_BYTES,
-            request.incarnation,
+            progress.incarnation,
             request.rid,
             0,  # planned at
             request.frontend,
@@ -110,7 +111,7 @@ class SlotTable:
             self._most_output = max(self._most_output, num_output)
             self._make_room_for_outputs(num_output)
             start = slot * self._outputs_width * ITEM
-            self._outputs_bytes[start : start + len(request.outputs)] = request.outputs
+            self._outputs_bytes[start : start + len(progress.outputs)] = progress.outputs
         if self.most_stops > 1 or len(stops) > ITEM:
             self._fill_stops(slot, np.frombuffer(stops, np.int32).tolist())
 
@@ -123,8 +124,9 @@ class SlotTable:
 
     def give_back(self, request: Request) -> None:
         """Give back to the request what was counted for it while it ran: its outputs, and how many of them were sent."""
-        request.outputs = self.outputs_of(request.slot)
-        request.delivery.sent = self.sent_at[request.slot]
+        slot = request.progress.slot
+        request.progress.outputs = self.outputs_of(slot)
+        request.delivery.sent = self.sent_at[slot]
 
     def release(self, slot: int) -> None:
         assert self._is_used[slot], f"slot {slot} is released twice"

@@ -34,7 +34,7 @@ class Trials:
         """Line up a request that may be admitted, if it is still to be tried. Return False if it needs no trial."""
         if not self.is_untried(request):
             return False
-        if request.num_output >= request.trial_end:  # its last row in flight has shown enough
+        if request.progress.num_output >= request.trial_end:  # its last row in flight has shown enough
             self._untried.remove(request.serial)
             return False
         self._queue.append(request)
@@ -61,7 +61,8 @@ class Trials:
         """Return the request on trial, or None. When the present one has ended or is far enough, the next suspect's trial begins."""
         tried = self._on_trial
         if tried is not None and (
-            tried.status is not Status.RUNNING or self._slots.num_output_at[tried.slot] >= tried.trial_end
+            tried.progress.status is not Status.RUNNING
+            or self._slots.num_output_at[tried.progress.slot] >= tried.trial_end
         ):
             tried = None
         if tried is None and self._queue:

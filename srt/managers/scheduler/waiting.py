@@ -16,7 +16,7 @@ MAX_PASSED: Final = 64  # later requests that may be admitted before a request
 
 
 class WaitingQueue:
-    """The waiting requests by `Request.order`, including those that come back after standing aside or a preemption.
+    """The waiting requests by `Place.order`, including those that come back after standing aside or a preemption.
 
     A request that comes after all others, as most do, joins a line, so that the cost does not grow with the number of requests; the
     others go to a heap. Ended requests are dropped when they are met.
@@ -28,19 +28,23 @@ class WaitingQueue:
         self._heap: list[tuple[Order, Request]] = []
         self._num_dead = 0
 
+    def enter(self, request: Request, order: Order) -> None:
+        """Give a request that arrives its place in the order, for good. It does not wait before it is pushed."""
+        request.place.order = order
+
     def push(self, request: Request) -> None:
         if not self._line or (self._last is not None and _comes_before(self._last, request)):
             self._line.append(request)
             self._last = request
         else:
-            heapq.heappush(self._heap, (request.order, request))
+            heapq.heappush(self._heap, (request.place.order, request))
 
     def first(self) -> Request | None:
         line, heap = self._line, self._heap
-        while line and line[0].status is not Status.WAITING:
+        while line and line[0].progress.status is not Status.WAITING:
             line.popleft()
             self._num_dead -= 1
-        while heap and heap[0][1].status is not Status.WAITING:
+        while heap and heap[0][1].progress.status is not Status.WAITING:
             heapq.heappop(heap)
             self._num_dead -= 1
         if self._is_heap_first():
@@ -65,20 +69,21 @@ class WaitingQueue:
         """Note that a request in the queue has ended. Ended requests are removed together once they are the majority."""
         self._num_dead += 1
         if self._num_dead > (len(self._line) + len(self._heap)) // 2 + 16:
-            self._line = deque(request for request in self._line if request.status is Status.WAITING)
-            self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
+            self._line = deque(request for request in self._line if request.progress.status is Status.WAITING)
+            self._heap = [entry for entry in self._heap if entry[1].progress.status is Status.WAITING]
             heapq.heapify(self._heap)
             self._num_dead = 0
 
     def _is_heap_first(self) -> bool:
-        return bool(self._heap) and (not self._line or self._heap[0][0] < self._line[0].order)
+        return bool(self._heap) and (not self._line or self._heap[0][0] < self._line[0].place.order)
 
 
 def _comes_before(one: Request, other: Request) -> bool:
     """Return whether `one` has the smaller `order`. Compiled code would have to build objects to compare the tuples themselves."""
-    if one.order[0] != other.order[0]:
-        return one.order[0] < other.order[0]
-    return one.order[1] < other.order[1]
+    mine, others = one.place, other.place
+    if mine.order[0] != others.order[0]:
+        return mine.order[0] < others.order[0]
+    return mine.order[1] < others.order[1]
 
 
 class LongestPrefixQueue(WaitingQueue):
@@ -101,7 +106,7 @@ class LongestPrefixQueue(WaitingQueue):
         self._best = None
 
     def first(self) -> Request | None:
-        if self._best is None or self._best.status is not Status.WAITING:
+        if self._best is None or self._best.progress.status is not Status.WAITING:
             self._come_near()
             self._best = self._choose()
         return self._best
@@ -113,12 +118,12 @@ class LongestPrefixQueue(WaitingQueue):
         for request in self._near:
             if request is best:
                 break
-            request.num_passed += 1
+            request.place.num_passed += 1
             place += 1
         del self._near[place]
         for request in self._aside:
             if _comes_before(request, best):
-                request.num_passed += 1
+                request.place.num_passed += 1
         self._best = None
 
     def stand_aside(self) -> None:
@@ -128,12 +133,12 @@ class LongestPrefixQueue(WaitingQueue):
         self._best = None
 
     def begin_plan(self) -> None:
-        self._near = [request for request in self._near if request.status is Status.WAITING]
+        self._near = [request for request in self._near if request.progress.status is Status.WAITING]
         self._aside.clear()
         for _ in range(min(NUM_MATCHED_AGAIN, len(self._near))):
             self._turn = (self._turn + 1) % len(self._near)
             request = self._near[self._turn]
-            request.num_matched = self._num_cached(request)
+            request.place.num_matched = self._num_cached(request)
         self._best = None
 
     def _come_near(self) -> None:
@@ -144,10 +149,10 @@ class LongestPrefixQueue(WaitingQueue):
                 if _comes_before(last, coming):
                     return
                 near.pop()
-                if last.status is Status.WAITING:
+                if last.progress.status is Status.WAITING:
                     super().push(last)
             super().pop()
-            coming.num_matched = self._num_cached(coming)
+            coming.place.num_matched = self._num_cached(coming)
             place = len(near)
             while place > 0 and _comes_before(coming, near[place - 1]):
                 place -= 1
@@ -158,13 +163,13 @@ class LongestPrefixQueue(WaitingQueue):
         best: Request | None = None
         overdue: Request | None = None
         for request in self._near:
-            if request.status is not Status.WAITING:
+            if request.progress.status is not Status.WAITING:
                 continue
             if earliest is None:
                 earliest = request
-            if overdue is None and request.num_passed >= MAX_PASSED:
+            if overdue is None and request.place.num_passed >= MAX_PASSED:
                 overdue = request
-            if best is None or request.num_matched > best.num_matched:
+            if best is None or request.place.num_matched > best.place.num_matched:
                 best = request
         if earliest is None or earliest.urgent:
             return earliest

@@ -163,7 +163,7 @@ class LongestPrefixFirst:
     def admit(self) -> int:
         first = self.first()
         self._queue.pop()
-        first.status = Status.RUNNING
+        first.progress.status = Status.RUNNING
         return first.rid
 
     def admit_in_a_plan(self) -> int:
@@ -198,7 +198,7 @@ def test_with_lpm_who_stands_aside_or_is_behind_such_is_passed_no_more_often_tha
         assert aside.rid == 1
         assert all(queue.admit() > 2 for _ in range(3))
         queue.put_back(aside)
-    assert aside.num_passed == 30
+    assert aside.place.num_passed == 30
     order = [queue.admit_in_a_plan() for _ in range(MAX_PASSED)]
     assert (order[0], order.index(2)) == (1, MAX_PASSED - 30 + 1)
 
@@ -211,7 +211,7 @@ def test_with_lpm_who_stands_aside_has_passed_nobody() -> None:
     queue.begin_plan()
     for _ in range(MAX_PASSED):
         queue.stand_aside()
-    assert first.num_passed == 0
+    assert first.place.num_passed == 0
 
 
 def test_with_lpm_the_second_is_passed_no_more_often_than_the_first() -> None:
@@ -222,6 +222,6 @@ def test_with_lpm_the_second_is_passed_no_more_often_than_the_first() -> None:
     for rid in range(3, 200):
         queue.push(rid, cached=1)
     assert all(queue.admit_in_a_plan() > 2 for _ in range(50))
-    first.status = Status.ENDED
+    first.progress.status = Status.ENDED
     order = [queue.admit_in_a_plan() for _ in range(MAX_PASSED)]
     assert order.index(2) == MAX_PASSED - 50
