@@ -98,7 +98,7 @@ CONTROL_MUTATIONS = (
     Mutation(
         "each choice with unknown ids is refused for itself",
         "managers/scheduler/scheduler.py",
-        "if reason is None or client is None or request.status is Status.ENDED:",
+        "if reason is None or client is None or request.progress.status is Status.ENDED:",
         "if reason is None or client is None:",
     ),
     Mutation(

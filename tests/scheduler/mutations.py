@@ -39,7 +39,7 @@ MUTATIONS = (
         "page visible one plan early",
         "managers/scheduler/planner.py",
         "slots.computed_at[slot] = end\n",
-        "slots.computed_at[slot] = end; self._memory.insert_computed(request, request.id_bytes, end)\n",
+        "slots.computed_at[slot] = end; self._memory.insert_computed(request, request.progress.id_bytes, end)\n",
     ),
     Mutation(
         "slot reset after reuse",
@@ -69,7 +69,7 @@ MUTATIONS = (
         "lost abort",
         "managers/scheduler/scheduler.py",
         "if choice in (-1, r.choice)]",
-        "if choice in (-1, r.choice) and not r.num_preempted]",
+        "if choice in (-1, r.choice) and not r.progress.num_preempted]",
     ),
     Mutation(
         "wrong preemption order",
@@ -80,7 +80,7 @@ MUTATIONS = (
     Mutation(
         "preempted row's token dropped",
         "managers/scheduler/results.py",
-        "                request.append(token)\n",
+        "                self._planner.preempted.append(request, token)\n",
         "                pass\n",
     ),
     Mutation(
@@ -175,7 +175,7 @@ MORE_MUTATIONS = (
         "pages leak when a prompt is aborted",
         "managers/scheduler/kv_memory.py",
         "self._allocator.free(hold.own_copies + slots",
-        "request.prompt_done and self._allocator.free(hold.own_copies + slots",
+        "request.progress.prompt_done and self._allocator.free(hold.own_copies + slots",
     ),
     Mutation(
         "own copies forgotten",
@@ -204,14 +204,14 @@ MORE_MUTATIONS = (
     Mutation(
         "resumed request counts its answer as prompt",
         "managers/scheduler/request.py",
-        "self.prompt_len = len(prompt) // ITEM",
-        "self.prompt_len = (len(prompt) + len(message.output_ids[index])) // ITEM",
+        "self.prompt_len: Final = len(prompt) // ITEM",
+        "self.prompt_len: Final = (len(prompt) + len(message.output_ids[index])) // ITEM",
     ),
     Mutation(
         "token delivered twice by who loses its slot",
         "managers/scheduler/slots.py",
-        "request.delivery.sent = self.sent_at[request.slot]",
-        "request.delivery.sent = max(self.sent_at[request.slot] - 1, 0)",
+        "request.delivery.sent = self.sent_at[slot]",
+        "request.delivery.sent = max(self.sent_at[slot] - 1, 0)",
     ),
     Mutation(
         "acknowledgement window of nine",
@@ -234,8 +234,8 @@ MORE_MUTATIONS = (
     Mutation(
         "time that begins anew with each admission",
         "managers/scheduler/planner.py",
-        "if request.started_s is None:",
-        "if request.started_s is None or request.num_preempted:",
+        "if progress.started_s is None:",
+        "if progress.started_s is None or progress.num_preempted:",
     ),
     Mutation(
         "waiting time counted twice",
@@ -258,8 +258,8 @@ MORE_MUTATIONS = (
     Mutation(
         "who comes back stands behind the others",
         "managers/scheduler/waiting.py",
-        "not self._line or self._heap[0][0] < self._line[0].order",
-        "not self._line or self._heap[0][0] > self._line[0].order",
+        "not self._line or self._heap[0][0] < self._line[0].place.order",
+        "not self._line or self._heap[0][0] > self._line[0].place.order",
     ),
     Mutation(
         "preempted row comes back too early",
@@ -288,7 +288,7 @@ MORE_MUTATIONS = (
     Mutation(
         "guessed tokens enter the tree",
         "managers/scheduler/planner.py",
-        "return min(computed, max(request.num_known, request.prompt_len + request.num_output - 1))",
+        "return min(computed, max(request.progress.num_known, request.prompt_len + request.progress.num_output - 1))",
         "return computed",
     ),
     Mutation(
@@ -481,7 +481,7 @@ MORE_MUTATIONS = (
     Mutation(
         "the preempted come back before there is room for them",
         "managers/scheduler/planner.py",
-        "        if request.num_preempted:\n            return request.max_tokens\n",
+        "        if request.progress.num_preempted:\n            return request.max_tokens\n",
         "",
     ),
     Mutation(
@@ -523,8 +523,8 @@ MORE_MUTATIONS = (
     Mutation(
         "who found no room is not tried again when one ends",
         "managers/scheduler/planner.py",
-        "        request.status = Status.ENDED\n        self._no_room_for = None\n",
-        "        request.status = Status.ENDED\n",
+        "        request.progress.status = Status.ENDED\n        self._no_room_for = None\n",
+        "        request.progress.status = Status.ENDED\n",
     ),
     Mutation(
         "the forecast learns from the urgent",
@@ -560,13 +560,13 @@ MORE_MUTATIONS = (
         "answers are not cached",
         "managers/scheduler/planner.py",
         "self._memory.insert_computed(request, request.bytes_with_outputs(), self._num_written(request))",
-        "self._memory.insert_computed(request, request.id_bytes, self._num_written(request))",
+        "self._memory.insert_computed(request, request.progress.id_bytes, self._num_written(request))",
     ),
     Mutation(
         "who loses its slot leaves nothing in the cache",
         "managers/scheduler/planner.py",
-        "        self._vacate(request, keep_prefix=True)\n        request.lose",
-        "        self._vacate(request, keep_prefix=False)\n        request.lose",
+        "        self._vacate(request, keep_prefix=True)\n        request.progress.lose",
+        "        self._vacate(request, keep_prefix=False)\n        request.progress.lose",
     ),
     Mutation(
         "who asks for a prompt's logprobs finds nothing in the cache",
@@ -589,8 +589,8 @@ MORE_MUTATIONS = (
     Mutation(
         "what the cache has counts as computed again",
         "managers/scheduler/planner.py",
-        "self._counters.num_recomputed_tokens += request.num_known - num_cached",
-        "self._counters.num_recomputed_tokens += request.num_known",
+        "self._counters.num_recomputed_tokens += progress.num_known - num_cached",
+        "self._counters.num_recomputed_tokens += progress.num_known",
     ),
 )
 
