@@ -79,7 +79,18 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: Annotated[Count, "Prompt tokens found in the prefix cache."]
 
 
-class TokenUsage(TypedDict):
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: Annotated[Count, "Tokens of the reasoning."]
+
+
+class ReasoningUsage(TypedDict, total=False):
+    reasoning_tokens: Annotated[
+        Count, "If reasoning is told from the text: its tokens, which completion_tokens includes."
+    ]
+    completion_tokens_details: Annotated[CompletionTokensDetails, "The same, where OpenAI has it."]
+
+
+class TokenUsage(ReasoningUsage):
     prompt_tokens: Annotated[Count, "Tokens of all prompts. Each counts once, for any number of choices."]
     completion_tokens: Annotated[Count, "Tokens of all choices."]
     total_tokens: Annotated[Count, "The sum of both."]
@@ -98,7 +109,10 @@ class Head(TypedDict):
 
 
 class Ending(TypedDict):
-    finish_reason: Annotated[Literal["stop", "length", "abort", None], "Why the output ended; null while it runs."]
+    finish_reason: Annotated[
+        Literal["stop", "length", "abort", "tool_calls", None],
+        "Why the output ended; tool_calls in place of stop if it has calls; null while it runs.",
+    ]
     matched_stop: Annotated[int | str | None, "The stop token id, string or expression that ended it."]
 
 
@@ -156,15 +170,45 @@ class ChatLogprobLists(TypedDict):
     refusal: Annotated[None, "Always null."]
 
 
+class CalledFunction(TypedDict):
+    name: Annotated[str, "The tool's name."]
+    arguments: Annotated[str, "Its arguments: JSON, if the model wrote such."]
+
+
+class ToolCall(TypedDict):
+    id: Annotated[str, "A name for the call, to answer it."]
+    type: Annotated[Literal["function"], "The kind of call."]
+    function: Annotated[CalledFunction, "What is called."]
+
+
 class ChatMessage(TypedDict):
     role: Annotated[Literal["assistant"], "The author of the message."]
-    content: Annotated[str, "The text of the message."]
+    content: Annotated[str | None, "The text of the message; null beside calls, if there is none."]
     refusal: Annotated[None, "Always null."]
+    reasoning_content: NotRequired[Annotated[str | None, "The reasoning, if it is told from the text."]]
+    tool_calls: NotRequired[Annotated[list[ToolCall], "Calls of tools, if there are any."]]
+
+
+class CalledFunctionDelta(TypedDict, total=False):
+    name: Annotated[str, "The tool's name; only in the first delta of a call."]
+    arguments: Annotated[str, "The new part of the arguments."]
+
+
+class ToolCallBegin(TypedDict, total=False):
+    id: Annotated[str, "A name for the call; only in its first delta."]
+    type: Annotated[Literal["function"], "The kind of call; only in its first delta."]
+
+
+class ToolCallDelta(ToolCallBegin):
+    index: Annotated[Count, "The call's place in the message."]
+    function: Annotated[CalledFunctionDelta, "The new part of the call."]
 
 
 class ChatDelta(TypedDict, total=False):
     role: Annotated[Literal["assistant"], "The author; only in the first chunk."]
     content: Annotated[str, "The new part of the text."]
+    reasoning_content: Annotated[str, "The new part of the reasoning."]
+    tool_calls: Annotated[list[ToolCallDelta], "The new part of a call."]
 
 
 class ChatIndex(TypedDict):

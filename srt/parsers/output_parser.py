@@ -101,6 +101,15 @@ class OutputParser:
         return parsed
 
 
+def markers_of(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str, ...]:
+    """Return the texts by which these parsers know calls and reasoning: an output without them has neither."""
+    calls = () if tool_call_parser is None else TOOL_CALL_PARSERS[tool_call_parser].BEGINS
+    if reasoning_parser in HARMONY:
+        return (*calls, *Harmony.BEGINS)
+    tags = () if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
+    return (*calls, *(tag for pair in tags for tag in pair))
+
+
 def is_left_open(reasoning_parser: str, prompt: str, continued: str | None = None) -> bool:
     """Return whether an answer to this prompt begins within the reasoning.
 

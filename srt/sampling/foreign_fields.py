@@ -42,7 +42,7 @@ NULL_ONLY = frozenset(
 )
 
 # More off values. Some ask for what happens here anyway: one beam, chunks of one token, the only rank, text answers, prompts that
-# lose their beginning. The others set up tools or reasoning, which do not exist here yet.
+# lose their beginning. The others set up what another field would ask for.
 ALSO: Mapping[str, Values] = MappingProxyType(
     {
         "beam_width": (1,),
@@ -51,9 +51,6 @@ ALSO: Mapping[str, Values] = MappingProxyType(
         "data_parallel_rank": (0,),
         "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
-        "separate_reasoning": (True, False),
-        "stream_reasoning": (True, False),
         "return_flat_raw_top_logprobs_b64": (False,),  # only the format of what another field asks for
         "watermark": ({"enabled": False},),
         "verbosity": ("medium",),
@@ -83,7 +80,6 @@ INSTEAD: Mapping[tuple[str, str], str] = MappingProxyType(
             "sampling_params",
             "logprobs",
         ): "is not a sampling parameter here: set return_logprob, next to sampling_params",
-        ("chat", "reasoning_effort"): _THINKING,
         ("chat", "thinking"): _THINKING,
     }
 )

@@ -33,6 +33,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"The chat template cannot be compiled: {error}.") from error
         self.source = "\n".join(sources.values())
         self._special_tokens = dict(special_tokens)
+        self._wants_objects: dict[jinja2.Template, bool] = {}
 
     def render(
         self,
@@ -43,13 +44,18 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt. With `continue_final_message` it ends after the last message's content, for the model to continue there."""
+        """Return the prompt. With `continue_final_message` it ends after the last message's content, for the model to continue there.
+
+        Arguments of calls are objects; a template that wants them as text gets JSON.
+        """
         taken = sorted(_RESERVED & set(variables or ()))
         if taken:
             raise ChatTemplateError(f"The chat template's variable {taken[0]} cannot be set this way.")
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError("A final message is continued, or a new one begun, not both.")
         template = self._template_for(tools)
+        if any(message.get("tool_calls") for message in messages) and not self._takes_objects(template):
+            messages = [_with_arguments_as_text(message) for message in messages]
         final = _FinalMessage(messages) if continue_final_message else None
         try:
             text = template.render(
@@ -63,6 +69,18 @@ class ChatTemplate:
             raise ChatTemplateError(f"The chat template does not take this conversation: {error}.") from error
         return text if final is None else final.cut_behind(text)
 
+    def _takes_objects(self, template: jinja2.Template) -> bool:
+        """Return whether the template writes the arguments of a call from an object, told by what it does with one."""
+        if template not in self._wants_objects:
+            try:
+                text = template.render(
+                    **self._special_tokens, messages=_PROBE, tools=None, documents=None, add_generation_prompt=True
+                )
+                self._wants_objects[template] = "probe_key" in text and "{'probe_key'" not in text
+            except Exception:  # as for `render`
+                self._wants_objects[template] = False
+        return self._wants_objects[template]
+
     def _template_for(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
         if tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
@@ -71,6 +89,28 @@ class ChatTemplate:
         if len(self._templates) == 1:
             return next(iter(self._templates.values()))
         raise ChatTemplateError("The model has several chat templates, and none of them is the default.")
+
+
+_CALL = {"name": "probe", "arguments": {"probe_key": "probe_value"}}
+_PROBE = (
+    {"role": "user", "content": "probe"},
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "probe0000", "type": "function", "function": _CALL}]},
+    {"role": "tool", "content": "probe", "tool_call_id": "probe0000", "name": "probe"},
+)
+
+
+def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else _to_json(arguments)
 
 
 class _FinalMessage:

@@ -48,6 +48,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)  # bos_token, eos_token, …, if the model has them
         special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._special_ids = frozenset(special_ids)
+        self.special_texts = frozenset(t.content for t in backend.get_added_tokens_decoder().values() if t.special)
         decoders = _decoder_types(backend)
         self._is_byte_level = bool(decoders) and set(decoders) == {"ByteLevel"}
         self._has_metaspace = "Metaspace" in decoders or "Replace" in decoders

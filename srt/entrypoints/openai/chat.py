@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
 from srt.entrypoints.answers import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
     ChatLogprobLists,
+    ChatMessage,
     ChatTextChunk,
     Ending,
     OutputFields,
     PromptFields,
 )
 from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.openai.message_parts import MessageParts, OutputForm
 from srt.entrypoints.openai.messages import plain_messages
 from srt.entrypoints.openai.models import check_model
 from srt.entrypoints.openai.parts import ChatLogprobs, Identity, Usage, finish_fields, last_chunks
 from srt.entrypoints.openai.prompt_facts import PromptFacts
 from srt.entrypoints.openai.refusals import refuse_agent_fields
-from srt.entrypoints.openai.schema import ChatBody
+from srt.entrypoints.openai.schema import EFFORTS, ChatBody
+from srt.entrypoints.openai.tools import callable_tools, checked_tools
 from srt.entrypoints.request_schema import bad_parameter, checked_sampling_params, renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import TextEvent, answer_call, event
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, GenerateInput, RequestError
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
+from srt.parsers.output_parser import HARMONY, is_left_open, markers_of
+from srt.sampling.parameter_checks import show
 
 _KIND, _CHUNK = "chat.completion", "chat.completion.chunk"
 _NO_IDS: OutputFields = {}
+_TEXT_FIELDS: tuple[Literal["content", "reasoning_content"], ...] = ("content", "reasoning_content")
+_NO_TEXT: ChatDelta = {"content": ""}
 _ROLE: ChatDelta = {"role": "assistant", "content": ""}
 
 
 async def chat(exchange: Exchange, service: Service) -> None:
     given = await exchange.read_json()
-    refuse_agent_fields(given)
+    refuse_agent_fields(given, has_tools=True)
     body = ChatBody.parse(given)
     model = check_model(body.model, service)
     engine = service.engine()
     identity = Identity.new("chatcmpl", body, model)
     usage = Usage(body)
-    request = parse_input(body, identity, engine)
-    answer = ChatAnswer(body, identity, usage, engine)
+    request, form = parse_input(body, identity, engine)
+    parts = None if form is None else [form.new_parts(engine, request.params) for _ in range(body.n)]
+    usage.parts = parts or []
+    answer = ChatAnswer(body, identity, usage, engine, parts)
     try:
         await answer_call(
             exchange, engine, [request], answer, stream=body.stream, interval=service.args.stream_interval
@@ -49,7 +62,10 @@ async def chat(exchange: Exchange, service: Service) -> None:
         raise renamed(error, body.written_as("messages")) from error
 
 
-def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) -> GenerateInput:
+def parse_input(
+    body: ChatBody, identity: Identity, engine: TokenizerManager
+) -> tuple[GenerateInput, OutputForm | None]:
+    """Return the input, and how its outputs are to be read; None if they are text as they stand."""
     body.check_limits()
     add_generation_prompt = not body.continue_final_message
     if body.add_generation_prompt is not None:
@@ -62,13 +78,19 @@ def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) ->
     messages = plain_messages(body.messages)
     if body.continue_final_message and messages[-1]["role"] != "assistant":
         raise bad_parameter("continue_final_message", "needs a last message with the role assistant")
+    tools = checked_tools(body.tools) if body.tool_choice != "none" else []
     prompt = engine.text.apply_chat_template(
         messages,
+        tools=tools or None,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
+        variables={**_effort(body, engine), **body.chat_template_kwargs},
     )
-    return GenerateInput(
+    continued = messages[-1]["content"] if body.continue_final_message else None
+    form = _output_form(body, engine, tools, prompt, continued)
+    if form is not None and any(map(engine.text.is_special, markers_of(form.tool_call_parser, form.reasoning_parser))):
+        params = dataclasses.replace(params, skip_special_tokens=False)
+    request = GenerateInput(
         params=params,
         text=prompt,
         rid=identity.id,
@@ -78,36 +100,89 @@ def parse_input(body: ChatBody, identity: Identity, engine: TokenizerManager) ->
         stream=body.stream,
         is_logged=not body.no_logs,
         is_counted=body.log_metrics,
-        wants_prompt_ids=body.return_token_ids,
+        wants_prompt_ids=body.return_token_ids or (form is not None and form.reasoning_parser is not None),
         add_special_tokens=body.add_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
+    return request, form
+
+
+def _output_form(
+    body: ChatBody, engine: TokenizerManager, tools: list[dict[str, Any]], prompt: str, continued: str | None
+) -> OutputForm | None:
+    calls, reasoning = engine.model.tool_call_parser, engine.model.reasoning_parser
+    if tools and calls is None:
+        reason = "are not supported with this model, whose chat template shows no form of calls that is known"
+        raise bad_parameter("tools", f"{reason}: start the server with --tool-call-parser")
+    if not tools:
+        calls = None
+    if reasoning not in HARMONY and not body.separate_reasoning:
+        reasoning = None
+    if calls is None and reasoning is None:
+        return None
+    return OutputForm(
+        calls,
+        reasoning,
+        callable_tools(tools),
+        is_open=reasoning is not None and is_left_open(reasoning, prompt, continued),
+        separates_reasoning=body.separate_reasoning,
+        streams_reasoning=body.stream_reasoning,
+        parallel_calls=body.parallel_tool_calls,
+    )
+
+
+def _effort(body: ChatBody, engine: TokenizerManager) -> dict[str, Any]:
+    """Return the template's variables for reasoning_effort."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise bad_parameter("reasoning_effort", f"must be one of {', '.join(EFFORTS)}, not {show(effort)}")
+    if engine.text.template_knows("reasoning_effort"):
+        return {"reasoning_effort": effort}
+    switches = [name for name in ("enable_thinking", "thinking") if engine.text.template_knows(name)]
+    if effort == "none" and switches:
+        return dict.fromkeys(switches, False)
+    raise bad_parameter("reasoning_effort", f"({effort}) is not supported by this model's chat template")
 
 
 class ChatAnswer:
     """The writer of a call's answer as chat.completion objects. A choice's first chunk has the role, its last one the finish reason."""
 
-    def __init__(self, body: ChatBody, identity: Identity, usage: Usage, engine: TokenizerManager) -> None:
+    def __init__(
+        self,
+        body: ChatBody,
+        identity: Identity,
+        usage: Usage,
+        engine: TokenizerManager,
+        parts: Sequence[MessageParts] | None = None,
+    ) -> None:
+        """Write the answer to `body`. `parts` tell the message of each choice from its text; None: the text is the content."""
         self._identity = identity
+        self._parts = parts
         self._usage = usage
         self._logprobs = ChatLogprobs(engine, body) if body.logprobs else None
         self._facts = PromptFacts(body, engine.text.token_text)
         self._of_prompt: PromptFields = {}
         self._whole: dict[int, ChatChoice] = {}
         self._began = [False] * body.n
-        # By choice, a template for events that differ only in text. None before the first text, or if more than the text changes.
-        self._text_events: list[TextEvent | None] = [None] * body.n
+        # By choice and field, a template for events that differ only in text. None if more than the text changes.
+        self._text_events: dict[tuple[int, str], TextEvent] = {}
+        self._has_plain_events = self._logprobs is None and not self._facts.has_ids and not usage.in_every_chunk
 
     # ---- Whole
 
     def add(self, prompt: int, update: ChoiceUpdate) -> None:
         """Add a choice; `update` is all of it."""
         self._usage.add(prompt, update)
+        message: ChatMessage = {"role": "assistant", "content": update.text, "refusal": None}
+        if self._parts is not None:
+            message = self._parts[update.index].message(update)
         self._whole[update.index] = {
             "index": update.index,
-            "message": {"role": "assistant", "content": update.text, "refusal": None},
+            "message": message,
             "logprobs": self._write_logprobs(update),
-            **finish_fields(update.finish),
+            **self._finish(update),
             "seed": update.seed,
             **self._facts.of_output(update),
         }
@@ -125,31 +200,52 @@ class ChatAnswer:
     # ---- Streamed
 
     def events(self, prompt: int, update: ChoiceUpdate) -> bytes:
-        fast = self._text_events[update.index]
-        if fast is not None and update.finish is None:
-            return fast.write(update.text) if update.text else b""
+        if self._parts is None and update.finish is None:
+            fast = self._text_events.get((update.index, "content"))
+            if fast is not None:
+                return fast.write(update.text) if update.text else b""
         self._usage.add(prompt, update)
         events = b""
         if not self._began[update.index]:
             self._began[update.index] = True
             events = event({**self._object(update, _ROLE), **self._facts.of_prompt(update)})
-        if self._logprobs is not None and update.output_logprobs:
-            events += self._chunk(update, {"content": update.text}, self._write_logprobs(update))
-        elif update.text or (self._facts.has_ids and update.ids):
-            events += self._chunk(update, {"content": update.text})
-            if self._logprobs is None and not self._facts.has_ids and not self._usage.in_every_chunk:
-                self._text_events[update.index] = TextEvent(lambda text: self._object(update, {"content": text}))
+        deltas: list[ChatDelta] = [{"content": update.text}] if update.text else []
+        if self._parts is not None:
+            deltas = self._parts[update.index].push(update)
+        if self._has_plain_events:
+            events += b"".join([self._text_event(update, delta) for delta in deltas])
+        elif deltas or (self._logprobs is not None and update.output_logprobs) or (self._facts.has_ids and update.ids):
+            first, *others = deltas or [_NO_TEXT]
+            logprobs = self._write_logprobs(update) if update.output_logprobs else None
+            events += event(self._object(update, first, logprobs, more=self._facts.of_output(update)))
+            events += b"".join([event(self._object(update, delta)) for delta in others])
         if update.finish is not None:
-            finish = finish_fields(update.finish)
-            events += event(self._object(update, {}, None, finish))
+            events += event(self._object(update, {}, None, self._finish(update)))
         return events
+
+    def _text_event(self, update: ChoiceUpdate, delta: ChatDelta) -> bytes:
+        """Return a delta as an event, where nothing else changes between events."""
+        for field in _TEXT_FIELDS:
+            text = delta.get(field)
+            if text is not None:
+                if (update.index, field) not in self._text_events:
+                    self._text_events[update.index, field] = self._template(update, field == "content")
+                return self._text_events[update.index, field].write(text)
+        return event(self._object(update, delta))
+
+    def _template(self, update: ChoiceUpdate, is_content: bool) -> TextEvent:
+        return TextEvent(
+            lambda text: self._object(update, {"content": text} if is_content else {"reasoning_content": text})
+        )
+
+    def _finish(self, update: ChoiceUpdate) -> Ending:
+        ending = finish_fields(update.finish)
+        if self._parts is not None and self._parts[update.index].has_calls and ending["finish_reason"] == "stop":
+            ending["finish_reason"] = "tool_calls"
+        return ending
 
     def last_events(self) -> bytes:
         return last_chunks(self._identity.head(_CHUNK), self._usage)
-
-    def _chunk(self, update: ChoiceUpdate, delta: ChatDelta, logprobs: ChatLogprobLists | None = None) -> bytes:
-        """Return the event with an update's text, logprobs and ids."""
-        return event(self._object(update, delta, logprobs, more=self._facts.of_output(update)))
 
     def _object(
         self,

@@ -15,10 +15,12 @@ from srt.entrypoints.answers import (
     CompletionLogprobLists,
     Ending,
     Head,
+    ReasoningUsage,
     SglExt,
     TokenUsage,
 )
 from srt.entrypoints.native_shapes import cached_tokens_details
+from srt.entrypoints.openai.message_parts import MessageParts
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from srt.entrypoints.streaming import event
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, Finish, GenerateInput, TokenLogprob
@@ -57,6 +59,9 @@ class Usage:
         self._has_details = body.return_cached_tokens_details
         self.in_every_chunk = bool(options.continuous_usage_stats)
         self._latest: dict[tuple[int, int], ChoiceUpdate] = {}
+        self.parts: Sequence[
+            MessageParts
+        ] = ()  # which count the reasoning of a chat's choices, if it is told from the text
 
     def add(self, prompt: int, update: ChoiceUpdate) -> None:
         self._latest[prompt, update.index] = update
@@ -69,7 +74,14 @@ class Usage:
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": self._num_cached()},
+            **self._reasoning(),
         }
+
+    def _reasoning(self) -> ReasoningUsage:
+        if not any(parts.counts_reasoning for parts in self.parts):
+            return {}
+        num_tokens = sum(parts.num_reasoning_tokens for parts in self.parts)
+        return {"reasoning_tokens": num_tokens, "completion_tokens_details": {"reasoning_tokens": num_tokens}}
 
     def _num_cached(self) -> int:
         cached: dict[int, int] = {}

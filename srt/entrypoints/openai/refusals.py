@@ -1,4 +1,4 @@
-"""Refusals of tools and output formats. They name what the user set, since agent libraries send fields that their users do not know."""
+"""Refusals of what agents ask for and this server lacks. They name what the user set, for libraries send fields that users do not know."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from srt.entrypoints.request_schema import bad_parameter
 
 MAX_SHOWN = 200
 
-_TOOLS = (
-    "is not supported yet: this server calls no functions. Describe them in the messages, and parse the answer's text"
-)
+_TOOLS = "is not supported yet: this server calls no functions here. Use tools in /v1/chat/completions"
+_CHOICE = "is not supported yet, because it needs constrained decoding: use auto or none"
 _FORMAT = "is not supported yet: this server enforces no format. Ask for it in the messages, and check the answer"
 
 
-def refuse_agent_fields(body: object) -> None:
-    """Raise RequestError (400) for tools and output formats. Values that ask for nothing pass; malformed ones are left to the body's
-    own checks."""
+def refuse_agent_fields(body: object, has_tools: bool = False) -> None:
+    """Raise RequestError (400) for functions, for tools where `has_tools` is false, for calls that are demanded, and for output formats.
+
+    Values that ask for nothing pass; malformed ones are left to the body's own checks.
+    """
     if not isinstance(body, dict):
         return
     for field, choice in (("tools", "tool_choice"), ("functions", "function_call")):
         given, chosen = body.get(field), body.get(choice)
-        if given and isinstance(given, list):
+        if given and isinstance(given, list) and not (has_tools and field == "tools"):
             raise bad_parameter(field, _shown(map(_tool_name, given)) + _TOOLS)
         if chosen and chosen not in ("none", "auto") and isinstance(chosen, (str, dict)):
-            raise bad_parameter(choice, _shown([_tool_name(chosen)]) + _TOOLS)
+            reason = _CHOICE if has_tools and field == "tools" else _TOOLS
+            raise bad_parameter(choice, _shown([_tool_name(chosen)]) + reason)
     wanted = body.get("response_format")
     kind = _part(wanted, "type")
     if isinstance(kind, str) and kind != "text":

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from srt.entrypoints.openai.messages import MAX_MESSAGES, MESSAGE_SCHEMA
+from srt.entrypoints.openai.tools import TOOL_SCHEMA
 from srt.entrypoints.request_schema import (
     LABEL,
     MODEL_NAME,
@@ -55,6 +56,7 @@ SAMPLING_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 _RENAMED = [("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens"), ("seed", "sampling_seed")]
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 _TOP: Mapping[str, Any] = MappingProxyType({"minimum": 0, "maximum": MAX_TOP_LOGPROBS})
@@ -221,6 +223,17 @@ class ChatBody(OpenAIBody):
     )
     continue_final_message: bool = described("Continue the last message, which must be the assistant's.", False)
     chat_template_kwargs: dict[str, Any] = described("Variables for the model's chat template.", {})
+    tools: list[dict[str, Any]] = described("Functions that the model may call.", [], items=TOOL_SCHEMA)
+    tool_choice: str | None = described(
+        "auto: the model decides on calls; none: it is told of no tools.", string={"enum": ["auto", "none"]}
+    )
+    parallel_tool_calls: bool = described("If false, an answer has one call at most: later ones are left out.", True)
+    reasoning_effort: str | None = described(
+        "How much the model reasons, for chat templates that have this variable; none: not at all, where the template can do so.",
+        string={"enum": list(EFFORTS)},
+    )
+    separate_reasoning: bool = described("Return reasoning as reasoning_content; if false, within the content.", True)
+    stream_reasoning: bool = described("Stream reasoning as it comes; if false, at its end.", True)
 
     def written_as(self, prompt: str) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"

@@ -157,7 +157,15 @@ class TextCodec:
         """Return the bytes of a single token, which need not be whole characters."""
         return self._tokenizer.token_bytes(token_id)
 
+    def is_special(self, text: str) -> bool:
+        """Return whether the text is a special token, which skip_special_tokens leaves out."""
+        return text in self._tokenizer.special_texts
+
     # ---- Conversations
+
+    def template_knows(self, variable: str) -> bool:
+        """Return whether the chat template has this word, so that a variable of this name may have an effect."""
+        return isinstance(self._template, ChatTemplate) and variable in self._template.source
 
     def apply_chat_template(
         self,

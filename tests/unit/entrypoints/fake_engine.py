@@ -134,6 +134,9 @@ class FakeEngine:
             "num_pinned": 0,
         }
         self.load: Load | None = None
+        self.special_texts: set[str] = set()
+        self.template_variables: set[str] = set()
+        self.rendered: tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None] = ([], None)
         self.limits = SchedulerHello(max_total_num_tokens=8192, max_request_tokens=CONTEXT, page_size=16)
         self.model = ModelFacts(
             folder="/m",
@@ -193,6 +196,12 @@ class FakeEngine:
 
     num_added_before = 0
 
+    def is_special(self, text: str) -> bool:
+        return text in self.special_texts
+
+    def template_knows(self, variable: str) -> bool:
+        return variable in self.template_variables
+
     def output_stream(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextStream:
         return Characters()
 
@@ -215,6 +224,7 @@ class FakeEngine:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        self.rendered = (list(messages), tools)
         return text + ("<assistant>" if add_generation_prompt else "") + str(dict(variables or {}) or "")
 
     async def pause(self, mode: str) -> tuple[bool, str]:

@@ -99,11 +99,16 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         [{"role": "user", "content": [{"type": "input_audio"}]}],
         [{"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "tool", "content": "hi"}],
+        [{"role": "tool"}],
+        [{"role": "function", "content": "hi"}],
         [{**USER, "tool_calls": [{}]}],
+        [{**USER, "role": "assistant", "tool_calls": [{}]}],
         [{**USER, "bogus": 1}],
         [{"role": "user", "content": "word " * 5000}],
     ],
+    "tools": [[{}], [{"type": "function"}], [{"type": "function", "function": {"name": "f", "strict": True}}]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
+    "reasoning_effort": ["", "a lot", "high"],
     "continue_final_message": [True],
     "stream_options": [{"include_usage": True}],
 }
@@ -113,7 +118,7 @@ UNBOUNDED = frozenset(
     " include_stop_str_in_output add_special_tokens return_token_ids"
     " return_tokens_as_token_ids return_cached_tokens_details may_shorten stream return_logprob"
     " return_text_in_logprobs return_prompt_token_ids echo add_generation_prompt chat_template_kwargs sampling_params"
-    " abort_all model".split()
+    " abort_all model parallel_tool_calls separate_reasoning stream_reasoning".split()
 )
 # What must be there for a value to be wrong by itself only.
 NEEDED: dict[str, dict[str, Any]] = {

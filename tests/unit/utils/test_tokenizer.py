@@ -342,6 +342,29 @@ def test_a_model_may_have_a_template_for_tools() -> None:
     assert (template.render([]), template.render([], tools=[{"type": "function"}])) == ("plain", "tools")
 
 
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ function.arguments | tojson }}", '{"city": "Köln"}'),
+        (
+            "{{ function.arguments if function.arguments is string else function.arguments | tojson }}",
+            '{"city": "Köln"}',
+        ),
+        ("{% for key, value in function.arguments.items() %}{{ key }}={{ value }}{% endfor %}", "city=Köln"),
+        ("{{ function.arguments }}", '{"city": "Köln"}'),
+        ("{{ '' + function.arguments }}", '{"city": "Köln"}'),
+    ],
+)
+def test_arguments_of_calls_are_objects_or_json_as_a_template_wants_them(written: str, expected: str) -> None:
+    source = (
+        "{% for message in messages %}{% for call in message.tool_calls or [] %}{% set function = call.function %}"
+        f"{written}{{% endfor %}}{{% endfor %}}"
+    )
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": {"city": "Köln"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert ChatTemplate({"default": source}, {}).render(messages) == expected
+
+
 def test_a_template_file_wins_over_the_configuration_and_the_option_over_both(
     checkpoint: CheckpointFactory, tmp_path: Path
 ) -> None:

@@ -157,6 +157,8 @@ def test_fields_without_meaning_and_neutral_values_are_accepted(neutral: dict[st
     assert chat(World(), **neutral).status_code == 200
 
 
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+CALLING = {"role": "assistant", "content": None}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
@@ -170,11 +172,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"messages": [{}]}, "messages", "messages[0].role must be one of"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "messages[0].role must be one of"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages", "messages[0].role must be one of"),
-        (
-            {"messages": [USER, {"role": "tool", "content": "x"}]},
-            "messages",
-            "messages[1].role 'tool' is not supported",
-        ),
+        ({"messages": [USER, {"role": "function", "content": "x"}]}, "messages", "messages[1].role must be one of"),
+        ({"messages": [USER, {"role": "tool"}]}, "messages", "messages[1].content is required"),
         ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is required"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages", "messages[0].content must be"),
         ({"messages": [{"role": "user", "content": []}]}, "messages", "must not be an empty list"),
@@ -182,17 +181,54 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"messages": [{"role": "user", "content": [{}]}]}, "messages", "messages[0].content[0] is a part without"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages", "messages[0].content[0] must be an object"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "content[0].text must be"),
-        ({"messages": [{**USER, "tool_calls": [1]}]}, "messages", "messages[0].tool_calls is not supported"),
+        (
+            {"messages": [{**USER, "tool_calls": [1]}]},
+            "messages",
+            "messages[0].tool_calls belongs to messages of the role assistant",
+        ),
+        ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages", "messages[0].tool_call_id belongs to"),
+        ({"messages": [{**CALLING, "tool_calls": 1}]}, "messages", "messages[0].tool_calls must be a list"),
+        ({"messages": [{**CALLING, "tool_calls": [1]}]}, "messages", "messages[0].tool_calls[0] must be an object"),
+        ({"messages": [{**CALLING, "tool_calls": [{}]}]}, "messages", "tool_calls[0].function must be an object"),
+        ({"messages": [{**CALLING, "tool_calls": [{"type": "x"}]}]}, "messages", "tool_calls[0].type must be"),
+        (
+            {"messages": [{**CALLING, "tool_calls": [{"function": {"name": "f"}}]}]},
+            "messages",
+            "messages[0].tool_calls[0].function.arguments must be a string",
+        ),
+        (
+            {"messages": [{**CALLING, "tool_calls": [{"function": {"name": "f", "arguments": "", "x": 1}}]}]},
+            "messages",
+            "messages[0].tool_calls[0].x is not a known field",
+        ),
+        (
+            {"messages": [{**CALLING, "content": "x", "reasoning": 1}]},
+            "messages",
+            "messages[0].reasoning must be a string",
+        ),
         ({"messages": [{**USER, "bogus": 1}]}, "messages", "messages[0].bogus is not a known field"),
         ({"messages": [{**USER, "name": 1}]}, "messages", "messages[0].name must be a string"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages", "messages"),
-        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported yet"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].function must be an object"),
+        ({"tools": [{"type": "retrieval"}]}, "tools", "tools[0].type must be function"),
+        ({"tools": [{**WEATHER, "function": {"name": ""}}]}, "tools", "tools[0].function.name must be"),
+        ({"tools": [{**WEATHER, "function": {"name": "f", "parameters": 1}}]}, "tools", "parameters must be an object"),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "tools[1].function.name is 'get_weather', as that of"),
+        (
+            {"tools": [{**WEATHER, "function": {"name": "f", "strict": True}}]},
+            "tools",
+            "tools[0].function.strict is not supported yet, because it needs constrained decoding",
+        ),
+        ({"tools": [WEATHER]}, "tools", "tools are not supported with this model"),
+        ({"tool_choice": "required"}, "tool_choice", "needs constrained decoding"),
+        ({"tool_choice": "often"}, "tool_choice", "tool_choice"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "not supported"),
         ({"web_search_options": {}}, "web_search_options", "not supported"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options", "not supported"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "(high) is not supported by this model's chat template"),
+        ({"reasoning_effort": "none"}, "reasoning_effort", "(none) is not supported by this model's chat template"),
+        ({"reasoning_effort": "a lot"}, "reasoning_effort", "must be one of none, minimal"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs", "at most"),
         ({"logprobs": 1}, "logprobs", "true or false"),
@@ -214,16 +250,14 @@ def test_what_is_wrong_is_named(wrong: dict[str, Any], parameter: str, message: 
     assert message in error["message"]
 
 
-WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
 CHOSEN = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.mark.parametrize(
     ("set_by_user", "parameter", "message"),
     [
-        ({"tools": [WEATHER]}, "tools", "tools (get_weather) is not supported yet: this server calls no functions."),
-        ({"tool_choice": "required", "tools": [WEATHER]}, "tools", "tools (get_weather) is not"),
-        ({"tool_choice": CHOSEN, "tools": [WEATHER, 7, {}, WEATHER]}, "tools", "tools (get_weather, get_weather) is"),
+        ({"tool_choice": "required", "tools": [WEATHER]}, "tool_choice", "tool_choice (required) is not supported yet"),
+        ({"tool_choice": CHOSEN, "tools": [WEATHER, 7, {}]}, "tool_choice", "tool_choice (get_weather) is not"),
         ({"tool_choice": CHOSEN}, "tool_choice", "tool_choice (get_weather) is not supported yet"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "tool_choice (required) is not supported yet"),
         ({"functions": [{"name": "f"}]}, "functions", "functions (f) is not supported yet"),
@@ -234,7 +268,7 @@ CHOSEN = {"type": "function", "function": {"name": "get_weather"}}
             "response_format",
             "response_format (json_schema, User) is not supported yet: this server enforces no format.",
         ),
-        ({"tools": [{"function": {"name": "x" * 9000}}]}, "tools", f"tools ({'x' * 200}) is not"),
+        ({"functions": [{"name": "x" * 9000}]}, "functions", f"functions ({'x' * 200}) is not"),
     ],
 )
 def test_what_an_agent_library_set_is_named(set_by_user: dict[str, Any], parameter: str, message: str) -> None:
