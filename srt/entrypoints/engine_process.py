@@ -13,12 +13,13 @@ import socket
 import subprocess
 import weakref
 
-from srt.managers.process.child_process import LIFELINE_FD, module_path, python_command
+from srt.managers.process.child_process import LIFELINE_FD
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import EngineReplaced, EngineStart, EngineStarted, Failed, ServerReady, Stop
 from srt.protocol.stream import MessageStream
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from srt.utils.python_command import module_path, python_command
 
 STOP_GRACE_S = 1.0
 STOP_WAIT_S = 15.0  # the supervisor's own deadlines are shorter

@@ -6,16 +6,15 @@ Free of the wire format, so that the children are starting before the supervisor
 from __future__ import annotations
 
 import os
-import site
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from srt.utils.errors import StartError
+from srt.utils.python_command import module_path, python_command
 
 # Environment variables of a child.
 CHILD_FD = "SRT_CHILD_FD"  # its end of the socketpair
@@ -85,19 +84,6 @@ def spawn(key: ChildKey, module: str, environment: Mapping[str, str], listener: 
     finally:
         theirs.close()
     return ChildProcess(key, popen, ours, spawned_s)
-
-
-def python_command(module: str) -> list[str]:
-    """Return the command that runs one of our modules. -P: a file in the user's folder named like a library must not be imported."""
-    return [sys.executable, "-P", "-m", module]
-
-
-def module_path() -> dict[str, str]:
-    """Return the PYTHONPATH with which `python_command` finds this package if it runs from a folder without being installed."""
-    root = str(Path(__file__).resolve().parents[3])
-    if root in site.getsitepackages():
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))}
 
 
 def children_of(num_frontends: int, tp_size: int) -> list[ChildKey]:
