@@ -62,6 +62,11 @@ class Tokenizer:
         size: int = self._backend.get_vocab_size(with_added_tokens=True)
         return size
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that control a model, such as the end of a text; `skip_special_tokens` leaves them out of texts."""
+        return self._special_ids
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, which must be encodable as UTF-8. Special tokens written out in it are recognised."""
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
