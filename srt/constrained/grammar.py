@@ -33,7 +33,8 @@ def grammar_text(constraint: Constraint, special_ids: Mapping[str, int]) -> tupl
                 return tag.build(json.loads(constraint.content)), None
             case "choice":
                 texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(constraint.content)]
-                return LLMatcher.grammar_from_lark("start: " + " | ".join(texts)), None
+                # One lexeme: as alternatives of a rule, more than 2,000 exceed a limit.
+                return f"start: CHOICE\nCHOICE: {' | '.join(texts)}", None
         return json.dumps({"grammars": [_side_grammar(constraint.kind, constraint.content)]}), None
     except (SchemaRefusal, TagRefusal) as refusal:
         raise GrammarRefusal(str(refusal)) from refusal

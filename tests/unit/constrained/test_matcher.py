@@ -77,6 +77,19 @@ def test_a_finished_row_allows_only_the_end(vocabulary: Vocabulary, tokenizer: T
     assert matcher.has_ended
 
 
+def test_a_choice_may_be_the_beginning_of_another_and_one_of_thousands(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    choices = ["", "a", "ab", 'say "x"\n', "größe", *(f"x{i}" for i in range(5000))]
+    grammars = Grammars(vocabulary)
+    grammars.compile("key", try_constraint(Constraint("choice", json.dumps(choices)), vocabulary))
+    for text in [*choices[:5], "x0", "x4999", "b", "x5000"]:
+        matcher = grammars.matcher("key")
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        is_allowed = matcher.accept_all(ids) == len(ids) and matcher.may_end
+        assert is_allowed == (text in choices), text
+
+
 @pytest.mark.parametrize("text", ["12", "7"])
 @pytest.mark.parametrize("kind", ["[0-9]+", "12|7"], ids=["may go on", "is finished"])
 def test_rollback_takes_back_as_many_tokens_as_were_accepted(
