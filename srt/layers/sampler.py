@@ -61,15 +61,10 @@ class Sampler:
         """Allocate the memory that draws from logits of this shape need."""
         self._adjuster(logits)
 
-    def draw(self, logits: torch.Tensor, info: SamplingBatchInfo, allowed: torch.Tensor | None = None) -> Draws:
-        """Draw one id for every row of `logits` [R, columns] float32, which is overwritten.
-
-        `allowed` [R, columns] bool, if given, marks the tokens that each row may draw.
-        """
+    def draw(self, logits: torch.Tensor, info: SamplingBatchInfo) -> Draws:
+        """Draw one id for every row of `logits` [R, columns] float32, which is overwritten."""
         if len(info.arrays.adjusted_rows):
             self._adjuster(logits)(logits, info.slots, info.positions, *self._adjustment_tables())
-        if allowed is not None:
-            logits.masked_fill_(~allowed, MINUS_INF)
         return self._draw(logits, self._rows(logits, info))
 
     def draw_adjusted(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from srt.layers.logits_processor import LogitsProcessorOutput, Logprobs
+from srt.layers.token_masks import MaskBuffers, TokenMasks
 from srt.mem_cache.tables_hash import tables_hash
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
 from srt.model_executor.graphs.step_graphs import StepGraphs
@@ -49,10 +52,10 @@ class ModelRunner:
         return self._execute(section)
 
     @torch.inference_mode()
-    def sample(self, step: ModelRunnerOutput | DecodeOutput, masks: torch.Tensor | None = None) -> StepOutput:
+    def sample(self, step: ModelRunnerOutput | DecodeOutput, masks: TokenMasks | None = None) -> StepOutput:
         """Draw an id for every row that samples, and store it in the token table, where the next step reads it.
 
-        `masks` [R, this rank's columns] bool, if given, marks the tokens that each row may draw.
+        `masks`, if given, says which tokens some of the rows may draw.
         """
         return self._sample(step, masks)
 
@@ -61,6 +64,12 @@ class ModelRunner:
         """Empty all tables on the host and on the device. The KV memory is not cleared, because no page refers to it any more."""
         self.state.req_to_token_pool.clear()
         self._planner = self._new_planner()
+
+    @cached_property
+    def mask_buffers(self) -> MaskBuffers:
+        """The memory for masks of tokens, taken when the first row needs one."""
+        loaded = self.loaded
+        return MaskBuffers(self.state.num_slots, loaded.config.vocab_size, loaded.device)
 
     def inspect(self) -> dict[str, Scalar]:
         """Return the values that WorkDone describes for `inspect`."""
@@ -136,7 +145,7 @@ class ModelRunner:
 
     # ---- The draws
 
-    def _sample(self, step: ModelRunnerOutput | DecodeOutput, masks: torch.Tensor | None) -> StepOutput:
+    def _sample(self, step: ModelRunnerOutput | DecodeOutput, masks: TokenMasks | None) -> StepOutput:
         if isinstance(step, DecodeOutput):
             return self._sample_decodes(step, masks)
         output, prompt_segments = step.logits_output, step.host.prompt_logprobs.segments
@@ -153,11 +162,12 @@ class ModelRunner:
             ids = draw_store.latest(info.num_rows)
         return StepOutput(ids, parts, device)
 
-    def _sample_decodes(self, output: DecodeOutput, masks: torch.Tensor | None) -> StepOutput:
+    def _sample_decodes(self, output: DecodeOutput, masks: TokenMasks | None) -> StepOutput:
         runner, step, loaded = self._decode_runner, output.step, self.loaded
         assert runner is not None, "a trial runner cannot run decode steps from fixed buffers"
         num_rows = len(step.slots)
-        if self._sampler.draws_by_row(step.kind, masks):
+        if self._sampler.draws_by_row(step.kind):
+            self._sampler.mask(output.logits, masks)
             runner.sample(step)
             return StepOutput(loaded.draw_store.latest(num_rows), [], loaded.device)
         arrays = loaded.staging.copy_sampling(self._planner.sampling_of(step))

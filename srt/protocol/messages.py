@@ -79,6 +79,17 @@ class TokenLogprobs(Wire, frozen=True):
     of_ids: Float32Array
 
 
+class Resource(Wire, frozen=True):
+    """What the rows of a request need on every worker before they may run, such as a compiled grammar.
+
+    `key` is a hash of everything that makes it what it is: kind, content, and the version of the code that reads the content.
+    """
+
+    kind: str
+    key: str
+    content: bytes
+
+
 # ---- Frontend (or Runtime) -> scheduler
 
 
@@ -106,6 +117,7 @@ class GenerateRequest(Wire, frozen=True, tag=2):
     urgent: bool = False  # a health check: goes before all others, and preempts a running request if need be
     stream: bool = False  # the client reads tokens as they come, so its steps are kept short
     suspect: bool = False  # workers died, perhaps of this request: it must first run alone without harm
+    resource: Resource | None = None  # it is admitted when all workers have prepared this
 
 
 class Abort(Wire, frozen=True, tag=3):
@@ -269,6 +281,7 @@ class Admission(Wire, frozen=True):
     seed: int
     sampling: SamplingSpec
     logprobs: LogprobSpec
+    resource: str = ""  # the key of what it needs; the worker has prepared it
 
 
 class PageDelta(Wire, frozen=True):
@@ -308,6 +321,18 @@ class WorkPlan(Wire, frozen=True, tag=41):
     kind: str
 
 
+class Prepare(Wire, frozen=True, tag=42):
+    """Prepare this resource, off the thread that executes steps, and answer with Prepared. Steps go on meanwhile."""
+
+    resource: Resource
+
+
+class Release(Wire, frozen=True, tag=43):
+    """Forget the resource with this key: no later plan admits a request that needs it."""
+
+    key: str
+
+
 # ---- Worker -> scheduler
 
 
@@ -326,6 +351,7 @@ class WorkerHello(Wire, frozen=True, tag=60):
     max_row_tokens: int = 1  # most ids that a decode row gets in one step
     num_stages: int = 1  # pipeline stages: a row is in at most one of `num_stages` consecutive steps
     num_graphs: int = 0  # CUDA graphs that `capture` can still add to make steps quicker
+    most_resources: int = 256  # that the worker holds at a time, prepared or being prepared
 
 
 class RowLogprobs(Wire, frozen=True):
@@ -378,6 +404,13 @@ class WorkDone(Wire, frozen=True, tag=63):
     step: int
     rank: int
     values: dict[str, Scalar]
+
+
+class Prepared(Wire, frozen=True, tag=65):
+    """A rank's answer to Prepare. `reason` is empty if the resource is ready; otherwise it says why it cannot be, for the client."""
+
+    key: str
+    reason: str = ""
 
 
 class WorkerFault(Wire, frozen=True, tag=64):
@@ -506,10 +539,13 @@ Message = (
     | LastWord
     | StepPlan
     | WorkPlan
+    | Prepare
+    | Release
     | WorkerHello
     | StepResult
     | StepAck
     | WorkDone
+    | Prepared
     | WorkerFault
     | ChildStart
     | ServerReady
@@ -535,8 +571,8 @@ FromFrontend = (
     | ContinueGeneration
 )
 ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load | LastWord | AbortLabel
-ToWorker = StepPlan | WorkPlan
-FromWorker = WorkerHello | StepResult | StepAck | WorkDone | WorkerFault
+ToWorker = StepPlan | WorkPlan | Prepare | Release
+FromWorker = WorkerHello | StepResult | StepAck | WorkDone | Prepared | WorkerFault
 ToChild = ChildStart | ServerReady | EngineReplaced | Stop
 FromChild = Progress | Ready | Heartbeat | Failed
 FromRuntime = EngineStart | Stop

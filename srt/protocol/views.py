@@ -19,6 +19,7 @@ from srt.protocol.messages import (
     GenerateRequest,
     GetState,
     PauseGeneration,
+    Resource,
     Wire,
 )
 
@@ -66,6 +67,7 @@ class RequestView(Wire, frozen=True, tag=GenerateRequest.__struct_config__.tag):
     urgent: bool
     stream: bool
     suspect: bool
+    resource: Resource | None
 
 
 class AdmissionView(Wire, frozen=True):
@@ -78,6 +80,7 @@ class AdmissionView(Wire, frozen=True):
     seed: int
     sampling: SamplingView
     logprobs: LogprobView
+    resource: str
 
 
 FromFrontendView = (

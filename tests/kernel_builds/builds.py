@@ -39,6 +39,8 @@ from srt.kernels.attention.write_kv import write_kv_kernel
 from srt.kernels.build.jit import block_dim
 from srt.kernels.build.shared_memory import SHARED_BYTES
 from srt.kernels.elementwise.gather_decode import gather_decode_kernel, store_draws_kernel
+from srt.kernels.sampling.token_masks import BLOCK as MASK_BLOCK
+from srt.kernels.sampling.token_masks import apply_token_masks_kernel
 from tests.kernel_builds.kernel_build import HOPPER, TYPE_NAMES, KernelBuild
 from tests.kernel_builds.layer_builds import layer_builds
 
@@ -51,6 +53,7 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
     cases = [(bf16, 64, 4), (bf16, 128, 5), (bf16, 256, 2), (torch.float16, 128, 1), (torch.float32, 128, 4)]
     shared = SHARED_BYTES[capability]
     builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), _find_shared(), _find_shares()]
+    builds += [_token_masks(bf16), _token_masks(torch.float32)]
     builds += layer_builds()
     for dtype, head_dim, group in cases:
         builds.append(_write_kv(dtype, head_dim))
@@ -126,6 +129,20 @@ def _store_draws() -> KernelBuild:
             **dict.fromkeys(("num_rows", "token_table_stride", "words_stride"), "i32"),
         },
         constants={"RING": 8, "BLOCK": 256},
+    )
+
+
+def _token_masks(dtype: torch.dtype) -> KernelBuild:
+    numbers = ("num_columns", "num_words", "shard_start", "row_stride", "words_stride")
+    return KernelBuild(
+        name=f"token_masks[{TYPE_NAMES[dtype]}]",
+        kernel=apply_token_masks_kernel,
+        types={
+            "logits_ptr": f"*{TYPE_NAMES[dtype]}",
+            **dict.fromkeys(("rows_ptr", "words_ptr"), "*i32"),
+            **dict.fromkeys(numbers, "i32"),
+        },
+        constants={"BLOCK": MASK_BLOCK},
     )
 
 

@@ -14,6 +14,7 @@ from tests.scheduler.settings import Settings
 
 SHARE = 0.4  # of all worlds
 READERS_SHARE = 0.35
+RESOURCES_SHARE = 0.3
 
 
 def alike(settings: Settings, seed: int) -> Settings:
@@ -32,6 +33,18 @@ def alike_for_readers(settings: Settings, seed: int) -> Settings:
     if rng.random() >= READERS_SHARE:
         return settings
     return replace(rng.choice(READERS)(settings, rng), is_alike=True)
+
+
+def alike_in_resources(settings: Settings, seed: int) -> Settings:
+    """Likewise, for worlds without another theme: most requests need a resource, and the workers hold few at a time."""
+    rng = random.Random(f"resources of {seed}")
+    if settings.is_alike or rng.random() >= RESOURCES_SHARE:
+        return settings
+    small = _small(settings, rng, 20, 40, memory=rng.choice((0.4, 1.0)))
+    many = replace(small, num_requests=12 * small.num_slots, arrival_gap=rng.choice((1.0, 4.0)) * small.arrival_gap)
+    few, share = replace(many, num_resources=rng.choice((4, 12, 40))), rng.choice((0.5, 1.0))
+    most = rng.choice((1, 3, 8, 16))
+    return replace(few, most_resources=most, resource_share=share, num_deaths=rng.choice((0, 1, 3)), is_alike=True)
 
 
 def _all_read(settings: Settings, rng: random.Random) -> Settings:

@@ -75,7 +75,9 @@ class ControlRules:
         self._statistics = statistics
         self._choices_of = choices_of
         self._note_end = note_end
+        # Else it is not known at once who ends by itself.
         self._is_sure = settings.waiting_timeout is None and settings.running_timeout is None
+        self._is_sure &= not settings.num_resources
         self._there: dict[int, LedgerFrontend] = {}
         self._is_ready = False
         self._early: list[tuple[LedgerFrontend, Heard]] = []

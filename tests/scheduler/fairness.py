@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
@@ -58,7 +59,10 @@ class Fairness:
     - Of the prefixes that nobody uses, the one used longest ago (or least often) is evicted first.
     """
 
-    def __init__(self, settings: Settings, statistics: Counter[str]) -> None:
+    def __init__(
+        self, settings: Settings, statistics: Counter[str], is_ready: Callable[[Request], bool] = lambda _: True
+    ) -> None:
+        self.is_ready = is_ready  # the workers have what the request needs
         self._settings = settings
         self._statistics = statistics  # which counts how often each rule had something to judge
         self._earliest: Request | None = None
@@ -226,6 +230,7 @@ class Fairness:
             for request in client.all_requests()
             if request.progress.status is Status.WAITING
             and core.planner.preempted.find(request.progress.incarnation) is not request
+            and self.is_ready(request)
         ]
         return min(waiting, key=self.rank, default=None)
 

@@ -26,6 +26,7 @@ from srt.protocol.messages import (
 )
 from srt.protocol.views import AdmissionView
 from tests.scheduler.reference import UInt64Array, best_tokens, is_any, logprobs, logprobs_of
+from tests.scheduler.resource_rules import ResourceRules
 from tests.scheduler.settings import Settings
 from tests.scheduler.traffic import Choice
 from tests.support.wire import request_at_scheduler
@@ -41,9 +42,10 @@ _Chosen = tuple[
 class FakeWorker:
     """All ranks of one core, which say the same. It knows who is admitted by the seed."""
 
-    def __init__(self, settings: Settings, by_seed: dict[int, Choice]) -> None:
+    def __init__(self, settings: Settings, by_seed: dict[int, Choice], resources: ResourceRules) -> None:
         self._settings = s = settings
         self._by_seed = by_seed
+        self._resources = resources
         num_words = -(-s.num_slots // 64)
         width = s.max_request_tokens + 1
         self._choices: list[Choice | None] = [None] * s.num_slots
@@ -248,6 +250,7 @@ class FakeWorker:
     def _check_admission(self, choice: Choice, admission: AdmissionView) -> None:
         ids, request = np.frombuffer(admission.ids, np.int32), request_at_scheduler(choice.request)
         assert not choice.is_over, f"{choice.name} is admitted after its end"
+        self._resources.check_admission(choice, admission)
         if choice.slot >= 0:  # preempted, and its slot was not used since
             choice.num_held = int(self._known[choice.slot])
             self._barred[choice.slot] |= OVER

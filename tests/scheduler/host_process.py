@@ -29,8 +29,10 @@ from srt.protocol.messages import (
     ChildStart,
     FrontendHello,
     Message,
+    Prepare,
     Refused,
     Rejected,
+    Release,
     Scalar,
     StepAck,
     StepPlan,
@@ -315,12 +317,14 @@ class HostedScheduler:
         assert sorted(self._at_ranks) == list(range(self._settings.tp_size)), f"{self._at_ranks} are sent {message}"
         self._at_ranks.clear()
         work = cast("ToWorker", message)
+        self._effects.append(ToWorkers(work))
+        if isinstance(work, Prepare | Release):
+            return
         if not self._answers.owed:
             self._answers.since_s = self._now()
         self._answers.owed.append(_Owed(work.step, self._may_take_s(work), set(range(self._settings.tp_size))))
-        self._effects.append(ToWorkers(work))
 
-    def _may_take_s(self, work: ToWorker) -> float:
+    def _may_take_s(self, work: StepPlan | WorkPlan) -> float:
         """As --watchdog-timeout is meant: of 256 tokens, in proportion if there are more, and ten times of a capture."""
         times = 10.0 if isinstance(work, WorkPlan) and work.kind == "capture" else 1.0
         if isinstance(work, StepPlan):

@@ -37,13 +37,14 @@ from srt.protocol.messages import (
 from tests.scheduler.clients import Clients
 from tests.scheduler.names import is_meant
 from tests.scheduler.obligations import wanted_rows
+from tests.scheduler.resource_rules import check_failure
 from tests.scheduler.traffic import Choice
 
 if TYPE_CHECKING:
     from tests.scheduler.world import World
 
 
-Asked = tuple[bytes, int, float]
+Asked = tuple[bytes, int, float, str]
 
 
 class LedgerFrontend:
@@ -360,6 +361,11 @@ class LedgerFrontend:
             self._statistics["convicted of poison" if choice.poison_at >= 0 else "convicted by chance"] += 1
             return
         assert choice.poison_at < 0 or done.num_output <= choice.poison_at, f"{choice.name} was poison, and ended well"
+        may_hang = self._settings.num_deaths + self._settings.num_slow_steps > 0
+        if check_failure(choice.request.resource, done.status, done.message, may_hang=may_hang):
+            self._statistics["rule: requests fail with their resource"] += 1
+            assert done.reason == "error", f"{choice.name}: {done}"
+            return
         if done.status in (503, 504):
             timeout = self._settings.waiting_timeout if done.status == 503 else self._settings.running_timeout
             assert timeout is not None and done.reason == "error", f"{choice.name} ran into a timeout that is not set"
@@ -395,4 +401,5 @@ class LedgerFrontend:
 
 def _asked(request: GenerateRequest) -> Asked:
     """The same for whoever asks the same."""
-    return request.prompt_ids.tobytes(), request.sampling.max_new_tokens, request.sampling.temperature
+    key = "" if request.resource is None else request.resource.key
+    return request.prompt_ids.tobytes(), request.sampling.max_new_tokens, request.sampling.temperature, key

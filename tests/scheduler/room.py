@@ -119,6 +119,7 @@ class Room:
         self._statistics = statistics
         self._worker = worker
         self._rank = fairness.rank
+        self._is_ready = fairness.is_ready
         self._may_follow = fairness.may_follow
         self._prefixes = Prefixes(settings, statistics, worker)
         self._seats: dict[int, Seat] = {}
@@ -253,7 +254,10 @@ class Room:
         waiting = [
             r
             for r in live
-            if r.progress.status is Status.WAITING and not is_untried(r) and find(r.progress.incarnation) is not r
+            if r.progress.status is Status.WAITING
+            and not is_untried(r)
+            and find(r.progress.incarnation) is not r
+            and self._is_ready(r)
         ]
         return min(waiting, key=self._rank, default=None)
 

@@ -54,6 +54,13 @@ RULES: tuple[str, ...] = (
     "captures wait for their time",  # one at a time, and none while others wait for nothing that it brings
     "graphs are captured when that pays",  # as soon as a step misses one, or nobody is there for long
     "trials run alone",
+    # ---- resource_rules.py: what requests need on the workers
+    "what is needed is prepared",  # at once, if the workers may hold one more
+    "resources are prepared in order",  # of being needed
+    "the resource used longest ago is released",  # of those that nobody needs, and only to make room
+    "who is admitted has its resource",  # on every rank
+    "requests fail with their resource",  # if a rank cannot prepare it, or takes too long
+    "nobody waits for ever for a resource",
     "no plans in a pause",
     "last words name what is in flight",
     "a worker's fault ends it",

@@ -23,16 +23,19 @@ from srt.protocol.messages import (
     LastWord,
     Load,
     Message,
+    Prepare,
+    Prepared,
     Refused,
     Rejected,
+    Release,
     StepAck,
     StepPlan,
     StepResult,
     ToFrontend,
     TokenBatch,
+    ToWorker,
     WorkDone,
     WorkerHello,
-    WorkPlan,
 )
 from tests.scheduler.captures import Captures
 from tests.scheduler.control_rules import ControlRules, Said, check_facts
@@ -42,6 +45,7 @@ from tests.scheduler.host_process import HostedScheduler
 from tests.scheduler.hostile import HOSTILE_RIDS, Hostile, Progress, break_off, check_handshake
 from tests.scheduler.ledger_frontend import LedgerFrontend
 from tests.scheduler.obligations import Obligations
+from tests.scheduler.resource_rules import ResourceRules
 from tests.scheduler.room import Room
 from tests.scheduler.traffic import Choice
 from tests.support.wire import at_scheduler
@@ -87,7 +91,8 @@ class Server:
         self._settings = s
         hosted = HostedScheduler(s, lambda: world.now, world.statistics)
         self._scheduler = cast("Scheduler", hosted)  # behind the hands of its process
-        self._worker = FakeWorker(s, world.by_seed)
+        self.resources = ResourceRules(s, world.statistics, world.resources_rng)
+        self._worker = FakeWorker(s, world.by_seed, self.resources)
         self._connected: dict[int, LedgerFrontend] = {}
         self._last_ack: dict[int, int] = {}
         self._next_batch: dict[int, int] = {}
@@ -108,7 +113,7 @@ class Server:
             lambda request: [world.by_rid[request.rid][index] for index in request.choices.tolist()],
             self._worker.end,
         )
-        self._fairness = Fairness(s, world.statistics)
+        self._fairness = Fairness(s, world.statistics, self.resources.is_ready)
         self._obligations = Obligations(s, world.statistics)
         self._room = Room(s, world.statistics, self._worker, self._fairness)
         self._num_preempted = 0  # when it was last asked who was
@@ -127,7 +132,7 @@ class Server:
         s = self._settings
         sizes = (s.page_size, s.num_pages, s.num_slots, s.max_request_tokens, s.vocab_size)
         for rank in range(s.tp_size):
-            counts = (s.row_tokens, s.num_stages, s.num_graphs)
+            counts = (s.row_tokens, s.num_stages, s.num_graphs, s.most_resources)
             hello = WorkerHello(rank, PROTOCOL, "config", "float32", *sizes, *counts)
             self._from_rank(rank, s.delay, hello)
         self._world.statistics["rule: ranks that differ are no replica"] += 1
@@ -228,6 +233,8 @@ class Server:
                 for choice, ids in zip(choices, message.output_ids, strict=True):
                     self._to_be_tried[choice.seed] = len(ids) + TRIAL_TOKENS
         effects = self._handle(Frontend(number), message)
+        if isinstance(message, GenerateRequest) and not any(isinstance(word, Refused) for _, word in _said(effects)):
+            self.resources.want(message.resource)
         if not isinstance(message, FrontendHello):
             self.control.heard(frontend, message, _said(effects))
             self._forget_flushed()
@@ -358,6 +365,8 @@ class Server:
         self.control.ticked(_said(effects), self._num_in_flight, min(self._next_answer) > self._last_sent)
         self.control.check_drained(self._scheduler.is_drained, self._num_in_flight)
         self._fairness.after(self._scheduler, core, before, world.now)
+        if self._settings.num_resources:
+            self.resources.ticked(self._requests(), world.now)
         for number in may_be_sent if core.counters.num_steps % CHECK_EVERY == 1 else ():
             self._fairness.check_sent(core, number)
         if is_checked:
@@ -376,9 +385,10 @@ class Server:
             and (core.stream.is_empty or not planner.trials.are_some_left)
         ):
             self._world.statistics["rule: who is there is worked on"] += 1
-            assert not planner.num_waiting and not core.slots.num_used, "nothing is under way, and requests are there"
+            left = [r for r in self._requests() if r.progress.status is not Status.ENDED and self.resources.is_ready(r)]
+            assert not left, f"nothing is under way, and request {left[0].key} is there"
         if is_calm and planner.num_waiting and core.slots.num_free:
-            waiting = [request for request in self._requests() if request.progress.status is Status.WAITING]
+            waiting = [r for r in self._requests() if r.progress.status is Status.WAITING and self.resources.is_ready(r)]
             first = self._fairness.first_waiting(self._scheduler, core)
             if first is None:
                 return
@@ -457,8 +467,12 @@ class Server:
 
     # ---- Workers
 
-    def _to_workers(self, work: StepPlan | WorkPlan) -> None:
+    def _to_workers(self, work: ToWorker) -> None:
         """What it makes of the work is known at once; when that is told is another matter."""
+        if isinstance(work, Prepare | Release):
+            for rank, delay, prepared in self.resources.hear(work, self._requests(), self._world.now):
+                self._from_rank(rank, delay, prepared)
+            return
         s, rng = self._settings, self._world.rng
         answer: StepResult | WorkDone
         step_us = 0
@@ -553,6 +567,8 @@ class Server:
         if isinstance(message, StepResult) and message.counts.min(initial=0) < 0:
             self._hear_failure(rank, message)
             return
+        elif isinstance(message, Prepared):
+            self.resources.heard(rank, message)
         is_early = not self._scheduler.is_ready
         effects = self._handle(Worker(rank), message)
         if isinstance(message, WorkDone):

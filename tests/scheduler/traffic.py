@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from srt.protocol.messages import GenerateRequest, Int32Array, LogprobSpec, SamplingSpec, int32_array
+from srt.protocol.messages import GenerateRequest, Int32Array, LogprobSpec, Resource, SamplingSpec, int32_array
 from srt.sampling.sampling_params import choice_seed
 from tests.scheduler.reference import Answer, UInt64Array, answer, prefix_hashes
+from tests.scheduler.resource_rules import draw_resources
 from tests.scheduler.settings import Settings
 
 
@@ -89,6 +90,8 @@ class Traffic:
             self._urgent_share = settings.urgent_share
         self._poison_rng = random.Random(f"poison of {seed}")
         self.num_poisons = settings.num_poisons
+        self._resources_rng = resources_rng = random.Random(f"resources of {seed}")
+        self._resources = draw_resources(settings.num_resources, resources_rng)
         self._beside_rng = random.Random(f"tokens beside those of {seed}")
 
     def next_request(self, rid: int) -> list[Choice]:
@@ -109,6 +112,7 @@ class Traffic:
             priority=rng.choice((0, 0, 1, 2, 5, 7)) if s.policy == "priority" else 0,
             stream=rng.random() < s.stream_share,
             urgent=self._urgent_rng.random() < self._urgent_share,
+            resource=self._resource(),
         )
         choices = [
             Choice(request, index, choice_seed(request.seed, index), known, hashes)
@@ -119,6 +123,13 @@ class Traffic:
             poisoned = self._poison_rng.choice(choices)
             poisoned.poison_at = self._poison_rng.randrange(max(1, len(poisoned.answer.ids)))
         return choices
+
+    def _resource(self) -> Resource | None:
+        """One in three asks for one of the first few."""
+        rng, resources = self._resources_rng, self._resources
+        if not resources or rng.random() >= self._settings.resource_share:
+            return None
+        return rng.choice(resources[:3] if rng.random() < 0.3 else resources)
 
     def _label(self) -> str:
         """Some are numbered as parts of a batch, whose name is also that of another request."""

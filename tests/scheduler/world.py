@@ -26,7 +26,7 @@ from srt.protocol.messages import (
     PauseGeneration,
     ToFrontend,
 )
-from tests.scheduler.alike import alike, alike_for_readers
+from tests.scheduler.alike import alike, alike_for_readers, alike_in_resources
 from tests.scheduler.callers import Callers, draw_callers
 from tests.scheduler.clients import Clients, Texts
 from tests.scheduler.hostile import Hostile
@@ -40,6 +40,11 @@ WAKE_S = 0.25  # so often the scheduler's process looks whether time alone bring
 PATIENCE_S = 20_000.0  # virtual; a world that takes longer hangs
 
 
+def _drawn(rng: random.Random, seed: int) -> Settings:
+    settings = alike(Settings.draw(rng, random.Random(f"graphs in {seed}")), seed)
+    return alike_in_resources(alike_for_readers(settings, seed), seed)
+
+
 class World:
     """Runs until nothing is left to happen. A broken promise is an AssertionError.
 
@@ -50,7 +55,7 @@ class World:
     def __init__(self, seed: int, settings: Settings | None = None, *, check_every: int = 16) -> None:
         self.rng = random.Random(seed)
         self.settings = s = settings or draw_callers(
-            alike_for_readers(alike(Settings.draw(self.rng, random.Random(f"graphs in {seed}")), seed), seed),
+            _drawn(self.rng, seed),
             random.Random(f"callers in {seed}"),
         )
         self.statistics: Counter[str] = Counter()
@@ -68,6 +73,7 @@ class World:
         self._ended: list[Clients] = []  # with their process
         self._callers = Callers(self, seed)
         self._traffic.num_poisons += self._callers.num_poisons
+        self.resources_rng = random.Random(f"what becomes of resources in {seed}")
         self.calls_rng = random.Random(f"answers to calls of {seed}")
         self.frontends = [LedgerFrontend(n, self) for n in range(s.num_frontends)]
         self.server = Server(self, generation=1)
@@ -158,7 +164,7 @@ class World:
         assert self._ask(FlushCache).ok
         after = self._ask(lambda call: GetState(call, deep=False)).values
         wanted = {"num_free_pages": self.settings.num_pages, "num_free_slots": self.settings.num_slots}
-        wanted |= {"num_waiting": 0, "num_pinned": 0, "num_in_flight": 0}
+        wanted |= {"num_waiting_for_resources": 0, "num_waiting": 0, "num_pinned": 0, "num_in_flight": 0}
         wanted |= {f"live_requests_of_frontend_{frontend.number}": 0 for frontend in self.frontends}
         self.statistics["rule: nothing is left at the end"] += 1
         for name, value in wanted.items():

@@ -13,6 +13,7 @@ from srt.managers.scheduler.kv_memory import KvMemory
 from srt.managers.scheduler.planner import Planner
 from srt.managers.scheduler.policy import Ranking
 from srt.managers.scheduler.request import Request
+from srt.managers.scheduler.resources import Resources
 from srt.managers.scheduler.results import ResultReader
 from srt.managers.scheduler.slots import SlotTable
 from srt.managers.scheduler.step_times import StepTimes
@@ -62,6 +63,7 @@ class SchedulerCore:
         )
         self.results = ResultReader(self.slots, self.planner, self.counters, hello.max_row_tokens)
         self.stream = WorkerStream(args.tp_size, hello.num_graphs)
+        self.resources = Resources(args.tp_size, hello.most_resources)
         self.max_total_num_tokens = hello.num_pages * hello.page_size
         self.max_request_tokens = min(hello.max_request_tokens, self.max_total_num_tokens)
 
@@ -128,6 +130,8 @@ class SchedulerCore:
         values: dict[str, Scalar] = {
             "num_running": self.slots.num_used,
             "num_waiting": self.planner.num_waiting,
+            "num_waiting_for_resources": self.planner.num_unready,
+            "num_resources": self.resources.num_held,
             "num_slots": self.slots.num_slots,
             "num_free_slots": self.slots.num_free,
             "num_total_pages": memory.num_pages,

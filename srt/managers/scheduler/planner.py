@@ -76,6 +76,7 @@ class Planner:
         self._something_ended = False  # since the last plan
         self._no_room_for: Request | None = None  # first in the queue, found not to fit; nothing was freed since
         self._num_urgent = 0  # urgent requests in the queue
+        self._unready: set[Request] = set()  # they wait for what the workers are preparing
         self._now = 0.0  # time of the present plan
         self._planned_step = 0
         self._answered_step = 0
@@ -83,14 +84,28 @@ class Planner:
         self.trials = Trials(slots, counters)
         self.num_waiting = 0
 
+    @property
+    def num_unready(self) -> int:
+        """Number of the waiting requests that the workers are not prepared for."""
+        return len(self._unready)
+
     # ---- Arrival and end of requests
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, is_ready: bool = True) -> None:
+        """Take in a new request. One that is not ready waits beside the queue, until `make_ready` is called."""
         self.num_waiting += 1
         self._queue.enter(request, self._ranking.order(request))
         self._num_urgent += request.urgent
         if request.suspect:
             self.trials.add(request)
+        if is_ready:
+            self._line_up(request)
+        else:
+            self._unready.add(request)
+
+    def make_ready(self, request: Request) -> None:
+        """Let a request wait in the queue from now on: the workers have prepared what it needs."""
+        self._unready.remove(request)
         self._line_up(request)
 
     def _line_up(self, request: Request) -> None:
@@ -106,7 +121,10 @@ class Planner:
             self.num_waiting -= 1
             self._num_urgent -= request.urgent
             was_away = self.preempted.remove(request)
-            if not self.trials.remove(request) and not was_away:
+            is_lined_up = self.trials.remove(request)
+            if request in self._unready:
+                self._unready.remove(request)
+            elif not is_lined_up and not was_away:
                 self._queue.note_end()
         else:
             self._vacate(request, keep_prefix=keep_prefix)
@@ -512,6 +530,7 @@ class Planner:
             request.seed,
             request.sampling,
             progress.logprobs,
+            "" if request.resource is None else request.resource.key,
         )
 
     def _publish(self, draft: Draft) -> None:

@@ -19,7 +19,7 @@ from typing import Final
 from msgspec.structs import astuple, replace
 
 from srt.mem_cache.radix_cache import ITEM, NO_PAGES, RadixNode
-from srt.protocol.messages import TRIAL_TOKENS, RequestDone, TokenLogprobs
+from srt.protocol.messages import TRIAL_TOKENS, RequestDone, Resource, TokenLogprobs
 from srt.protocol.views import LogprobView, RequestView, SamplingView
 from srt.sampling.sampling_params import choice_seed
 
@@ -176,6 +176,7 @@ class Request:
         "progress",
         "prompt",
         "prompt_len",
+        "resource",
         "rid",
         "salt",
         "sampling",
@@ -205,6 +206,7 @@ class Request:
             urgent,
             stream,
             suspect,
+            resource,
         ) = astuple(message)
         prompt: bytes = prompt_ids
         outputs: bytes = all_outputs[index]  # those that it came with, as it was resumed
@@ -219,6 +221,7 @@ class Request:
         self.urgent: Final[bool] = urgent
         self.stream: Final[bool] = stream
         self.suspect: Final[bool] = suspect  # workers may have died of it
+        self.resource: Final[Resource | None] = resource  # all workers must have prepared it before the request is admitted
         self.trial_end: Final = num_output + TRIAL_TOKENS  # number of outputs that ends its trial
         # Neither may be negative, which is found when it is looked at as a whole.
         self.seed: Final[int] = choice_seed(seed, self.choice) if self.choice > 0 and seed >= 0 else seed

@@ -19,6 +19,7 @@ from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.deadlines import Deadlines
 from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers
 from srt.managers.scheduler.request import Request, Status, expand, id_at
+from srt.managers.scheduler.resources import TOO_LATE
 from srt.managers.scheduler.results import is_stop
 from srt.managers.scheduler.retry_after import EndRate
 from srt.managers.scheduler.worker_stream import BrokenReplica, Handshake, Inspection
@@ -37,6 +38,7 @@ from srt.protocol.messages import (
     Load,
     Message,
     PauseGeneration,
+    Prepared,
     Refused,
     Rejected,
     RequestDone,
@@ -69,7 +71,7 @@ _FROM_FRONTEND = (
     PauseGeneration,
     ContinueGeneration,
 )
-_FROM_WORKER = (WorkerHello, StepResult, StepAck, WorkDone, WorkerFault)
+_FROM_WORKER = (WorkerHello, StepResult, StepAck, WorkDone, Prepared, WorkerFault)
 
 
 class Scheduler:
@@ -119,6 +121,7 @@ class Scheduler:
             times.append(self._deadlines.next_s(self._core.planner.started()))
         if self._core.stream.can_capture and self._has_nothing_to_do(self._core):
             times.append(self._capture_from_s)
+        times.append(self._core.resources.next_overdue_s())
         if self._last_load is not None and self._clients:
             reported_at, reported = self._last_load
             times.append(None if reported == self._core.load() else reported_at + LOAD_INTERVAL_S)
@@ -160,6 +163,7 @@ class Scheduler:
         effects = self._refuse_unknown_ids(self._core)
         if self._deadlines.are_set:
             self._end_overdue(self._core, now)
+        effects += self._prepare(self._core, now)
         effects += self._plan(self._core, now, watch)
         effects += self._send_batches(self._core)
         effects += self._report_load(self._core, now)
@@ -215,6 +219,7 @@ class Scheduler:
         assert len(waiting) == core.planner.num_waiting, (
             f"{len(waiting)} requests wait, the planner counts {core.planner.num_waiting}"
         )
+        core.resources.check([*waiting, *running])
         assert sorted(r.progress.slot for r in running) == core.slots.used_slots(), (
             "a slot is used for a request that is forgotten"
         )
@@ -294,7 +299,7 @@ class Scheduler:
         self._labels.enter(requests)
         self._arrived += requests
         for request in requests:
-            core.planner.add(request)
+            core.planner.add(request, is_ready=core.resources.enter(request))
             self._deadlines.add(request)
             if request.progress.outputs:
                 self._end_if_complete(request)
@@ -364,6 +369,7 @@ class Scheduler:
         """End a choice: it leaves the planner, and its frontend is told. This is the only place where a choice ends."""
         assert self._core is not None
         self._core.planner.end(request, keep_prefix=status != 500)
+        self._core.resources.leave(request)
         self._labels.leave(request)
         if not request.urgent:
             self._end_rate.record_end(self._now)
@@ -423,6 +429,8 @@ class Scheduler:
                 core.stream.accept_ack(rank, message)
             case WorkDone():
                 return self._handle_work(core, rank, message)
+            case Prepared():
+                self._handle_prepared(core, rank, message)
             case _:
                 assert_never(message)
         return []
@@ -457,12 +465,28 @@ class Scheduler:
             self._clients[request.frontend].outbox.add_waiting(request)
         core.planner.note_answered(planned, result.step_us)
 
+    def _handle_prepared(self, core: SchedulerCore, rank: int, answer: Prepared) -> None:
+        for request in core.resources.answered(rank, answer):
+            failure = core.resources.failure(request)
+            if failure is None:
+                core.planner.make_ready(request)
+            else:
+                core.counters.num_failed += 1
+                self._end(request, "error", status=failure[0], message=failure[1])
+
     # ---- Parts of a tick
 
     def _end_overdue(self, core: SchedulerCore, now: float) -> None:
         for request, reason in list(self._deadlines.overdue(core.planner.started(), now)):
             core.counters.num_timed_out += 1
             self._end(request, "error", status=503 if request.progress.started_s is None else 504, message=reason)
+
+    def _prepare(self, core: SchedulerCore, now: float) -> list[Effect]:
+        """Say to the workers what they are to prepare and to release, and end requests that have waited for too long for that."""
+        for request in core.resources.overdue(now):
+            core.counters.num_failed += 1
+            self._end(request, "error", status=503, message=TOO_LATE)
+        return [ToWorkers(message) for message in core.resources.pop_messages(now)]
 
     def _plan(self, core: SchedulerCore, now: float, watch: Callable[[StepPlan], None] | None) -> list[Effect]:
         effects: list[Effect] = []

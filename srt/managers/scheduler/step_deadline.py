@@ -34,6 +34,8 @@ class StepDeadline:
         return self._begun_s + self._limit_s(self._items[0]) if self._items else None
 
     def sent(self, message: ToWorker, now_s: float) -> None:
+        if not isinstance(message, StepPlan | WorkPlan):
+            return  # resources are prepared beside the steps, and have a limit of their own
         if not self._items:
             self._begun_s = now_s
         self._items.append(_Item(message.step, _num_tokens(message), _timeouts(message), set(range(self._num_ranks))))
@@ -76,13 +78,13 @@ class StepDeadline:
         return self._timeout_s * item.timeouts
 
 
-def _timeouts(message: ToWorker) -> float:
+def _timeouts(message: StepPlan | WorkPlan) -> float:
     if isinstance(message, WorkPlan) and message.kind == "capture":
         return CAPTURE_TIMEOUTS
     return max(1.0, _num_tokens(message) / TOKENS_PER_TIMEOUT)
 
 
-def _num_tokens(message: ToWorker) -> int:
+def _num_tokens(message: StepPlan | WorkPlan) -> int:
     if not isinstance(message, StepPlan):
         return 0
     return sum(int(section.extend_counts.sum()) + len(section.decode_slots) for section in message.sections)

@@ -198,6 +198,7 @@ class Handshake:
             "max_row_tokens",
             "num_stages",
             "num_graphs",
+            "most_resources",
         ):
             ours, theirs = getattr(self._hellos[first], field_name), getattr(hello, field_name)
             if ours != theirs:

@@ -452,9 +452,11 @@ def _resubmission(entry: _Entry) -> GenerateRequest:
 
 
 def digest_of(request: GenerateRequest) -> bytes:
-    """Return a digest of a request's prompt, length and temperature, without its seed or name: it recognises another try."""
+    """Return a digest of a request's prompt, length, temperature and resource, without its seed or name: it recognises another try."""
     digest = hashlib.blake2b(repr((request.sampling.max_new_tokens, request.sampling.temperature)).encode())
     digest.update(request.prompt_ids.tobytes())
+    if request.resource is not None:
+        digest.update(request.resource.key.encode())
     return digest.digest()
 
 

@@ -19,10 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple, assert_never
 from srt.distributed.errors import CollectiveError
 from srt.managers.process.child import Child, SupervisorGone
 from srt.managers.process.tracer import DEVICE, STEP, Tracer
+from srt.managers.tp_worker.constrained_rows import ConstrainedRows, GrammarLoader, SamplingRow, without_least_length
+from srt.managers.tp_worker.resources import Loader, ResourceThreads
 from srt.managers.tp_worker.worker_link import WorkerLink
 from srt.managers.tp_worker.worker_times import WorkerTimes
 from srt.protocol.codec import protocol_hash
 from srt.protocol.messages import (
+    PlanSection,
+    Prepare,
+    Release,
     Scalar,
     StepAck,
     StepPlan,
@@ -51,6 +56,7 @@ class _InFlight(NamedTuple):
     step: int
     output: StepOutput
     launched_s: float
+    constrained: list[SamplingRow]
 
 
 class TpWorker:
@@ -64,13 +70,18 @@ class TpWorker:
         window: int = 2,
         tracer: Tracer | None = None,
         num_ranks: int = 1,
+        grammars: GrammarLoader | None = None,
     ) -> None:
+        """`grammars` None: requests with a grammar are refused."""
         self._trace = tracer or Tracer()
         self._rank = rank
         self._is_alone = num_ranks == 1
         self._runner = runner
         self._link = link
         self._times = WorkerTimes(window)
+        loaders: dict[str, Loader] = {} if grammars is None else {grammars.kind: grammars}
+        self._resources = ResourceThreads(loaders, link.wake)
+        self._constrained = None if grammars is None else ConstrainedRows(grammars)
         self._in_flight: deque[_InFlight] = deque()
         self._step = -1
         self._busy_since_s: float | None = None
@@ -89,12 +100,16 @@ class TpWorker:
     def serve(self) -> None:
         """Execute plans until the supervisor says stop, then answer the steps already launched."""
         while (plan := self._next_plan()) is not None:
-            self._step = plan.step
-            self._busy_since_s = time.monotonic()
             match plan:
+                case Prepare(resource):
+                    self._resources.prepare(resource)
+                case Release(key):
+                    self._resources.release(key)
                 case StepPlan():
+                    self._step, self._busy_since_s = plan.step, time.monotonic()
                     self._launch(plan, self._busy_since_s)
                 case WorkPlan():
+                    self._step, self._busy_since_s = plan.step, time.monotonic()
                     self._answer_all()
                     self._link.send(WorkDone(plan.step, self._rank, self._work(plan.kind)))
                 case _:
@@ -102,29 +117,50 @@ class TpWorker:
         self._answer_all()
 
     def _next_plan(self) -> ToWorker | None:
-        """Wait for the next plan, answering steps as the device completes them."""
-        while self._in_flight:
-            if self._in_flight[0].output.is_ready():
+        """Wait for the next plan, answering steps as the device completes them, and resources as they are prepared."""
+        while True:
+            for prepared in self._resources.pop_answers():
+                self._link.send(prepared)
+            if self._in_flight and self._in_flight[0].output.is_ready():
                 self._answer()
                 continue
+            if not self._in_flight:
+                self._busy_since_s = None
             try:
-                return self._link.next_plan(block=False)
+                return self._link.next_plan(block=not self._in_flight)
             except queue.Empty:
-                if self.progress_age_s() > SPIN_S:
+                if self._in_flight and self.progress_age_s() > SPIN_S:
                     time.sleep(NAP_S)
-        self._busy_since_s = None
-        return self._link.next_plan()
 
     def _launch(self, plan: StepPlan, arrived_s: float) -> None:
         assert len(plan.sections) == 1, f"{len(plan.sections)} attention groups, but this replica has one"
         (section,) = plan.sections
-        output = self._runner.launch(section)
+        output, constrained = self._run(section)
         if self._trace.is_on:
             self._trace.slice("launch", arrived_s, step=plan.step)
             self._trace.arrow("t", STEP, plan.step, arrived_s)
         num_decodes = 0 if len(section.extend_slots) else len(section.decode_slots)
         self._times.launched(plan.step, num_decodes, arrived_s, time.monotonic(), is_busy=bool(self._in_flight))
-        self._in_flight.append(_InFlight(plan.step, output, arrived_s))
+        self._in_flight.append(_InFlight(plan.step, output, arrived_s, constrained))
+
+    def _run(self, section: PlanSection) -> tuple[StepOutput, list[SamplingRow]]:
+        """Launch a step, and return what it will have drawn, and those of its rows that follow a grammar.
+
+        What such a row may draw depends on its last token, which the step before has drawn. The forward pass needs no masks: it is
+        launched first, and runs while the earlier steps are answered and the masks are filled.
+        """
+        rows = self._constrained
+        if rows is None or not rows.are_in(section):
+            return self._runner.launch(section), []
+        executed = self._runner.execute(without_least_length(section))
+        rows.admit(section)
+        constrained = rows.sampling(section)
+        if not constrained:
+            return self._runner.sample(executed), []
+        self._answer_all()
+        buffers = self._runner.mask_buffers
+        masked = rows.fill(constrained, buffers.words)
+        return self._runner.sample(executed, buffers.upload(masked) if masked else None), constrained
 
     def _answer_all(self) -> None:
         while self._in_flight:
@@ -136,6 +172,7 @@ class TpWorker:
         done.output.wait()
         now_s = time.monotonic()
         rows = done.output.result()
+        ConstrainedRows.accept(done.constrained, rows)
         # The device runs one step at a time, so a step's own time begins when the step before it is done.
         begun_s = max(done.launched_s, self._done_s)
         step_us = int((now_s - begun_s) * 1e6)
@@ -158,6 +195,8 @@ class TpWorker:
         match kind:
             case "reset":
                 self._runner.reset()
+                if self._constrained is not None:
+                    self._constrained.clear()
                 return {}
             case "inspect":
                 return self._runner.inspect() | self._times.pop()

@@ -14,7 +14,7 @@ import zmq
 from srt.managers.process.child import Child, SupervisorGone
 from srt.protocol.link_errors import LinkBroken
 from srt.protocol.links import DealerLink, worker_path
-from srt.protocol.messages import FromWorker, StepPlan, Stop, ToWorker, WorkPlan
+from srt.protocol.messages import FromWorker, Stop, ToWorker
 
 LINGER_MS = 2000  # time to deliver the last messages of a worker that ends
 
@@ -29,6 +29,7 @@ class WorkerLink:
         endpoint = worker_path(start.run_dir, start.generation)
         self._link = DealerLink(self._context, endpoint, start.generation, f"w{start.index}".encode())
         self._is_stopped = False
+        self._is_woken = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         for source in (self._link.socket, self._wake):
@@ -36,22 +37,29 @@ class WorkerLink:
         threading.Thread(target=self._hear_supervisor, name="supervisor", daemon=True).start()
 
     def next_plan(self, block: bool = True) -> ToWorker | None:
-        """Return the next plan; None when the supervisor asks to stop. `queue.Empty` if there is none and `block` is off.
+        """Return the next plan; None when the supervisor asks to stop.
+
+        `queue.Empty` after a `wake`, or if there is none and `block` is off.
 
         LinkBroken if a plan was lost or could not be read: plans are deltas, so the worker cannot continue.
         """
         while not self._is_stopped:
             message = self._link.receive()
-            if isinstance(message, (StepPlan, WorkPlan)):
+            if isinstance(message, ToWorker):
                 return message
             if message is not None:
-                raise LinkBroken(
-                    f"the scheduler sent {type(message).__name__}, but a worker accepts only StepPlan and WorkPlan"
-                )
-            if not block:
+                raise LinkBroken(f"the scheduler sent {type(message).__name__}, which a worker does not accept")
+            if not block or self._is_woken:
+                self._is_woken = False
                 raise queue.Empty
-            self._poller.poll()
+            if dict(self._poller.poll()).get(self._wake):
+                os.eventfd_read(self._wake)
         return None
+
+    def wake(self) -> None:
+        """Make `next_plan` return soon. Any thread may call this."""
+        self._is_woken = True
+        os.eventfd_write(self._wake, 1)
 
     def send(self, message: FromWorker) -> None:
         self._link.send(message)

@@ -22,6 +22,7 @@ from srt.model_executor.startup.peak_step import largest_step
 from srt.model_executor.startup.trial_runner import trial_runner
 from srt.model_executor.startup.warm_up import (
     batches,
+    mask_something,
     num_distinct_layers,
     run_requests,
     run_to_the_end,
@@ -92,6 +93,7 @@ def _go_through_steps(
         decodes = DecodeRunner.of(loaded, state, None, None)
         runner = ModelRunner(loaded, state, RowSampler(loaded, state, decodes), StepGraphs(loaded, decodes))
         run_requests(runner, warm_up_requests(loaded.device.type, state.max_request_tokens, state.page_size))
+        mask_something(runner)
     if not record.is_complete:
         later = begin_later()
         kernels.begin(later)

@@ -24,7 +24,20 @@ def warm_up(runner: ModelRunner) -> None:
     loaded, state = runner.loaded, runner.state
     with loaded.memory.region("buffers"):
         run_requests(runner, warm_up_requests(loaded.device.type, state.max_request_tokens, state.page_size))
+        mask_something(runner)
         runner.graphs.forget_missed()
+
+
+def mask_something(runner: ModelRunner) -> None:
+    """Apply a mask of tokens to logits of each dtype that is masked, so that no step waits for the kernel."""
+    import torch  # whoever has a runner has loaded it
+
+    from srt.layers.token_masks import MaskBuffers, apply_token_masks
+
+    device = runner.loaded.device
+    masks = MaskBuffers(1, 64, device).upload([0])
+    for dtype in {runner.loaded.dtype, torch.float32}:
+        apply_token_masks(torch.zeros((1, 64), dtype=dtype, device=device), masks, 0)
 
 
 def run_requests(runner: ModelRunner, requests: Iterator[list[PlanSection]]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from srt.layers.logits_processor import LogprobArrays, Logprobs, pick_logprobs
 from srt.layers.sampler import Draws
+from srt.layers.token_masks import TokenMasks, apply_token_masks
 from srt.model_executor.step.executed_step import ModelRunnerOutput
 from srt.model_executor.step.logprob_plan import LogprobPlan, LogprobSegment
 from srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingKind
@@ -36,13 +37,18 @@ class StepSampler:
         """Compute the logits [rows, this rank's columns] of the hidden states."""
         return self._logits_processor.logits(hidden, self._lm_head)
 
-    def draws_by_row(self, kind: SamplingKind, masks: torch.Tensor | None) -> bool:
+    def draws_by_row(self, kind: SamplingKind) -> bool:
         """Return whether rows of this kind can be drawn with the parameters in the device's tables alone."""
-        del kind, masks
+        del kind
         return False
 
+    def mask(self, logits: torch.Tensor, masks: TokenMasks | None) -> None:
+        """Forbid in these logits, which are overwritten, what the masks forbid."""
+        if masks is not None:
+            apply_token_masks(logits, masks, self._lm_head.shard_start)
+
     def draws_of(
-        self, step: ModelRunnerOutput, logits: torch.Tensor, masks: torch.Tensor | None
+        self, step: ModelRunnerOutput, logits: torch.Tensor, masks: TokenMasks | None
     ) -> tuple[Draws, LogprobParts]:
         """Draw for an executed step, and compute the logprobs that requests want."""
         wanted, arrays = step.host.output_logprobs, step.plan.output_logprobs
@@ -52,16 +58,18 @@ class StepSampler:
         self,
         logits: torch.Tensor,
         info: SamplingBatchInfo,
-        masks: torch.Tensor | None,
+        masks: TokenMasks | None,
         wanted: LogprobPlan,
         arrays: LogprobArrays[torch.Tensor],
     ) -> tuple[Draws, LogprobParts]:
         """Draw from float32 logits, which are overwritten, and compute the logprobs that requests want."""
         if not wanted.segments:
-            return self._sampler.draw(logits, info, masks), []
+            self.mask(logits, masks)
+            return self._sampler.draw(logits, info), []
         # Computed first, because drawing overwrites the logits, and logprobs are those of the model.
         log_probs = self._logits_processor.log_softmax(logits[arrays.rows])
-        draws = self._sampler.draw(logits, info, masks)
+        self.mask(logits, masks)
+        draws = self._sampler.draw(logits, info)
         logprobs = pick_logprobs(log_probs, draws.ids[arrays.rows], arrays.of_ids, wanted.top)
         return draws, [(logprobs, wanted.segments)]
 
@@ -84,15 +92,16 @@ class RowSampler(StepSampler):
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._decodes.logits_of(hidden)
 
-    def draws_by_row(self, kind: SamplingKind, masks: torch.Tensor | None) -> bool:
-        return masks is None and kind is not SamplingKind.OTHER
+    def draws_by_row(self, kind: SamplingKind) -> bool:
+        return kind is not SamplingKind.OTHER
 
     def draws_of(
-        self, step: ModelRunnerOutput, logits: torch.Tensor, masks: torch.Tensor | None
+        self, step: ModelRunnerOutput, logits: torch.Tensor, masks: TokenMasks | None
     ) -> tuple[Draws, LogprobParts]:
         info, kind = step.sampling_info, step.host.kind
-        if not self.draws_by_row(kind, masks):
+        if not self.draws_by_row(kind):
             return super().draws_of(step, logits, masks)
+        self.mask(logits, masks)
         rows = self._tables.draws.of(info.slots)
         if kind is SamplingKind.ADJUSTED:
             return self._sampler.draw_adjusted(logits, info.slots, rows, info.positions), []

@@ -22,6 +22,7 @@ from tests.unit.kernels.interpreted import run_interpreted
         "layers",
         "sample",
         "shared_prefix",
+        "token_masks",
         "write_kv",
     ],
 )

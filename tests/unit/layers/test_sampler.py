@@ -11,6 +11,7 @@ import torch
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.sampler import Draws, Sampler, filter_threshold
+from srt.layers.token_masks import MaskBuffers, apply_token_masks
 from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 from srt.protocol.messages import Admission, LogprobSpec, SamplingSpec, int32_array
 from srt.sampling.no_filter import NO_TOP_P
@@ -163,10 +164,15 @@ def test_a_row_draws_only_what_its_mask_allows() -> None:
         params.admit(Admission(slot, int32_array([1]), 1, 0, slot, world.specs[slot], LogprobSpec()))
     arrays = as_tensors(params.arrays(np.arange(2)))
     info = SamplingBatchInfo(2, torch.arange(2), torch.ones(2, dtype=torch.int64), arrays)
-    allowed = torch.zeros((2, VOCABULARY), dtype=torch.bool)
-    allowed[0, 33] = allowed[1, 200] = True
-    draws = Sampler(single_rank(), VOCABULARY, 0, tables).draw(world.logits, info, allowed)
-    assert draws.ids.tolist() == [33, 200]
+    sampler, free = Sampler(single_rank(), VOCABULARY, 0, tables), world.logits.clone()
+    unmasked = sampler.draw(world.logits.clone(), info).ids.tolist()
+    buffers = MaskBuffers(2, VOCABULARY, CPU)
+    buffers.words[:2] = 0
+    buffers.words[0, 33 // 32], buffers.words[1, 200 // 32] = 1 << 33 % 32, 1 << 200 % 32
+    apply_token_masks(world.logits, buffers.upload([0, 1]), 0)
+    assert sampler.draw(world.logits, info).ids.tolist() == [33, 200]
+    apply_token_masks(free, buffers.upload([0]), 0)
+    assert sampler.draw(free, info).ids.tolist() == [33, unmasked[1]]  # the other row draws as it would alone
 
 
 @pytest.mark.parametrize(

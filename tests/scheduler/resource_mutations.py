@@ -1,0 +1,115 @@
+"""Bugs to plant in how resources are prepared, kept and released, and in who waits for them."""
+
+from __future__ import annotations
+
+from tests.scheduler.mutations import Mutation
+
+_RESOURCES = "managers/scheduler/resources.py"
+_SCHEDULER = "managers/scheduler/scheduler.py"
+_PLANNER = "managers/scheduler/planner.py"
+
+RESOURCE_MUTATIONS = (
+    Mutation("admitted before its resource is ready", _PLANNER, "self._unready.add(request)", "self._line_up(request)"),
+    Mutation(
+        "the first rank's answer makes it ready",
+        _RESOURCES,
+        "        if entry.ranks_left:\n            return []",
+        "        if entry.ranks_left and rank:\n            return []",
+    ),
+    Mutation(
+        "another rank's answer counts",
+        _RESOURCES,
+        "entry.ranks_left.remove(rank)",
+        "entry.ranks_left.discard(0) if 0 in entry.ranks_left else entry.ranks_left.remove(rank)",
+    ),
+    Mutation(
+        "released while it is used again",
+        _RESOURCES,
+        "        self._idle.pop(resource.key, None)\n        if entry.is_ready",
+        "        if entry.is_ready",
+    ),
+    Mutation(
+        "released with its first user",
+        _RESOURCES,
+        "if entry.users == 0:\n            self._note_unused(entry)\n\n",
+        "if True:\n            self._note_unused(entry)\n\n",
+    ),
+    Mutation(
+        "the resource used last is released",
+        _RESOURCES,
+        "self._release(next(iter(self._idle.values())))",
+        "self._release(list(self._idle.values())[-1])",
+    ),
+    Mutation(
+        "released though there is room",
+        _RESOURCES,
+        "            self._idle[key] = entry",
+        "            self._release(entry)",
+    ),
+    Mutation(
+        "more are held than the workers hold", _RESOURCES, "self._num_held += 1", "self._num_held += not self._idle"
+    ),
+    Mutation(
+        "not prepared again after a replacement",
+        "managers/tokenizer_manager/request_ledger.py",
+        "resumed=entry.was_sent,",
+        "resumed=entry.was_sent, resource=None if entry.was_sent else request.resource,",
+    ),
+    Mutation(
+        "a failure is not told", _RESOURCES, "return (400, entry.reason) if entry.reason else None", "return None"
+    ),
+    Mutation("what failed is kept", _RESOURCES, "elif entry.reason or entry.is_late:", "elif entry.is_late:"),
+    Mutation(
+        "nobody waits too long",
+        _RESOURCES,
+        "        late = [entry for entry in self._preparing.values() if now >= entry.asked_s + LONGEST_S]",
+        "        late: list[_Entry] = []",
+    ),
+    Mutation(
+        "the late keep their place", _RESOURCES, "self._num_held -= not entry.is_late\n            entry", "entry"
+    ),
+    Mutation(
+        "one of those that wait is forgotten",
+        _RESOURCES,
+        "done, entry.waiting = entry.waiting, []",
+        "done, entry.waiting = entry.waiting[:4], []",
+    ),
+    Mutation("the ended are made ready", _RESOURCES, "entry.waiting.remove(request)", "pass"),
+    Mutation(
+        "asked for again by each request",
+        _RESOURCES,
+        "        if entry is None:\n            entry = self._entries",
+        "        if entry is None or not entry.is_asked:\n            entry = self._entries",
+    ),
+    Mutation(
+        "those who came last are prepared first",
+        _RESOURCES,
+        "self._unasked.pop(next(iter(self._unasked)))",
+        "self._unasked.pop(list(self._unasked)[-1])",
+    ),
+    Mutation(
+        "what nobody needs any more is prepared",
+        _RESOURCES,
+        "            del self._entries[key], self._unasked[key]",
+        "            pass",
+    ),
+    Mutation("admitted without the key", _PLANNER, '"" if request.resource is None else request.resource.key', '""'),
+    Mutation(
+        "ended ones wait on",
+        _PLANNER,
+        "if request in self._unready:\n                self._unready.remove(request)\n            elif",
+        "if",
+    ),
+    Mutation(
+        "the last of the waiting is asked when it is ready",
+        _SCHEDULER,
+        "                core.planner.make_ready(request)",
+        "                core.planner.add(request)",
+    ),
+    Mutation(
+        "time alone ends nobody's wait",
+        _SCHEDULER,
+        "        times.append(self._core.resources.next_overdue_s())\n",
+        "",
+    ),
+)
