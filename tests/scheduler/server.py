@@ -388,7 +388,9 @@ class Server:
             left = [r for r in self._requests() if r.progress.status is not Status.ENDED and self.resources.is_ready(r)]
             assert not left, f"nothing is under way, and request {left[0].key} is there"
         if is_calm and planner.num_waiting and core.slots.num_free:
-            waiting = [r for r in self._requests() if r.progress.status is Status.WAITING and self.resources.is_ready(r)]
+            waiting = [
+                r for r in self._requests() if r.progress.status is Status.WAITING and self.resources.is_ready(r)
+            ]
             first = self._fairness.first_waiting(self._scheduler, core)
             if first is None:
                 return

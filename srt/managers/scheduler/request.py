@@ -221,7 +221,9 @@ class Request:
         self.urgent: Final[bool] = urgent
         self.stream: Final[bool] = stream
         self.suspect: Final[bool] = suspect  # workers may have died of it
-        self.resource: Final[Resource | None] = resource  # all workers must have prepared it before the request is admitted
+        self.resource: Final[Resource | None] = (
+            resource  # all workers must have prepared it before the request is admitted
+        )
         self.trial_end: Final = num_output + TRIAL_TOKENS  # number of outputs that ends its trial
         # Neither may be negative, which is found when it is looked at as a whole.
         self.seed: Final[int] = choice_seed(seed, self.choice) if self.choice > 0 and seed >= 0 else seed

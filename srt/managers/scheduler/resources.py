@@ -150,7 +150,9 @@ class Resources:
         for key, entry in self._entries.items():
             assert entry.users == users[key], f"{entry.users} users of {key} are counted, {users[key]} there are"
             assert entry.ranks_left or not entry.waiting, f"requests wait for {key}, which all ranks have answered"
-            assert all(request.progress.status is Status.WAITING for request in entry.waiting), f"who waits for {key} runs"
+            assert all(request.progress.status is Status.WAITING for request in entry.waiting), (
+                f"who waits for {key} runs"
+            )
         held = sum(entry.is_asked and not entry.is_late for entry in self._entries.values())
         assert held == self._num_held <= self._most_held, (
             f"{self._num_held} held resources are counted, {held} there are"

@@ -53,6 +53,10 @@ class GrammarLoader:
             raise PrepareError(f"The grammar cannot be compiled: {error}") from error
         self._begins_after[key] = frozenset(grammar.begins_after)
 
+    def maintain(self) -> None:
+        """Compile grammars anew that have served for long: their tables grow with the tokens that they have seen."""
+        self.grammars.renew_worn()
+
     def release(self, key: str) -> None:
         self.grammars.release(key)
         self._begins_after.pop(key, None)
@@ -106,7 +110,7 @@ class ConstrainedRows:
     """The constrained rows by slot."""
 
     def __init__(self, loader: GrammarLoader) -> None:
-        self._loader = loader
+        self.loader = loader
         self._filler: MaskFiller | None = None
         self._by_slot: dict[int, ConstrainedRow] = {}
 
@@ -119,7 +123,7 @@ class ConstrainedRows:
         for admission in section.admissions:
             self._by_slot.pop(admission.slot, None)
             if admission.resource:
-                self._by_slot[admission.slot] = self._loader.new_row(admission)
+                self._by_slot[admission.slot] = self.loader.new_row(admission)
 
     def clear(self) -> None:
         self._by_slot.clear()
@@ -153,7 +157,7 @@ class ConstrainedRows:
         if self._filler is None:
             from srt.constrained.matcher import MaskFiller
 
-            self._filler = MaskFiller(self._loader.grammars.vocabulary)
+            self._filler = MaskFiller(self.loader.grammars.vocabulary)
         failed = self._filler.fill([(i, row.matcher) for i, (_, row) in enumerate(begun)], words)
         for i, _ in failed:
             words[i] = 0

@@ -42,10 +42,12 @@ from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
+    from srt.constrained.vocabulary import Vocabulary
     from srt.model_executor.model_runner import ModelRunner
     from srt.model_executor.step.step_output import StepOutput
 
 SPIN_S = 2e-3  # after an event the device is polled without a pause for this long: a decode step hardly takes longer
+MAINTAIN_EVERY = 50  # steps with constrained rows
 NAP_S = 50e-6  # pause between two polls from then on
 LOCK_S = 5e-4  # GIL switch interval: a compiling thread keeps the GIL from the launching thread no longer than this
 
@@ -82,6 +84,7 @@ class TpWorker:
         loaders: dict[str, Loader] = {} if grammars is None else {grammars.kind: grammars}
         self._resources = ResourceThreads(loaders, link.wake)
         self._constrained = None if grammars is None else ConstrainedRows(grammars)
+        self._num_constrained_steps = 0
         self._in_flight: deque[_InFlight] = deque()
         self._step = -1
         self._busy_since_s: float | None = None
@@ -157,6 +160,9 @@ class TpWorker:
         constrained = rows.sampling(section)
         if not constrained:
             return self._runner.sample(executed), []
+        self._num_constrained_steps += 1
+        if self._num_constrained_steps % MAINTAIN_EVERY == 0:
+            self._resources.maintain(rows.loader)
         self._answer_all()
         buffers = self._runner.mask_buffers
         masked = rows.fill(constrained, buffers.words)
@@ -223,7 +229,7 @@ def main(child: Child) -> None:
         warm_up(runner)
     link = WorkerLink(child)
     rank, args = child.start.index, child.start.args
-    worker = TpWorker(rank, runner, link, args.window, child.tracer, args.tp_size)
+    worker = TpWorker(rank, runner, link, args.window, child.tracer, args.tp_size, _grammar_loader(child, runner))
     link.send(hello_of(rank, args.page_size, runner))
     gc.collect()
     gc.freeze()
@@ -243,6 +249,20 @@ def main(child: Child) -> None:
             raise StartError(sentence) from error
         raise
     link.close()
+
+
+def _grammar_loader(child: Child, runner: ModelRunner) -> GrammarLoader:
+    """Return the loader of grammars. It reads the tokenizer when the first grammar comes."""
+    start, config = child.start, runner.loaded.config
+
+    def read_vocabulary() -> Vocabulary:
+        from srt.constrained.vocabulary import Vocabulary
+        from srt.utils.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(start.args.tokenizer_path or start.model_folder)
+        return Vocabulary(tokenizer, config.vocab_size, config.eos_token_ids)
+
+    return GrammarLoader(read_vocabulary)
 
 
 def load_runner(child: Child) -> ModelRunner:

@@ -25,6 +25,9 @@ class Loader(Protocol):
     def prepare(self, key: str, content: bytes) -> None:
         """Prepare one, in any thread. PrepareError if that cannot be done."""
 
+    def maintain(self) -> None:
+        """Look after what is kept, in any thread, now and then while it is used."""
+
     def release(self, key: str) -> None:
         """Forget one. Called by the thread that executes steps, after `prepare` has returned."""
 
@@ -36,7 +39,7 @@ class ResourceThreads:
         """`loaders` by kind."""
         self._loaders = loaders
         self._on_done = on_done
-        self._jobs: queue.SimpleQueue[Resource] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Resource | Loader] = queue.SimpleQueue()  # a loader: it is to be maintained
         self._answers: queue.SimpleQueue[Prepared] = queue.SimpleQueue()
         self._kinds: dict[str, str] = {}  # by key, of what is or is being prepared
         self._has_threads = False
@@ -50,6 +53,10 @@ class ResourceThreads:
                 # As daemons: one that hangs must not keep the process from its end.
                 threading.Thread(target=self._work, name=f"resources {number}", daemon=True).start()
         self._jobs.put(resource)
+
+    def maintain(self, loader: Loader) -> None:
+        """Let a loader look after what it keeps, in a thread. Something of it was prepared."""
+        self._jobs.put(loader)
 
     def release(self, key: str) -> None:
         """Forget a resource whose answer was sent."""
@@ -68,9 +75,15 @@ class ResourceThreads:
 
     def _work(self) -> None:
         while True:
-            resource = self._jobs.get()
-            self._answers.put(Prepared(resource.key, self._prepare(resource)))
-            self._on_done()
+            job = self._jobs.get()
+            if isinstance(job, Resource):
+                self._answers.put(Prepared(job.key, self._prepare(job)))
+                self._on_done()
+                continue
+            try:
+                job.maintain()
+            except Exception:
+                logger.exception("What was prepared could not be maintained.")
 
     def _prepare(self, resource: Resource) -> str:
         """Return why it cannot be prepared; empty if it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections import deque
 from collections.abc import Iterator
@@ -11,7 +12,13 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
+from srt.constrained.compiler import Grammar
+from srt.constrained.constraint import Constraint
+from srt.constrained.grammar import grammar_text
+from srt.constrained.resource import resource_of
+from srt.constrained.vocabulary import Vocabulary
 from srt.managers.process.child_process import MODULES, ChildKey, ChildProcess, environment_of, spawn
 from srt.managers.tp_worker.process import TpWorker
 from srt.mem_cache.tables_hash import tables_hash
@@ -27,8 +34,12 @@ from srt.protocol.messages import (
     Message,
     PageDelta,
     PlanSection,
+    Prepare,
+    Prepared,
     Progress,
     Ready,
+    Release,
+    Resource,
     SamplingSpec,
     StepAck,
     StepPlan,
@@ -44,11 +55,14 @@ from srt.protocol.messages import (
 from srt.protocol.stream import MessageStream
 from srt.protocol.views import RequestView
 from srt.server_args import ServerArgs
+from srt.utils.tokenizer import load_tokenizer
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.oracle import Oracle
 from tests.support.plan_driver import greedy, idle_section
+from tests.support.server_process import ROOT
 
 M = TypeVar("M")
+TINY = ROOT / "srt" / "assets" / "models" / "tiny"
 PATIENCE_MS = 120_000
 EMPTY = int32_array()
 NO_PAGES = PageDelta(EMPTY, EMPTY, EMPTY)
@@ -177,6 +191,48 @@ def test_two_ranks_serve_plans_report_their_tables_and_say_why_they_fail(checkpo
             assert world.children[rank].popen.wait(60) == 1
 
 
+def test_two_ranks_prepare_a_grammar_and_draw_what_it_allows() -> None:
+    """A row that follows it draws beside one that draws as it would alone, while two steps are in flight."""
+    tokenizer = load_tokenizer(TINY)
+    vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size, [2])
+    constraint = Constraint("regex", "[0-7]{12}")
+    resource = resource_of(Grammar(constraint.key, grammar_text(constraint, vocabulary.special_ids)[0]))
+    drawn: dict[bool, list[tuple[int, ...]]] = {}
+    with workers(TINY, 2) as world:
+        for rank in world.ranks:
+            world.receive(rank, WorkerHello)
+            world.hear(rank, Ready)
+        world.send(Prepare(resource))
+        world.send(Prepare(Resource("cellar", "other", b"")))
+        for rank in world.ranks:
+            answers = sorted((world.receive(rank, Prepared) for _ in range(2)), key=lambda answer: answer.reason)
+            assert answers[0] == Prepared(resource.key)
+            assert answers[1] == Prepared("other", "This server's workers cannot prepare a cellar.")
+        step = 0
+        for is_constrained in (False, True):
+            free = prompt_section(1, [5, 6, 7], [1], SamplingSpec(20, temperature=1.0))
+            ruled = prompt_section(3, [8, 9], [3], SamplingSpec(20, temperature=1.0, stop_ids=int32_array([2])))
+            if is_constrained:
+                ruled = replace(ruled, admissions=[replace(ruled.admissions[0], resource=resource.key)])
+            sections = [free, ruled, *[decode_section([1, 3])] * 13]
+            for section in sections:
+                step += 1
+                world.send(StepPlan(step, [section]))
+            results = [world.receive(0, StepResult) for _ in sections]
+            assert [world.receive(1, StepAck).ids_hash for _ in sections] == [result.ids_hash for result in results]
+            drawn[is_constrained] = [tuple(result.ids.tolist()) for result in results]
+            step += 1
+            world.send(WorkPlan(step, "reset"))
+            for rank in world.ranks:
+                world.receive(rank, WorkDone)
+        world.send(Release(resource.key))
+    assert [ids[0] for ids in drawn[True][2:]] == [ids[0] for ids in drawn[False][2:]], "a neighbour draws otherwise"
+    ids = [drawn[True][1][0], *[ids[1] for ids in drawn[True][2:]]]
+    text = tokenizer.decode(ids[: ids.index(2)])
+    assert re.fullmatch("[0-7]{12}", text), text
+    assert not re.fullmatch("[0-7]+.*", tokenizer.decode([drawn[False][1][0], *[i[1] for i in drawn[False][2:]]]))
+
+
 def test_a_worker_answers_what_it_was_sent_and_ends_when_it_is_told_to(checkpoint: CheckpointFactory) -> None:
     with workers(checkpoint("qwen3"), 1) as world:
         world.receive(0, WorkerHello)
@@ -261,6 +317,9 @@ class ScriptedLink:
 
     def send(self, message: FromWorker) -> None:
         self.sent.append(message)
+
+    def wake(self) -> None:
+        raise AssertionError("nothing was to be prepared")
 
 
 @pytest.mark.parametrize(
