@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import types
 import typing
 from typing import Any
 
@@ -66,7 +67,12 @@ def _describe(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Wire):
         hints = typing.get_type_hints(kind)
         return f"{kind.__name__}({','.join(f'{name}:{_describe(hints[name])}' for name in kind.__struct_fields__)})"
-    return f"[{_describe(typing.get_args(kind)[0])}]" if typing.get_origin(kind) is list else str(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return f"[{_describe(arguments[0])}]"
+    if origin in (types.UnionType, typing.Union):
+        return "|".join(map(_describe, arguments))
+    return str(kind)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=pack_array)

@@ -37,6 +37,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         int: INT64,
         bool: st.booleans(),
         str: st.text(max_size=8),
+        bytes: st.binary(max_size=8),
         float: st.floats(allow_nan=False),
     }
     return plain[kind]
