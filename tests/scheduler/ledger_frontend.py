@@ -361,7 +361,8 @@ class LedgerFrontend:
             self._statistics["convicted of poison" if choice.poison_at >= 0 else "convicted by chance"] += 1
             return
         assert choice.poison_at < 0 or done.num_output <= choice.poison_at, f"{choice.name} was poison, and ended well"
-        may_hang = self._settings.num_deaths + self._settings.num_slow_steps > 0
+        s = self._settings
+        may_hang = s.num_deaths + s.num_slow_steps + s.num_poisons > 0 or s.callers == "poison"
         if check_failure(choice.request.resource, done.status, done.message, may_hang=may_hang):
             self._statistics["rule: requests fail with their resource"] += 1
             assert done.reason == "error", f"{choice.name}: {done}"
