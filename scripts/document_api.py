@@ -17,7 +17,7 @@ from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.service import Service
 from srt.sampling.foreign_fields import EMPTY, ignored, is_one_of, unsupported
 from srt.sampling.foreign_table import FIELDS, VERSIONS
-from srt.sampling.sampling_params import PARAMETERS
+from srt.sampling.sampling_params import CONSTRAINTS, PARAMETERS
 from srt.server_args import ServerArgs
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -48,7 +48,7 @@ description also has the limits of its model. A field that is not listed here is
 """
 # Objects within bodies that have fields of other servers too: what they are called, their family and their own fields.
 WITHIN: dict[type[RequestBody], tuple[tuple[str, str, Collection[str]], ...]] = {
-    GenerateBody: (("`sampling_params`", "sampling_params", PARAMETERS),),
+    GenerateBody: (("`sampling_params`", "sampling_params", {*PARAMETERS, *CONSTRAINTS}),),
     ChatBody: (
         ("`messages`", "message", MESSAGE_FIELDS),
         ("Text parts", "text_part", PART_FIELDS),

@@ -8,7 +8,7 @@ from typing import Any
 from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.request_schema import LEAF, RequestBody
 from srt.sampling.foreign_fields import Values, schema_of
-from srt.sampling.sampling_params import PARAMETERS, UNSUPPORTED
+from srt.sampling.sampling_params import CONSTRAINTS, PARAMETERS, UNSUPPORTED
 
 Schema = dict[str, Any]
 
@@ -39,6 +39,8 @@ def body_schema(body: type[RequestBody]) -> Schema:
 def sampling_schema() -> Schema:
     """Return the schema of /generate's sampling_params."""
     properties = {name: _sampling_parameter(name) for name in PARAMETERS}
+    for name, (text, schema) in CONSTRAINTS.items():
+        properties[name] = _or_null({**schema, "description": text})
     properties |= {name: _unsupported(values) for name, values in UNSUPPORTED.items()}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 

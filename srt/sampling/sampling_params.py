@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from srt.constrained.constraint import Constraint, read_constraint
 from srt.protocol.messages import SamplingSpec
 from srt.sampling.draw_checks import DRAW_CHECKS
 from srt.sampling.foreign_fields import Values, is_one_of, refusal, unsupported
@@ -64,6 +65,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     n: int = 1
     sampling_seed: int | None = None  # 64 bits
+    constraint: Constraint | None = None  # what the output must look like
     may_shorten: bool = False  # the client set no max_new_tokens, so it is lowered to what fits
 
     @classmethod
@@ -81,7 +83,10 @@ class SamplingParams:
         if not isinstance(given, Mapping):
             raise ParameterError("sampling_params", f"must be an object, not {kind_of(given)}")
         values = {name: value for name, value in (defaults or {}).items() if value is not None}
+        constraint = read_constraint({name: given[name] for name in CONSTRAINTS if name in given})
         for name, value in given.items():
+            if name in CONSTRAINTS:
+                continue
             if name in UNSUPPORTED:
                 if not is_one_of(value, UNSUPPORTED[name]):
                     raise ParameterError(name, refusal("sampling_params", name))
@@ -95,8 +100,8 @@ class SamplingParams:
         if "max_new_tokens" not in checked:
             least = checked.get("min_new_tokens", 0)
             limit = None if default_max_new_tokens is None else max(default_max_new_tokens, least)
-            return cls(**checked, max_new_tokens=limit, may_shorten=True)
-        params = cls(**checked)
+            return cls(**checked, max_new_tokens=limit, may_shorten=True, constraint=constraint)
+        params = cls(**checked, constraint=constraint)
         if params.min_new_tokens > checked["max_new_tokens"]:
             raise ParameterError(
                 "min_new_tokens",
@@ -216,8 +221,18 @@ PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
         ),
     }
 )
+# What the output must look like: one of these at most. `read_constraint` checks them.
+_TEXT_OR_OBJECT: Mapping[str, Any] = MappingProxyType({"type": ["string", "object"]})
+CONSTRAINTS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "json_schema": ("A JSON Schema that the output is valid by, as an object or as its text.", _TEXT_OR_OBJECT),
+        "regex": ("A regular expression that the whole output matches.", MappingProxyType({"type": "string"})),
+        "ebnf": ("A grammar of the output, in GBNF or Lark.", MappingProxyType({"type": "string"})),
+        "structural_tag": ("Tags, and the form of the text within each, as an object or as its text.", _TEXT_OR_OBJECT),
+    }
+)
 # Other servers' names for a parameter.
 ALIASES: Mapping[str, str] = MappingProxyType({"include_stop_str_in_output": "no_stop_trim"})
-assert {*PARAMETERS, "may_shorten"} - ALIASES.keys() == {f.name for f in fields(SamplingParams)}
+assert {*PARAMETERS, "may_shorten", "constraint"} - ALIASES.keys() == {f.name for f in fields(SamplingParams)}
 # Parameters of other servers that are missing here, with the off values of each.
-UNSUPPORTED: Mapping[str, Values] = MappingProxyType(unsupported("sampling_params", PARAMETERS))
+UNSUPPORTED: Mapping[str, Values] = MappingProxyType(unsupported("sampling_params", {*PARAMETERS, *CONSTRAINTS}))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from srt.constrained.constraint import Constraint
 from srt.entrypoints.answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -75,6 +76,7 @@ def parse_input(
     params = checked_sampling_params(
         body.sampling(), lambda given: engine.sampling_params(given, None), body.written_as("messages")
     )
+    constraint = body.constraint()
     messages = plain_messages(body.messages)
     if body.continue_final_message and messages[-1]["role"] != "assistant":
         raise bad_parameter("continue_final_message", "needs a last message with the role assistant")
@@ -88,6 +90,8 @@ def parse_input(
     )
     continued = messages[-1]["content"] if body.continue_final_message else None
     form = _output_form(body, engine, tools, prompt, continued)
+    if constraint is not None:
+        params = dataclasses.replace(params, constraint=_checked_constraint(constraint, form))
     if form is not None and any(map(engine.text.is_special, markers_of(form.tool_call_parser, form.reasoning_parser))):
         params = dataclasses.replace(params, skip_special_tokens=False)
     request = GenerateInput(
@@ -129,6 +133,19 @@ def _output_form(
         streams_reasoning=body.stream_reasoning,
         parallel_calls=body.parallel_tool_calls,
     )
+
+
+def _checked_constraint(constraint: Constraint, form: OutputForm | None) -> Constraint:
+    """Refuse constraints beside tools and reasoning: they would forbid the model's own marks."""
+    if form is not None and form.tool_call_parser is not None:
+        reason = "and tools exclude each other: calls would break the form. Set tool_choice to none, or leave one of them out"
+        raise bad_parameter(constraint.source, reason)
+    if form is not None and form.reasoning_parser is not None and form.is_open:
+        reason = (
+            "is not supported yet for an answer that begins with reasoning: switch that off by chat_template_kwargs"
+        )
+        raise bad_parameter(constraint.source, reason)
+    return constraint
 
 
 def _effort(body: ChatBody, engine: TokenizerManager) -> dict[str, Any]:

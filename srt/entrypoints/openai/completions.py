@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerMana
         lambda given: engine.sampling_params(given, COMPLETION_MAX_TOKENS),
         body.written_as("prompt"),
     )
+    params = dataclasses.replace(params, constraint=body.constraint())
     logprobs = body.logprob_request()
     prompts = _prompts(body.prompt)
     inputs = [

@@ -11,11 +11,10 @@ MAX_SHOWN = 200
 
 _TOOLS = "is not supported yet: this server calls no functions here. Use tools in /v1/chat/completions"
 _CHOICE = "is not supported yet, because it needs constrained decoding: use auto or none"
-_FORMAT = "is not supported yet: this server enforces no format. Ask for it in the messages, and check the answer"
 
 
 def refuse_agent_fields(body: object, has_tools: bool = False) -> None:
-    """Raise RequestError (400) for functions, for tools where `has_tools` is false, for calls that are demanded, and for output formats.
+    """Raise RequestError (400) for functions, for tools where `has_tools` is false, and for calls that are demanded.
 
     Values that ask for nothing pass; malformed ones are left to the body's own checks.
     """
@@ -28,10 +27,6 @@ def refuse_agent_fields(body: object, has_tools: bool = False) -> None:
         if chosen and chosen not in ("none", "auto") and isinstance(chosen, (str, dict)):
             reason = _CHOICE if has_tools and field == "tools" else _TOOLS
             raise bad_parameter(choice, _shown([_tool_name(chosen)]) + reason)
-    wanted = body.get("response_format")
-    kind = _part(wanted, "type")
-    if isinstance(kind, str) and kind != "text":
-        raise bad_parameter("response_format", _shown([kind, _name(_part(wanted, "json_schema"))]) + _FORMAT)
 
 
 def _tool_name(tool: Any) -> str:

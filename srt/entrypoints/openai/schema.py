@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from srt.constrained.constraint import Constraint, read_constraint
 from srt.entrypoints.openai.messages import MAX_MESSAGES, MESSAGE_SCHEMA
 from srt.entrypoints.openai.tools import TOOL_SCHEMA
 from srt.entrypoints.request_schema import (
@@ -24,6 +25,7 @@ from srt.entrypoints.request_schema import (
     described,
 )
 from srt.managers.tokenizer_manager.api_types import LogprobRequest
+from srt.sampling.parameter_checks import ParameterError
 from srt.sampling.sampling_params import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -59,6 +61,7 @@ _RENAMED = [("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens"), 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
+_CONSTRAINTS = ("response_format", "json_schema", "regex", "ebnf", "structural_tag", "structured_outputs")
 _TOP: Mapping[str, Any] = MappingProxyType({"minimum": 0, "maximum": MAX_TOP_LOGPROBS})
 
 
@@ -121,6 +124,16 @@ class OpenAIBody(RequestBody):
     return_token_ids: bool = described("Return the token ids of the prompt and of the output.", False)
     return_tokens_as_token_ids: bool = described("Write tokens as `token_id:ID` in logprobs.", False)
     return_cached_tokens_details: bool = described("Return the places of the prompts' cached tokens, in sglext.", False)
+    response_format: dict[str, Any] | None = described(
+        "The form of the answer: an object with the type `text`, `json_object`, `json_schema` or `structural_tag`."
+    )
+    json_schema: str | dict[str, Any] | None = described("A JSON Schema that the answer is valid by.")
+    regex: str | None = described("A regular expression that the whole answer matches.")
+    ebnf: str | None = described("A grammar of the answer, in GBNF or Lark.")
+    structural_tag: str | dict[str, Any] | None = described("Tags, and the form of the text within each.")
+    structured_outputs: dict[str, Any] | None = described(
+        "The form of the answer, by one of the members `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`."
+    )
     no_logs: bool = described("Do not log this request, even if the server logs requests.", False)
     log_metrics: bool = described("Count this request in /metrics.", True)
 
@@ -134,6 +147,13 @@ class OpenAIBody(RequestBody):
                 raise bad_parameter("seed", f"must be a 64-bit integer, not {self.seed}")
             given["sampling_seed"] = self.seed % (1 << 64)
         return given
+
+    def constraint(self) -> Constraint | None:
+        """Return what the answer must look like; None: it is free."""
+        try:
+            return read_constraint({name: getattr(self, name) for name in _CONSTRAINTS})
+        except ParameterError as error:
+            raise bad_parameter(error.name, error.reason) from error
 
     def written_as(self, prompt: str) -> dict[str, str]:
         """Return the engine's names of parameters -> the names this client used, for the texts of errors."""

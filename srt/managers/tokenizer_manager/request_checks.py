@@ -8,7 +8,15 @@ import numpy as np
 
 from srt.managers.tokenizer_manager.api_types import GenerateInput, LogprobRequest, RequestError
 from srt.managers.tokenizer_manager.model_facts import ModelFacts
-from srt.protocol.messages import GenerateRequest, Int32Array, LogprobSpec, SamplingSpec, SchedulerHello, int32_array
+from srt.protocol.messages import (
+    GenerateRequest,
+    Int32Array,
+    LogprobSpec,
+    Resource,
+    SamplingSpec,
+    SchedulerHello,
+    int32_array,
+)
 from srt.sampling.parameter_checks import ParameterError, is_unicode, kind_of, show
 from srt.sampling.sampling_params import MAX_BIAS_ENTRIES, MAX_TOP_LOGPROBS
 
@@ -104,10 +112,12 @@ def build_request(
     model: ModelFacts,
     limits: SchedulerHello,
     forbidden_ids: Sequence[int] = (),
+    resource: Resource | None = None,
 ) -> GenerateRequest:
     """Return the message for the scheduler; raise RequestError if the request cannot be served.
 
     forbidden_ids: the token ids of the request's bad_words.
+    resource: what the workers must prepare for it.
     """
     source = "input_ids" if request.text is None else "text"
     if len(prompt_ids) == 0:
@@ -134,6 +144,7 @@ def build_request(
         cache_salt=request.cache_salt,
         urgent=request.urgent,
         stream=request.stream,
+        resource=resource,
     )
 
 

@@ -14,6 +14,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from srt.constrained.compiler import Compiler, CompilerBusy
+from srt.constrained.constraint import Constraint
+from srt.constrained.resource import resource_of
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.tracer import Tracer
 from srt.managers.tokenizer_manager.api_types import EngineDied, GenerateInput, RequestError
@@ -46,10 +49,12 @@ from srt.protocol.messages import (
     Refused,
     Rejected,
     RequestDone,
+    Resource,
     Scalar,
     SchedulerHello,
     TokenBatch,
 )
+from srt.sampling.parameter_checks import ParameterError
 from srt.sampling.sampling_params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 from srt.server_args import ServerArgs
 from srt.utils.chat_template import ChatTemplate, ChatTemplateError
@@ -77,15 +82,18 @@ class TokenizerManager:
         generation: int,
         max_held: int,
         watch: RequestWatch | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         """Link to the scheduler of `generation`. Programs use `TokenizerManager.connect` instead.
 
         connect: makes a SchedulerLink from a generation and the link's callbacks.
         max_held: number of requests that may wait while there is no scheduler.
+        compiler: None refuses constraints.
         """
         self.model = model
         self.text = TextCodec(tokenizer, template, context_length=model.context_length, vocab_size=model.vocab_size)
         self._watch = watch or RequestWatch()
+        self._compiler = compiler
         self._new_seed = new_seed
         self._deliveries = Deliveries(self._send, self._watch)
         self._calls = ControlCalls(self._send)
@@ -130,6 +138,7 @@ class TokenizerManager:
             connect=connect,
             generation=generation,
             max_held=args.max_queued_requests,
+            compiler=Compiler(args.tokenizer_path or model_folder, model.vocab_size, model.eos_ids),
             watch=RequestWatch(
                 index, FrontendMetrics(run_dir, index), ControlWords.open(run_dir, args), tracer, tokenizer.decode
             ),
@@ -226,6 +235,8 @@ class TokenizerManager:
         self._deliveries.abort_all()
         self.engine_died("it was shut down")
         self.text.close()
+        if self._compiler is not None:
+            self._compiler.close()
 
     # ---- Requests
 
@@ -279,6 +290,7 @@ class TokenizerManager:
         arrived_s = self._watch.now()
         seed = request.params.sampling_seed if request.params.sampling_seed is not None else self._new_seed()
         prompt_ids = await self._prompt_ids(request)
+        resource = None if request.params.constraint is None else await self._grammar(request.params.constraint)
         is_aborted = self._labels_on_the_way.pop(label)
         self._check_alive()  # the engine may have died in the meantime
         if not self._is_greeted:
@@ -293,6 +305,7 @@ class TokenizerManager:
             model=self.model,
             limits=self.limits,
             forbidden_ids=self.text.forbidden_ids(request.params.bad_words),
+            resource=resource,
         )
         self._num_requests += 1
         live = self._live_request(message, request, arrived_s, tokenized_s)
@@ -304,6 +317,17 @@ class TokenizerManager:
             self._deliveries.begin(live, message)
             self._watch.sent(message, tokenized_s)
         return RequestHandle(live, self._deliveries.abort)
+
+    async def _grammar(self, constraint: Constraint) -> Resource:
+        """Return what workers need to follow a constraint; raise RequestError if it cannot be followed, or not now."""
+        if self._compiler is None:
+            raise bad(constraint.source, "is not supported by this engine")
+        try:
+            return resource_of(await self._compiler.compile(constraint))
+        except ParameterError as error:
+            raise bad(error.name, error.reason) from error
+        except CompilerBusy as error:
+            raise RequestError(503, str(error), retry_after_s=_RETRY_AFTER_S) from error
 
     async def tokenized(self, request: GenerateInput) -> GenerateInput:
         """Return the request with its token ids in place of its text. Raises RequestError as `submit` does."""
