@@ -41,9 +41,14 @@ class Constraint:
 def read_constraint(fields: Mapping[str, Any], after_reasoning: bool = False) -> Constraint | None:
     """Return the constraint that a request's fields state, or None; ParameterError names the field at fault.
 
-    fields: the request's members of these names (CONSTRAINT_FIELDS); null counts as absent, and other names are not looked at.
+    fields: the request's members of these names (CONSTRAINT_FIELDS). Null, false and an empty text count as absent, for clients send
+    whole objects; other names are not looked at.
     """
-    given = {name: fields[name] for name in CONSTRAINT_FIELDS if fields.get(name) is not None}
+    given = {
+        name: fields[name]
+        for name in CONSTRAINT_FIELDS
+        if fields.get(name) not in (None, "") and fields[name] is not False
+    }
     found = [constraint for name, value in given.items() if (constraint := _READERS[name](name, value)) is not None]
     if len(found) > 1:
         raise ParameterError(

@@ -49,7 +49,6 @@ ALSO: Mapping[str, Values] = MappingProxyType(
         "stream_interval": (1,),
         "routed_dp_rank": (0,),
         "data_parallel_rank": (0,),
-        "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto"),
         "return_flat_raw_top_logprobs_b64": (False,),  # only the format of what another field asks for
         "watermark": ({"enabled": False},),

@@ -36,6 +36,7 @@ MODULES = (
     "srt.managers.scheduler.preempted",
     "srt.managers.scheduler.core",
     "srt.managers.scheduler.request",
+    "srt.managers.scheduler.resources",
     "srt.managers.scheduler.results",
     "srt.managers.scheduler.scheduler",
     "srt.managers.scheduler.slots",
@@ -49,6 +50,7 @@ MODULES = (
 )
 # Not compiled, but read by the compiler: the types that compiled code takes from them are checked and converted as written there.
 TYPED = (
+    "srt.constrained.constraint",
     "srt.managers.scheduler.effects",  # msgspec structs: compiled, their class keywords (`frozen`, `gc`) would be lost
     "srt.mem_cache.tables_hash",
     "srt.protocol.labels",

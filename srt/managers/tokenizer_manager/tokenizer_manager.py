@@ -325,7 +325,8 @@ class TokenizerManager:
         try:
             return resource_of(await self._compiler.compile(constraint))
         except ParameterError as error:
-            raise bad(error.name, error.reason) from error
+            field = error.name.partition(".")[0].partition("[")[0]
+            raise RequestError(400, f"{error.name} {error.reason}.", field) from error
         except CompilerBusy as error:
             raise RequestError(503, str(error), retry_after_s=_RETRY_AFTER_S) from error
 

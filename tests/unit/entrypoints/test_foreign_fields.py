@@ -23,7 +23,7 @@ from srt.sampling import foreign_fields
 from srt.sampling.foreign_fields import is_one_of, schema_of
 from srt.sampling.foreign_table import FIELDS
 from srt.sampling.parameter_checks import ParameterError
-from srt.sampling.sampling_params import PARAMETERS, UNSUPPORTED, SamplingParams
+from srt.sampling.sampling_params import CONSTRAINTS, PARAMETERS, UNSUPPORTED, SamplingParams
 from tests.support.foreign_objects import whole_objects
 from tests.unit.entrypoints.fake_engine import World
 
@@ -92,7 +92,7 @@ def test_a_body_knows_the_fields_of_its_family_and_no_others(body: type[RequestB
 def test_every_family_of_the_table_is_served() -> None:
     known = {body.FAMILY for body, _ in BODIES}
     assert known | {"sampling_params", "stream_options", "message", "text_part"} == set(FIELDS)
-    assert set(FIELDS["sampling_params"]) <= {*PARAMETERS, *UNSUPPORTED}
+    assert set(FIELDS["sampling_params"]) <= {*PARAMETERS, *CONSTRAINTS, *UNSUPPORTED}
     assert set(FIELDS["stream_options"]) <= set(StreamOptions.model_fields)
 
 
@@ -194,7 +194,6 @@ def test_numbers_are_compared_as_json_has_them(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "name", "value"),
     [
-        (ChatBody, "response_format", {"type": "text", "json_schema": None}),
         (ChatBody, "vllm_xargs", {"x": None}),
         (GenerateBody, "lora_path", [None, None]),
         (GenerateBody, "image_data", [None]),

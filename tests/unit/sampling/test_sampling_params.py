@@ -95,7 +95,7 @@ def test_a_wrong_value_is_refused_by_the_parameters_name_in_a_short_sentence(nam
 
 
 def test_every_parameter_has_wrong_values_in_the_table() -> None:
-    assert {*WRONG, "may_shorten"} - ALIASES.keys() == {f.name for f in fields(SamplingParams)}
+    assert {*WRONG, "may_shorten", "constraint"} - ALIASES.keys() == {f.name for f in fields(SamplingParams)}
 
 
 @pytest.mark.parametrize("name", ["may_shorten", "temprature", "", "max_tokens", "__class__"])
@@ -107,7 +107,7 @@ def test_an_unknown_parameter_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["beam_width", "json_schema", "regex", "ebnf", "structural_tag", "custom_params", "watermark", "stream_interval"],
+    ["beam_width", "structured_outputs", "custom_params", "watermark", "stream_interval"],
 )
 def test_an_unsupported_parameter_is_refused_unless_it_asks_for_nothing(name: str) -> None:
     neutral: Any

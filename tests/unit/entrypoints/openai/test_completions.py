@@ -192,7 +192,7 @@ def test_fields_without_meaning_and_neutral_values_are_accepted(neutral: dict[st
         ({"min_tokens": 30, "max_tokens": 20}, "min_tokens"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"seed": 10**30}, "seed"),
         ({"seed": (1 << 64) - 1 + 1}, "seed"),
         ({"temperature": "1"}, "temperature"),
