@@ -13,8 +13,9 @@ from dataclasses import replace
 from tests.scheduler.settings import Settings
 
 SHARE = 0.4  # of all worlds
+MOST_SLOTS = 32  # of a small world
 READERS_SHARE = 0.35
-RESOURCES_SHARE = 0.3
+RESOURCES_SHARE = 0.6  # of the small ones without another theme
 
 
 def alike(settings: Settings, seed: int) -> Settings:
@@ -36,9 +37,9 @@ def alike_for_readers(settings: Settings, seed: int) -> Settings:
 
 
 def alike_in_resources(settings: Settings, seed: int) -> Settings:
-    """Likewise, for worlds without another theme: most requests need a resource, and the workers hold few at a time."""
+    """Likewise, for small worlds without another theme: most requests need a resource, and the workers hold few at a time."""
     rng = random.Random(f"resources of {seed}")
-    if settings.is_alike or rng.random() >= RESOURCES_SHARE:
+    if settings.is_alike or settings.num_slots > MOST_SLOTS or rng.random() >= RESOURCES_SHARE:
         return settings
     small = _small(settings, rng, 20, 40, memory=rng.choice((0.4, 1.0)))
     many = replace(small, num_requests=12 * small.num_slots, arrival_gap=rng.choice((1.0, 4.0)) * small.arrival_gap)

@@ -9,7 +9,7 @@ _SCHEDULER = "managers/scheduler/scheduler.py"
 _PLANNER = "managers/scheduler/planner.py"
 
 RESOURCE_MUTATIONS = (
-    Mutation("admitted before its resource is ready", _PLANNER, "self._unready.add(request)", "self._line_up(request)"),
+    Mutation("admitted before its resource is ready", _PLANNER, "self._queue.hold(request)", "self._line_up(request)"),
     Mutation(
         "the first rank's answer makes it ready",
         _RESOURCES,
@@ -97,8 +97,8 @@ RESOURCE_MUTATIONS = (
     Mutation(
         "ended ones wait on",
         _PLANNER,
-        "if request in self._unready:\n                self._unready.remove(request)\n            elif",
-        "if",
+        "self.preempted.remove(request) | self._queue.let_go(request)",
+        "self.preempted.remove(request)",
     ),
     Mutation(
         "the last of the waiting is asked when it is ready",

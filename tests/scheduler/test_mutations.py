@@ -14,6 +14,7 @@ from srt.utils.compiled import SWITCH
 from tests.scheduler.control_mutations import CONTROL_MUTATIONS
 from tests.scheduler.frontend_mutations import FRONTEND_MUTATIONS
 from tests.scheduler.mutations import MORE_MUTATIONS, MUTATIONS, PACKAGE, REPLACEMENT_MUTATIONS, Mutation
+from tests.scheduler.resource_mutations import RESOURCE_MUTATIONS
 
 MOST_SEEDS = 120  # luck with the first ones must not decide
 FEW_SEEDS = 60
@@ -33,6 +34,12 @@ def test_another_planted_bug_is_found_within_120_worlds(mutation: Mutation, tmp_
 @pytest.mark.full
 @pytest.mark.parametrize("mutation", CONTROL_MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
 def test_a_bug_in_control_calls_is_found_within_60_worlds(mutation: Mutation, tmp_path: Path) -> None:
+    find(mutation, tmp_path, FEW_SEEDS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutation", RESOURCE_MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_a_bug_in_how_resources_are_prepared_is_found_within_60_worlds(mutation: Mutation, tmp_path: Path) -> None:
     find(mutation, tmp_path, FEW_SEEDS)
 
 
@@ -60,7 +67,8 @@ def find(mutation: Mutation, tmp_path: Path, most: int = MOST_SEEDS) -> None:
 
 
 def test_every_bug_can_still_be_planted() -> None:
-    for mutation in (*MUTATIONS, *MORE_MUTATIONS, *CONTROL_MUTATIONS, *FRONTEND_MUTATIONS, *REPLACEMENT_MUTATIONS):
+    planted = (*MUTATIONS, *MORE_MUTATIONS, *CONTROL_MUTATIONS, *FRONTEND_MUTATIONS, *RESOURCE_MUTATIONS)
+    for mutation in (*planted, *REPLACEMENT_MUTATIONS):
         compile(mutation.text(), mutation.file, "exec")
 
 

@@ -48,14 +48,14 @@ class SchedulerCore:
             by_frequency=args.radix_eviction_policy == "lfu",
         )
         is_lpm = args.schedule_policy == "lpm"
-        queue = LongestPrefixQueue(self.memory.num_cached) if is_lpm else WaitingQueue()
+        self._queue = LongestPrefixQueue(self.memory.num_cached) if is_lpm else WaitingQueue()
         self.planner = Planner(
             self.slots,
             self.memory,
             self.counters,
             self._forecast,
             Ranking(args),
-            queue,
+            self._queue,
             self._step_times,
             args.prefill_chunk,
             max_row_tokens=hello.max_row_tokens,
@@ -130,7 +130,7 @@ class SchedulerCore:
         values: dict[str, Scalar] = {
             "num_running": self.slots.num_used,
             "num_waiting": self.planner.num_waiting,
-            "num_waiting_for_resources": self.planner.num_unready,
+            "num_waiting_for_resources": self._queue.num_held,
             "num_resources": self.resources.num_held,
             "num_slots": self.slots.num_slots,
             "num_free_slots": self.slots.num_free,

@@ -76,18 +76,12 @@ class Planner:
         self._something_ended = False  # since the last plan
         self._no_room_for: Request | None = None  # first in the queue, found not to fit; nothing was freed since
         self._num_urgent = 0  # urgent requests in the queue
-        self._unready: set[Request] = set()  # they wait for what the workers are preparing
         self._now = 0.0  # time of the present plan
         self._planned_step = 0
         self._answered_step = 0
         self.preempted = PreemptedRequests()
         self.trials = Trials(slots, counters)
         self.num_waiting = 0
-
-    @property
-    def num_unready(self) -> int:
-        """Number of the waiting requests that the workers are not prepared for."""
-        return len(self._unready)
 
     # ---- Arrival and end of requests
 
@@ -101,11 +95,11 @@ class Planner:
         if is_ready:
             self._line_up(request)
         else:
-            self._unready.add(request)
+            self._queue.hold(request)
 
     def make_ready(self, request: Request) -> None:
         """Let a request wait in the queue from now on: the workers have prepared what it needs."""
-        self._unready.remove(request)
+        self._queue.let_go(request)
         self._line_up(request)
 
     def _line_up(self, request: Request) -> None:
@@ -120,11 +114,8 @@ class Planner:
         if was_waiting:
             self.num_waiting -= 1
             self._num_urgent -= request.urgent
-            was_away = self.preempted.remove(request)
-            is_lined_up = self.trials.remove(request)
-            if request in self._unready:
-                self._unready.remove(request)
-            elif not is_lined_up and not was_away:
+            was_elsewhere = self.preempted.remove(request) | self._queue.let_go(request)
+            if not self.trials.remove(request) and not was_elsewhere:
                 self._queue.note_end()
         else:
             self._vacate(request, keep_prefix=keep_prefix)
@@ -154,10 +145,6 @@ class Planner:
             self._counters.count_prompt_step(planned.num_tokens, step_us)
         for request in self.preempted.note_answered(planned.plan.step):
             self._line_up(request)
-
-    def in_flight(self, incarnations: set[int]) -> list[Request]:
-        """Return the requests with these incarnations that have not ended."""
-        return [request for request in self.started() if request.progress.incarnation in incarnations]
 
     def started(self) -> list[Request]:
         """Return the requests that run, and those that were preempted and wait to run again."""

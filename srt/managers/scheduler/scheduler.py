@@ -19,7 +19,6 @@ from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.deadlines import Deadlines
 from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers
 from srt.managers.scheduler.request import Request, Status, expand, id_at
-from srt.managers.scheduler.resources import TOO_LATE
 from srt.managers.scheduler.results import is_stop
 from srt.managers.scheduler.retry_after import EndRate
 from srt.managers.scheduler.worker_stream import BrokenReplica, Handshake, Inspection
@@ -184,7 +183,7 @@ class Scheduler:
         if core is None:
             return []
         incarnations = core.stream.incarnations_in_flight()
-        suspects = core.planner.in_flight(incarnations)
+        suspects = [r for r in core.planner.started() if r.progress.incarnation in incarnations]
         effects = self._send_batches(core, is_last=True)
         for number in self._clients:
             own = [request for request in suspects if request.frontend == number]
@@ -430,7 +429,7 @@ class Scheduler:
             case WorkDone():
                 return self._handle_work(core, rank, message)
             case Prepared():
-                self._handle_prepared(core, rank, message)
+                self._settle(core, core.resources.answered(rank, message))
             case _:
                 assert_never(message)
         return []
@@ -465,8 +464,9 @@ class Scheduler:
             self._clients[request.frontend].outbox.add_waiting(request)
         core.planner.note_answered(planned, result.step_us)
 
-    def _handle_prepared(self, core: SchedulerCore, rank: int, answer: Prepared) -> None:
-        for request in core.resources.answered(rank, answer):
+    def _settle(self, core: SchedulerCore, requests: list[Request]) -> None:
+        """Let these wait in the queue from now on, or end them, if their resource is not there."""
+        for request in requests:
             failure = core.resources.failure(request)
             if failure is None:
                 core.planner.make_ready(request)
@@ -483,9 +483,7 @@ class Scheduler:
 
     def _prepare(self, core: SchedulerCore, now: float) -> list[Effect]:
         """Say to the workers what they are to prepare and to release, and end requests that have waited for too long for that."""
-        for request in core.resources.overdue(now):
-            core.counters.num_failed += 1
-            self._end(request, "error", status=503, message=TOO_LATE)
+        self._settle(core, core.resources.overdue(now))
         return [ToWorkers(message) for message in core.resources.pop_messages(now)]
 
     def _plan(self, core: SchedulerCore, now: float, watch: Callable[[StepPlan], None] | None) -> list[Effect]:

@@ -27,6 +27,22 @@ class WaitingQueue:
         self._last: Request | None = None  # the last request that joined the line
         self._heap: list[tuple[Order, Request]] = []
         self._num_dead = 0
+        self._held: set[Request] = set()
+
+    @property
+    def num_held(self) -> int:
+        """Number of requests that wait beside the queue, until the workers have prepared what they need."""
+        return len(self._held)
+
+    def hold(self, request: Request) -> None:
+        """Let a request wait beside the queue."""
+        self._held.add(request)
+
+    def let_go(self, request: Request) -> bool:
+        """Return whether the request waited beside the queue; it does so no more."""
+        was_held = request in self._held
+        self._held.discard(request)
+        return was_held
 
     def enter(self, request: Request, order: Order) -> None:
         """Give a request that arrives its place in the order, for good. It does not wait before it is pushed."""
