@@ -135,7 +135,7 @@ def _store_draws() -> KernelBuild:
 def _token_masks(dtype: torch.dtype) -> KernelBuild:
     numbers = ("num_columns", "num_words", "shard_start", "row_stride", "words_stride")
     return KernelBuild(
-        name=f"token_masks[{TYPE_NAMES[dtype]}]",
+        name=f"apply_token_masks[{TYPE_NAMES[dtype]}]",
         kernel=apply_token_masks_kernel,
         types={
             "logits_ptr": f"*{TYPE_NAMES[dtype]}",

@@ -165,7 +165,7 @@ def test_a_device_that_others_use_at_the_same_time_is_left_to_kernels_that_wait_
     assert variant is not None
     with caplog.at_level(logging.INFO):
         assert _runs_at_once(variant, torch.device("cuda", 1)) == runs
-    assert [said.endswith("(MPS)") for said in caplog.messages] == ([] if runs else [True])
+    assert [said.endswith("(MPS).") for said in caplog.messages] == ([] if runs else [True])
 
 
 class Map:

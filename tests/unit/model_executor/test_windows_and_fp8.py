@@ -80,7 +80,7 @@ def test_an_fp8_memory_is_half_as_large_and_its_logits_stay_near(
     own = make_runner(folder, 16, dtype="bfloat16")
     with caplog.at_level(logging.WARNING):
         small = make_runner(folder, 16, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
-    assert "no scales" in caplog.text
+    assert "no KV scales" in caplog.text
     assert small.state.kv_bytes * 2 == own.state.kv_bytes
     jobs = [Job(prompt, greedy(10)), Job(prompt, greedy(10))]
     PlanDriver(own, 16).run(jobs[:1])
