@@ -80,7 +80,7 @@ def test_null_and_fields_without_meaning_are_as_if_absent() -> None:
         ({"text": "a", "stream": "yes"}, "stream", "stream must be true or false."),
         ({"text": "a", "sampling_params": {"temperature": "hot"}}, "temperature", "must be a number, not a string"),
         ({"text": "a", "sampling_params": {"heat": 1}}, "heat", "is not a known sampling parameter"),
-        ({"text": "a", "sampling_params": {"regex": "x"}}, "regex", "is not supported yet"),
+        ({"text": "a", "sampling_params": {"regex": 7}}, "regex", "must be a string"),
         ({"text": "a", "sampling_params": 3}, "sampling_params", "must be an object or a list of objects."),
         ({"text": "a", "sampling_params": [{}]}, "sampling_params", "only if the prompt is a list"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params", "one entry per prompt (2), not 1"),

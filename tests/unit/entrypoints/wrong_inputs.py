@@ -118,6 +118,7 @@ UNBOUNDED = frozenset(
     " include_stop_str_in_output add_special_tokens return_token_ids"
     " return_tokens_as_token_ids return_cached_tokens_details may_shorten stream return_logprob"
     " return_text_in_logprobs return_prompt_token_ids echo add_generation_prompt chat_template_kwargs sampling_params"
+    " response_format json_schema regex ebnf structural_tag structured_outputs"
     " abort_all model parallel_tool_calls separate_reasoning stream_reasoning".split()
 )
 # What must be there for a value to be wrong by itself only.
@@ -238,7 +239,8 @@ _SAMPLING_JSON: dict[Any, Any] = {
 
 def sampling_fields() -> dict[str, Any]:
     """Every sampling parameter of the native API with its JSON type."""
-    return {f.name: _SAMPLING_JSON[str(f.type)] for f in dataclasses.fields(SamplingParams) if f.name != "may_shorten"}
+    own = [f for f in dataclasses.fields(SamplingParams) if f.name not in ("may_shorten", "constraint")]
+    return {f.name: _SAMPLING_JSON[str(f.type)] for f in own}
 
 
 def _sampling_params() -> Iterator[Case]:
@@ -249,8 +251,12 @@ def _sampling_params() -> Iterator[Case]:
             yield Case.of(generate, name, {"text": "hi", "sampling_params": {name: value}})
     for name in ("bogus", "may_shorten", "max_tokens"):
         yield Case.of(generate, name, {"text": "hi", "sampling_params": {name: 1}})
-    for name in ("regex", "json_schema", "ebnf", "structural_tag", "beam_width", "custom_params", "watermark"):
+    for name in ("structured_outputs", "beam_width", "custom_params", "watermark"):
         for value in ("word", 7, {"a": "b"}, [7]):
+            yield Case.of(generate, name, {"text": "hi", "sampling_params": {name: value}})
+    forms = {"regex": {"a": "b"}, "ebnf": {"a": "b"}, "json_schema": "word", "structural_tag": "word"}
+    for name, wrong_form in forms.items():
+        for value in (wrong_form, 7, [7]):
             yield Case.of(generate, name, {"text": "hi", "sampling_params": {name: value}})
 
 
