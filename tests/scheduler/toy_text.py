@@ -209,7 +209,7 @@ def draw_text_request(rng: random.Random, choices: list[Choice], stop_share: flo
         return PLAIN if not sampling.min_new_tokens else TextRequest(plain)
     is_of_words = rng.random() < 0.1
     wants_prompt_ids = rng.random() < 0.2
-    wants_tokens = sampling.max_new_tokens > 1 or rng.random() < 0.5
+    wants_tokens = sampling.max_new_tokens > 1 or rng.random() < 0.1
     stops, expressions = list[str](), list[str]()
     if rng.random() < stop_share:
         text = ToyAnswer(choices[0], TextRequest(plain, is_of_words)).text
