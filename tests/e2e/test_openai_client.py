@@ -177,7 +177,7 @@ def test_the_async_client_runs_many_at_once(server: Server) -> None:
         ({"model": "gpt-4"}, openai.NotFoundError, "model"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"tools": [{"type": "function", "function": {}}]}, openai.BadRequestError, "tools"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"response_format": {"type": "yaml"}}, openai.BadRequestError, "response_format"),
         ({"extra_body": {"bogus": 1}}, openai.BadRequestError, "bogus"),
     ],
 )

@@ -77,7 +77,7 @@ def test_async_openai_runs_many_at_once(url: str) -> None:
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"model": "gpt-4"}, openai.NotFoundError, "model"),
         ({"messages": []}, openai.BadRequestError, "messages"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"response_format": {"type": "yaml"}}, openai.BadRequestError, "response_format"),
         ({"extra_body": {"bogus": 1}}, openai.BadRequestError, "bogus"),
     ],
 )
