@@ -39,7 +39,7 @@ def test_pydantic_ai_streams_an_agent(url: str) -> None:
 
 
 def test_pydantic_ai_reads_that_its_output_type_needs_a_demanded_call(relay: Any) -> None:
-    with pytest.raises(ModelHTTPError, match="tool_choice|strict") as caught:
+    with pytest.raises(ModelHTTPError, match=r"tool_choice|strict") as caught:
         Agent(model_at(relay.url), output_type=Sum).run_sync("What is 12 + 30?")
     assert caught.value.status_code == 400
     assert relay.seen == [("/v1/chat/completions", 400)]
