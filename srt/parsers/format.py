@@ -88,8 +88,8 @@ class Format:
         yield from ()
 
     def _part(self) -> Steps[None]:
-        """Read a part that begins with one of BEGINS, which is what comes next."""
-        raise NotImplementedError
+        """Read a part that begins with one of BEGINS, which is what comes next. Never called where there are none."""
+        yield from ()
 
     def _try(self, steps: Steps[None], skipped: int) -> Steps[None]:
         """Read a part of the text. If it has another form, go on behind what was returned, or `skipped` characters from its begin."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from srt.parsers.format import Format, Steps
@@ -10,7 +11,7 @@ from srt.parsers.tools import quoted
 _MAX_VALUE = 1 << 24  # characters of a value that is not a string
 
 
-class MarkupFormat(Format):
+class MarkupFormat(Format, ABC):
     """The base of such formats: markers, and how the key of an argument is read."""
 
     AROUND: ClassVar[
@@ -51,9 +52,9 @@ class MarkupFormat(Format):
         self._arguments("{}" if lead == "{" else "}")
         self._has_arguments = True
 
+    @abstractmethod
     def _key(self, tool: str) -> Steps[tuple[str, bool]]:
         """Read the key of an argument and what stands between it and its value; return it, and whether the value is a string."""
-        raise NotImplementedError
 
     def _text_value(self) -> Steps[None]:
         if self.HAS_LINES:
