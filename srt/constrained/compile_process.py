@@ -92,6 +92,8 @@ def _draw_some(grammars: Grammars, key: str) -> None:
         with contextlib.suppress(ValueError):  # the reason is the matcher's error
             matcher.rollback(num_drawn)
     if matcher.error is not None:
+        if "NoExtensionBias" in matcher.error:  # the library's word for a form that no text can begin
+            raise GrammarRefusal("allows no answer: a rule or a $ref leads only to itself")
         raise GrammarRefusal(f"cannot be followed: {matcher.error}")
     if not len(matcher.allowed_ids()):
         raise GrammarRefusal("allows no answer that this model's vocabulary can write")

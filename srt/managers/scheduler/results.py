@@ -16,6 +16,9 @@ from srt.protocol.messages import Int32Array, Int64Array, RowLogprobs, StepResul
 
 ONE = np.ones(1, np.int32).tobytes()
 NOT_FINITE = "The model produced no finite logits for this request."
+NO_TOKEN = (
+    "No token could be drawn: the answer's form exceeded a limit of the grammar library, or the logits were not finite."
+)
 
 
 Logged = tuple[Request, TokenLogprobs]  # a request and new logprobs of it
@@ -68,7 +71,7 @@ class ResultReader:
 
     def _failed(self, slots: Int64Array) -> list[End]:
         requests = [self._planner.request_in(slot) for slot in slots.tolist()]
-        return [End(request, "error", status=500, message=NOT_FINITE) for request in requests]
+        return [End(request, "error", status=500, message=_why_nothing_was_drawn(request)) for request in requests]
 
     def _check(self, planned: Planned, result: StepResult) -> None:
         counts, num_rows = result.counts, len(planned.sampling_slots)
@@ -109,7 +112,7 @@ class ResultReader:
             if request is None:
                 continue
             if result.counts[row] < 0:
-                ends.append(End(request, "error", status=500, message=NOT_FINITE))
+                ends.append(End(request, "error", status=500, message=_why_nothing_was_drawn(request)))
                 continue
             late.append(request)
             for token in result.ids[places[row] : places[row] + result.counts[row]].tolist():
@@ -174,3 +177,7 @@ def is_stop(request: Request, token: int) -> bool:
     """Return whether the request stops at this id."""
     stops = request.stop_ids
     return any(id_at(stops, i) == token for i in range(len(stops) // ITEM))
+
+
+def _why_nothing_was_drawn(request: Request) -> str:
+    return NOT_FINITE if request.resource is None else NO_TOKEN
