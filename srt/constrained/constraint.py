@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, Final
@@ -28,7 +28,6 @@ class Constraint:
 
     kind: str  # one of KINDS
     content: str  # an expression or a grammar as the client wrote it; anything else as compact JSON
-    after_reasoning: bool = False  # the constraint begins where the reasoning part ends
     source: str = field(default="constraint", compare=False)  # the client's name for it, used in refusals
 
     @property
@@ -38,7 +37,7 @@ class Constraint:
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def read_constraint(fields: Mapping[str, Any], after_reasoning: bool = False) -> Constraint | None:
+def read_constraint(fields: Mapping[str, Any]) -> Constraint | None:
     """Return the constraint that a request's fields state, or None; ParameterError names the field at fault.
 
     fields: the request's members of these names (CONSTRAINT_FIELDS). Null, false and an empty text count as absent, for clients send
@@ -54,7 +53,7 @@ def read_constraint(fields: Mapping[str, Any], after_reasoning: bool = False) ->
         raise ParameterError(
             found[1].source, f"and {found[0].source} are two constraints on one answer: give only one of them"
         )
-    return replace(found[0], after_reasoning=after_reasoning) if found else None
+    return found[0] if found else None
 
 
 # ---- Fields whose value is the constraint itself
@@ -161,11 +160,6 @@ _READERS: Mapping[str, _Reader] = MappingProxyType(
         "ebnf": _ebnf,
         "structural_tag": _structural_tag,
         "structured_outputs": _structured_outputs,
-        # vLLM's names before structured_outputs.
-        "guided_json": _json_schema,
-        "guided_regex": _regex,
-        "guided_choice": _choice,
-        "guided_grammar": _ebnf,
     }
 )
 CONSTRAINT_FIELDS: Final = tuple(_READERS)

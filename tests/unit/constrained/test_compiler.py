@@ -49,7 +49,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "nesting of 1,000": {"json_schema": nested(1000)},
     "the deepest nesting that is read": {"json_schema": nested(99)},
     "an enum of 10,000": {"json_schema": {"enum": list(range(10_000))}},
-    "a choice of 8,000": {"guided_choice": [f"x{i}" for i in range(8000)]},
+    "a choice of 8,000": {"structured_outputs": {"choice": [f"x{i}" for i in range(8000)]}},
     "an exponential expression": {"regex": "(((a{100}){100}){100}){100}"},
     "many states": {"regex": "(?:[ab]*a[ab]{14}){3}"},
     "many optional parts": {"regex": "(a|b|c){1,5000}(x?){5000}x{5000}"},
@@ -115,7 +115,7 @@ def test_a_constraint_becomes_a_grammar_that_compiles_elsewhere(vocabulary: Voca
 def test_answers_and_refusals_are_kept() -> None:
     async def run() -> None:
         async with started() as compiler:
-            bad = Constraint("regex", "(", source="guided_regex")
+            bad = Constraint("regex", "(", source="structured_outputs.regex")
             first = [await outcome(compiler, one) for one in (PLAIN, bad)]
             os.kill(process_of(compiler).pid, signal.SIGSTOP)  # so that it cannot be asked
             try:

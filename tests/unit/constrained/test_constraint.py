@@ -24,16 +24,16 @@ SAME: list[list[dict[str, Any]]] = [
         {"json_schema": TEXT},
         {"structured_outputs": {"json": SCHEMA}},
         {"structured_outputs": {"json": TEXT, "regex": None}},
-        {"guided_json": TEXT},
+        {"structured_outputs": {"json": TEXT}},
     ],
     [
         {"response_format": {"type": "json_object"}},
         {"json_schema": {"type": "object"}},
         {"structured_outputs": {"json_object": True}},
     ],
-    [{"regex": "a+"}, {"structured_outputs": {"regex": "a+"}}, {"guided_regex": "a+"}],
-    [{"ebnf": 'root ::= "a"'}, {"structured_outputs": {"grammar": 'root ::= "a"'}}, {"guided_grammar": 'root ::= "a"'}],
-    [{"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b", "a"]}}],
+    [{"regex": "a+"}, {"structured_outputs": {"regex": "a+"}}],
+    [{"ebnf": 'root ::= "a"'}, {"structured_outputs": {"grammar": 'root ::= "a"'}}],
+    [{"structured_outputs": {"choice": ["a", "b"]}}, {"structured_outputs": {"choice": ["a", "b", "a"]}}],
     [
         {"structural_tag": TAG},
         {"structural_tag": json.dumps({"type": "structural_tag", **TAG})},
@@ -62,14 +62,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"regex": "é" * MAX_CONTENT_BYTES},
         f"regex may have at most {MAX_CONTENT_BYTES} bytes, not {2 * MAX_CONTENT_BYTES}",
     ),
-    ({"guided_choice": []}, "guided_choice must be a list of at least one string"),
-    ({"guided_choice": ["a", 1]}, "guided_choice must be a list of at least one string"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice must be a list of at least one string"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice must be a list of at least one string"),
     ({"structural_tag": "1"}, "structural_tag must be a structural tag"),
     ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml is not supported"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs has the members regex and choice"),
     ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object must be true or false"),
     ({"regex": "a", "ebnf": "b"}, "ebnf and regex are two constraints on one answer"),
-    ({"regex": "a", "guided_regex": "a"}, "guided_regex and regex are two constraints on one answer"),
+    (
+        {"regex": "a", "structured_outputs": {"regex": "a"}},
+        "structured_outputs.regex and regex are two constraints on one answer",
+    ),
     (
         {"json_schema": {}, "response_format": {"type": "json_object"}},
         "json_schema and response_format are two constraints",
@@ -108,12 +111,6 @@ def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], sentence: str)
 )
 def test_no_constraint_is_none(fields: dict[str, Any]) -> None:
     assert read_constraint(fields) is None
-
-
-def test_the_beginning_after_reasoning_is_no_other_grammar() -> None:
-    plain, later = read({"regex": "a"}), read_constraint({"regex": "a"}, after_reasoning=True)
-    assert later is not None and later.after_reasoning
-    assert later != plain and later.key == plain.key
 
 
 def test_kinds_and_contents_have_different_keys() -> None:
