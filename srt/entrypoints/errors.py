@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import orjson
 
 from srt.entrypoints.answers import NativeError, OpenAIError, OpenAIErrorFields
 from srt.managers.tokenizer_manager.api_types import RequestError
@@ -36,17 +36,19 @@ def error_body(path: str, error: RequestError) -> OpenAIError | NativeError:
     return {"error": {"message": error.message}}
 
 
-def error_event(path: str, error: RequestError) -> dict[str, Any]:
-    """Return the JSON of an error inside a stream that has begun."""
+def last_events(path: str, error: RequestError) -> bytes:
+    """Return the end of a stream that has begun and fails: an event with the error, and what ends the API's streams."""
+    return b"data: " + orjson.dumps({"error": _error_in_stream(path, error)}) + b"\n\ndata: [DONE]\n\n"
+
+
+def _error_in_stream(path: str, error: RequestError) -> OpenAIErrorFields | dict[str, object]:
     if is_openai(path):
-        return {"error": _openai_error(error)}
+        return _openai_error(error)
     return {
-        "error": {
-            "message": error.message,
-            "type": _error_type(error.status),
-            "code": error.status,
-            "retryable": error.status in RETRYABLE,
-        }
+        "message": error.message,
+        "type": _error_type(error.status),
+        "code": error.status,
+        "retryable": error.status in RETRYABLE,
     }
 
 

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 import orjson
 
 from srt.entrypoints.direct_write import EXTENSION, DirectWriter
-from srt.entrypoints.errors import error_body, error_event
+from srt.entrypoints.errors import error_body, last_events
 from srt.managers.tokenizer_manager.api_types import RequestError
 
 Scope = MutableMapping[str, Any]
@@ -132,7 +132,7 @@ class Exchange:
     async def send_error(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
         """Send the error as a response, or as an event if a stream has begun."""
         if self.is_started:
-            await self.write(b"data: " + orjson.dumps(error_event(self.path, error)) + b"\n\ndata: [DONE]\n\n")
+            await self.write(last_events(self.path, error))
             await self.end()
             return
         extra = list(headers)

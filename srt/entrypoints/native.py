@@ -14,7 +14,7 @@ from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.native_shapes import WEIGHT_VERSION, NativeAnswer, parse_generate
 from srt.entrypoints.request_schema import LABEL, RequestBody, bad_parameter, described
 from srt.entrypoints.service import Service
-from srt.entrypoints.streaming import answer_call, event
+from srt.entrypoints.streaming import DONE, answer_call, event
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, RequestError
 from srt.managers.tokenizer_manager.request_checks import check_label
 from srt.sampling.parameter_checks import show
@@ -80,7 +80,7 @@ class _Answer:
         return event(self._shapes.chunk(self._shapes.add(prompt, update)))
 
     def last_events(self) -> bytes:
-        return b""
+        return DONE
 
 
 async def generate(exchange: Exchange, service: Service) -> None:

@@ -30,11 +30,13 @@ class Answer(Protocol):
         """Add an update of a choice, and return it as events; may be empty."""
 
     def last_events(self) -> bytes:
-        """Return the events between the last update and [DONE]."""
+        """Return the events behind the last update, with what ends the API's streams; may be empty."""
 
 
-def event(value: Any) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+def event(value: Any, name: str | None = None) -> bytes:
+    """Return a server-sent event; with its name, in APIs whose events have names."""
+    data = b"data: " + orjson.dumps(value) + b"\n\n"
+    return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
 class TextEvent:
@@ -42,10 +44,10 @@ class TextEvent:
 
     __slots__ = ("_after", "_before")
 
-    def __init__(self, make: Callable[[str], Mapping[str, object]]) -> None:
+    def __init__(self, make: Callable[[str], Mapping[str, object]], name: str | None = None) -> None:
         """Encode the chunk `make(text)` around its text. No value that a client chooses may follow the text in it."""
         mark = "\x00text\x00"
-        self._before, _, self._after = event(make(mark)).rpartition(orjson.dumps(mark))
+        self._before, _, self._after = event(make(mark), name).rpartition(orjson.dumps(mark))
 
     def write(self, text: str) -> bytes:
         return self._before + orjson.dumps(text) + self._after
@@ -92,7 +94,8 @@ async def _stream(
                 await exchange.write(data)
 
     await run_all(engine, inputs, follow)
-    await exchange.write(answer.last_events() + DONE)
+    if data := answer.last_events():
+        await exchange.write(data)
     await exchange.end()
 
 

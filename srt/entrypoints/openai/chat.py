@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from srt.constrained.constraint import Constraint
@@ -44,23 +45,37 @@ _ROLE: ChatDelta = {"role": "assistant", "content": ""}
 
 
 async def chat(exchange: Exchange, service: Service) -> None:
-    given = await exchange.read_json()
-    refuse_agent_fields(given, has_tools=True)
-    body = ChatBody.parse(given)
-    model = check_model(body.model, service)
-    engine = service.engine()
-    identity = Identity.new("chatcmpl", body, model)
+    call = parse_call(await exchange.read_json(), service, "chatcmpl")
+    body, engine = call.body, service.engine()
     usage = Usage(body)
-    request, form = parse_input(body, identity, engine)
-    parts = None if form is None else [form.new_parts(engine, request.params) for _ in range(body.n)]
+    parts = None if call.form is None else [call.form.new_parts(engine, call.request.params) for _ in range(body.n)]
     usage.parts = parts or []
-    answer = ChatAnswer(body, identity, usage, engine, parts)
+    answer = ChatAnswer(body, call.identity, usage, engine, parts)
     try:
         await answer_call(
-            exchange, engine, [request], answer, stream=body.stream, interval=service.args.stream_interval
+            exchange, engine, [call.request], answer, stream=body.stream, interval=service.args.stream_interval
         )
     except RequestError as error:
         raise renamed(error, body.written_as("messages")) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A checked call for the next message of a conversation. Other APIs' calls are written as one of these, too."""
+
+    body: ChatBody
+    identity: Identity
+    request: GenerateInput
+    form: OutputForm | None  # how its outputs are to be read; None: they are text as they stand
+
+
+def parse_call(given: object, service: Service, prefix: str) -> ChatCall:
+    """Return the call that a body of a chat asks for; raise RequestError for a wrong one. A random id begins with `prefix`."""
+    refuse_agent_fields(given, has_tools=True)
+    body = ChatBody.parse(given)
+    identity = Identity.new(prefix, body, check_model(body.model, service))
+    request, form = parse_input(body, identity, service.engine())
+    return ChatCall(body, identity, request, form)
 
 
 def parse_input(

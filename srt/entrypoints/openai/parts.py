@@ -22,7 +22,7 @@ from srt.entrypoints.answers import (
 from srt.entrypoints.native_shapes import cached_tokens_details
 from srt.entrypoints.openai.message_parts import MessageParts
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody, OpenAIBody
-from srt.entrypoints.streaming import event
+from srt.entrypoints.streaming import DONE, event
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, Finish, GenerateInput, TokenLogprob
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.protocol.labels import numbered
@@ -104,10 +104,12 @@ class Usage:
 
 
 def last_chunks(head: Head, usage: Usage) -> bytes:
-    """Return the events behind the choices of a stream: sglext and usage, if asked for."""
+    """Return the events behind the choices of a stream: sglext and usage, if asked for, and [DONE]."""
     sglext = usage.sglext()
     events = event({**head, "choices": [], **sglext, **usage.in_chunk()}) if sglext else b""
-    return events + event({**head, "choices": [], "usage": usage.write()}) if usage.in_stream else events
+    if usage.in_stream:
+        events += event({**head, "choices": [], "usage": usage.write()})
+    return events + DONE
 
 
 def finish_fields(finish: Finish | None) -> Ending:
