@@ -31,10 +31,12 @@ description also has the limits of its model. A field that is not listed here is
 |---|---|
 | `null` | means the default of any field |
 | errors under `/v1` | have OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` |
+| errors under `/v1/messages` | have Anthropic's: `{"type": "error", "error": {"type", "message"}, "request_id"}` |
 | errors elsewhere | `{"error": {"message"}}` |
-| an error after the first token of a stream | comes as an event; `data: [DONE]` follows as always |
+| an error after the first token of a stream | comes as an event; `data: [DONE]` follows where the stream would end with it |
 | ids | every answer has the header `X-Request-Id`; a client may choose it |
 | keys | with `--api-key`, all routes need `Authorization: Bearer KEY`, except health and the page's files |
+| keys under `/v1/messages` | may also come as `x-api-key: KEY` |
 | web pages of other origins | are refused (403), unless `--cors-allow-origins` names them |
 | aborts | `/abort_request` works through any frontend |
 | batches | the prompts of a batch named `x` are named `x_0`, `x_1`, …; aborting `x` ends them all |
@@ -54,6 +56,11 @@ WITHIN: dict[type[RequestBody], tuple[tuple[str, str, Collection[str]], ...]] = 
         ("Text parts", "text_part", PART_FIELDS),
         ("`stream_options`", "stream_options", StreamOptions.model_fields),
     ),
+}
+# How streams end, by the tag of an operation.
+ENDS = {
+    "": " (`data: …`) up to `data: [DONE]`",
+    "Anthropic": " with names, from `event: message_start` to `event: message_stop`; an error is `event: error`",
 }
 DESCRIBED = "described above"
 IF_EMPTY, ONLY_NULL = "passes if empty, `false`", "passes with `null` only"
@@ -141,7 +148,7 @@ def _section(operation: dict[str, Any]) -> str:
             "\nAnswer:\n\n| field | type | meaning |\n|---|---|---|\n" + "".join(_row(*one) for one in answered)
         )
     if EVENTS in answer and JSON in answer:
-        lines.append("\nWith `stream`, server-sent events (`data: …`) up to `data: [DONE]`.\n")
+        lines.append(f"\nWith `stream`, server-sent events{ENDS.get(operation['tags'][0], ENDS[''])}.\n")
     others = [status for status in operation["responses"] if status != "200"]
     lines.append(f"\nOther statuses: {', '.join(others)}.\n")
     return "".join(lines)

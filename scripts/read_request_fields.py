@@ -1,6 +1,6 @@
-"""Writes srt/sampling/foreign_table.py: the request fields of SGLang, vLLM and OpenAI's client, read from their sources.
+"""Writes srt/sampling/foreign_table.py: the request fields of SGLang, vLLM, and OpenAI's and Anthropic's clients, read from their sources.
 
-    python -m scripts.read_request_fields sglang=FOLDER vllm=FOLDER vllm=FOLDER openai=FOLDER
+    python -m scripts.read_request_fields sglang=FOLDER vllm=FOLDER vllm=FOLDER openai=FOLDER anthropic=FOLDER
 
 A folder is an unpacked wheel (`pip download --no-deps vllm==0.24.0; unzip -q vllm-*.whl -d FOLDER`); a package may have several
 versions. The sources are parsed, never imported: what they import is heavy. `--check` only compares.
@@ -19,7 +19,7 @@ from typing import Any
 
 TABLE = Path(__file__).parent.parent / "srt" / "sampling" / "foreign_table.py"
 HEAD = '''\
-"""Request fields that SGLang, vLLM and OpenAI's client define, by family of endpoints: package -> its defaults, one per version.
+"""Request fields that other servers and clients define, by family of endpoints: package -> its defaults, one per version.
 
 Written by scripts/read_request_fields.py; foreign_fields.py says what becomes of them. `()`: a field without a fixed default.
 """
@@ -35,6 +35,7 @@ SGLANG_IO, SGLANG_OPENAI = "sglang/srt/managers/io_struct.py", "sglang/srt/entry
 VLLM_OPENAI, VLLM_TOKENS = "vllm/entrypoints/openai", "vllm/entrypoints/serve/tokenize/protocol.py"
 VLLM_BASES = ("vllm/entrypoints/generate/base/protocol.py", "vllm/entrypoints/openai/engine/protocol.py")
 VLLM_MESSAGES = ("vllm/renderers/chat_utils/types.py", "vllm/entrypoints/chat_utils.py")
+ANTHROPIC = ("anthropic/types", "anthropic/types/beta")
 OPENAI_CHAT, ROLES = "openai/types/chat/chat_completion", ("System", "Developer", "User", "Assistant")
 # family -> package -> (file, class), or several files where it moved from one to another between versions.
 Source = tuple[str | tuple[str, ...], str]
@@ -96,6 +97,18 @@ SOURCES: Mapping[str, Mapping[str, tuple[Source, ...]]] = {
     },
     "parse_calls": {"sglang": ((SGLANG_IO, "ParseFunctionCallReq"),)},
     "separate_reasoning": {"sglang": ((SGLANG_IO, "SeparateReasoningReqInput"),)},
+    "messages": {
+        "anthropic": tuple(
+            (f"{folder}/message_create_params.py", f"MessageCreateParams{which}")
+            for folder in ANTHROPIC
+            for which in ("Base", "Streaming")
+        ),
+    },
+    "count_tokens": {
+        "anthropic": tuple(
+            (f"{folder}/message_count_tokens_params.py", "MessageCountTokensParams") for folder in ANTHROPIC
+        ),
+    },
 }
 # Bases of request classes that bring no fields, where they are not in the package itself.
 FIELDLESS = frozenset(("BaseModel", "TypedDict", "Struct", "PydanticMsgspecMixin"))
@@ -268,7 +281,7 @@ def _written(value: Any) -> str:
 def main(arguments: list[str]) -> int:
     """Write the table, or compare it."""
     folders = [(package, Path(folder)) for package, _, folder in (one.partition("=") for one in arguments) if folder]
-    if {package for package, _ in folders} != {"sglang", "vllm", "openai"}:
+    if {package for package, _ in folders} != {"sglang", "vllm", "openai", "anthropic"}:
         print(__doc__, file=sys.stderr)
         return 2
     text = render(folders)

@@ -32,7 +32,11 @@ def answer_schema(kind: Any) -> Schema:
     if origin is list:
         return {"type": "array"} if parts[0] is Any else {"type": "array", "items": answer_schema(parts[0])}
     if origin is dict:
-        return {"type": "object", "additionalProperties": answer_schema(parts[1])}
+        return (
+            {"type": "object"}
+            if parts[1] is Any
+            else {"type": "object", "additionalProperties": answer_schema(parts[1])}
+        )
     return {"type": _PLAIN[kind]}
 
 

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from srt.entrypoints import health, metrics, native, openapi, operations, parsing, profiling, tokenizing, web_page
+from srt.entrypoints.anthropic import messages
 from srt.entrypoints.cors import Cors
-from srt.entrypoints.errors import ApiError
+from srt.entrypoints.errors import ApiError, is_anthropic
 from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
 from srt.entrypoints.openai import chat, completions, models
 from srt.entrypoints.service import Service
@@ -36,6 +37,8 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/v1/models": {"GET": models.list_models},
     "/v1/completions": {"POST": completions.complete},
     "/v1/chat/completions": {"POST": chat.chat},
+    "/v1/messages": {"POST": messages.create_message},
+    "/v1/messages/count_tokens": {"POST": messages.count_tokens},
     "/generate": {"POST": native.generate, "PUT": native.generate},
     "/tokenize": {"POST": tokenizing.tokenize},
     "/v1/tokenize": {"POST": tokenizing.tokenize},
@@ -151,17 +154,17 @@ class App:
         is_for_admin = path in operations.ADMIN and args.admin_api_key is not None
         if args.api_key is None and not is_for_admin:
             return
-        kind, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
-        is_bearer = kind.lower() == b"bearer"
-        if is_bearer and _is_key(given, args.admin_api_key):
+        given = _given_keys(exchange)
+        if any(_is_key(one, args.admin_api_key) for one in given):
             return
-        if is_bearer and _is_key(given, args.api_key):
+        if any(_is_key(one, args.api_key) for one in given):
             if not is_for_admin:
                 return
             raise ApiError(403, f"{path} needs the admin API key.", code="admin_api_key_needed")
         which = "admin API key" if is_for_admin else "API key"
+        where = "in the header x-api-key or as a bearer token" if is_anthropic(path) else "as a bearer token"
         hint = "; --enable-metrics opens /metrics to all" if path == "/metrics" else ""
-        raise ApiError(401, f"A valid {which} is needed, as a bearer token{hint}.", code="invalid_api_key")
+        raise ApiError(401, f"A valid {which} is needed, {where}{hint}.", code="invalid_api_key")
 
 
 def _methods(path: str) -> Mapping[str, Handler] | None:
@@ -192,6 +195,14 @@ def _missing(path: str) -> str:
         if meant != path and (_methods(meant) is not None or meant in native.UNSUPPORTED):
             return f"This server has no {path[:200]}; did you mean {meant[:200]}?"
     return f"This server has no {path[:200]}: /openapi.json lists what it has."
+
+
+def _given_keys(exchange: Exchange) -> list[bytes]:
+    """Return what the client gives as its key: the bearer token, and on Anthropic's routes the header that its clients send."""
+    kind, _, token = (exchange.header(b"authorization") or b"").partition(b" ")
+    keys = [token] if kind.lower() == b"bearer" else []
+    own = exchange.header(b"x-api-key") if is_anthropic(exchange.path) else None
+    return keys if own is None else [*keys, own]
 
 
 def _is_key(given: bytes, key: str | None) -> bool:

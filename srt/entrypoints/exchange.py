@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 import orjson
 
 from srt.entrypoints.direct_write import EXTENSION, DirectWriter
-from srt.entrypoints.errors import error_body, last_events
+from srt.entrypoints.errors import error_body, is_anthropic, last_events
 from srt.managers.tokenizer_manager.api_types import RequestError
 
 Scope = MutableMapping[str, Any]
@@ -46,7 +46,7 @@ class Exchange:
 
     __slots__ = (
         *("method", "path", "is_started", "is_stream", "request_id"),
-        *("_scope", "_receive", "_send", "_keep_alive_s", "_wrote_at", "_direct", "_is_settled", "_request_id"),
+        *("_scope", "_receive", "_send", "_keep_alive_s", "_wrote_at", "_direct", "_is_settled", "_id_headers"),
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
@@ -62,8 +62,10 @@ class Exchange:
         self.is_started = False
         self.is_stream = False  # the answer will be a stream, begun or not
         given = self.header(b"x-request-id")
-        self._request_id = given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        self.request_id = self._request_id.decode("ascii")
+        request_id = given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        self.request_id = request_id.decode("ascii")
+        names = (b"x-request-id", b"request-id") if is_anthropic(self.path) else (b"x-request-id",)
+        self._id_headers = [(name, request_id) for name in names]
 
     # ---- The request
 
@@ -119,7 +121,7 @@ class Exchange:
 
     async def send(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
         self.is_started = True
-        head = [*headers, (b"content-length", str(len(body)).encode()), (b"x-request-id", self._request_id)]
+        head = [*headers, (b"content-length", str(len(body)).encode()), *self._id_headers]
         await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -132,7 +134,7 @@ class Exchange:
     async def send_error(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
         """Send the error as a response, or as an event if a stream has begun."""
         if self.is_started:
-            await self.write(last_events(self.path, error))
+            await self.write(last_events(self.path, error, self.request_id))
             await self.end()
             return
         extra = list(headers)
@@ -142,13 +144,13 @@ class Exchange:
             extra.append((b"x-should-retry", b"false"))  # OpenAI's clients try a 5xx three times
         if error.status == 413:
             extra.append((b"connection", b"close"))  # the rest of the body is not read
-        await self.send_json(error_body(self.path, error), error.status, extra)
+        await self.send_json(error_body(self.path, error, self.request_id), error.status, extra)
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream, beginning the stream if needed. Waits while the client's socket is full."""
         if not self.is_started:
             self.is_started = True
-            head = [*_STREAM_HEADERS, (b"x-request-id", self._request_id)]
+            head = [*_STREAM_HEADERS, *self._id_headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": head})
         self._wrote_at = time.monotonic()
         self._is_settled = False

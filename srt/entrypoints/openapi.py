@@ -11,8 +11,11 @@ from typing import Any
 
 from srt.entrypoints import answers, health, metrics, native, operations, parsing, profiling, tokenizing, web_page
 from srt.entrypoints.answer_schemas import answer_schema
+from srt.entrypoints.anthropic import messages
+from srt.entrypoints.anthropic.answers import AnthropicError, Message, MessageEvent, TokenCount
+from srt.entrypoints.anthropic.schema import CountTokensBody, MessagesBody
 from srt.entrypoints.body_schemas import Schema, body_schema, with_values
-from srt.entrypoints.errors import is_openai
+from srt.entrypoints.errors import is_anthropic, is_openai
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai import chat, completions, models
@@ -83,6 +86,10 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             chunk=answers.ChatChunk,
             text="Generate the next message of a conversation.",
         ),
+        messages.create_message: Operation(
+            "Anthropic", Message, body=MessagesBody, errors=_GENERATING, chunk=MessageEvent
+        ),
+        messages.count_tokens: Operation("Anthropic", TokenCount, body=CountTokensBody, errors=(*_BODY, 404, 503)),
         models.list_models: Operation("OpenAI", answers.ModelCards, text="List the server's model names."),
         models.one_model: Operation(
             "OpenAI", answers.ModelCard, errors=(404, 503), text="Describe one of the server's model names."
@@ -170,15 +177,24 @@ def describe(routes: Routes, service: Service) -> dict[str, Any]:
         "info": {
             "title": "srt",
             "version": __version__,
-            "description": "OpenAI's and SGLang's interfaces to a language model. Fields that are not described are refused.",
+            "description": "OpenAI's, Anthropic's and SGLang's interfaces to a language model. Fields that are not described are refused.",
         },
         "paths": paths,
         "components": {
             "schemas": {
+                "AnthropicError": answer_schema(AnthropicError),
                 "OpenAIError": answer_schema(answers.OpenAIError),
                 "Error": answer_schema(answers.NativeError),
             },
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "The server's --api-key."}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "The server's --api-key."},
+                "x-api-key": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "x-api-key",
+                    "description": "The same, for /v1/messages.",
+                },
+            },
         },
         "security": [{"key": []}, {}],
     }
@@ -230,6 +246,8 @@ def _operation(path: str, method: str, handler: Handler) -> dict[str, Any]:
         )
     if parameters:
         written["parameters"] = parameters
+    if is_anthropic(path):
+        written["security"] = [{"key": []}, {"x-api-key": []}, {}]
     if known.body is not None and method != "GET":
         written["requestBody"] = {"required": True, "content": {JSON: {"schema": body_schema(known.body)}}}
     return written
@@ -260,7 +278,7 @@ def _missing(reason: str) -> dict[str, Any]:
 
 
 def _error(path: str, status: int) -> dict[str, Any]:
-    name = "OpenAIError" if is_openai(path) else "Error"
+    name = "AnthropicError" if is_anthropic(path) else "OpenAIError" if is_openai(path) else "Error"
     headers = dict(_REQUEST_ID)
     if status in _RETRY:
         headers["retry-after"] = {"description": "Seconds until another try.", "schema": {"type": "string"}}

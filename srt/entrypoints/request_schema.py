@@ -49,10 +49,10 @@ NOT_EMPTY: Mapping[str, Any] = MappingProxyType({"minItems": 1})
 def described(text: str, default: Any = None, **schema: Any) -> Any:
     """Return a field with its text for the API's description.
 
-    schema: more of the field's JSON Schema. Its entries `string`, `integer` and `array` apply to every value of that type in the field,
-    also inside lists.
+    schema: more of the field's JSON Schema. Its entries `string`, `integer`, `array` and `object` apply to every value of that type in
+    the field, also inside lists.
     """
-    leaf: Any = {kind: dict(schema.pop(kind)) for kind in ("string", "integer", "array") if kind in schema}
+    leaf: Any = {kind: dict(schema.pop(kind)) for kind in ("string", "integer", "array", "object") if kind in schema}
     return Field(default, description=text, json_schema_extra={LEAF: leaf, **schema})
 
 

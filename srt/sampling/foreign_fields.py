@@ -1,4 +1,4 @@
-"""Request fields that SGLang, vLLM or OpenAI define and this server lacks: one rule decides on them, with reviewed exceptions.
+"""Request fields that SGLang, vLLM, OpenAI or Anthropic define and this server lacks: one rule decides on them, with reviewed exceptions.
 
 The rule: null, an empty value and the default of a package that defines the field change nothing ("off values"), and pass; any other
 value is refused by name. False is an off value unless a package's default is true; 0 is one only if it is a default. `foreign_table`
@@ -17,9 +17,11 @@ Values = tuple[Any, ...]
 Schema = dict[str, Any]
 EMPTY: Values = (None, "", [], {})
 OPENAI = ("completions", "chat")
+ANTHROPIC = ("messages", "count_tokens")
 
-# Accepted with any value, since they never change an answer: OpenAI's notes about the user and about what a platform stores, vLLM's
-# form of rendered prompts (only /render reads it), and SGLang's name by which a client finds its request again.
+# Accepted with any value, since they never change an answer: OpenAI's and Anthropic's notes about the user, about prices and about what
+# a platform stores or caches, vLLM's form of rendered prompts (only /render reads it), and SGLang's name by which a client finds its
+# request again.
 IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -28,6 +30,9 @@ IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
                 "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention"
                 " prompt_cache_options mm_payload return_mm_kwargs".split()
             ),
+        ),
+        **dict.fromkeys(
+            ANTHROPIC, frozenset("cache_control metadata service_tier user_profile_id workspace_id".split())
         ),
         "native": frozenset(("conversation_id",)),
         "text_part": frozenset(("prompt_cache_breakpoint",)),
@@ -54,6 +59,8 @@ ALSO: Mapping[str, Values] = MappingProxyType(
         "watermark": ({"enabled": False},),
         "verbosity": ("medium",),
         "truncation_side": ("left",),
+        "speed": ("standard",),
+        "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     }
 )
 ALSO_IN: Mapping[tuple[str, str], Values] = MappingProxyType(

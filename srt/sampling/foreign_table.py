@@ -1,4 +1,4 @@
-"""Request fields that SGLang, vLLM and OpenAI's client define, by family of endpoints: package -> its defaults, one per version.
+"""Request fields that other servers and clients define, by family of endpoints: package -> its defaults, one per version.
 
 Written by scripts/read_request_fields.py; foreign_fields.py says what becomes of them. `()`: a field without a fixed default.
 """
@@ -12,6 +12,7 @@ VERSIONS: dict[str, tuple[str, ...]] = {
     "sglang": ("0.5.23",),
     "vllm": ("0.24.0", "0.33.0"),
     "openai": ("3.57.0",),
+    "anthropic": ("2.14.0",),
 }
 FIELDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
     "native": {
@@ -471,5 +472,52 @@ FIELDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
         "return_blocks": {"sglang": (False,)},
         "rid": {"sglang": (None,)},
         "text": {"sglang": ()},
+    },
+    "messages": {
+        "betas": {"anthropic": ()},
+        "billing_policy": {"anthropic": ()},
+        "cache_control": {"anthropic": ()},
+        "compaction": {"anthropic": ()},
+        "container": {"anthropic": ()},
+        "context_management": {"anthropic": ()},
+        "diagnostics": {"anthropic": ()},
+        "fallback_credit_token": {"anthropic": ()},
+        "fallbacks": {"anthropic": ()},
+        "inference_geo": {"anthropic": ()},
+        "max_tokens": {"anthropic": ()},
+        "mcp_servers": {"anthropic": ()},
+        "messages": {"anthropic": ()},
+        "metadata": {"anthropic": ()},
+        "model": {"anthropic": ()},
+        "output_config": {"anthropic": ()},
+        "service_tier": {"anthropic": ()},
+        "speed": {"anthropic": ()},
+        "stop_sequences": {"anthropic": ()},
+        "stream": {"anthropic": ()},
+        "system": {"anthropic": ()},
+        "thinking": {"anthropic": ()},
+        "thread": {"anthropic": ()},
+        "tool_choice": {"anthropic": ()},
+        "tools": {"anthropic": ()},
+        "user_profile_id": {"anthropic": ()},
+        "workspace_id": {"anthropic": ()},
+    },
+    "count_tokens": {
+        "betas": {"anthropic": ()},
+        "billing_policy": {"anthropic": ()},
+        "cache_control": {"anthropic": ()},
+        "compaction": {"anthropic": ()},
+        "context_management": {"anthropic": ()},
+        "mcp_servers": {"anthropic": ()},
+        "messages": {"anthropic": ()},
+        "model": {"anthropic": ()},
+        "output_config": {"anthropic": ()},
+        "speed": {"anthropic": ()},
+        "system": {"anthropic": ()},
+        "thinking": {"anthropic": ()},
+        "tool_choice": {"anthropic": ()},
+        "tools": {"anthropic": ()},
+        "user_profile_id": {"anthropic": ()},
+        "workspace_id": {"anthropic": ()},
     },
 }

@@ -232,8 +232,9 @@ _BODIES = (
     b'{"text": "hi", "stream": true, "sampling_params": {"max_new_tokens": 2}}',
     b'{"prompt": [5, 6], "max_tokens": 2, "stream": true}',
     b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}',
+    b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": true}',
 )
-_PATHS = (b"/generate", b"/generate", b"/v1/completions", b"/v1/chat/completions")
+_PATHS = (b"/generate", b"/generate", b"/v1/completions", b"/v1/chat/completions", b"/v1/messages")
 _HEADERS = (
     b"content-length: 5",
     b"content-length: -1",

@@ -88,7 +88,7 @@ def test_the_table_has_each_versions_defaults_and_is_only_compared_on_demand(
     (other / "pkg" / "classes.py").write_text("class Request(BaseModel):\n    limit: int = 1\n")
     (package / "sglang-1.0.dist-info").mkdir()
     (other / "sglang-2.0.dist-info").mkdir()
-    for name in ("vllm", "openai"):
+    for name in ("vllm", "openai", "anthropic"):
         (package / f"{name}-1.0.dist-info").mkdir()
     monkeypatch.setattr(
         read_request_fields, "SOURCES", {"chat": {"sglang": ((("pkg/moved.py", "pkg/classes.py"), "Request"),)}}
@@ -104,7 +104,7 @@ def test_the_table_has_each_versions_defaults_and_is_only_compared_on_demand(
 
     table = tmp_path / "table.py"
     monkeypatch.setattr(read_request_fields, "TABLE", table)
-    folders = [f"{name}={package}" for name in ("sglang", "vllm", "openai")]
+    folders = [f"{name}={package}" for name in ("sglang", "vllm", "openai", "anthropic")]
     assert main(folders) == 0
     assert main([*folders, "--check"]) == 0
     table.write_text(table.read_text().replace("16", "17"))

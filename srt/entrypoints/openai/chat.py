@@ -35,6 +35,7 @@ from srt.entrypoints.streaming import TextEvent, answer_call, event
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, GenerateInput, RequestError
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.parsers.output_parser import HARMONY, is_left_open, markers_of
+from srt.parsers.tools import Tools
 from srt.sampling.parameter_checks import show
 
 _KIND, _CHUNK = "chat.completion", "chat.completion.chunk"
@@ -45,7 +46,7 @@ _ROLE: ChatDelta = {"role": "assistant", "content": ""}
 
 
 async def chat(exchange: Exchange, service: Service) -> None:
-    call = parse_call(await exchange.read_json(), service, "chatcmpl")
+    call = parse_call(await exchange.read_json(), service, "chatcmpl-")
     body, engine = call.body, service.engine()
     usage = Usage(body)
     parts = None if call.form is None else [call.form.new_parts(engine, call.request.params) for _ in range(body.n)]
@@ -67,6 +68,11 @@ class ChatCall:
     identity: Identity
     request: GenerateInput
     form: OutputForm | None  # how its outputs are to be read; None: they are text as they stand
+
+    @property
+    def output_form(self) -> OutputForm:
+        """How its outputs are to be read, also where they are text as they stand."""
+        return self.form or OutputForm(None, None, Tools({}), is_open=False)
 
 
 def parse_call(given: object, service: Service, prefix: str) -> ChatCall:

@@ -31,7 +31,7 @@ async def complete(exchange: Exchange, service: Service) -> None:
     body = CompletionBody.parse(given)
     model = check_model(body.model, service)
     engine = service.engine()
-    identity = Identity.new("cmpl", body, model)
+    identity = Identity.new("cmpl-", body, model)
     inputs = parse_inputs(body, identity, engine)
     usage = Usage(body)
     try:

@@ -39,8 +39,8 @@ class Identity:
 
     @classmethod
     def new(cls, prefix: str, body: OpenAIBody, model: str) -> Identity:
-        """Return a new identity. Its id is the client's rid, so that /abort_request finds it, or a random one."""
-        return cls(body.name or f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+        """Return a new identity. Its id is the client's rid, so that /abort_request finds it, or a random one behind `prefix`."""
+        return cls(body.name or prefix + uuid.uuid4().hex, int(time.time()), model)
 
     def head(self, kind: str) -> Head:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -9,6 +9,7 @@ import jsonschema_rs
 import pytest
 
 from scripts import document_api
+from srt.entrypoints.anthropic.schema import CountTokensBody, MessagesBody
 from srt.entrypoints.native import AbortBody, ContinueBody, PauseBody
 from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai.messages import MESSAGE_FIELDS, plain_messages
@@ -42,6 +43,8 @@ BODIES: list[tuple[type[RequestBody], dict[str, Any]]] = [
     (DetokenizeBody, {"tokens": [1]}),
     (ParseCallsBody, {"text": "hi"}),
     (SeparateReasoningBody, {"text": "hi"}),
+    (MessagesBody, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}),
+    (CountTokensBody, {"messages": [{"role": "user", "content": "hi"}]}),
 ]
 ASKING: list[Any] = [True, "word", 7, {"a": "b"}, [7], [True]]
 

@@ -1,0 +1,1 @@
+"""Anthropic's routes: messages, and counting their tokens. They answer chats in Anthropic's shapes."""
