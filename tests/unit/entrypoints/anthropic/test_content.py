@@ -66,7 +66,8 @@ def streamed(parser: str, pieces: list[str]) -> list[dict[str, Any]]:
     events: list[Any] = []
     for number, piece in enumerate(pieces, 1):
         events += writer.push(parts.push(update(piece, is_last=number == len(pieces))))
-    return without_ids(accumulated_content([*events, *writer.finish()]))
+    events += writer.finish()
+    return without_ids(accumulated_content(events))
 
 
 def without_ids(content: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -337,9 +337,8 @@ def test_errors_have_anthropics_types_also_within_a_stream(status: int, kind: st
 
 def test_an_aborted_message_ends_with_an_error_because_it_has_no_reason_for_it() -> None:
     def aborted(request: GenerateInput) -> list[list[ChoiceUpdate] | RequestError | None]:
-        (last,) = typing_out(request, "Hello!")[1] or ()
-        assert isinstance(last, ChoiceUpdate)
-        return [typing_out(request, "Hello!")[0], [replace(last, finish=Finish("abort", message="It was aborted."))]]
+        first, last = choice_update(request, "Hello!", 0), choice_update(request, "Hello!", 1)
+        return [[first], [replace(last, finish=Finish("abort", message="It was aborted."))]]
 
     world = new_world()
     world.engine.script = aborted
