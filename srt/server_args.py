@@ -265,12 +265,7 @@ class ServerArgs:
             "dist_timeout",
         ):
             self._at_least(name, 1)
-        for name in ("api_key", "admin_api_key"):
-            key = getattr(self, name)
-            if key is not None and (not key or key != key.strip()):
-                raise ArgumentError(f"--{name.replace('_', '-')} must not be empty, nor begin or end with a space.")
-        if not all(self.model_names()):
-            raise ArgumentError("--served-model-name must not be empty.")
+        self._check_http()
         for name in ("max_queued_requests", "base_gpu_id", "max_replacements"):
             self._at_least(name, 0)
         for name in ("context_length", "max_total_tokens"):
@@ -284,9 +279,6 @@ class ServerArgs:
             self._at_least("decode_log_interval", 1)
         if not 0 <= self.log_requests_level <= 3:
             raise ArgumentError(f"--log-requests-level must lie between 0 and 3, not {self.log_requests_level}.")
-        for name in ("ssl_keyfile", "ssl_keyfile_password"):
-            if getattr(self, name) is not None and self.ssl_certfile is None:
-                raise ArgumentError(f"--{name.replace('_', '-')} needs --ssl-certfile.")
         if self.piecewise_cuda_graph_max_tokens is not None:
             self._at_least("piecewise_cuda_graph_max_tokens", 0)
         if self.cuda_graph_max_bs is not None:
@@ -301,8 +293,6 @@ class ServerArgs:
                 raise ArgumentError(f"--cuda-graph-bs {largest} is more than --{name.replace('_', '-')} {most}.")
         if self.chunked_prefill_size not in (None, -1):
             self._at_least("chunked_prefill_size", 1)
-        if not 0 <= self.port <= 65535:
-            raise ArgumentError(f"--port must lie between 0 and 65535, not {self.port}.")
         if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
             raise ArgumentError(f"--mem-fraction-static must lie between 0 and 1, not {self.mem_fraction_static}.")
         if not self.schedule_conservativeness > 0:
@@ -321,6 +311,19 @@ class ServerArgs:
         if not self.watchdog_timeout > 0:
             raise ArgumentError(f"--watchdog-timeout must be positive, not {self.watchdog_timeout}.")
         self.model_overrides()
+
+    def _check_http(self) -> None:
+        for name in ("api_key", "admin_api_key"):
+            key = getattr(self, name)
+            if key is not None and (not key or key != key.strip()):
+                raise ArgumentError(f"--{name.replace('_', '-')} must not be empty, nor begin or end with a space.")
+        if not all(self.model_names()):
+            raise ArgumentError("--served-model-name must not be empty.")
+        for name in ("ssl_keyfile", "ssl_keyfile_password"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ArgumentError(f"--{name.replace('_', '-')} needs --ssl-certfile.")
+        if not 0 <= self.port <= 65535:
+            raise ArgumentError(f"--port must lie between 0 and 65535, not {self.port}.")
 
     def model_overrides(self) -> dict[str, Any]:
         """Return the object given by --json-model-override-args."""
