@@ -60,8 +60,11 @@ WITHIN: dict[type[RequestBody], tuple[tuple[str, str, Collection[str]], ...]] = 
 # How streams end, by the tag of an operation.
 ENDS = {
     "": " (`data: …`) up to `data: [DONE]`",
+    "OpenAI responses": " with names, from `event: response.created` to the one that says how it ended",
     "Anthropic": " with names, from `event: message_start` to `event: message_stop`; an error is `event: error`",
 }
+ANSWER = "\nAnswer:\n\n"
+LONG = 20  # rows of a table that is not repeated
 DESCRIBED = "described above"
 IF_EMPTY, ONLY_NULL = "passes if empty, `false`", "passes with `null` only"
 FOREIGN = """
@@ -92,10 +95,22 @@ def render() -> str:
             else:
                 sections.setdefault(_section(operation), []).append(f"{method.upper()} {path}")
     parts = [HEAD, *(f"| {status} | {text} |\n" for status, text in STATUSES.items())]
-    parts += [f"\n## {', '.join(routes)}\n\n{section}" for section, routes in sections.items()]
+    parts += _sections(sections)
     parts.append("\n## Answered with 501\n\n| why | paths |\n|---|---|\n")
     parts += [f"| {reason} | {', '.join(paths)} |\n" for reason, paths in missing.items()]
     return "".join([*parts, _foreign_fields()])
+
+
+def _sections(sections: dict[str, list[str]]) -> Iterator[str]:
+    """The sections with their titles. A long table of an answer is written once."""
+    first: dict[str, str] = {}
+    for section, routes in sections.items():
+        before, answer, behind = section.partition(ANSWER)
+        table, gap, after = behind.partition("\n\n")
+        title = first.setdefault(table, routes[0])
+        if table.count("\n") > LONG and title != routes[0]:
+            answer, table = f"\nAnswer: that of `{title}`.", ""
+        yield f"\n## {', '.join(routes)}\n\n{before}{answer}{table}{gap}{after}"
 
 
 def _foreign_fields() -> str:
@@ -144,9 +159,7 @@ def _section(operation: dict[str, Any]) -> str:
     answer = operation["responses"]["200"]["content"]
     answered = list(_fields(answer.get(JSON, {}).get("schema", {})))
     if answered and len(answered) < 100 and "server_info" not in operation["operationId"]:
-        lines.append(
-            "\nAnswer:\n\n| field | type | meaning |\n|---|---|---|\n" + "".join(_row(*one) for one in answered)
-        )
+        lines.append(f"{ANSWER}| field | type | meaning |\n|---|---|---|\n" + "".join(_row(*one) for one in answered))
     if EVENTS in answer and JSON in answer:
         lines.append(f"\nWith `stream`, server-sent events{ENDS.get(operation['tags'][0], ENDS[''])}.\n")
     others = [status for status in operation["responses"] if status != "200"]
@@ -183,7 +196,8 @@ def _kind(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"] if value is not None)
     if "const" in schema:
-        return f"`{schema['const']}`"
+        value = schema["const"]
+        return f"`{value if isinstance(value, str) else json.dumps(value)}`"
     kind = schema.get("type", "any")
     if isinstance(kind, list):
         return " or ".join(one for one in kind if one != "null")

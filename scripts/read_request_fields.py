@@ -61,6 +61,14 @@ SOURCES: Mapping[str, Mapping[str, tuple[Source, ...]]] = {
             ("openai/types/chat/completion_create_params.py", "CompletionCreateParamsStreaming"),
         ),
     },
+    "responses": {
+        "sglang": ((SGLANG_OPENAI, "ResponsesRequest"),),
+        "vllm": ((f"{VLLM_OPENAI}/responses/protocol.py", "ResponsesRequest"),),
+        "openai": (
+            ("openai/types/responses/response_create_params.py", "ResponseCreateParamsBase"),
+            ("openai/types/responses/response_create_params.py", "ResponseCreateParamsStreaming"),
+        ),
+    },
     "message": {
         "sglang": ((SGLANG_OPENAI, "ChatCompletionMessageGenericParam"),),
         "vllm": ((VLLM_MESSAGES, "CustomChatCompletionMessageParam"),),

@@ -106,6 +106,11 @@ class ServerArgs:
     incremental_streaming_output: bool = option(
         False, "/generate streams only the new text of each chunk, not the whole text so far", group=HTTP
     )
+    enable_response_store: bool = option(
+        False,
+        "store responses of /v1/responses in memory, for previous_response_id and background; with one frontend only",
+        group=HTTP,
+    )
     enable_cache_report: bool = option(False, "no effect: OpenAI answers always report cached_tokens", group=HTTP)
 
     mem_fraction_static: float | None = option(
@@ -324,6 +329,10 @@ class ServerArgs:
                 raise ArgumentError(f"--{name.replace('_', '-')} needs --ssl-certfile.")
         if not 0 <= self.port <= 65535:
             raise ArgumentError(f"--port must lie between 0 and 65535, not {self.port}.")
+        if self.enable_response_store and self.tokenizer_worker_num > 1:
+            raise ArgumentError(
+                "--enable-response-store needs --tokenizer-worker-num 1: a frontend does not see what another one stores."
+            )
 
     def model_overrides(self) -> dict[str, Any]:
         """Return the object given by --json-model-override-args."""

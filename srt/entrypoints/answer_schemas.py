@@ -7,7 +7,7 @@ import typing
 from typing import Annotated, Any, Literal, NotRequired
 
 Schema = dict[str, Any]
-_PLAIN = {str: "string", int: "integer", float: "number", type(None): "null"}
+_PLAIN = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
 
 def answer_schema(kind: Any) -> Schema:
@@ -17,6 +17,8 @@ def answer_schema(kind: Any) -> Schema:
     """
     if isinstance(kind, dict):
         return kind
+    if kind is Any:
+        return {}
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         schema = answer_schema(parts[0])

@@ -14,6 +14,7 @@ from srt.entrypoints.cors import Cors
 from srt.entrypoints.errors import ApiError, is_anthropic
 from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
 from srt.entrypoints.openai import chat, completions, models
+from srt.entrypoints.openai.responses import routes as responses
 from srt.entrypoints.service import Service
 from srt.managers.process.tracer import HTTP
 from srt.managers.tokenizer_manager.api_types import RequestError
@@ -37,6 +38,7 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/v1/models": {"GET": models.list_models},
     "/v1/completions": {"POST": completions.complete},
     "/v1/chat/completions": {"POST": chat.chat},
+    responses.PATH: {"POST": responses.create},
     "/v1/messages": {"POST": messages.create_message},
     "/v1/messages/count_tokens": {"POST": messages.count_tokens},
     "/generate": {"POST": native.generate, "PUT": native.generate},
@@ -171,6 +173,8 @@ def _methods(path: str) -> Mapping[str, Handler] | None:
     """Return the handlers of a path by method; None for an unknown path."""
     if path.startswith(_MODELS + "/") and path.strip("/") != _MODELS.strip("/"):
         return {"GET": models.one_model}
+    if path.startswith(responses.PATH + "/"):
+        return responses.methods(path)
     return ROUTES.get(path)
 
 

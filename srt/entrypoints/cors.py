@@ -10,7 +10,7 @@ from srt.entrypoints.exchange import Exchange, Header
 from srt.utils.host import is_loopback
 
 MAX_AGE_S = 600  # time for which a browser may reuse a preflight's answer
-_METHODS = b"GET, HEAD, POST, PUT"
+_METHODS = b"GET, HEAD, POST, PUT, DELETE"
 _USUAL_HEADERS = b"authorization, content-type, x-request-id"
 _PORT = re.compile(r":\d+$")
 _EXPOSED = b"x-request-id, retry-after"

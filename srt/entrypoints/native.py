@@ -60,7 +60,6 @@ UNSUPPORTED = {
         ("/release_memory_occupation", "/resume_memory_occupation"),
         "cannot release its memory while running: stop it, and start it again when it is needed",
     ),
-    "/v1/responses": "has no Responses API: use /v1/chat/completions",
 }
 
 

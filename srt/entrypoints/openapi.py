@@ -20,6 +20,9 @@ from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai import chat, completions, models
 from srt.entrypoints.openai.models import DEFAULT_MODEL
+from srt.entrypoints.openai.responses import response_types
+from srt.entrypoints.openai.responses import routes as responses
+from srt.entrypoints.openai.responses.schema import ResponsesBody
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody
 from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.service import Service
@@ -34,7 +37,7 @@ STATUSES = {
     400: "Something in the request is wrong, and the message names it.",
     401: "The API key is missing or wrong.",
     403: "The admin API key is needed, or the origin of the web page is not allowed.",
-    404: "There is no such model.",
+    404: "There is no such model or response.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "The queue is full: try again after the seconds that Retry-After says.",
@@ -90,6 +93,17 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             "Anthropic", Message, body=MessagesBody, errors=_GENERATING, chunk=MessageEvent
         ),
         messages.count_tokens: Operation("Anthropic", TokenCount, body=CountTokensBody, errors=(*_BODY, 404, 503)),
+        responses.create: Operation(
+            "OpenAI responses",
+            response_types.Response,
+            body=ResponsesBody,
+            errors=_GENERATING,
+            chunk=response_types.ResponseEvent,
+            text="Generate the next items of a conversation.",
+        ),
+        responses.retrieve: Operation("OpenAI responses", response_types.Response, errors=(400, 404)),
+        responses.delete: Operation("OpenAI responses", response_types.DeletedResponse, errors=(404,)),
+        responses.cancel: Operation("OpenAI responses", response_types.Response, errors=(400, 404)),
         models.list_models: Operation("OpenAI", answers.ModelCards, text="List the server's model names."),
         models.one_model: Operation(
             "OpenAI", answers.ModelCard, errors=(404, 503), text="Describe one of the server's model names."
@@ -167,10 +181,26 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
 )
 
 
+# Paths that hold a name, and so are not in the table of routes.
+WITH_PARAMETERS: Routes = MappingProxyType(
+    {
+        "/v1/models/{model}": {"GET": models.one_model},
+        "/v1/responses/{response_id}": {"GET": responses.retrieve, "DELETE": responses.delete},
+        "/v1/responses/{response_id}/cancel": {"POST": responses.cancel},
+    }
+)
+_PATH_PARAMETERS: Mapping[str, tuple[Schema, str]] = MappingProxyType(
+    {
+        "model": ({"type": "string", "format": "model-name"}, "The model name, which may contain slashes."),
+        "response_id": ({"type": "string", "minLength": 1, "pattern": "^[^/]+$"}, "The id of a stored response."),
+    }
+)
+
+
 def describe(routes: Routes, service: Service) -> dict[str, Any]:
     """Return the OpenAPI description. Once the engine is ready, it includes the model's vocabulary size and limits."""
     paths: dict[str, Any] = {path: _path(path, methods) for path, methods in routes.items()}
-    paths["/v1/models/{model}"] = _path("/v1/models/{model}", {"GET": models.one_model})
+    paths |= {path: _path(path, methods) for path, methods in WITH_PARAMETERS.items()}
     paths |= {path: {"post": _missing(reason)} for path, reason in native.UNSUPPORTED.items()}
     description = {
         "openapi": "3.1.0",
@@ -233,17 +263,11 @@ def _operation(path: str, method: str, handler: Handler) -> dict[str, Any]:
         {"name": name, "in": "query", "required": False, "description": described, "schema": schema}
         for name, (schema, described) in known.query.items()
     ]
-    if "{model}" in path:
-        name = {"type": "string", "format": "model-name"}
-        parameters.append(
-            {
-                "name": "model",
-                "in": "path",
-                "required": True,
-                "description": "The model name, which may contain slashes.",
-                "schema": name,
-            }
-        )
+    parameters += [
+        {"name": name, "in": "path", "required": True, "description": described, "schema": schema}
+        for name, (schema, described) in _PATH_PARAMETERS.items()
+        if f"{{{name}}}" in path
+    ]
     if parameters:
         written["parameters"] = parameters
     if is_anthropic(path):

@@ -12,6 +12,7 @@ import orjson
 
 from srt.entrypoints.health_probe import HealthProbe
 from srt.entrypoints.live_feed import LiveFeed, Snapshot, memory_shares
+from srt.entrypoints.openai.responses.store import ResponseStore
 from srt.entrypoints.profiler import Profiler
 from srt.managers.process.heartbeats import STUCK_S, HeartbeatReader, ProcessStatus
 from srt.managers.process.run_files import ENGINE_STATE_FILE
@@ -51,6 +52,7 @@ class Service:
         self._draining = asyncio.Event()
         self.feed = LiveFeed(self.snapshot, self.wait_draining)
         self.probe = HealthProbe()
+        self.responses = ResponseStore() if args.enable_response_store else None
         self.profiler = Profiler(run_dir, self.control, self.process_statuses)
 
     def begin(self, engine: TokenizerManager, startup_s: float) -> None:

@@ -34,6 +34,9 @@ IGNORED: Mapping[str, frozenset[str]] = MappingProxyType(
         **dict.fromkeys(
             ANTHROPIC, frozenset("cache_control metadata service_tier user_profile_id workspace_id".split())
         ),
+        "responses": frozenset(
+            "user service_tier safety_identifier prompt_cache_key prompt_cache_retention mm_payload".split()
+        ),
         "native": frozenset(("conversation_id",)),
         "text_part": frozenset(("prompt_cache_breakpoint",)),
     }

@@ -233,8 +233,9 @@ _BODIES = (
     b'{"prompt": [5, 6], "max_tokens": 2, "stream": true}',
     b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}',
     b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": true}',
+    b'{"input": "hi", "max_output_tokens": 2, "stream": true}',
 )
-_PATHS = (b"/generate", b"/generate", b"/v1/completions", b"/v1/chat/completions", b"/v1/messages")
+_PATHS = (b"/generate", b"/generate", b"/v1/completions", b"/v1/chat/completions", b"/v1/messages", b"/v1/responses")
 _HEADERS = (
     b"content-length: 5",
     b"content-length: -1",

@@ -60,6 +60,10 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
         ([*MODEL, "--api-key", ""], "--api-key must not be empty"),
         ([*MODEL, "--admin-api-key", " x"], "--admin-api-key must not be empty, nor begin or end with a space"),
         ([*MODEL, "--dtype", "int8"], "--dtype"),
+        (
+            [*MODEL, "--enable-response-store", "--tokenizer-worker-num", "2"],
+            "--enable-response-store needs --tokenizer-worker-num 1",
+        ),
         ([*MODEL, "--json-model-override-args", "{"], "--json-model-override-args is not JSON"),
         ([*MODEL, "--json-model-override-args", "[]"], "--json-model-override-args must be a JSON object"),
         ([*MODEL, "--max-total-tokens", "0"], "--max-total-tokens must be at least 1"),

@@ -13,6 +13,7 @@ from srt.entrypoints.anthropic.schema import CountTokensBody, MessagesBody
 from srt.entrypoints.native import AbortBody, ContinueBody, PauseBody
 from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai.messages import MESSAGE_FIELDS, plain_messages
+from srt.entrypoints.openai.responses.schema import ResponsesBody
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody, StreamOptions
 from srt.entrypoints.operations import LoggingBody, NoBody
 from srt.entrypoints.parsing import ParseCallsBody, SeparateReasoningBody
@@ -33,6 +34,7 @@ BODIES: list[tuple[type[RequestBody], dict[str, Any]]] = [
     (GenerateBody, {"text": "hi"}),
     (CompletionBody, {"prompt": "hi"}),
     (ChatBody, {"messages": [{"role": "user", "content": "hi"}]}),
+    (ResponsesBody, {"input": "hi"}),
     (StartBody, {}),
     (AbortBody, {"rid": "x"}),
     (PauseBody, {}),
@@ -111,6 +113,7 @@ def test_an_object_that_is_sent_whole_passes(body: type[RequestBody], valid: dic
         ("/generate", "native", {"text": "hi"}),
         ("/v1/completions", "completions", {"prompt": "hi"}),
         ("/v1/chat/completions", "chat", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", "responses", {"input": "hi"}),
         ("/tokenize", "tokenize", {"prompt": "hi"}),
         ("/detokenize", "detokenize", {"tokens": [1]}),
         ("/abort_request", "abort", {"rid": "x"}),

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from srt.entrypoints.anthropic.schema import MessagesBody
 from srt.entrypoints.native import AbortBody
 from srt.entrypoints.native_shapes import GenerateBody
+from srt.entrypoints.openai.responses.schema import ResponsesBody
 from srt.entrypoints.openai.schema import SAMPLING_NAMES, ChatBody, CompletionBody, StreamOptions
 from srt.entrypoints.request_schema import RequestBody
 from srt.sampling.foreign_fields import is_one_of
@@ -33,6 +34,7 @@ ENDPOINTS = [
     Endpoint("/generate", GenerateBody, {"text": "hi", "sampling_params": {"max_new_tokens": 1}}),
     Endpoint("/v1/completions", CompletionBody, {"prompt": "hi", "max_tokens": 1}),
     Endpoint("/v1/chat/completions", ChatBody, {"messages": [USER], "max_tokens": 1}),
+    Endpoint("/v1/responses", ResponsesBody, {"input": "hi", "max_output_tokens": 1}),
     Endpoint("/abort_request", AbortBody, {"rid": "nobody"}),
     Endpoint("/v1/messages", MessagesBody, {"messages": [USER], "max_tokens": 1}),
 ]
@@ -87,7 +89,16 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "priority": [1 << 63, -HUGE],
     "cache_salt": ["x" * 1000],
     "extra_key": ["x" * 1000],
-    "text": ["", [], [""], "word " * 5000],
+    "text": [
+        *["", [], [""], "word " * 5000],
+        {"format": {"type": "grammar"}},
+        {"format": {}},
+        {"format": "text"},
+        {"format": {"type": "json_schema"}},
+        {"format": {"type": "text", "name": "x"}},
+        {"verbosity": "high"},
+        {"bogus": 1},
+    ],
     "input_ids": [[], [[]], [-1], [HUGE], [LONG_ID], [1 << 63], [1] * 5000],
     "prompt": ["", [], [""], [[]], [-1], [HUGE], [LONG_ID], [1 << 63], [1] * 5000, "word " * 5000],
     "messages": [
@@ -117,6 +128,34 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "reasoning_effort": ["", "a lot", "high"],
     "continue_final_message": [True],
     "stream_options": [{"include_usage": True}],
+    "max_output_tokens": [-1, HUGE, 1 << 62],
+    "input": [
+        [],
+        [{}],
+        [{"role": "robot", "content": "hi"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": []}],
+        [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+        [{"role": "user", "content": [{"type": "input_text"}]}],
+        [{"role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": [{}]}]}],
+        [{**USER, "bogus": 1}],
+        [{**USER, "status": "done"}],
+        [{"type": "item_reference", "id": "msg_1"}],
+        [{"type": "computer_call"}],
+        [{"type": "function_call", "call_id": "c", "name": "f"}],
+        [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}],
+        [{"type": "function_call_output", "output": "x"}],
+        [{"type": "function_call_output", "call_id": "c", "output": 7}],
+        [{"type": "reasoning", "encrypted_content": "x"}],
+        [{"type": "reasoning", "content": "x"}],
+        [{"role": "user", "content": "word " * 5000}],
+        "word " * 5000,
+    ],
+    "previous_response_id": ["resp_1", "x" * 1000],
+    "background": [True],
+    "include": [["bogus"], ["message.output_text.logprobs"]],
+    "metadata": [{"a": 7}, {"x" * 65: "y"}, {"a": "x" * 513}, {str(number): "" for number in range(17)}],
+    "reasoning": [{"effort": "a lot"}, {"effort": 7}, {"summary": "auto"}, {"bogus": 1}],
 }
 UNBOUNDED = frozenset(
     # Switches, and what is checked as a whole.
@@ -125,6 +164,7 @@ UNBOUNDED = frozenset(
     " return_tokens_as_token_ids return_cached_tokens_details may_shorten stream return_logprob"
     " return_text_in_logprobs return_prompt_token_ids echo add_generation_prompt chat_template_kwargs sampling_params"
     " response_format json_schema regex ebnf structural_tag structured_outputs"
+    " instructions store"
     " abort_all model parallel_tool_calls separate_reasoning stream_reasoning".split()
 )
 # What must be there for a value to be wrong by itself only.
@@ -210,7 +250,8 @@ def broken_bodies() -> list[bytes]:
 
 
 def with_value(endpoint: Endpoint, name: str, value: Any) -> dict[str, Any]:
-    body = {**endpoint.valid, **NEEDED.get(name, {}), name: value}
+    needed = {other: one for other, one in NEEDED.get(name, {}).items() if other in endpoint.schema.model_fields}
+    body = {**endpoint.valid, **needed, name: value}
     if name == "input_ids":
         body.pop("text", None)  # chat knows input_ids too
     if name == "max_completion_tokens":
@@ -284,7 +325,8 @@ def _stream_options() -> Iterator[Case]:
 
 def _required() -> Iterator[Case]:
     """Left out, or null."""
-    for endpoint, name in zip(ENDPOINTS, ("text", "prompt", "messages", "rid", "max_tokens"), strict=True):
+    names = ("text", "prompt", "messages", "input", "rid", "max_tokens")
+    for endpoint, name in zip(ENDPOINTS, names, strict=True):
         without = {key: value for key, value in endpoint.valid.items() if key != name}
         yield Case.of(endpoint, name, without)
         yield Case.of(endpoint, name, {**without, name: None})
