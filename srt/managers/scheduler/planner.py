@@ -1,13 +1,13 @@
 """The planner of steps: it decides which requests get a slot, which prompts advance, and which rows decode.
 
-There are no phases. Every step moves `computed` of its rows forward: first for all running decodes, then for chunks of prompts within
-one budget of tokens and time, running requests before new ones. Prompts that do not fit into one step come last, but half of the
-budget is reserved for the first of them: so long prompts always advance, and short ones overtake them.
+There are no phases: a step decodes for running requests, and has a budget of tokens and time for chunks of prompts. Running prompts that
+fit into the step come first, then new requests, then running prompts that do not fit. Half of the budget is reserved for those last
+ones. So long prompts always advance, and short ones overtake them.
 
-Requests are admitted for the memory that they are expected to need. When it runs out, the last in rank is preempted: it loses its slot
-and pages, its computed prefix stays in the cache, and it waits again in its old place. So the first in rank always advances.
+Requests are admitted for the memory that they are expected to need. When memory runs out, the last in rank is preempted: it loses its
+slot and pages, its computed prefix stays in the cache, and it waits again in its old place. So the first in rank always advances.
 
-Suspects, which workers may have died of, run before all others, one by one and each alone (trials.py).
+Suspects are requests that may have killed workers. They run before all others, one at a time and each alone in its steps (trials.py).
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Planner:
         self._step_times = step_times
         self._chunk_size = UNLIMITED if chunk_size < 0 else chunk_size
         self._queue = queue
-        self._max_row_tokens = max_row_tokens
-        self._num_stages = num_stages
+        self._max_row_tokens = max_row_tokens  # ids that a decode gets at most; 1 except in tests
+        self._num_stages = num_stages  # of a pipeline; 1 except in tests
         self._running: list[Request | None] = [None] * slots.num_slots
         self._prefilling: list[Request] = []
         self._decoding = NO_SLOTS
         self._num_admitted = 0
         self._something_ended = False  # since the last plan
-        self._no_room_for: Request | None = None  # first in the queue, found not to fit; nothing was freed since
+        self._no_room_for: Request | None = None  # the first in the queue: not tried again until something is freed
         self._num_urgent = 0  # urgent requests in the queue
         self._now = 0.0  # time of the present plan
         self._planned_step = 0
@@ -86,7 +86,7 @@ class Planner:
     # ---- Arrival and end of requests
 
     def add(self, request: Request, *, is_ready: bool = True) -> None:
-        """Take in a new request. One that is not ready waits beside the queue, until `make_ready` is called."""
+        """Accept a new request. One that is not ready waits beside the queue, until `make_ready` is called."""
         self.num_waiting += 1
         self._queue.enter(request, self._ranking.order(request))
         self._num_urgent += request.urgent
@@ -107,7 +107,7 @@ class Planner:
             self._queue.push(request)
 
     def end(self, request: Request, *, keep_prefix: bool = True) -> None:
-        """End a request and free what it holds. Its computed prefix stays in the cache, unless `keep_prefix` is False: it may be wrong."""
+        """End a request and free what it holds. `keep_prefix` is False after a 500: the computed prefix may be wrong, so it is dropped."""
         was_waiting = request.progress.status is Status.WAITING
         request.progress.status = Status.ENDED
         self._no_room_for = None
@@ -173,7 +173,7 @@ class Planner:
         draft = Draft(min(self._chunk_size, times.most_tokens(num_streams)), times.budget_us(num_streams))
         self._plan_decodes(draft, rows)
         if not must_measure and (self._prefilling or self.num_waiting):
-            # A plan that preempts for room admits only if nothing runs or is in flight: preempted requests come first.
+            # A plan that preempts leaves the room to running requests. If nothing runs or is in flight, only an admission leads on.
             is_all_answered = self._slots.num_used == 0 and self._planned_step == self._answered_step
             self._plan_prompts(step, draft, may_admit=not is_short or is_all_answered)
         times.note_planned(len(rows), draft.num_tokens)
@@ -187,7 +187,7 @@ class Planner:
         return self._finish_plan(step, draft, rows)
 
     def _plan_trial(self, step: int, request: Request) -> Planned:
-        """Plan a step of the request on trial alone. Other requests keep their slots, unless it needs room."""
+        """Plan a step that holds only the request on trial. Other requests keep their slots unless the trial needs room."""
         draft, rows, memory = Draft(self._chunk_size, inf), NO_SLOTS, self._memory
         if request.progress.status is Status.WAITING:
             self._admit_to_trial(draft, request)
@@ -212,7 +212,7 @@ class Planner:
         self._plan_chunk(draft, request)
 
     def _make_room_beside(self, request: Request, is_enough: Callable[[], bool]) -> None:
-        """Preempt other requests, the last in rank first, until there is room or no other is left. No row may be in flight."""
+        """Preempt other requests, from the last in rank on, until there is room or no other is left. No row may be in flight."""
         while not is_enough():
             others = [other for other in self.running() if other is not request]
             if not others:
@@ -234,7 +234,7 @@ class Planner:
         return self._counters.num_preempted > before
 
     def _displace(self) -> bool:
-        """Preempt for the first waiting request, the last in rank first, if that makes it fit. Return True if a request was preempted."""
+        """Make room for the first waiting request by preempting lower ones. Return False and preempt none if it would still not fit."""
         request = self._queue.first()
         if request is None:
             return False
@@ -254,7 +254,7 @@ class Planner:
             return False
         for victim in victims:
             self._preempt(victim)
-        while lower and not self._memory.has_room_for(request, expected):  # what was counted twice is lacking
+        while lower and not self._memory.has_room_for(request, expected):  # victims may have shared pages
             self._preempt(lower.pop(0))
         self._forget_ended()
         return True
@@ -295,7 +295,7 @@ class Planner:
     def _whose_turn_it_is(self, step: int, rows: Int64Array) -> Int64Array:
         """Return this step's share of the rows, those that have waited longest. A pipeline is full when each step has its share.
 
-        The share is taken over all decoding rows; over rows that still want tokens alone it would shrink and starve the last.
+        The share counts all decoding rows. If it counted only rows that still want tokens, it would shrink and starve the last rows.
         """
         share = -(-len(self._decoding) // self._num_stages)
         rows = rows[self._is_back(step, rows)]
@@ -306,13 +306,13 @@ class Planner:
         return turn
 
     def _is_back(self, step: int, slots: Int64Array) -> NDArray[np.bool_]:
-        """Return for each slot whether its row has left the pipeline, or will have when this step enters it."""
+        """Return for each slot whether its row is in no stage of the pipeline any more when this step enters the first stage."""
         planned_at = self._slots.planned_at[slots]
         back: NDArray[np.bool_] = planned_at <= max(step - self._num_stages, self._answered_step)
         return back
 
     def _ends(self, rows: Int64Array) -> Int32Array:
-        """Return the largest number of positions that each row can have after the step. No row speculates beyond its own limit."""
+        """Return the largest number of positions that each row can have after the step, within its request's limit."""
         ends: Int32Array = self._slots.computed[rows]
         if self._max_row_tokens == 1:
             ends += 1
@@ -326,7 +326,7 @@ class Planner:
         return int(missing.clip(0).sum())
 
     def _plan_decodes(self, draft: Draft, rows: Int64Array) -> None:
-        """Plan the next tokens of these rows. Each row's last id is on the device already, or will be."""
+        """Plan the next tokens of these rows. Each row's last id is on the device before the step runs."""
         slots = self._slots
         if not len(rows):
             return
@@ -377,7 +377,7 @@ class Planner:
             self._lengthen_chunks(draft)
 
     def _lengthen_chunks(self, draft: Draft) -> None:
-        """Spend the budget of long prompts that found no page on chunks of requests that have room in their pages."""
+        """Lengthen chunks of this plan by the budget that is left because long prompts lack pages. No chunk gets a new page for this."""
         for index, request in enumerate(draft.extends):
             if not draft.has_budget:
                 return
@@ -409,7 +409,7 @@ class Planner:
         return min(draft.budget, self._step_times.tokens_within(draft.budget_us, start))
 
     def _plan_chunk(self, draft: Draft, request: Request, behind: NextPage | None = None) -> None:
-        """Plan the next known ids of this request, as far as budget and memory allow. `behind`: its `_page_behind`, if known."""
+        """Plan the next known ids of this request, as far as budget and memory allow. `behind` is its `_page_behind`, if known."""
         slots, memory, progress = self._slots, self._memory, request.progress
         slot = progress.slot
         start = slots.computed_at[slot]
@@ -446,8 +446,8 @@ class Planner:
             num_cached = len(cached) // ITEM
             behind = self._next_page(request, node, num_cached) if memory.caches else None
             if behind in draft.coming and num_cached < request.progress.cacheable_pages(memory.page_size):
-                # Another request computes this page in this very plan, so the next plan finds it in the cache. The wait is short:
-                # while budget is left, the requests in the plan compute all their known ids.
+                # Another request computes this page in this very plan, and the next plan finds it in the cache. Usually it finds all
+                # that the two have in common: budget is left, so the other request's chunk was not cut short.
                 memory.unpin(node)
                 self._queue.stand_aside()
                 draft.aside.append(request)
@@ -472,13 +472,13 @@ class Planner:
         return max(request.prompt_len + expected, request.progress.num_known + 1)
 
     def _page_behind(self, request: Request) -> NextPage:
-        """Return the page after the part of a running request that the tree has."""
+        """Return the key of a running request's first page that is not in the prefix tree."""
         hold = request.hold
         assert hold.node is not None
         return self._next_page(request, hold.node, hold.num_in_tree)
 
     def _next_page(self, request: Request, node: RadixNode, num_pages: int) -> NextPage:
-        """Return the page after the request's first `num_pages`, which end at `node`."""
+        """Return the key of the page that follows the request's first `num_pages`, which end at `node`."""
         size = self._memory.page_size * ITEM
         return node.serial, request.salt, request.progress.id_bytes[num_pages * size : (num_pages + 1) * size]
 
@@ -521,7 +521,7 @@ class Planner:
         )
 
     def _publish(self, draft: Draft) -> None:
-        """Enter the finished draft: later plans find what it writes in the prefix cache, and prompts that end in it decode from then on."""
+        """Insert the pages that the finished draft computes into the prefix cache, and let the prompts that it completes decode next."""
         finished: list[int] = []
         for i, request in enumerate(draft.extends):
             progress = request.progress
@@ -576,7 +576,7 @@ class Planner:
         self._something_ended = True
 
     def _num_written(self, request: Request) -> int:
-        """Return the number of positions whose KV is, or will be, that of the known ids. Beyond these, ids are only guesses."""
+        """Return the number of positions whose KV the steps so far compute from known ids. KV of rejected ids may follow them."""
         computed: int = self._slots.computed_at[request.progress.slot]
         if self._max_row_tokens == 1:
             return computed
