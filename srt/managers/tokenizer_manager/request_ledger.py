@@ -1,7 +1,7 @@
 """The ledger of received tokens: it releases the tokens of every live choice exactly once and in order. Pure state: no I/O, no clock.
 
-Tokens come as ranges, and may come twice, late, or (after a gap) too early. The ledger never gives up a token it has: a resubmission
-to a new scheduler continues behind it.
+Tokens come as ranges. A range may come twice, late or, after a gap, too early. When a scheduler dies, the next one continues behind the
+tokens that the ledger has. Tokens whose logprobs have not come are dropped and computed again; they were not released yet.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from srt.protocol.messages import (
 )
 
 ALL_CHOICES = -1
-# Engine deaths with a request in flight after which it runs alone, until it has shown that it does no harm.
-SUSPECTED = 2
-CONVICTED = 2  # engine deaths with nothing else in flight after which a request fails
+SUSPECTED = 2  # a request is tried alone after this many engine deaths while it was in flight
+CONVICTED = 2  # a request fails after this many engine deaths while it alone was in flight
 MOST_CONVICTED = 1000  # convicted requests to remember
 CONVICTION = "The engine died twice while it ran this request and nothing else."
 
@@ -51,7 +50,7 @@ class Send:
 class NewTokens(Struct, frozen=True, gc=False):
     """Effect: deliver the next tokens of a choice, with their logprob rows if those were asked for.
 
-    The first one also carries the prompt's rows. `cached` is the number of the choice's prompt tokens that came from the prefix cache.
+    The first NewTokens of a choice also has the prompt's rows. `cached` is the number of its prompt tokens that the prefix cache had.
     """
 
     rid: int
@@ -65,7 +64,7 @@ class NewTokens(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnded:
-    """Effect: end a choice, behind its last tokens. The ledger has forgotten it."""
+    """Effect: end a choice whose tokens were all delivered. The ledger has forgotten it."""
 
     rid: int
     choice: int
@@ -94,10 +93,10 @@ class _Choice:
     is_gap: bool = False  # the current batch has tokens that do not follow directly on `ids`
     asked_from: int = -1  # after a gap: the index from which tokens were asked for again; -1: no gap
     done: RequestDone | None = None
-    was_in_flight: bool = False  # when the present scheduler ended, by its last word
+    was_in_flight: bool = False  # at the end of the present scheduler, as its LastWord says
     num_deaths: int = 0  # engine deaths that this choice may have caused, without progress between them
-    num_lone_deaths: int = 0  # those with nothing else in flight
-    died_at: int = 0  # `num_released` at the last of them
+    num_lone_deaths: int = 0  # engine deaths while it alone was in flight, without progress between them
+    died_at: int = 0  # `num_released` at the last engine death that it may have caused
 
     @property
     def num_logprobs(self) -> int:
@@ -142,7 +141,7 @@ class _Entry:
         return self.request.logprobs.prompt_start < 0 or self.next_prompt_logprob >= len(self.request.prompt_ids)
 
     def num_complete(self, choice: _Choice) -> int:
-        """Return the number of tokens that have come together with their logprobs; all tokens, if the choice has ended."""
+        """Return the number of tokens that can be released: those whose logprobs, if wanted, have come, or all if the choice has ended."""
         if choice.has_ended:
             return len(choice.ids)
         if not self.has_prompt_logprobs:
@@ -159,7 +158,7 @@ class RequestLedger:
         self._last_batch = -1
         self._last_acknowledged = -1
         self._has_scheduler = True
-        # Digest of a convicted request -> number of tokens released at the engine's death. Its client may submit it again.
+        # By the digest of a convicted request: how many tokens were released at the engine's death. Clients may submit the same again.
         self._convicted: dict[bytes, int] = {}
         self._was_alone = False  # only one choice was in flight at the last scheduler's end
         self.num_batches = 0
@@ -224,7 +223,7 @@ class RequestLedger:
         return list(self.effects_of(message))
 
     def effects_of(self, message: TokenBatch | Refused) -> Iterator[Effect]:
-        """Yield the effects of a message one by one, so that a caller can apply each while the ledger's state matches it.
+        """Yield the effects of a message one by one. The ledger is changed for the next effect only when that is asked for.
 
         Iterate to the end; `end` may be called in between.
         """
@@ -247,8 +246,10 @@ class RequestLedger:
                 yield from self._settle(rid, index)
 
     def acknowledge(self) -> list[Effect]:
-        """Acknowledge all batches since the last call with one message. Send it behind their effects: the scheduler keeps tokens that a
-        gap may ask for until then."""
+        """Acknowledge all batches since the last call with one message. Apply the effects of these batches before sending it.
+
+        Until the scheduler gets it, the scheduler keeps the tokens that an AskRange among the effects may ask for.
+        """
         if self._last_batch == self._last_acknowledged:
             return []
         self._last_acknowledged = self._last_batch
@@ -264,7 +265,7 @@ class RequestLedger:
         return [Send(Abort(rid, choice))]
 
     def record_aborted(self, rid: int) -> None:
-        """Record that a scheduler ends the request and a client was told so: it does not continue if that scheduler dies first."""
+        """Record that a client was told that this request is aborted. Should the scheduler die before it confirms, `resume` ends it."""
         entry = self._entries.get(rid)
         if entry is not None:
             entry.is_aborted = True
@@ -288,10 +289,10 @@ class RequestLedger:
                 choice.record_death(is_suspected=choice.was_in_flight and by_request, is_alone=self._was_alone)
 
     def resume(self) -> Iterator[Effect]:
-        """Yield the effects that let a new scheduler continue each live choice; its batches are numbered from the start.
+        """Yield the effects by which a new scheduler continues each live choice. A new scheduler's batches are numbered from the start.
 
-        Choices end here if they were aborted, or were alone in flight at two deaths without progress between them. Iterate to the end, as
-        with `effects_of`.
+        A choice ends here if it was aborted, if its tokens are complete, or if two engines died while it alone was in flight and it made
+        no progress between these deaths. Iterate to the end, as with `effects_of`.
         """
         self._last_batch = self._last_acknowledged = -1
         self._has_scheduler = True
@@ -406,7 +407,7 @@ class RequestLedger:
     # ---- Beginnings and ends
 
     def _convict(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
-        """End a choice that killed two engines, and remember it: if its client tries again, one more death at that token is enough."""
+        """End a choice that killed two engines, and remember its request: a second try is convicted by one more death at that token."""
         self._convicted[digest_of(entry.request)] = choice.died_at
         if len(self._convicted) > MOST_CONVICTED:
             del self._convicted[next(iter(self._convicted))]
@@ -416,7 +417,7 @@ class RequestLedger:
         return [ChoiceEnded(entry.request.rid, index, done)]
 
     def _rewind(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
-        """Drop tokens whose logprobs the old scheduler had not sent. End the choice if it was aborted or only its end is missing."""
+        """Drop tokens whose logprobs the old scheduler had not sent. End the choice if it was aborted or if its tokens are complete."""
         if entry.request.logprobs.output:
             del choice.ids[choice.num_logprobs :]
         choice.is_gap, choice.asked_from, choice.done = False, -1, None
@@ -452,7 +453,7 @@ def _resubmission(entry: _Entry) -> GenerateRequest:
 
 
 def digest_of(request: GenerateRequest) -> bytes:
-    """Return a digest of a request's prompt, length, temperature and resource, without its seed or name: it recognises another try."""
+    """Return a digest of a request's prompt, max_new_tokens, temperature and resource. Another try has the same, whatever its seed."""
     digest = hashlib.blake2b(repr((request.sampling.max_new_tokens, request.sampling.temperature)).encode())
     digest.update(request.prompt_ids.tobytes())
     if request.resource is not None:
@@ -461,7 +462,7 @@ def digest_of(request: GenerateRequest) -> bytes:
 
 
 def _end_by_tokens(request: GenerateRequest, index: int, ids: list[int], cached: int) -> RequestDone | None:
-    """Return the end that the tokens themselves imply, for when the old scheduler died before reporting it; None if there is none."""
+    """Return the end that the tokens imply, or None. The old scheduler may have died before it could report that end."""
     if ids and ids[-1] in request.sampling.stop_ids:
         return RequestDone(request.rid, index, "stop", ids[-1], len(ids), cached)
     if len(ids) >= request.sampling.max_new_tokens:
