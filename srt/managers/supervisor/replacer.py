@@ -2,9 +2,9 @@
 
     effects = replacer.handle(event, now_s)        now and then: effects = replacer.tick(now_s)
 
-Before the server is ready every process is needed: the first one that ends, ends the server, with its reason. Later, processes that
-cannot continue are ended and, once they are gone, replaced: a frontend alone; the scheduler and all workers (the engine) together, as
-a new generation. Frontends send their unfinished requests again to the new generation.
+Before the server is ready every process is needed. When the first one ends, the server ends, and gives that process's reason. Later,
+processes that cannot continue are ended and, once they are gone, replaced. A frontend is replaced alone. The scheduler and all workers,
+which form the engine, are replaced together by a new generation, to which frontends send their unfinished requests again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from srt.protocol.messages import EngineReplaced, Failed, FromChild, Heartbeat, 
 
 SILENT_S = 30.0  # a process whose heartbeats stop for this long is given up
 SETTLE_S = 0.3  # one death causes others: listen this long before deciding which was first
-FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # no request sends these
+# Signals that somebody sends. A request that crashes a worker causes none of them.
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LAST_ANSWERS_S = 1.0  # for frontends to tell their clients that the engine has ended
 ENDING_S = 3.0  # for the other processes to end by themselves
 START_S = 120.0  # for replacements to get ready, plus ten times the duration of the server's first start
@@ -44,7 +45,7 @@ class ChildExited:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """A child's link ended. Without a `reason` the child closed it and should exit; else its bytes cannot be read, for this reason."""
+    """A child's link ended. `reason` says why bytes from the child cannot be read; None: the child closed the link and should exit."""
 
     child: ChildKey
     reason: str | None
@@ -93,7 +94,10 @@ class BecameReady:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start replacements for processes that are gone; `reason` is why those ended. `generation` is the engine's, also for frontends."""
+    """Start replacements for processes that are gone; `reason` says why they ended.
+
+    `generation` is the number of the engine that the replacements belong to or, if they are frontends, will serve.
+    """
 
     children: tuple[ChildKey, ...]
     generation: int
@@ -154,10 +158,14 @@ class _Deadline:
 
 @dataclass(slots=True)
 class _Cause:
-    """Reason why the server or a group fails. A death by a signal follows from no other death, so it goes before other reasons."""
+    """Reason why the server or a group fails.
+
+    A signal that the supervisor did not send points to the first death: processes that fail because another is gone exit with a code.
+    So a death by a signal replaces a reason of another kind.
+    """
 
     sentence: str
-    signal: int = 0  # that a process died of
+    signal: int = 0  # the signal that a process died of; 0: none
 
     def hear(self, sentence: str, number: int) -> None:
         """Take another reason for the same failure into account."""
@@ -196,8 +204,8 @@ class Replacer:
     _deadlines: list[_Deadline] = field(default_factory=list)
     _groups: dict[ChildKey, _Group] = field(default_factory=dict)  # each child's group
     _startup_s: float = 0.0
-    _why_now: str = ""  # a sentence that follows the cause of the server's end
-    _has_given_up: bool = False  # on the requests that ran when the stop came
+    _past_replacements: str = ""  # a sentence that is added to the reason of the server's end
+    _has_given_up: bool = False  # frontends were told, after a stop came, that running requests fail
 
     def __post_init__(self) -> None:
         self._alive = {key: _Life() for key in self.children}
@@ -245,9 +253,9 @@ class Replacer:
                 life.last_beat_s = now_s
 
     def was_dying(self, child: ChildKey) -> None:
-        """Count this child's end as its own: it was already ending by itself when it was to be killed.
+        """Note that a child that was to be killed was ending by itself already, so that its end counts as a failure.
 
-        This does not hold while the server stops: there all children end, and one is killed for being late or to save time.
+        This changes nothing while the server stops. All children end then, and one is only killed if it is late, or to save time.
         """
         if self.state is not State.STOPPING:
             self._killed.discard(child)
@@ -286,7 +294,7 @@ class Replacer:
             case Failed():
                 self._last_words[child] = message.message
                 if message.is_final and self.state is State.READY:
-                    self._why_now = ""
+                    self._past_replacements = ""
                     return self._fail(message.message, 0, now_s)
                 return self._cannot_go_on(child, message.message, 0, now_s)
             case Ready():
@@ -326,7 +334,7 @@ class Replacer:
             sentence, number = self._obituary(child, life, returncode), max(0, -returncode)
             effects += self._cannot_go_on(child, sentence, number, now_s)
             if self.state is State.STOPPING and not self._has_obeyed(child, returncode):
-                self._why_now = ""
+                self._past_replacements = ""
                 self._hear_cause(sentence, number)
         self._forget(child)
         group = self._groups[child]
@@ -380,7 +388,7 @@ class Replacer:
             group.lost.hear(sentence, number)
             return []
         group.losses_s = [when_s for when_s in group.losses_s if now_s - when_s < CALM_S]
-        self._why_now = _why_now(len(group.losses_s))
+        self._past_replacements = _past_replacements_in_words(len(group.losses_s))
         if len(group.losses_s) >= self.most_replacements:
             return self._fail(sentence, number, now_s)
         group.losses_s.append(now_s)
@@ -448,7 +456,8 @@ class Replacer:
     def _has_obeyed(self, child: ChildKey, returncode: int) -> bool:
         """Return whether this child ended by itself after it was told to.
 
-        Workers end one by one, and one may miss another in a last step whose result is not needed: their exit code says nothing.
+        Any exit code of a worker will do. Workers end one after the other, so one may fail in a last step because another is gone.
+        Nobody needs the result of that step.
         """
         was_told = child.role not in {role for role, _ in self._stages}
         return was_told and (returncode == 0 or (returncode > 0 and child.role == "worker"))
@@ -484,11 +493,11 @@ class Replacer:
         self._deadlines.clear()
         if self._cause is None:
             return [Finish(0, None)]
-        return [Finish(1, self._cause.sentence + self._why_now)]
+        return [Finish(1, self._cause.sentence + self._past_replacements)]
 
 
-def _why_now(num_losses: int) -> str:
-    """Return the sentence that follows the reason of the server's end: why the process was not replaced."""
+def _past_replacements_in_words(num_losses: int) -> str:
+    """Return a sentence to add to the reason of the server's end: how often the process was replaced before. Empty: never."""
     if not num_losses:
         return ""
     times = f"{num_losses} times" if num_losses > 1 else "once"
