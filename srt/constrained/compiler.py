@@ -1,4 +1,8 @@
-"""A frontend's side of compiling: constraints in, grammars that workers can compile without harm out."""
+"""Check constraints for a frontend, so that workers get only grammars that they can compile safely.
+
+Each constraint is compiled on trial by a process of its own, compile_process.py, which also holds the limits of a trial: time and
+memory. This file starts that process, waits for it, replaces it when it hangs or dies, and keeps the results.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +31,8 @@ MAX_WAITING: Final = 64
 WAIT_S: Final = 5.0  # longest wait for an answer, once the process is up
 START_S: Final = 60.0
 _END_S: Final = 2.0
-_SILENT_S: Final = 10.0  # a process that owes answers and was silent for so long hangs
-# One thread in the process, so that it can fork: neither numpy's nor the tokenizer's pool.
+_SILENT_S: Final = 10.0  # the process hangs if it owes answers and has sent none for this long
+# The process forks, so it must have one thread only. These variables prevent the thread pools of numpy and of the tokenizer.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 logger = logging.getLogger(__name__)
@@ -40,21 +44,21 @@ class CompilerBusy(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What workers need of a constraint: `Grammars.compile(key, text)`."""
+    """A constraint that passed its trial, in the form that workers compile."""
 
-    key: str
-    text: str
+    key: str  # the constraint's key
+    text: str  # llguidance's grammar
 
 
 class Compiler:
     """Owner of the compile process and of the results. Use it from one event loop only.
 
-    The process starts with the first constraint, or by `start`, and ends with this process. One that has died is replaced when the
-    next constraint comes.
+    The compile process is started by the first constraint, or by `start`, and ends when the frontend ends. If it has died, the next
+    constraint starts a new one.
     """
 
     def __init__(self, tokenizer_folder: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """Prepare; nothing is started. vocab_size: that of the model's logits, as workers have it."""
+        """Prepare; nothing is started. `vocab_size` is that of the model's logits, as workers have it."""
         self._setup = Setup(tokenizer_folder, vocab_size, list(eos_ids))
         self._kept: OrderedDict[str, Grammar | str] = OrderedDict()  # a refusal's sentence, or the grammar
         self._num_kept_bytes = 0
@@ -67,10 +71,10 @@ class Compiler:
         await self._running()
 
     async def compile(self, constraint: Constraint) -> Grammar:
-        """Return the constraint's grammar, tried and found well.
+        """Return the grammar of a constraint, after its trial.
 
-        Raise ParameterError if it is refused for good, and CompilerBusy if it should come again later. Takes no longer than WAIT_S,
-        unless the process must be started first.
+        Raise ParameterError if the constraint is refused, and CompilerBusy if the client should try again later. This takes no longer
+        than WAIT_S, unless the process must be started first.
         """
         key = constraint.key
         kept = self._kept.get(key)
@@ -104,10 +108,10 @@ class Compiler:
             return await asyncio.wait_for(asyncio.shield(waiting), WAIT_S)
         except TimeoutError:
             process.check()
-            raise CompilerBusy(f"Other constraints were compiled for {WAIT_S:g} s, and this one still waits.") from None
+            raise CompilerBusy(f"The constraint was not compiled within {WAIT_S:g} s: try again.") from None
 
     def _keep(self, key: str, answer: Answer) -> None:
-        """Keep an answer for good, whether or not anybody still waits for it, and forget the oldest."""
+        """Keep an answer, unless it is `busy`, even if nobody waits for it any more. Beyond the limits drop those unused for longest."""
         del self._waiting[key]
         if answer.busy:
             return
@@ -166,13 +170,13 @@ class _CompileProcess:
         return owed
 
     def check(self) -> None:
-        """End the process if it owes answers and has been silent for long."""
+        """Kill the process if it owes answers and has sent none for _SILENT_S."""
         if self._owed and time.monotonic() - self._heard_s > _SILENT_S:
             logger.error("The process that compiles constraints hangs and is replaced.")
             self._popen.kill()
 
     def close(self) -> None:
-        """Close the socket, at whose end of file the process ends."""
+        """Close the socket. The process ends when it notices that."""
         self.has_ended = True
         self._writer.close()
         if self._task is None:  # it has not started, and nobody else would collect it
@@ -218,7 +222,7 @@ class _CompileProcess:
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start the process, with one end of a socket as its standard input; return the other end too."""
+    """Start the process with one end of a socket as its standard input. Return the process and the other end."""
     ours, theirs = socket.socketpair()
     with theirs:
         popen = subprocess.Popen(
@@ -226,7 +230,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             env={**os.environ, **module_path(), **_ENVIRONMENT},
-            start_new_session=True,  # a terminal's Ctrl-C is for the server, which ends it
+            start_new_session=True,  # a terminal's Ctrl-C must reach only the server, which then ends this process
         )
     return popen, ours
 
