@@ -2,7 +2,9 @@
 
 Penalties, bias, the min_new_tokens mask, temperature, top_k, top_p and min_p are applied in this order, each to the result of the one
 before. Then the token with the largest logit / T + Gumbel noise in float32 wins; there is no noise at T = 0, and the lowest token id
-wins a tie. A pass touches only rows that asked for it, and every rank of a tensor-parallel group draws the same ids.
+wins a tie. Each of these steps touches only rows that asked for it. Every rank of a tensor-parallel group draws the same ids.
+
+Logprobs are not computed here. step_sampler.py takes them from the model's own logits, before anything above is applied.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Sampler:
     def draw_adjusted(
         self, logits: torch.Tensor, slots: torch.Tensor, rows: DrawTables, positions: torch.Tensor
     ) -> Draws:
-        """Draw for rows with any adjustments and filters. Logits of another dtype than float32 are not overwritten.
+        """Draw for rows with any adjustments and filters. Logits are overwritten if they are float32, and only then.
 
         Nothing here waits for the device, so a CUDA graph can hold it.
         """
@@ -81,11 +83,11 @@ class Sampler:
     def draw_plain(
         self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> Draws:
-        """Draw for rows that use only a temperature. Logits of any dtype are not overwritten."""
+        """Draw for rows that use only a temperature. The logits are not overwritten."""
         return self._draw(logits, DrawRows(temperatures, seeds, positions))
 
     def draw_filtered(self, logits: torch.Tensor, rows: DrawTables, positions: torch.Tensor) -> Draws:
-        """Draw for rows of which some use filters. Logits of any dtype are not overwritten."""
+        """Draw for rows of which some use filters. The logits are not overwritten."""
         whole = gather_vocabulary(self._tp, logits, self._vocab_size)
         thresholds = self._thresholds(whole, None, rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
         return self._draw(logits, DrawRows(rows.temperatures, rows.seeds, positions, thresholds))
@@ -105,7 +107,7 @@ class Sampler:
         return self._tables.token_table, self._tables.adjustments, self._shard_start
 
     def _rows(self, logits: torch.Tensor, info: SamplingBatchInfo) -> DrawRows:
-        """Return the sampling parameters of every row from those of the noisy rows; greedy rows get a temperature of 0."""
+        """Return the sampling parameters of every row. `info` lists only noisy rows, whose temperature is above 0; others are greedy."""
         arrays, device = info.arrays, logits.device
         temperatures = torch.zeros(info.num_rows, dtype=torch.float32, device=device)
         temperatures[arrays.noisy_rows] = arrays.temperatures
@@ -119,7 +121,7 @@ class Sampler:
     def _filter_thresholds(
         self, logits: torch.Tensor, temperatures: torch.Tensor, arrays: SamplingArrays[torch.Tensor]
     ) -> torch.Tensor:
-        """Return [R]: the smallest logit / T that passes all filters of each row; -inf for a row without filters."""
+        """Return for each row the smallest logit / T that passes all of its filters; -inf for a row without filters."""
         rows, filters = arrays.filter_rows, (arrays.top_ks, arrays.top_ps, arrays.min_ps)
         if self._tp.size == 1:
             return self._thresholds(logits[:, : self._vocab_size], rows, temperatures, *filters)
@@ -170,9 +172,10 @@ def filter_thresholds(
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
 ) -> torch.Tensor:
-    """Return [R]: for each of the F `rows` of logits [R, vocabulary] the smallest logit / T that passes its filters; -inf for others.
+    """Return a threshold for each row of `logits` [rows, vocabulary]: the smallest logit / T that passes the row's filters.
 
-    None as `rows` means all. A row of temperature 0 is greedy and is not filtered.
+    Only the rows with the indices `rows` (None: all) have filters; the other arguments have one entry for each of them. The threshold is
+    -inf for all other rows, and for greedy rows (temperature 0).
     """
     is_noisy = temperatures > 0
     scaled = logits if rows is None else logits[rows]
@@ -186,9 +189,9 @@ def filter_thresholds(
 def filter_threshold(
     scaled: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
 ) -> torch.Tensor:
-    """Return [rows, 1]: the smallest value of each row ([rows, vocabulary], logit / T) that passes top_k, then top_p, then min_p.
+    """Return the smallest value of each row that passes top_k, then top_p, then min_p, as [rows, 1].
 
-    Filters cut by value: all ties with the last value that passes also pass.
+    `scaled` [rows, vocabulary] is logit / T. Filters compare values only, so a value passes if it equals one that passes.
     """
     ordered = _sorted_descending(scaled)
     last = (top_ks.clamp(max=ordered.shape[1]) - 1).unsqueeze(1)

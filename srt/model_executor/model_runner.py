@@ -25,12 +25,12 @@ from srt.sampling.sampling_batch_info import SamplingBatchInfo
 class ModelRunner:
     """Runs steps one after the other. Ranks of a replica make the same calls in the same order.
 
-    `startup/start_runner.py` creates it. A worker's process calls `launch` for every step, and `reset` and `inspect` between steps. It
-    captures graphs through `graphs`, and reports facts from `loaded` and `state`. `execute` and `sample` are the two halves of `launch`.
+    `startup/start_runner.py` creates it. A worker's process calls `launch` for every step, or the two halves of it, `execute` and
+    `sample`. Between steps the process may call `reset`, `inspect` and `graphs.capture_next`. It also reads `loaded` and `state`.
     """
 
     def __init__(self, loaded: LoadedModel, state: DeviceState, sampler: StepSampler, graphs: StepGraphs) -> None:
-        """If `graphs` has no runner of decodes, as in trials before the start, decode steps run like any other step."""
+        """Without `graphs.decodes` decode steps run like any other step; so they do in startup/trial_runner.py, which has no graphs."""
         self.loaded = loaded
         self.state = state
         self.graphs = graphs
@@ -43,7 +43,10 @@ class ModelRunner:
         return StepPlanner(state.num_slots, state.num_pages, state.page_size)
 
     def launch(self, section: PlanSection) -> StepOutput:
-        """Call `execute` and `sample`. The caller must be in inference mode: entering it takes as long as planning a decode step."""
+        """Run both halves of a step. The caller must be in inference mode.
+
+        This method does not enter that mode for each step, because entering it takes as long as planning a decode step.
+        """
         return self._sample(self._execute(section), None)
 
     @torch.inference_mode()
@@ -67,12 +70,12 @@ class ModelRunner:
 
     @cached_property
     def mask_buffers(self) -> MaskBuffers:
-        """The memory for masks of tokens, taken when the first row needs one."""
+        """The memory for masks of tokens, allocated when the first row needs one."""
         loaded = self.loaded
         return MaskBuffers(self.state.num_slots, loaded.config.vocab_size, loaded.device)
 
     def inspect(self) -> dict[str, Scalar]:
-        """Return the values that WorkDone describes for `inspect`."""
+        """Return a hash of the page table, as WorkDone defines it, the number of slots in it, and the number of compiled decode steps."""
         table = self.state.req_to_token_pool.page_table.cpu().numpy()
         pages = {slot: table[slot, :count] for slot, count in self._planner.slots.num_pages_of_admitted().items()}
         values: dict[str, Scalar] = {"tables_hash": tables_hash(pages), "num_slots_seen": len(pages)}
@@ -109,15 +112,15 @@ class ModelRunner:
 
     def forward_decode(self, step: DecodeStep) -> DecodeOutput:
         """Compute the logits of a step in which every row decodes, in fixed buffers; replay a graph if there is one."""
-        assert self._decode_runner is not None, "a trial runner cannot run decode steps from fixed buffers"
+        assert self._decode_runner is not None, "a runner without graphs.decodes has no fixed buffers for decode steps"
         return DecodeOutput(step, self._decode_runner.forward(step))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the hidden states [tokens in `output_tokens`, hidden size]."""
+        """Return the hidden states [tokens, hidden size]: of the batch's `output_tokens`, or of all tokens if that is None."""
         return self.forward_idle() if batch.forward_mode is ForwardMode.IDLE else self.forward_extend(batch)
 
     def forward_extend(self, batch: ForwardBatch) -> torch.Tensor:
-        """Compute the hidden states of a step with prompt tokens, or of decodes with changes that `forward_decode` does not support."""
+        """Compute the hidden states of any step that has rows. Steps with prompt tokens or admissions come here, others if they must."""
         pieces = self.graphs.pieces
         if pieces is not None and pieces.can_run(batch):
             return pieces.replay(batch)
@@ -164,7 +167,7 @@ class ModelRunner:
 
     def _sample_decodes(self, output: DecodeOutput, masks: TokenMasks | None) -> StepOutput:
         runner, step, loaded = self._decode_runner, output.step, self.loaded
-        assert runner is not None, "a trial runner cannot run decode steps from fixed buffers"
+        assert runner is not None, "a runner without graphs.decodes has no fixed buffers for decode steps"
         num_rows = len(step.slots)
         if self._sampler.draws_by_row(step.kind):
             self._sampler.mask(output.logits, masks)

@@ -46,10 +46,12 @@ if TYPE_CHECKING:
     from srt.model_executor.model_runner import ModelRunner
     from srt.model_executor.step.step_output import StepOutput
 
-SPIN_S = 2e-3  # after an event the device is polled without a pause for this long: a decode step hardly takes longer
-MAINTAIN_EVERY = 50  # steps with constrained rows
-NAP_S = 50e-6  # pause between two polls from then on
-LOCK_S = 5e-4  # GIL switch interval: a compiling thread keeps the GIL from the launching thread no longer than this
+# A worker polls the device without a pause for SPIN_S after a step began or ended: few decode steps take longer. After that it pauses
+# for NAP_S between two polls.
+SPIN_S = 2e-3
+NAP_S = 50e-6
+MAINTAIN_EVERY = 50  # steps with constrained rows between two calls of `maintain`
+LOCK_S = 5e-4  # GIL switch interval: the longest time for which the launching thread waits until another thread gives up the GIL
 
 
 class _InFlight(NamedTuple):
@@ -74,7 +76,7 @@ class TpWorker:
         num_ranks: int = 1,
         grammars: GrammarLoader | None = None,
     ) -> None:
-        """`grammars` None: requests with a grammar are refused."""
+        """Without `grammars`, requests with a grammar are refused."""
         self._trace = tracer or Tracer()
         self._rank = rank
         self._is_alone = num_ranks == 1
@@ -136,7 +138,7 @@ class TpWorker:
                     time.sleep(NAP_S)
 
     def _launch(self, plan: StepPlan, arrived_s: float) -> None:
-        assert len(plan.sections) == 1, f"{len(plan.sections)} attention groups, but this replica has one"
+        assert len(plan.sections) == 1, f"the plan has {len(plan.sections)} sections, but this worker runs one"
         (section,) = plan.sections
         output, constrained = self._run(section)
         if self._trace.is_on:
@@ -147,7 +149,7 @@ class TpWorker:
         self._in_flight.append(_InFlight(plan.step, output, arrived_s, constrained))
 
     def _run(self, section: PlanSection) -> tuple[StepOutput, list[SamplingRow]]:
-        """Launch a step, and return what it will have drawn, and those of its rows that follow a grammar.
+        """Launch a step. Return a handle to its output, and the list of its rows that follow a grammar.
 
         What such a row may draw depends on its last token, which the step before has drawn. The forward pass needs no masks: it is
         launched first, and runs while the earlier steps are answered and the masks are filled.
@@ -275,7 +277,8 @@ def load_runner(child: Child) -> ModelRunner:
     from srt.model_executor.loaded_model import resolve_device
     from srt.model_executor.startup.start_runner import start_runner
 
-    # A worker's operations run one after the other: a second pool of threads would only take cores.
+    # A worker's operations run one after the other, so threads that run several at once would only take cores. The number of threads
+    # in one operation is OMP_NUM_THREADS, which child_process.py sets.
     torch.set_num_interop_threads(1)
     args, rank = start.args, start.index
     config = ModelConfig.from_folder(start.model_folder, args.model_overrides(), args.context_length)
@@ -310,7 +313,10 @@ def load_runner(child: Child) -> ModelRunner:
 
 
 def _hash_compiler() -> None:
-    """Hash Triton early, in a thread: the first kernel needs the hash of its hundreds of megabytes, and hashing releases the GIL."""
+    """Compute the hash of Triton's files early. The first kernel needs it, and it covers hundreds of megabytes.
+
+    This runs in a thread, beside the main one: hashing releases the GIL.
+    """
     from triton.runtime.cache import triton_key
 
     triton_key()
