@@ -1,10 +1,13 @@
 """Map token prefixes to the pages with their KV: a compressed radix tree whose edges split at page boundaries.
 
-                 root                 an edge holds the ids of whole pages, and the numbers of those pages
+                 root
             ┌─────┴──────┐
-        [3 pages]     [1 page]        a pin on a node counts on all of its ancestors, so below a node without pins
-        ┌───┴───┐                     nothing is pinned; leaves without pins can be evicted, least recently used first
+        [3 pages]     [1 page]
+        ┌───┴───┐
     [2 pages] [7 pages]
+
+An edge holds the ids of whole pages, and the numbers of those pages. A pin on a node counts on all of its ancestors, so nothing below a
+node without pins is pinned. Leaves without pins can be evicted, least recently used first.
 
 The tree owns the pages in it. A request owns its pages until it hands them over with `extend`. Ids and page numbers are bytes, int32
 values as they travel in messages: cutting, comparing and joining bytes costs a tenth of what it costs for small arrays.
@@ -67,7 +70,7 @@ class Extension:
     __slots__ = ("end", "given_up", "not_taken")
 
     def __init__(self, end: RadixNode, given_up: bytes, not_taken: bytes) -> None:
-        self.end = end  # pinned instead of the previous node
+        self.end = end  # the node that is pinned now instead of the caller's
         self.given_up = given_up  # pages that the tree replaced by the caller's; the caller must free them
         self.not_taken = not_taken  # pages that remain the caller's
 
@@ -88,8 +91,9 @@ class RadixCache:
         self._num_nodes = 1
         self._clock = 0
         self._serial = 0
-        # Evictable leaves. By frequency they are in a heap. By last use a linked list suffices, because a leaf that is unpinned is the
-        # most recently used. But a node that loses its last child belongs in the middle of the list, so it goes to the heap as well.
+        # Evictable leaves. With `by_frequency` all of them are in the heap. Otherwise a leaf goes to the end of a linked list when it
+        # loses its last pin, because it was just used. A node that becomes a leaf when its last child is evicted would belong in the
+        # middle of that list, so it goes to the heap instead. `_pop_least` looks at both.
         self._evictable: list[_Offer] = []  # the heap; may have outdated entries
         self._line = RadixNode(-1, None, b"", NO_PAGES, NO_PAGES)  # sentinel that closes the list to a ring
         self._line.older = self._line.newer = self._line
@@ -134,9 +138,9 @@ class RadixCache:
     def extend(self, node: RadixNode, salt: str, ids: bytes, pages: bytes) -> Extension:
         """Continue the prefix that ends at `node`, which the caller has pinned, by `pages` that hold `ids`.
 
-        The caller's pin moves to the new end. If the tree already has pages for the same ids, it exchanges them for the caller's unless
-        they are pinned. So the pin protects no more pages from eviction than the caller brings. Pinned pages stay, and the caller keeps
-        its own.
+        The caller's pin moves to the new end. The tree may already have pages for the same ids. If those are pinned, they stay, and the
+        caller keeps its own. Otherwise the tree takes the caller's pages and gives up its own, so that one set of pages becomes free.
+        Without that exchange the call would lower the number of pages that are free or can be evicted.
         """
         position, count, given_up, not_taken = 0, len(pages) // ITEM, NO_PAGES, NO_PAGES
         while position < count:
@@ -194,7 +198,7 @@ class RadixCache:
         return b"".join(evicted)
 
     def drop(self, node: RadixNode) -> bytes:
-        """Forget the prefix that ends here, back to the first node that is pinned or shared; the caller gets its pages."""
+        """Forget the prefix that ends here, back to the first node that is pinned or shared. Return its pages to the caller."""
         dropped = list[bytes]()
         while node.parent is not None and not node.pins and not node.children:
             parent = node.parent
