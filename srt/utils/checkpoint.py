@@ -58,9 +58,10 @@ class TensorHeader:
 
 
 def resolve_model_path(model_path: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """Return the folder that `--model-path` names: an existing folder, else a shipped model, else a hub id in the local cache.
+    """Return the folder that `--model-path` names: an existing folder, else a shipped model, else a model of the hub.
 
-    A hub id is downloaded unless the cache has it or HF_HUB_OFFLINE is set. ModelError says in one sentence what is wrong.
+    A model of the hub is downloaded unless the local cache has it. With HF_HUB_OFFLINE it must be in the cache. ModelError says in one
+    sentence what is wrong.
     """
     try:
         path = Path(model_path).expanduser()
@@ -82,7 +83,7 @@ def resolve_model_path(model_path: str, revision: str | None = None, download_di
 
 
 def _download(hub_id: str, revision: str | None, download_dir: str | None) -> Path:
-    """Return the snapshot of a hub repository, complete as far as the cache or the hub can tell."""
+    """Return the local folder of a hub repository, after downloading what is missing. Without the hub, the cached folder will do."""
     # Imported here because only hub ids need it, and the import is slow.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -152,7 +153,8 @@ def estimate_weight_bytes(folder: str | Path, dtype: str | None = None) -> int:
 def is_copy(one: TensorHeader, other: TensorHeader) -> bool:
     """Return whether two tensors are equal to the byte.
 
-    Comparing two of 600 MB takes 0.1 to 0.3 s from the page cache, otherwise the time to read both from disk.
+    Comparing two tensors of 600 MB takes 0.1 to 0.3 s if their files are in the page cache. Otherwise it takes as long as reading both
+    from the disk.
     """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -169,7 +171,11 @@ def data_start(file: Path) -> int:
 
 
 def version_of(folder: str | Path) -> str:
-    """Return a hash of the files' names, sizes and modification times, which changes if the checkpoint is changed."""
+    """Return a hash of the files' names, sizes and modification times, which changes if the checkpoint is changed.
+
+    The supervisor keeps the hash of its start. Each child compares it before anything else (managers/process/child.py): if the files were
+    changed, the child ends with CheckpointChanged, and the server ends with that reason instead of replacing the child.
+    """
     files = sorted({file for pattern in HUB_PATTERNS for file in Path(folder).glob(pattern) if file.is_file()})
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
