@@ -62,12 +62,12 @@ async def chat(exchange: Exchange, service: Service) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A checked call for the next message of a conversation. Other APIs' calls are written as one of these, too."""
+    """A checked call for the next message of a conversation. /v1/messages and /v1/responses make one of their calls."""
 
     body: ChatBody
     identity: Identity
     request: GenerateInput
-    form: OutputForm | None  # how its outputs are to be read; None: they are text as they stand
+    form: OutputForm | None  # how reasoning and calls are written in its outputs; None: an output is content only
 
     @property
     def output_form(self) -> OutputForm:
@@ -87,7 +87,7 @@ def parse_call(given: object, service: Service, prefix: str) -> ChatCall:
 def parse_input(
     body: ChatBody, identity: Identity, engine: TokenizerManager
 ) -> tuple[GenerateInput, OutputForm | None]:
-    """Return the input, and how its outputs are to be read; None if they are text as they stand."""
+    """Return the input for the engine, and how reasoning and calls are written in its outputs. The form None says: not at all."""
     body.check_limits()
     add_generation_prompt = not body.continue_final_message
     if body.add_generation_prompt is not None:
@@ -195,7 +195,7 @@ class ChatAnswer:
         engine: TokenizerManager,
         parts: Sequence[MessageParts] | None = None,
     ) -> None:
-        """Write the answer to `body`. `parts` tell the message of each choice from its text; None: the text is the content."""
+        """`parts` has a reader for each choice, which splits its text into reasoning, content and calls. None: all text is content."""
         self._identity = identity
         self._parts = parts
         self._usage = usage
@@ -204,7 +204,7 @@ class ChatAnswer:
         self._of_prompt: PromptFields = {}
         self._whole: dict[int, ChatChoice] = {}
         self._began = [False] * body.n
-        # By choice and field, a template for events that differ only in text. None if more than the text changes.
+        # Templates of events, by choice and field. They are used only if nothing but the text changes between events.
         self._text_events: dict[tuple[int, str], TextEvent] = {}
         self._has_plain_events = self._logprobs is None and not self._facts.has_ids and not usage.in_every_chunk
 
@@ -262,7 +262,7 @@ class ChatAnswer:
         return events
 
     def _text_event(self, update: ChoiceUpdate, delta: ChatDelta) -> bytes:
-        """Return a delta as an event, where nothing else changes between events."""
+        """Return the event for a delta. The caller has checked that nothing but the text changes between events."""
         for field in _TEXT_FIELDS:
             text = delta.get(field)
             if text is not None:
