@@ -101,20 +101,31 @@ _OF_ROLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "system": ("text",),
     }
 )
+
+
+def _message_of(role: str) -> dict[str, Any]:
+    """Return what is true of messages of a role alone: which blocks they have."""
+    blocks = [_BLOCKS[kind] for kind in _OF_ROLE[role]]
+    content = {
+        "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"anyOf": blocks}}],
+        "description": f"A text, or a list of blocks: {', '.join(_OF_ROLE[role])}.",
+    }
+    properties = {"role": {"const": role, "description": "The role of the author."}, "content": content}
+    return {"type": "object", "properties": properties}
+
+
 MESSAGE_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "role": {"enum": list(ROLES), "description": "The role of the author."},
         "content": {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "minItems": 1, "items": {"anyOf": list(_BLOCKS.values())}},
-            ],
+            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
             "description": "A text, or a list of blocks: text, tool_use, tool_result, thinking, redacted_thinking.",
         },
     },
     "required": ["role", "content"],
     "additionalProperties": False,
+    "anyOf": [_message_of(role) for role in ROLES],
 }
 
 Message = dict[str, Any]
