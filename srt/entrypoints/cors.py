@@ -11,9 +11,9 @@ from srt.utils.host import is_loopback
 
 MAX_AGE_S = 600  # time for which a browser may reuse a preflight's answer
 _METHODS = b"GET, HEAD, POST, PUT, DELETE"
-_USUAL_HEADERS = b"authorization, content-type, x-request-id"
+_USUAL_HEADERS = b"authorization, content-type, x-api-key, x-request-id"
 _PORT = re.compile(r":\d+$")
-_EXPOSED = b"x-request-id, retry-after"
+_EXPOSED = b"x-request-id, request-id, retry-after"
 
 
 class Cors:
