@@ -6,13 +6,14 @@ Two spellings are read: SGLang's older one, `structures` with `triggers`, and th
 |---|---|---|
 | `const_string` | value | this text |
 | `json_schema` | json_schema | JSON that the schema allows |
-| `regex` | pattern | what the expression matches |
+| `regex` | pattern, excludes | what the expression matches, and all of them if it is a list; without any of the texts in excludes |
 | `grammar` | grammar | what the EBNF allows |
 | `any_text` | | any text; only as the last part, or in a tag with an end |
 | `sequence`, `or` | elements | all of them in order; any one of them |
 | `tag` | begin, content, end | the content between two texts |
 | `triggered_tags` | triggers, tags, at_least_one, stop_after_first | free text; after a trigger, one of the tags that begin with it |
 | `tags_with_separator` | tags, separator, at_least_one, stop_after_first | the tags, with the separator between them |
+| `members` | elements, required, separator | the elements in order, less some for which the list `required` says false |
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any, Final
 from srt.constrained.json_schema import SchemaRefusal
 
 _ANY: Final = "/(?s:.*)/"
+_SLASH: Final = re.compile(r"\\(?s:.)|/|\n")
+_SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 Node = Mapping[str, Any]
 
 
@@ -66,6 +69,8 @@ class StructuralTag:
                 return self._rule(self._literal(_text(node, "value", place)))
             case "json_schema":
                 return self._rule(f"%json {self._schema(node, place)}")
+            case "regex" if isinstance(node.get("pattern"), list) or node.get("excludes"):
+                return self._rule_of_terminal(_all_of(_expressions(node, place), node.get("excludes") or [], place))
             case "regex":
                 return self._beside_rule("regex", _text(node, "pattern", place))
             case "grammar":
@@ -88,6 +93,8 @@ class StructuralTag:
                 return self._triggered(node, place, is_last)
             case "tags_with_separator":
                 return self._separated(node, place)
+            case "members":
+                return self._members(node, place, is_last)
         raise TagRefusal(f"has the type {kind!r} at {place}, which is not supported")
 
     def _schema(self, node: Node, place: str) -> str:
@@ -106,8 +113,11 @@ class StructuralTag:
         if not isinstance(ends, list) or not ends or not all(isinstance(end, str) for end in ends):
             raise TagRefusal(f"needs a string in end, at {place}")
         content = node.get("content")
-        if isinstance(content, dict) and content.get("type") == "any_text" and any(ends):
+        known = content if isinstance(content, dict) else {}
+        if known.get("type") == "any_text" and any(ends):
             inner, end = self._free_text(ends), ""
+        elif known.get("type") == "regex" and known.get("excludes") and len(ends) == 1 and ends[0]:
+            inner, end = self._text_with_end(known, ends[0], f"{place}/content"), ""
         else:
             inner = self._node(content, f"{place}/content", is_last and not any(ends))
             end = self._rule(" | ".join(self._literal(one) for one in ends)) if any(ends) else ""
@@ -115,13 +125,29 @@ class StructuralTag:
 
     def _free_text(self, ends: Sequence[str]) -> str:
         """Return a rule for free text up to and with the first of these ends."""
-        first_special = [part for end in ends for part in self._pieces(end)[:1] if part in self._special_ids]
-        if len(first_special) == len(ends):  # text cannot hold a special token, so it ends before one by itself
-            return self._rule(f"{_ANY} ({' | '.join(self._literal(end) for end in ends)})")
-        if first_special or any(len(self._pieces(end)) > 1 for end in ends):
-            raise TagRefusal("ends free text with a special token behind or beside other text, which is not supported")
-        options = " | ".join(_quoted(end) for end in ends)
-        return self._rule(f"{_ANY} ({options})", options="[lazy]")
+        plain = [end for end in ends if self._pieces(end) == [end] and end not in self._special_ids]
+        options = [self._rule(f"{_ANY} ({' | '.join(map(_quoted, plain))})", options="[lazy]")] if plain else []
+        for end in ends:
+            if end not in plain:  # free text cannot hold a special token, so it ends before one by itself
+                text, rest = self._before_special(end)
+                options.append(f"{self._rule_of_terminal(f'{_ANY} {_quoted(text)}' if text else _ANY)} {rest}")
+        return self._rule(" | ".join(options))
+
+    def _text_with_end(self, content: Node, end: str, place: str) -> str:
+        """Return a rule for text that matches expressions, and the end behind it, at its first place in the text."""
+        text = _all_of(_expressions(content, place), content["excludes"], place)
+        if self._pieces(end) == [end] and end not in self._special_ids:
+            # One terminal: as two, the first would go on into the end.
+            return self._rule_of_terminal(f"(({text}) {_quoted(end)}) & ~/(?s:.*){_escaped(end)}(?s:.+)/")
+        before, rest = self._before_special(end)
+        return self._rule(f"{self._rule_of_terminal(f'({text}) {_quoted(before)}' if before else text)} {rest}")
+
+    def _before_special(self, end: str) -> tuple[str, str]:
+        """Return the text before the first special token in `end`, and the rest of it as Lark."""
+        first, *others = self._pieces(end)
+        if first in self._special_ids:
+            return "", self._literal(end)
+        return first, self._literal("".join(others))
 
     def _triggered(self, node: Node, place: str, is_last: bool) -> str:
         triggers = _list(node, "triggers", place)
@@ -157,7 +183,30 @@ class StructuralTag:
         whole = one if node.get("stop_after_first") is True else f"{one} {rest}"
         return self._rule(whole if node.get("at_least_one") is True else f"({whole})?")
 
+    def _members(self, node: Node, place: str, is_last: bool) -> str:
+        elements = node.get("elements")
+        required = node.get("required")
+        if not isinstance(elements, list) or not isinstance(required, list) or len(required) != len(elements):
+            raise TagRefusal(f"needs lists of one length in elements and required, at {place}")
+        separator = _text(node, "separator", place, may_be_empty=True)
+        between = f"{self._literal(separator)} " if separator else ""
+        # What may follow, from the last element to the first: behind an element, and where there is none yet.
+        following = beginning = self._rule('""')
+        for index in reversed(range(len(elements))):
+            one = self._node(elements[index], f"{place}/elements/{index}", is_last and index == len(elements) - 1)
+            without = [] if required[index] else [following]
+            begun = " | ".join([f"{between}{one} {following}", *without])
+            without = [] if required[index] else [beginning]
+            beginning = self._rule(" | ".join([f"{one} {following}", *without]))
+            following = self._rule(begun)
+        return beginning
+
     # ---- Lark
+
+    def _rule_of_terminal(self, body: str) -> str:
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return self._rule(name)
 
     def _rule(self, body: str, options: str = "") -> str:
         name = f"r{len(self._rules)}"
@@ -223,6 +272,33 @@ def _list(node: Node, member: str, place: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise TagRefusal(f"needs a list of at least one entry in {member}, at {place}")
     return value
+
+
+def _expressions(node: Node, place: str) -> list[str]:
+    found: Any = node.get("pattern")
+    expressions: list[Any] = found if isinstance(found, list) else [found]
+    if not expressions or not all(isinstance(one, str) and one for one in expressions):
+        raise TagRefusal(f"needs an expression, or a list of expressions, in pattern, at {place}")
+    return expressions
+
+
+def _all_of(expressions: Sequence[str], excludes: Any, place: str) -> str:
+    """Return a terminal for text that matches all expressions and holds none of the texts in `excludes`."""
+    if not isinstance(excludes, list) or not all(isinstance(one, str) and one for one in excludes):
+        raise TagRefusal(f"needs a list of texts in excludes, at {place}")
+    terms = [f"/{_SLASH.sub(_with_escaped_slash, one)}/" for one in expressions]
+    terms += [f"~/(?s:.*){_escaped(one)}(?s:.*)/" for one in excludes]
+    return " & ".join(terms)
+
+
+def _with_escaped_slash(found: re.Match[str]) -> str:
+    """Return a piece of an expression as it is written between slashes in Lark."""
+    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
+
+
+def _escaped(text: str) -> str:
+    """Return text as an expression that matches it, as it is written between slashes in Lark."""
+    return _SPECIAL.sub(r"\\\g<0>", text).replace("\n", r"\n")
 
 
 def _quoted(text: str) -> str:

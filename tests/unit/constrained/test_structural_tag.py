@@ -43,6 +43,12 @@ def const(value: str) -> dict[str, Any]:
     return {"type": "const_string", "value": value}
 
 
+def members(required: list[bool], separator: str) -> dict[str, Any]:
+    elements = [const(letter) for letter in "abc"]
+    return {"format": {"type": "members", "elements": elements, "required": required, "separator": separator}}
+
+
+SHORT = {"type": "regex", "excludes": ["</p>"]}
 THINK = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": ["</think>", "</end>"]}
 
 ALLOWED: list[tuple[dict[str, Any], list[str], list[str]]] = [
@@ -80,6 +86,33 @@ ALLOWED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["some text<|im_start|>x"],
         ["some text", "<|im_end|>x"],
     ),
+    (
+        sequence({"type": "regex", "pattern": ["[a-z/]+", "(?s:.{2,4})"], "excludes": ["no"]}),
+        ["ab", "a/n", "onx"],
+        ["a", "abcde", "ano", "A"],
+    ),
+    (
+        sequence(
+            {"type": "tag", "begin": "<p>", "content": {**SHORT, "pattern": "(?s:.){0,6}"}, "end": "</p>"}, const("!")
+        ),
+        ["<p></p>!", "<p>a</b\n</p>!", "<p></</p>!"],
+        ["<p>1234567</p>!", "<p>a</p></p>!", "<p>a</p>"],
+    ),
+    (
+        sequence(
+            {"type": "tag", "begin": "", "content": {**SHORT, "pattern": "(?s:.){0,6}"}, "end": "</<|im_start|>p>"}
+        ),
+        ["</<|im_start|>p>", "a/<</<|im_start|>p>"],
+        ["a<|im_start|>p>", "1234567</<|im_start|>p>"],
+    ),
+    (
+        sequence({"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": ["</<|im_start|>p>", "stop"]}),
+        ["some text</<|im_start|>p>", "</</<|im_start|>p>", "some stop"],
+        ["some text", "some<|im_start|>p>", "stop it"],
+    ),
+    (members([True, False, False], ", "), ["a", "a, b", "a, c", "a, b, c"], ["", "b", "a, c, b", "a, ", "a, b, b"]),
+    (members([False, False, False], ""), ["", "b", "ac", "abc"], ["ba", "aa"]),
+    (members([False, True, False], ";"), ["b", "a;b", "b;c", "a;b;c"], ["a", "a;c", ";b"]),
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "needs either format, or structures"),
@@ -98,6 +131,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (sequence({"type": "grammar", "grammar": "root ::= x"}), "cannot be read: "),
     (sequence({"type": "regex", "pattern": "("}), "cannot be compiled: "),
+    (sequence({"type": "regex", "pattern": []}), "needs an expression, or a list of expressions, in pattern, at"),
+    (sequence({"type": "regex", "pattern": "a", "excludes": [1]}), "needs a list of texts in excludes, at format"),
+    (sequence({"type": "members", "elements": [], "required": [True]}), "needs lists of one length in elements and"),
 ]
 
 
