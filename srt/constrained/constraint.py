@@ -56,6 +56,11 @@ def read_constraint(fields: Mapping[str, Any]) -> Constraint | None:
     return found[0] if found else None
 
 
+def tag_constraint(source: str, format_: Mapping[str, Any]) -> Constraint:
+    """Return the constraint of a structural tag that the server has made of what the field `source` says. Raise ParameterError."""
+    return Constraint("structural_tag", _compact(source, {"format": format_}), source)
+
+
 # ---- Fields whose value is the constraint itself
 
 

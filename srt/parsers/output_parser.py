@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from srt.parsers.call_format import CallFormat
 from srt.parsers.events import Event, Text, merged
 from srt.parsers.format import Format
 from srt.parsers.reasoning.think_tags import Tags, ThinkTags
@@ -23,7 +24,7 @@ from srt.parsers.tool_calls.pythonic import Pythonic
 from srt.parsers.tool_calls.qwen3_coder import Qwen3Coder
 from srt.parsers.tools import Tools
 
-TOOL_CALL_PARSERS: Mapping[str, type[Format]] = MappingProxyType(
+TOOL_CALL_PARSERS: Mapping[str, type[CallFormat]] = MappingProxyType(
     {
         "hermes": Hermes,
         **dict.fromkeys(("qwen", "qwen25"), Hermes),

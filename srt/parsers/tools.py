@@ -52,6 +52,11 @@ class Tools:
         return set(_types_of(schema, root, _MAX_DEPTH))
 
 
+def is_json(text: str) -> bool:
+    """Return whether the text is a JSON value."""
+    return _parsed(text) is not _NOT_JSON
+
+
 def quoted(text: str) -> str:
     """Return the text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
@@ -64,6 +69,8 @@ def _types_of(schema: Any, root: Any, depth: int) -> Iterator[str]:
     yield from (one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str))
     if kind is None and isinstance(schema.get("enum"), list):
         yield from (name for name, types in _TYPES.items() if any(type(one) in types for one in schema["enum"]))
+    if kind is None and "const" in schema:
+        yield from (name for name, types in _TYPES.items() if type(schema["const"]) in types)
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(word), list):
             for one in schema[word]:

@@ -40,12 +40,14 @@ TOOL_SCHEMA: dict[str, Any] = {
 }
 _CHOICE_FIELDS: dict[str, Any] = {
     "type": {
-        "enum": ["auto", "none"],
-        "description": "auto: the model decides on calls; none: it is told of no tools.",
+        "enum": ["auto", "any", "tool", "none"],
+        "description": "auto: the model decides on calls; any: the answer is at least one call; tool: it is one call of the tool in"
+        " `name`; none: the model is told of no tools.",
     },
+    "name": {"type": "string", "description": "The tool to call, with the type tool."},
     "disable_parallel_tool_use": {
         "type": ["boolean", "null"],
-        "description": "If true, an answer has one call at most: later ones are left out.",
+        "description": "If true, an answer has one call at most.",
     },
 }
 TOOL_CHOICE_SCHEMA: dict[str, Any] = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from srt.constrained.constraint import Constraint
+from srt.constrained.constraint import Constraint, tag_constraint
 from srt.entrypoints.answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -28,15 +28,17 @@ from srt.entrypoints.openai.parts import ChatLogprobs, Identity, Usage, finish_f
 from srt.entrypoints.openai.prompt_facts import PromptFacts
 from srt.entrypoints.openai.refusals import refuse_agent_fields
 from srt.entrypoints.openai.schema import EFFORTS, ChatBody
+from srt.entrypoints.openai.tool_choice import ToolChoice, demanded_calls, read_tool_choice
 from srt.entrypoints.openai.tools import callable_tools, checked_tools
 from srt.entrypoints.request_schema import bad_parameter, checked_sampling_params, renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import TextEvent, answer_call, event
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, GenerateInput, RequestError
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
+from srt.parsers.forms import Node
 from srt.parsers.output_parser import HARMONY, is_left_open, markers_of
 from srt.parsers.tools import Tools
-from srt.sampling.parameter_checks import show
+from srt.sampling.parameter_checks import ParameterError, show
 
 _KIND, _CHUNK = "chat.completion", "chat.completion.chunk"
 _NO_IDS: OutputFields = {}
@@ -97,11 +99,11 @@ def parse_input(
     params = checked_sampling_params(
         body.sampling(), lambda given: engine.sampling_params(given, None), body.written_as("messages")
     )
-    constraint = body.constraint()
     messages = plain_messages(body.messages)
     if body.continue_final_message and messages[-1]["role"] != "assistant":
         raise bad_parameter("continue_final_message", "needs a last message with the role assistant")
     tools = checked_tools(body.tools) if body.tool_choice != "none" else []
+    choice = read_tool_choice(body.tool_choice, tools)
     prompt = engine.text.apply_chat_template(
         messages,
         tools=tools or None,
@@ -111,8 +113,9 @@ def parse_input(
     )
     continued = messages[-1]["content"] if body.continue_final_message else None
     form = _output_form(body, engine, tools, prompt, continued)
+    constraint = _constraint(body, form, tools, choice)
     if constraint is not None:
-        params = dataclasses.replace(params, constraint=_checked_constraint(constraint, form))
+        params = dataclasses.replace(params, constraint=constraint)
     if form is not None and any(map(engine.text.is_special, markers_of(form.tool_call_parser, form.reasoning_parser))):
         params = dataclasses.replace(params, skip_special_tokens=False)
     request = GenerateInput(
@@ -156,17 +159,33 @@ def _output_form(
     )
 
 
-def _checked_constraint(constraint: Constraint, form: OutputForm | None) -> Constraint:
-    """Refuse constraints beside tools and reasoning: they would forbid the model's own marks."""
-    if form is not None and form.tool_call_parser is not None:
+def _constraint(
+    body: ChatBody, form: OutputForm | None, tools: list[dict[str, Any]], choice: ToolChoice
+) -> Constraint | None:
+    """Return what the answer must look like: as the client says, or as the calls that it demands."""
+    constraint = body.constraint()
+    calls = None if form is None else form.tool_call_parser
+    if choice.demands_calls and calls is not None:
+        if constraint is not None:
+            raise bad_parameter(constraint.source, "and a tool_choice that demands calls exclude each other")
+        constraint = _called(demanded_calls(calls, tools, choice, body.parallel_tool_calls))
+    elif constraint is not None and calls is not None:
         reason = "and tools exclude each other: calls would break the form. Set tool_choice to none, or leave one of them out"
         raise bad_parameter(constraint.source, reason)
-    if form is not None and form.reasoning_parser is not None and form.is_open:
+    if constraint is not None and form is not None and form.reasoning_parser is not None and form.is_open:
+        source = "tool_choice" if choice.demands_calls else constraint.source
         reason = (
             "is not supported yet for an answer that begins with reasoning: switch that off by chat_template_kwargs"
         )
-        raise bad_parameter(constraint.source, reason)
+        raise bad_parameter(source, reason)
     return constraint
+
+
+def _called(form: Node) -> Constraint:
+    try:
+        return tag_constraint("tools", form)
+    except ParameterError as error:
+        raise bad_parameter(error.name, error.reason) from error
 
 
 def _effort(body: ChatBody, engine: TokenizerManager) -> dict[str, Any]:

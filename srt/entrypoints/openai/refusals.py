@@ -10,23 +10,23 @@ from srt.entrypoints.request_schema import bad_parameter
 MAX_SHOWN = 200
 
 _TOOLS = "is not supported yet: this server calls no functions here. Use tools in /v1/chat/completions"
-_CHOICE = "is not supported yet, because it needs constrained decoding: use auto or none"
 
 
 def refuse_agent_fields(body: object, has_tools: bool = False) -> None:
-    """Raise RequestError (400) for functions, for tools where `has_tools` is false, and for calls that are demanded.
+    """Raise RequestError (400) for functions, and for tools and calls that are demanded where `has_tools` is false.
 
     Values that ask for nothing pass; malformed ones are left to the body's own checks.
     """
     if not isinstance(body, dict):
         return
     for field, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        if has_tools and field == "tools":
+            continue
         given, chosen = body.get(field), body.get(choice)
-        if given and isinstance(given, list) and not (has_tools and field == "tools"):
+        if given and isinstance(given, list):
             raise bad_parameter(field, _shown(map(_tool_name, given)) + _TOOLS)
         if chosen and chosen not in ("none", "auto") and isinstance(chosen, (str, dict)):
-            reason = _CHOICE if has_tools and field == "tools" else _TOOLS
-            raise bad_parameter(choice, _shown([_tool_name(chosen)]) + reason)
+            raise bad_parameter(choice, _shown([_tool_name(chosen)]) + _TOOLS)
 
 
 def _tool_name(tool: Any) -> str:

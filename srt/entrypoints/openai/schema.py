@@ -244,10 +244,12 @@ class ChatBody(OpenAIBody):
     continue_final_message: bool = described("Continue the last message, which must be the assistant's.", False)
     chat_template_kwargs: dict[str, Any] = described("Variables for the model's chat template.", {})
     tools: list[dict[str, Any]] = described("Functions that the model may call.", [], items=TOOL_SCHEMA)
-    tool_choice: str | None = described(
-        "auto: the model decides on calls; none: it is told of no tools.", string={"enum": ["auto", "none"]}
+    tool_choice: str | dict[str, Any] | None = described(
+        "auto: the model decides on calls; none: it is told of no tools; required: the answer is at least one call;"
+        " an object: it is one call of this tool.",
+        string={"enum": ["auto", "none", "required"]},
     )
-    parallel_tool_calls: bool = described("If false, an answer has one call at most: later ones are left out.", True)
+    parallel_tool_calls: bool = described("If false, an answer has one call at most.", True)
     reasoning_effort: str | None = described(
         "How much the model reasons, for chat templates that have this variable; none: not at all, where the template can do so.",
         string={"enum": list(EFFORTS)},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -47,7 +47,7 @@ def checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return checked
 
 
-def callable_tools(checked: list[dict[str, Any]]) -> Tools:
+def callable_tools(checked: Sequence[Mapping[str, Any]]) -> Tools:
     """Return the names and arguments of checked tools, for parsers."""
     return Tools({tool["function"]["name"]: tool["function"].get("parameters") for tool in checked})
 

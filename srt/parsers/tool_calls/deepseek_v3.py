@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from srt.parsers.format import Format, Steps
+from srt.parsers.call_format import CallFormat
+from srt.parsers.format import Steps
+from srt.parsers.forms import CallableTool, Node, tag
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
 
-class DeepSeekV3(Format):
+class DeepSeekV3(CallFormat):
     BEGINS = (CALLS_BEGIN, CALL_BEGIN)
+    SECTION = (CALLS_BEGIN, CALLS_END)
+    BETWEEN = "\n"
+
+    @classmethod
+    def call_form(cls, tool: CallableTool) -> Node:
+        begin = f"{CALL_BEGIN}function{SEPARATOR}{tool.name}\n```json\n"
+        return tag(begin, tool.arguments, f"\n```{CALL_END}")
 
     def _part(self) -> Steps[None]:
         yield from self._accept(CALLS_BEGIN)

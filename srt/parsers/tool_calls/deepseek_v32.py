@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from srt.parsers.argument_forms import Place
 from srt.parsers.format import Steps
+from srt.parsers.forms import CallableTool, Node, const, sequence, tag
 from srt.parsers.tool_calls.markup import MarkupFormat
 
 
@@ -15,6 +17,16 @@ class DeepSeekV32(MarkupFormat):
     )
     CALL = ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>")
     ARGUMENT = ('<｜DSML｜parameter name="', "</｜DSML｜parameter>")
+    SECTION = ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>")
+
+    @classmethod
+    def call_form(cls, tool: CallableTool) -> Node:
+        return tag(f'<｜DSML｜invoke name="{tool.name}">\n', cls._members_form(tool), "</｜DSML｜invoke>\n")
+
+    @classmethod
+    def _argument_form(cls, key: str, place: Place, is_string: bool) -> Node:
+        begin = f'<｜DSML｜parameter name="{key}" string="{str(is_string).lower()}">'
+        return sequence(cls._value_form(begin, place, is_string), const("\n"))
 
     def _key(self, tool: str) -> Steps[tuple[str, bool]]:
         key = yield from self._until('"')

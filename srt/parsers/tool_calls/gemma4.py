@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from srt.parsers.format import Format, NotThisForm, Steps
+from srt.parsers.argument_forms import Place, object_members, root_of, text_until
+from srt.parsers.call_format import CallFormat
+from srt.parsers.format import NotThisForm, Steps
+from srt.parsers.forms import CallableTool, FormRefusal, Node, calls, const, either, optional, sequence, tag
 from srt.parsers.tools import quoted
 
 _QUOTE = '<|"|>'
 _MAX_DEPTH = 64
 
 
-class Gemma4(Format):
+class Gemma4(CallFormat):
     BEGINS = ("<|tool_call>",)
+
+    @classmethod
+    def call_form(cls, tool: CallableTool) -> Node:
+        try:
+            arguments = _object_form(root_of(tool))
+        except FormRefusal:
+            arguments = tool.arguments
+        return tag(f"<|tool_call>call:{tool.name}", arguments, "<tool_call|>")
 
     def _part(self) -> Steps[None]:
         yield from self._expect("<|tool_call>")
@@ -31,7 +42,7 @@ class Gemma4(Format):
                 yield from self._expect(",")
                 yield from self._space()
             key = yield from self._key()
-            self._arguments(lead + quoted(key) + ": ")
+            self._arguments(lead + key + ": ")
             yield from self._value(depth)
             lead = ", "
             yield from self._space()
@@ -52,11 +63,14 @@ class Gemma4(Format):
         self._arguments("[]" if lead == "[" else "]")
 
     def _key(self) -> Steps[str]:
+        """Read a key and what stands between it and its value; return the key as JSON."""
         if (yield from self._accept(_QUOTE)):
-            key = yield from self._until(_QUOTE)
+            key = quoted((yield from self._until(_QUOTE)))
             yield from self._expect(_QUOTE)
+        elif (yield from self._next()) == '"':
+            key = yield from self._json()
         else:
-            key = (yield from self._until(":")).strip().strip('"')
+            key = quoted((yield from self._until(":")).strip())
         yield from self._space()
         yield from self._expect(":")
         yield from self._space()
@@ -74,3 +88,44 @@ class Gemma4(Format):
             yield from self._string(_QUOTE)
         else:
             yield from self._json(self._arguments)
+
+
+def _object_form(place: Place) -> Node:
+    if not place.schema.get("properties") and place.schema.get("additionalProperties") is not False:
+        raise place.refusal("has no properties, which")
+    inner = object_members(place, lambda key, one: tag(f"{key}:", _value_form(one), ""), ",")
+    return sequence(const("{"), inner, const("}"))
+
+
+def _value_form(place: Place) -> Node:
+    """Return the format's own form of a value, and JSON, which can also be read, where that is not known."""
+    try:
+        return _own_form(place)
+    except FormRefusal:
+        return place.as_json
+
+
+def _own_form(place: Place) -> Node:
+    schema = place.schema
+    kinds = schema.get("type")
+    if "$ref" in schema:
+        place.only(frozenset(("$ref", "type")))
+        return _own_form(place.target())
+    if isinstance(kinds, list):
+        return either(*(_value_form(place.inner({**schema, "type": kind}, "")) for kind in kinds))
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if kinds == "string" or (kinds is None and listed and all(isinstance(one, str) for one in listed)):
+        return text_until(_QUOTE, place, (_QUOTE,))
+    for name in ("anyOf", "oneOf"):
+        if name in schema:
+            place.only(frozenset((name,)))
+            return either(
+                *(_value_form(place.inner(one, f".{name}.{index}")) for index, one in enumerate(schema[name]))
+            )
+    if kinds == "object":
+        return _object_form(place)
+    if kinds == "array":
+        place.only(frozenset(("type", "items")))
+        entry = _value_form(place.inner(schema.get("items", {}), ".items"))
+        return sequence(const("["), optional(calls([tag("", entry, "")], ",", several=True)), const("]"))
+    return place.as_json

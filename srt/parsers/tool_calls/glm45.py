@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from srt.parsers.argument_forms import Place
 from srt.parsers.format import Steps
+from srt.parsers.forms import CallableTool, Node, const, regex, sequence, tag
 from srt.parsers.tool_calls.markup import MarkupFormat
+
+_MAY_BREAK = regex(r"\n?")  # GLM 4.7 writes no line breaks
 
 
 class Glm45(MarkupFormat):
     BEGINS = ("<tool_call>",)
     CALL = ("<tool_call>", "", "</tool_call>")
     ARGUMENT = ("<arg_key>", "</arg_value>")
+    BETWEEN = "\n"
+
+    @classmethod
+    def call_form(cls, tool: CallableTool) -> Node:
+        return tag(f"<tool_call>{tool.name}", sequence(_MAY_BREAK, cls._members_form(tool)), "</tool_call>")
+
+    @classmethod
+    def _argument_form(cls, key: str, place: Place, is_string: bool) -> Node:
+        value = cls._value_form("<arg_value>", place, is_string)
+        return sequence(const(f"<arg_key>{key}</arg_key>"), _MAY_BREAK, value, _MAY_BREAK)
 
     def _part(self) -> Steps[None]:
         yield from self._expect("<tool_call>")

@@ -7,9 +7,12 @@ Messages of the channel `analysis` are reasoning, those to `functions.f` are cal
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from srt.parsers.call_format import CallFormat
 from srt.parsers.events import Reasoning, Text
-from srt.parsers.format import Format, NotThisForm, Steps, TextEnded
+from srt.parsers.format import NotThisForm, Steps, TextEnded
+from srt.parsers.forms import ANY_TEXT, CallableTool, Node, calls, const, either, members, sequence, tag
 
 _MESSAGE = "<|message|>"
 _BEGINS = ("<|start|>", "<|channel|>")
@@ -18,8 +21,25 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-class Harmony(Format):
+class Harmony(CallFormat):
     BEGINS = _BEGINS
+
+    @classmethod
+    def call_form(cls, tool: CallableTool) -> Node:
+        """Return the form without its end `<|call|>`, which ends the answer."""
+        return tag(f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json{_MESSAGE}", tool.arguments, "")
+
+    @classmethod
+    def calls_form(cls, tools: Sequence[CallableTool], several: bool) -> Node:
+        """Return the form of one call: this format has no second one in an answer. Reasoning may come first."""
+        return behind_messages(calls(list(map(cls.call_form, tools)), "", several=False), "analysis")
+
+    @classmethod
+    def free_form(cls, tools: Sequence[CallableTool], several: bool) -> Node:
+        called = calls(list(map(cls.call_form, tools)), "", several=False)
+        return behind_messages(
+            either(called, tag(f"<|channel|>final{_MESSAGE}", ANY_TEXT, "")), "analysis", "commentary"
+        )
 
     def _part(self) -> Steps[None]:
         header = yield from self._until(_MESSAGE)
@@ -56,3 +76,10 @@ class Harmony(Format):
             self._at -= len(end)
         else:
             tell("")
+
+
+def behind_messages(last: Node, *channels: str) -> Node:
+    """Return the form of an answer whose last message has this form, behind any number of messages of these channels."""
+    before = [tag(f"<|channel|>{channel}{_MESSAGE}", ANY_TEXT, "<|end|>") for channel in channels]
+    ended = sequence(calls(before, "<|start|>assistant", several=True), const("<|start|>assistant"))
+    return members([ended, last], [False, True])

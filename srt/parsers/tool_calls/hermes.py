@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from srt.parsers.format import Steps
-from srt.parsers.tool_calls.json_object import JsonObjectFormat
+from srt.parsers.forms import CallableTool, Node
+from srt.parsers.tool_calls.json_object import JsonObjectFormat, call_object
 
 
 class Hermes(JsonObjectFormat):
     BEGINS = ("<tool_call>",)
+    BETWEEN = "\n"
+
+    @classmethod
+    def call_form(cls, tool: CallableTool) -> Node:
+        return call_object(tool, ("<tool_call>\n", "\n</tool_call>"))
 
     def _part(self) -> Steps[None]:
         yield from self._expect("<tool_call>")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
-from srt.parsers.format import Format, NotThisForm, Steps
+from srt.parsers.call_format import CallFormat
+from srt.parsers.format import NotThisForm, Steps
+from srt.parsers.forms import CallableTool, Node, tag
 
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class JsonObjectFormat(Format):
+class JsonObjectFormat(CallFormat):
     """The base of such formats."""
 
     def _call_object(self) -> Steps[None]:
@@ -51,6 +53,11 @@ class JsonObjectFormat(Format):
         yield from self._expect(":")
         yield from self._space()
         return key
+
+
+def call_object(tool: CallableTool, around: tuple[str, str] = ("", ""), key: str = "arguments") -> Node:
+    """Return the form of a call as an object, with the arguments under `key`."""
+    return tag(f'{around[0]}{{"name": {tool.quoted_name}, "{key}": ', tool.arguments, "}" + around[1])
 
 
 def _decoded(written: str) -> str:

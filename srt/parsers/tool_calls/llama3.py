@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from srt.parsers.format import NotThisForm, Steps
-from srt.parsers.tool_calls.json_object import JsonObjectFormat
+from srt.parsers.forms import CallableTool, Node, either, regex
+from srt.parsers.tool_calls.json_object import JsonObjectFormat, call_object
 
 
 class Llama3(JsonObjectFormat):
     BEGINS = ("<|python_tag|>",)
+    BETWEEN = "; "
+
+    @classmethod
+    def call_form(cls, tool: CallableTool) -> Node:
+        return call_object(tool, key="parameters")
+
+    @classmethod
+    def free_form(cls, tools: Sequence[CallableTool], several: bool) -> Node:
+        """Text that begins with `{` would be a call."""
+        return either(cls.calls_form(tools, several), regex(r"\s*([^{\s](?s:.*))?", excludes=cls.BEGINS))
 
     def _opening(self) -> Steps[None]:
         yield from self._space()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import ClassVar
 
-from srt.parsers.format import Format, Steps
+from srt.parsers.argument_forms import Place, object_members, root_of, text_until
+from srt.parsers.call_format import CallFormat
+from srt.parsers.format import NotThisForm, Steps
+from srt.parsers.forms import CallableTool, Node, tag
 from srt.parsers.tools import quoted
 
 _MAX_VALUE = 1 << 24  # characters of a value that is not a string
 
 
-class MarkupFormat(Format, ABC):
+class MarkupFormat(CallFormat):
     """The base of such formats: markers, and how the key of an argument is read."""
 
     AROUND: ClassVar[
@@ -20,6 +23,25 @@ class MarkupFormat(Format, ABC):
     CALL: ClassVar[tuple[str, str, str]]  # before the name, behind it, and at the end of the call
     ARGUMENT: ClassVar[tuple[str, str]]  # before the key, and at the end of the value
     HAS_LINES: ClassVar[bool] = False  # a value stands on lines of its own
+
+    @classmethod
+    def _members_form(cls, tool: CallableTool) -> Node:
+        """Return the form of all arguments, each as `_argument_form` says."""
+        return object_members(root_of(tool), lambda key, place: cls._argument_form(key, place, tool.is_string(key)))
+
+    @classmethod
+    @abstractmethod
+    def _argument_form(cls, key: str, place: Place, is_string: bool) -> Node:
+        """Return the form of one argument. is_string: the parser takes its value as a text."""
+
+    @classmethod
+    def _value_form(cls, begin: str, place: Place, is_string: bool) -> Node:
+        """Return a tag for a value, up to the end of its element."""
+        line = "\n" if cls.HAS_LINES else ""
+        end = cls.ARGUMENT[1]
+        if is_string:
+            return text_until(begin + line, place, (end, line + end))
+        return tag(begin + line, place.as_json, line + end)
 
     def _part(self) -> Steps[None]:
         before, behind = self.AROUND
@@ -65,9 +87,25 @@ class MarkupFormat(Format, ABC):
         """Read a value and return it as JSON of its type."""
         if self.HAS_LINES:
             yield from self._accept("\n")
-        text = yield from self._until(*self._ends(), most=_MAX_VALUE)
-        yield from self._expect(*self._ends())
+        text = yield from self._json_value()
+        if not text:
+            text = yield from self._until(*self._ends(), most=_MAX_VALUE)
+            yield from self._expect(*self._ends())
         return self._tools.json_of(tool, key, text)
+
+    def _json_value(self) -> Steps[str]:
+        """Read a JSON value, in which the end's marker may be a part of a string, and the end; otherwise read nothing."""
+        begin = self._at - self._start
+        try:
+            yield from self._space()
+            yield from self._json()
+            end = self._at - self._start
+            yield from self._space()
+            yield from self._expect(self.ARGUMENT[1])
+        except NotThisForm:
+            self._at = self._start + begin
+            return ""
+        return self._text[self._start + begin : self._start + end]
 
     def _ends(self) -> tuple[str, ...]:
         return ("\n" + self.ARGUMENT[1], self.ARGUMENT[1]) if self.HAS_LINES else (self.ARGUMENT[1],)

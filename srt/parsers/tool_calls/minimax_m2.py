@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from srt.parsers.argument_forms import Place
 from srt.parsers.format import Steps
+from srt.parsers.forms import CallableTool, Node, const, sequence, tag
 from srt.parsers.tool_calls.markup import MarkupFormat
 
 
@@ -11,6 +13,15 @@ class MiniMaxM2(MarkupFormat):
     AROUND = (("<minimax:tool_call>",), ("</minimax:tool_call>",))
     CALL = ('<invoke name="', '">', "</invoke>")
     ARGUMENT = ('<parameter name="', "</parameter>")
+    SECTION = ("<minimax:tool_call>\n", "</minimax:tool_call>")
+
+    @classmethod
+    def call_form(cls, tool: CallableTool) -> Node:
+        return tag(f'<invoke name="{tool.name}">\n', cls._members_form(tool), "</invoke>\n")
+
+    @classmethod
+    def _argument_form(cls, key: str, place: Place, is_string: bool) -> Node:
+        return sequence(cls._value_form(f'<parameter name="{key}">', place, is_string), const("\n"))
 
     def _key(self, tool: str) -> Steps[tuple[str, bool]]:
         key = yield from self._until('">')

@@ -3,12 +3,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from srt.parsers.format import Steps
-from srt.parsers.tool_calls.json_object import JsonObjectFormat
+from srt.parsers.forms import CallableTool, Node, calls, either, regex, sequence, tag, text_with_calls
+from srt.parsers.tool_calls.json_object import JsonObjectFormat, call_object
 
 
 class Mistral(JsonObjectFormat):
     BEGINS = ("[TOOL_CALLS]",)
+
+    @classmethod
+    def call_form(cls, tool: CallableTool) -> Node:
+        """Return the newer form: nothing tells which one the model knows, so that answers may have either."""
+        return tag(f"[TOOL_CALLS]{tool.name}", sequence(regex(r"(\[ARGS\])?"), tool.arguments), "")
+
+    @classmethod
+    def _list_form(cls, tools: Sequence[CallableTool], several: bool) -> Node:
+        inner = calls([call_object(tool) for tool in tools], ", ", several)
+        return tag("[TOOL_CALLS]", sequence(regex(r" ?\["), inner), "]")
+
+    @classmethod
+    def calls_form(cls, tools: Sequence[CallableTool], several: bool) -> Node:
+        return either(super().calls_form(tools, several), cls._list_form(tools, several))
+
+    @classmethod
+    def free_form(cls, tools: Sequence[CallableTool], several: bool) -> Node:
+        tags = [*map(cls.call_form, tools), cls._list_form(tools, several)]
+        return text_with_calls(tags, cls.BEGINS, several)
 
     def _part(self) -> Steps[None]:
         yield from self._expect("[TOOL_CALLS]")

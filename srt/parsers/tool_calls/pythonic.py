@@ -6,10 +6,14 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
-from srt.parsers.format import Format, NotThisForm, Steps
-from srt.parsers.tools import quoted
+from srt.parsers.argument_forms import Place, object_members, root_of
+from srt.parsers.call_format import CallFormat
+from srt.parsers.format import NotThisForm, Steps
+from srt.parsers.forms import CallableTool, FormRefusal, Node, either, regex, tag
+from srt.parsers.tools import is_json, quoted
 
 _NAME = re.compile(r"[^\W\d][\w.-]*\Z")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # which no text may hold as such
@@ -18,8 +22,20 @@ _MAX_VALUE = 1 << 24
 _MAX_DEPTH = 64
 
 
-class Pythonic(Format):
+class Pythonic(CallFormat):
     BEGINS = ("<|python_start|>",)
+    SECTION = ("[", "]")
+    BETWEEN = ", "
+
+    @classmethod
+    def call_form(cls, tool: CallableTool) -> Node:
+        """Return the form in which values are JSON, which is read as such."""
+        return tag(f"{tool.name}(", object_members(root_of(tool), _argument_form, ", "), ")")
+
+    @classmethod
+    def free_form(cls, tools: Sequence[CallableTool], several: bool) -> Node:
+        """Text that begins with `[` would be calls."""
+        return either(cls.calls_form(tools, several), regex(r"\s*([^\[\s](?s:.*))?", excludes=cls.BEGINS))
 
     def _opening(self) -> Steps[None]:
         yield from self._space()
@@ -102,8 +118,18 @@ class Pythonic(Format):
         self._at += 1
 
 
+def _argument_form(key: str, place: Place) -> Node:
+    if not _NAME.match(key):
+        raise FormRefusal(
+            place.path, "has a name that is no name in Python, which this model's form of calls cannot have"
+        )
+    return tag(f"{key}=", place.as_json, "")
+
+
 def _json_of(text: str) -> str:
-    """Return a Python literal as JSON; NotThisForm if it is none."""
+    """Return JSON as it is, and a Python literal as JSON; NotThisForm if the text is neither."""
+    if is_json(text):
+        return text.strip()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that Python does not know

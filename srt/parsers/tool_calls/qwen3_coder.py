@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from srt.parsers.argument_forms import Place
 from srt.parsers.format import Steps
+from srt.parsers.forms import CallableTool, Node, const, sequence, tag
 from srt.parsers.tool_calls.markup import MarkupFormat
 
 
@@ -12,6 +14,15 @@ class Qwen3Coder(MarkupFormat):
     CALL = ("<function=", ">", "</function>")
     ARGUMENT = ("<parameter=", "</parameter>")
     HAS_LINES = True
+    BETWEEN = "\n"
+
+    @classmethod
+    def call_form(cls, tool: CallableTool) -> Node:
+        return tag(f"<tool_call>\n<function={tool.name}>\n", cls._members_form(tool), "</function>\n</tool_call>")
+
+    @classmethod
+    def _argument_form(cls, key: str, place: Place, is_string: bool) -> Node:
+        return sequence(cls._value_form(f"<parameter={key}>", place, is_string), const("\n"))
 
     def _key(self, tool: str) -> Steps[tuple[str, bool]]:
         key = (yield from self._until(">")).strip()

@@ -158,6 +158,7 @@ def test_fields_without_meaning_and_neutral_values_are_accepted(neutral: dict[st
 
 
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+CHOSEN = {"type": "function", "function": {"name": "get_weather"}}
 CALLING = {"role": "assistant", "content": None}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
@@ -220,8 +221,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
             "tools[0].function.strict is not supported yet, because it needs constrained decoding",
         ),
         ({"tools": [WEATHER]}, "tools", "tools are not supported with this model"),
-        ({"tool_choice": "required"}, "tool_choice", "needs constrained decoding"),
-        ({"tool_choice": "often"}, "tool_choice", "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice", "(required) demands a call, but the request has no tools"),
+        ({"tool_choice": "often"}, "tool_choice", "tool_choice must be none, auto, required or an object, not 'often'"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice.type must be function, not 'allowed"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice.function must be an object"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice", "tool_choice.function.name must be"),
+        ({"tool_choice": {**CHOSEN, "name": "f"}}, "tool_choice", "tool_choice.name is not a known field"),
+        ({"tool_choice": "required", "tools": [WEATHER]}, "tools", "tools are not supported with this model"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "must be an object with the schema"),
         ({"web_search_options": {}}, "web_search_options", "not supported"),
@@ -250,16 +256,16 @@ def test_what_is_wrong_is_named(wrong: dict[str, Any], parameter: str, message: 
     assert message in error["message"]
 
 
-CHOSEN = {"type": "function", "function": {"name": "get_weather"}}
-
-
 @pytest.mark.parametrize(
     ("set_by_user", "parameter", "message"),
     [
-        ({"tool_choice": "required", "tools": [WEATHER]}, "tool_choice", "tool_choice (required) is not supported yet"),
-        ({"tool_choice": CHOSEN, "tools": [WEATHER, 7, {}]}, "tool_choice", "tool_choice (get_weather) is not"),
-        ({"tool_choice": CHOSEN}, "tool_choice", "tool_choice (get_weather) is not supported yet"),
-        ({"tool_choice": "required", "tools": []}, "tool_choice", "tool_choice (required) is not supported yet"),
+        ({"tool_choice": CHOSEN}, "tool_choice", "tool_choice (get_weather) demands a call, but the request has no"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "tool_choice (required) demands a call, but the"),
+        (
+            {"tool_choice": {**CHOSEN, "function": {"name": "f"}}, "tools": [WEATHER]},
+            "tool_choice",
+            "tool_choice names the tool 'f', which the request does not have",
+        ),
         ({"functions": [{"name": "f"}]}, "functions", "functions (f) is not supported yet"),
         ({"function_call": {"name": "f"}}, "function_call", "function_call (f) is not supported yet"),
         ({"response_format": {"type": "xml"}}, "response_format", "response_format.type must be text, json_object"),

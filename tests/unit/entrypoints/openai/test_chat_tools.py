@@ -108,6 +108,67 @@ def test_one_call_is_enough_without_parallel_calls() -> None:
     assert len(joined(streamed(world, parallel_tool_calls=False))["tool_calls"]) == 1
 
 
+NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "is_one"),
+    [
+        ({"tool_choice": "required"}, ["get_weather", "now"], False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ["get_weather", "now"], True),
+        ({"tool_choice": NAMED}, ["now"], True),
+    ],
+)
+def test_demanded_calls_are_a_constraint(fields: dict[str, Any], names: list[str], is_one: bool) -> None:
+    world = new_world(CALL)
+    (choice,) = ask(world, tools=[WEATHER, NOW], **fields)["choices"]
+    constraint = world.engine.handles[-1].request.params.constraint
+    assert constraint is not None and constraint.kind == "structural_tag"
+    form = json.loads(constraint.content)["format"]
+    begins = [f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in names]
+    assert [tag["begin"] for tag in form["tags"]] == begins
+    assert (form["at_least_one"], form["stop_after_first"]) == (True, is_one)
+    assert choice["finish_reason"] == "tool_calls"
+    assert world.engine.rendered[1] is not None and len(world.engine.rendered[1]) == 2  # the prompt has all tools
+
+
+def test_calls_that_may_be_made_are_no_constraint() -> None:
+    world = new_world(CALL)
+    ask(world, tool_choice="auto")
+    assert world.engine.handles[-1].request.params.constraint is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter", "message"),
+    [
+        ({"regex": "a"}, "regex", "regex and a tool_choice that demands calls exclude each other"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"not": {}}}}}}
+                ]
+            },
+            "tools",
+            "tools[0].function.parameters has the keyword not at #/properties/x/not",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": "x" * 70_000}}}]},
+            "tools",
+            "tools may have at most 65536 bytes, not 70",
+        ),
+    ],
+)
+def test_demanded_calls_that_cannot_be_enforced_are_refused(
+    fields: dict[str, Any], parameter: str, message: str
+) -> None:
+    asked = {"messages": [USER], "tools": [WEATHER], "tool_choice": "required", **fields}
+    response = new_world(CALL).post(PATH, asked)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, parameter)
+    assert error["message"].startswith(message)
+
+
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}, {"tools": None}])
 def test_without_tools_nothing_is_a_call(fields: dict[str, Any]) -> None:
     world = new_world(CALL)

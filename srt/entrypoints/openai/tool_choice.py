@@ -1,0 +1,104 @@
+"""What a request demands of calls: the field `tool_choice`, and the form of calls that it asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from srt.constrained.json_schema import SchemaRefusal, convert
+from srt.entrypoints.openai.tools import callable_tools
+from srt.entrypoints.request_schema import bad_parameter
+from srt.parsers.forms import CallableTool, FormRefusal, Node
+from srt.parsers.output_parser import TOOL_CALL_PARSERS
+from srt.sampling.parameter_checks import kind_of, show
+
+_NAME = re.compile(r"[\w.:/-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which calls an answer must have."""
+
+    kind: str  # none, auto, required or named
+    name: str = ""  # of the tool, if the kind is named
+
+    @property
+    def demands_calls(self) -> bool:
+        return self.kind in ("required", "named")
+
+
+def read_tool_choice(given: str | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    """Return the choice among checked tools; raise RequestError (400)."""
+    if given is None:
+        return ToolChoice("auto")
+    if isinstance(given, str):
+        if given not in ("none", "auto", "required"):
+            raise bad_parameter("tool_choice", f"must be none, auto, required or an object, not {show(given)}")
+        choice = ToolChoice(given)
+    else:
+        choice = ToolChoice("named", _name_of(given))
+    if choice.demands_calls and not tools:
+        raise bad_parameter(
+            "tool_choice", f"({choice.name or choice.kind}) demands a call, but the request has no tools"
+        )
+    if choice.kind == "named" and choice.name not in [tool["function"]["name"] for tool in tools]:
+        raise bad_parameter("tool_choice", f"names the tool {show(choice.name)}, which the request does not have")
+    return choice
+
+
+def _name_of(given: Mapping[str, Any]) -> str:
+    if given.get("type") != "function":
+        raise bad_parameter("tool_choice.type", f"must be function, not {show(given.get('type'))}")
+    unknown = next((member for member in given if member not in ("type", "function")), None)
+    if unknown is not None:
+        raise bad_parameter(f"tool_choice.{unknown}", "is not a known field")
+    function = given.get("function")
+    if not isinstance(function, dict):
+        raise bad_parameter("tool_choice.function", f"must be an object, not {kind_of(function)}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise bad_parameter("tool_choice.function.name", "must be a string with the name of a tool")
+    return name
+
+
+def demanded_calls(parser: str, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, several: bool) -> Node:
+    """Return the form of an answer with the calls that `choice` demands; raise RequestError (400) if it cannot be enforced.
+
+    A named tool is called once. several: an answer may have more than one call otherwise.
+    """
+    form = TOOL_CALL_PARSERS[parser]
+    described = callable_tools(tools)
+    named = {
+        index for index, tool in enumerate(tools) if choice.kind != "named" or tool["function"]["name"] == choice.name
+    }
+    callables = []
+    for index in sorted(named):
+        function = tools[index]["function"]
+        tool = CallableTool(function["name"], _parameters(index, function), described)
+        try:
+            form.call_form(tool)
+        except FormRefusal as refusal:
+            raise bad_parameter(f"tools[{index}].function.parameters{refusal.place}", str(refusal)) from refusal
+        callables.append(tool)
+    return form.calls_form(callables, several and choice.kind != "named")
+
+
+def _parameters(index: int, function: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the arguments' schema as the grammar library takes it."""
+    where = f"tools[{index}].function"
+    if not _NAME.fullmatch(function["name"]):
+        allowed = "letters, digits, `_`, `-`, `.`, `:` and `/`"
+        raise bad_parameter(
+            f"{where}.name", f"may have only {allowed} where calls are constrained, not {show(function['name'])}"
+        )
+    given = function.get("parameters")
+    if given is None:
+        return None
+    try:
+        return convert(given).schema
+    except SchemaRefusal as refusal:
+        raise bad_parameter(f"{where}.parameters", str(refusal)) from refusal
+    except RecursionError:
+        raise bad_parameter(f"{where}.parameters", "is nested too deeply") from None

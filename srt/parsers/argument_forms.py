@@ -1,0 +1,170 @@
+"""The forms of arguments that are not written as one JSON object, but each in a place of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from srt.parsers.forms import (
+    CallableTool,
+    FormRefusal,
+    Node,
+    compact,
+    either,
+    escaped,
+    json_schema,
+    members,
+    regex,
+    tag,
+)
+
+Schema = Mapping[str, Any]
+_ADVICE = "cannot be enforced in this model's form of calls"
+_NAME = re.compile(r"[\w.-]+")
+_MAX_DEPTH = 32
+# What says nothing about one object's members, or is dealt with.
+_OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "$schema"))
+_OF_STRINGS = frozenset(
+    ("type", "enum", "const", "minLength", "maxLength", "pattern", "allOf", "anyOf", "oneOf", "$ref")
+)
+
+
+class Place:
+    """A schema and where it is: its path within the tool's parameters, for refusals, and the definitions that references lead to."""
+
+    def __init__(self, schema: Any, path: str, definitions: Schema, depth: int = 0) -> None:
+        self.schema: Schema = schema if isinstance(schema, Mapping) else {}
+        self.path = path
+        self.definitions = definitions
+        self._depth = depth
+        if depth > _MAX_DEPTH:
+            raise self.refusal("refers to itself, which")
+
+    def refusal(self, what: str) -> FormRefusal:
+        return FormRefusal(self.path, f"{what} {_ADVICE}")
+
+    def inner(self, schema: Any, path: str) -> Place:
+        return Place(schema, self.path + path, self.definitions, self._depth + 1)
+
+    def target(self) -> Place:
+        """Return the place that the schema's reference leads to."""
+        reference = str(self.schema["$ref"])
+        return self.inner(self.definitions[reference.removeprefix("#/$defs/")], "")
+
+    def only(self, known: frozenset[str]) -> None:
+        """Raise FormRefusal for a keyword that is not among `known`."""
+        other = next((name for name in self.schema if name not in known), None)
+        if other is not None:
+            raise self.refusal(f"has the keyword {other}, which")
+
+    @property
+    def as_json(self) -> Node:
+        """The value as JSON."""
+        has_references = '"$ref"' in compact(self.schema)
+        return json_schema({**self.schema, "$defs": self.definitions} if has_references else self.schema)
+
+
+def root_of(tool: CallableTool) -> Place:
+    """Return the place of all arguments; raise FormRefusal if their schema is needed within itself."""
+    parameters: Schema = {"type": "object"} if tool.parameters is None else tool.parameters
+    root = Place(parameters, "", parameters.get("$defs", {}))
+    if '"$ref":"#"' in compact(parameters):
+        raise root.refusal("refers to the whole schema, which")
+    return root
+
+
+def check_name(name: str, path: str) -> None:
+    """Raise FormRefusal for a name that the text around it could be taken for a part of."""
+    if not _NAME.fullmatch(name):
+        raise FormRefusal(
+            path, "has a name with other characters than letters, digits, `_`, `-` and `.`, which " + _ADVICE
+        )
+
+
+def object_members(place: Place, member: Callable[[str, Place], Node], separator: str = "") -> Node:
+    """Return the form of an object's members, each as `member(name, place)` says; raise FormRefusal. Others are not allowed.
+
+    The arguments are valid without any others, unless the schema demands some by number.
+    """
+    place.only(_OF_OBJECTS)
+    if place.schema.get("type", "object") not in ("object", ["object"]):
+        raise place.refusal("is not an object, which")
+    properties = dict(place.schema.get("properties", {}))
+    required = place.schema.get("required", [])
+    for name in required:
+        properties.setdefault(name, place.schema.get("additionalProperties", {}))
+    possible = {name: one for name, one in properties.items() if one is not False}
+    for name in properties:
+        check_name(name, f"{place.path}.properties")
+    elements = [member(name, place.inner(one, f".properties.{name}")) for name, one in possible.items()]
+    return members(elements, [name in required for name in possible], separator)
+
+
+def string_texts(place: Place) -> list[list[str]] | None:
+    """Return expressions, of which a string must match all of one of the lists; None if any string will do. Raise FormRefusal."""
+    place.only(_OF_STRINGS)
+    if place.schema.get("type", "string") != "string":
+        raise place.refusal(f"has the type {place.schema['type']}, which")
+    choices: list[list[str]] = [[]]
+    for name, value in place.schema.items():
+        options: list[list[str]] = [[]]
+        if name in ("enum", "const"):
+            texts = value if name == "enum" else [value]
+            strings = [escaped(one) for one in texts if isinstance(one, str)]
+            if not strings:
+                raise place.refusal(f"has no text in {name}, which")
+            options = [[f"({'|'.join(strings)})"]]
+        elif name == "pattern":
+            options = [[_searched(value, place)]]
+        elif name in ("anyOf", "oneOf"):
+            options = [
+                one for index, part in enumerate(value) for one in _options(place.inner(part, f".{name}.{index}"))
+            ]
+        elif name == "$ref":
+            options = _options(place.target())
+        choices = [[*one, *other] for one in choices for other in options]
+        if name == "allOf":
+            for index, part in enumerate(value):
+                options = _options(place.inner(part, f".allOf.{index}"))
+                choices = [[*one, *other] for one in choices for other in options]
+    least, most = place.schema.get("minLength"), place.schema.get("maxLength")
+    if least or most is not None:
+        choices = [[*one, f"(?s:.){{{least or 0},{'' if most is None else most}}}"] for one in choices]
+    return None if choices == [[]] else choices
+
+
+def _options(place: Place) -> list[list[str]]:
+    return string_texts(place) or [[]]
+
+
+def text_until(begin: str, place: Place, ends: Sequence[str]) -> Node:
+    """Return a tag for a string as it is, up to the last of `ends`, none of which is in it. Raise FormRefusal.
+
+    ends: all texts at which the parser ends the string; each but the last one is the end of the last one.
+    """
+    found = string_texts(place)
+    end = ends[-1]
+    if found is None:
+        return tag(begin, regex("(?s:.*)", excludes=ends), end)
+    return either(*(tag(begin, regex(one or "(?s:.*)", excludes=ends), end) for one in found))
+
+
+def _searched(pattern: str, place: Place) -> str:
+    """Return an expression that matches a whole text in which the pattern is found."""
+    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]])*\]", lambda found: "x" * len(found[0]), pattern, flags=re.DOTALL)
+    begins, ends = bare.startswith("^"), bare.endswith("$")
+    if re.search(r"[\^$]", bare[begins : len(bare) - ends]) or ((begins or ends) and _has_alternatives(bare)):
+        raise place.refusal(f"has the pattern {pattern!r} with an anchor within it, which")
+    inner = pattern[begins : len(pattern) - ends]
+    return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
+
+
+def _has_alternatives(bare: str) -> bool:
+    """Return whether an expression has alternatives that are not within a group."""
+    depth = 0
+    for sign in bare:
+        depth += (sign == "(") - (sign == ")")
+        if sign == "|" and depth == 0:
+            return True
+    return False
