@@ -23,7 +23,9 @@ class Vocabulary:
             raise ValueError("The model names no token that ends a text, so no answer to a constraint could end.")
         specials = sorted(i for i in tokenizer.special_ids if i < vocab_size)
         self.special_ids = {tokenizer.token_bytes(i).decode(errors="replace"): i for i in specials}
-        self.library = LLTokenizer(_Tokens(tokenizer, vocab_size, self.eos_ids[0], specials), eos_token=[*self.eos_ids])
+        tokens = _Tokens(tokenizer, vocab_size, self.eos_ids[0], specials)
+        self.library = LLTokenizer(tokens, eos_token=[*self.eos_ids])
+        tokens.library = self.library
 
     @property
     def mask_words(self) -> int:
@@ -43,7 +45,16 @@ class _Tokens(TokenizerWrapper):
         known = min(tokenizer.vocab_size, vocab_size)
         self.tokens = [*map(tokenizer.token_bytes, range(known)), *([b""] * (vocab_size - known))]
         self._has_all = tokenizer.vocab_size <= vocab_size
+        self.library: LLTokenizer | None = None
 
     def __call__(self, text: str) -> list[int]:
+        """Split a text that the grammar forces.
+
+        It comes without the text around it, by which some tokenizers decide where words end. If the longest tokens that fit make fewer
+        of it, then the text is a word for the model that its tokenizer would find in place.
+        """
         ids = self._tokenizer.encode(text, add_special_tokens=False)
+        longest = ids if self.library is None else self.library.greedy_tokenize(text)
+        if len(longest) < len(ids):
+            return longest
         return ids if self._has_all else [i for i in ids if i < len(self.tokens)]

@@ -239,3 +239,17 @@ def test_the_tokenizer_of_the_model_is_what_splits_forced_text(vocabulary: Vocab
     usual = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(answer.ids) == text
     assert answer.ids[: len(usual) // 3] == usual[: len(usual) // 3]  # the library leaves the rest open
+
+
+def test_forced_texts_allow_the_tokens_that_the_tokenizer_finds_in_place(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    """This tokenizer makes one token of a name between quotes only, and the library asks for the name alone."""
+    names = ("thing", "quantity")
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}, "required": list(names)}
+    grammars = Grammars(vocabulary)
+    grammars.compile("key", try_constraint(Constraint("json_schema", json.dumps(schema)), vocabulary))
+    matcher = grammars.matcher("key")
+    for token_id in tokenizer.encode('{"thing": 1, "quantity": 2}', add_special_tokens=False):
+        assert token_id in matcher.allowed_ids(), tokenizer.token_bytes(token_id)
+        assert matcher.accept(token_id)
