@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +10,7 @@ import orjson
 
 from srt.entrypoints.openai.messages import MAX_MESSAGES
 from srt.entrypoints.request_schema import bad_parameter
-from srt.sampling.foreign_fields import EMPTY, is_one_of
+from srt.sampling.foreign_fields import EMPTY, Values, is_one_of
 from srt.sampling.parameter_checks import kind_of, show
 
 ROLES = ("user", "assistant", "system")
@@ -114,6 +114,14 @@ def _message_of(role: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties}
 
 
+# Fields of blocks that ask for something which is not there: the values that do not, and the refusal of others.
+_OFF: Mapping[str, tuple[Values, str]] = MappingProxyType(
+    {
+        "citations": (EMPTY, "is not supported yet"),
+        "toolset_name": (EMPTY, "is not supported yet"),
+        "caller": ((*EMPTY, {"type": "direct"}), "is not supported: only the model itself (direct) calls tools here"),
+    }
+)
 MESSAGE_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -142,7 +150,7 @@ def chat_messages(system: object, messages: list[dict[str, Any]]) -> list[Messag
     conversation = _Conversation()
     told = "" if system is None or system == "" else _text("system", system)
     if told:
-        conversation.add({"role": "system", "content": told})
+        conversation.turn("system").texts.append(told)
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         role = message.get("role")
@@ -159,42 +167,58 @@ def refuse_open_call(messages: list[Message]) -> None:
         raise bad_parameter("messages", "ends with a tool_use: a tool_result must follow it")
 
 
+class _Turn:
+    """A message as it is gathered. Its texts are joined only once: a body may have hundreds of thousands of them."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+
+    def message(self) -> Message:
+        message: Message = {"role": self.role, "content": _joined(self.texts)}
+        if thoughts := _joined(self.thoughts):
+            message["reasoning_content"] = thoughts
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
 class _Conversation:
     """A chat's messages as they are gathered."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self._parts: list[_Turn | Message] = []  # results of tools are messages already
         self._names: dict[str, str] = {}  # of the tools that were called, by the calls' ids
 
-    def add(self, message: Message) -> None:
-        """Add a message, or what it says to the last one, if that has the same role."""
-        last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != message["role"] or message["role"] == "tool":
-            self.messages.append(message)
-            return
-        for field in ("content", "reasoning_content"):
-            texts = [one[field] for one in (last, message) if one.get(field)]
-            if texts:
-                last[field] = JOIN.join(texts)
-        if message.get("tool_calls"):
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+    @property
+    def messages(self) -> list[Message]:
+        return [part.message() if isinstance(part, _Turn) else part for part in self._parts]
+
+    def turn(self, role: str) -> _Turn:
+        """Return the last message if it has this role, or a new one."""
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, _Turn) and last.role == role:
+            return last
+        new = _Turn(role)
+        self._parts.append(new)
+        return new
 
     def add_message(self, where: str, role: str, content: object) -> None:
+        known = _OF_ROLE[role]
         for at, block in _blocks(where, content):
-            self._add_block(at, role, block)
-
-    def _add_block(self, where: str, role: str, block: dict[str, Any]) -> None:
-        match _checked_kind(where, block, _OF_ROLE[role]):
-            case "text":
-                self.add({"role": role, "content": _string(where, block, "text")})
-            case "thinking":
-                self.add({"role": role, "content": "", "reasoning_content": _string(where, block, "thinking")})
-            case "redacted_thinking":  # only its author can read it
-                self.add({"role": role, "content": ""})
-            case "tool_use":
-                self.add({"role": role, "content": "", "tool_calls": [self._call(where, block)]})
-            case "tool_result":
-                self.add(self._result(where, block))
+            match _checked_kind(at, block, known):
+                case "text":
+                    self.turn(role).texts.append(_string(at, block, "text"))
+                case "thinking":
+                    self.turn(role).thoughts.append(_string(at, block, "thinking"))
+                case "redacted_thinking":  # only its author can read it
+                    self.turn(role)
+                case "tool_use":
+                    self.turn(role).calls.append(self._call(at, block))
+                case "tool_result":
+                    self._parts.append(self._result(at, block))
 
     def _call(self, where: str, block: dict[str, Any]) -> dict[str, Any]:
         call_id, name = _string(where, block, "id"), _string(where, block, "name")
@@ -205,8 +229,11 @@ class _Conversation:
         if not isinstance(given, dict):
             raise bad_parameter(f"{where}.input", f"must be an object, not {kind_of(given)}")
         self._names[call_id] = name
-        function = {"name": name, "arguments": orjson.dumps(given).decode()}
-        return {"id": call_id, "type": "function", "function": function}
+        try:
+            arguments = orjson.dumps(given).decode()
+        except TypeError as error:
+            raise bad_parameter(f"{where}.input", "is nested too deeply") from error
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _result(self, where: str, block: dict[str, Any]) -> Message:
         call_id, is_error = _string(where, block, "tool_use_id"), block.get("is_error")
@@ -227,13 +254,18 @@ def _text(where: str, content: object) -> str:
     for at, block in _blocks(where, content):
         _checked_kind(at, block, ("text",))
         texts.append(_string(at, block, "text"))
-    return JOIN.join(texts)
+    return _joined(texts)
 
 
-def _blocks(where: str, content: object) -> list[tuple[str, dict[str, Any]]]:
-    """Return the blocks of a content with their places."""
+def _joined(texts: list[str]) -> str:
+    return JOIN.join([text for text in texts if text])
+
+
+def _blocks(where: str, content: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the blocks of a content with their places."""
     if isinstance(content, str):
-        return [(where, {"type": "text", "text": content})]
+        yield where, {"type": "text", "text": content}
+        return
     if content is None:
         raise bad_parameter(where, "is required")
     if not isinstance(content, list):
@@ -243,7 +275,7 @@ def _blocks(where: str, content: object) -> list[tuple[str, dict[str, Any]]]:
     for i, block in enumerate(content):
         if not isinstance(block, dict):
             raise bad_parameter(f"{where}[{i}]", f"must be an object with a type, not {kind_of(block)}")
-    return [(f"{where}[{i}]", block) for i, block in enumerate(content)]
+        yield f"{where}[{i}]", block
 
 
 def _checked_kind(where: str, block: dict[str, Any], known: tuple[str, ...]) -> str:
@@ -255,11 +287,9 @@ def _checked_kind(where: str, block: dict[str, Any], known: tuple[str, ...]) -> 
             where, f"is a block {what}: supported in its place are only those of type {', '.join(known)}"
         )
     _check_fields(where, block, _BLOCKS[kind]["properties"])
-    for name in ("citations", "toolset_name"):
-        if not is_one_of(block.get(name), EMPTY):
-            raise bad_parameter(f"{where}.{name}", "is not supported yet")
-    if not is_one_of(block.get("caller"), (*EMPTY, {"type": "direct"})):
-        raise bad_parameter(f"{where}.caller", "is not supported: only the model itself (direct) calls tools here")
+    for name, (passing, reason) in _OFF.items():
+        if name in block and not is_one_of(block[name], passing):
+            raise bad_parameter(f"{where}.{name}", reason)
     return kind
 
 

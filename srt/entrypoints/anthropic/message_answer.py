@@ -54,7 +54,9 @@ class MessageAnswer:
         finish = update.finish
         if finish is not None and finish.kind == "abort":
             self._abort = _aborted(finish)
-            return b""
+            if not self._has_begun:
+                return b""
+            finish = None
         events = b""
         if not self._has_begun:
             self._has_begun = True
@@ -142,4 +144,5 @@ def _named(one: MessageEvent) -> bytes:
 
 
 def _aborted(finish: Finish) -> RequestError:
-    return RequestError(503, finish.message or "The request was aborted.")
+    """Return the error that an abort is here. Its status is one after which clients do not try again."""
+    return RequestError(400, finish.message or "The request was aborted.")

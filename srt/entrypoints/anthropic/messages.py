@@ -13,7 +13,6 @@ from srt.entrypoints.anthropic.settings import chat_output_config, chat_thinking
 from srt.entrypoints.anthropic.tools import chat_tool_choice, chat_tools
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai.chat import ChatCall, parse_call
-from srt.entrypoints.openai.models import check_model
 from srt.entrypoints.request_schema import bad_parameter, renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import answer_call
@@ -76,7 +75,6 @@ def _in_own_words(error: RequestError) -> RequestError:
 
 def _parse(body: PromptBody, service: Service, fields: dict[str, Any]) -> ChatCall:
     """Return the call of a chat that the body asks for, with these fields of a chat; raise RequestError for a wrong one."""
-    check_model(body.model, service)
     return parse_call({**_prompt(body, service.engine()), **fields}, service, "msg_")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -140,6 +141,21 @@ def test_what_is_not_supported_is_refused_by_its_place(messages: list[dict[str, 
     with pytest.raises(RequestError, match=sentence) as caught:
         chat_messages(None, messages)
     assert (caught.value.status, caught.value.parameter) == (400, "messages")
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused() -> None:
+    deep: Any = 1
+    for _ in range(500):
+        deep = {"a": deep}
+    with pytest.raises(RequestError, match=r"content\[0\].input is nested too deeply"):
+        chat_messages(None, [assistant([use(input=deep)])])
+
+
+def test_many_texts_are_joined_in_time_that_grows_with_their_number() -> None:
+    began = time.process_time()
+    chat = chat_messages(None, [user([text("x" * 50)] * 100_000)] * 2)
+    assert len(chat) == 1 and len(chat[0]["content"]) == 51 * 200_000 - 1
+    assert time.process_time() - began < 5
 
 
 def test_a_wrong_system_prompt_is_refused_by_its_name() -> None:
