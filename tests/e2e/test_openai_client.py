@@ -276,15 +276,9 @@ def test_what_is_missing_is_asked_for_once_and_named(server: Server) -> None:
         openai.DefaultHttpxClient(event_hooks={"request": [lambda request: asked.append(request.url.path)]}) as http,
         openai.OpenAI(base_url=server.url + "/v1", api_key="none", http_client=http) as client,
     ):
-<<<<<<< HEAD
         with pytest.raises(openai.InternalServerError, match="use a server with an embedding") as missing:
             client.embeddings.create(model=server.model, input="Hello")
-        with pytest.raises(openai.BadRequestError, match=r"tool_choice \(required\) is not supported yet") as refused:
-=======
-        with pytest.raises(openai.InternalServerError, match="use /v1/chat/completions") as missing:
-            client.responses.create(model=server.model, input="Hello")
         with pytest.raises(openai.BadRequestError, match=r"tool_choice.type must be function") as refused:
->>>>>>> ad7088f1 (Hold answers to the calls that tool_choice demands)
             client.chat.completions.create(
                 model=server.model, messages=HELLO, tools=[user], tool_choice={"type": "allowed_tools"}
             )  # type: ignore[call-overload]
