@@ -29,10 +29,15 @@ def fate_of(resource: Resource) -> str:
     return resource.content.decode()
 
 
+NUM_WANTED_OFTEN = 3
+
+
 def draw_resources(count: int, rng: random.Random) -> list[Resource]:
-    """All that is asked for in one world."""
-    fates = ("good",) * 24 + ("slow",) * 8 + ("bad",) * 6 + ("lost",)
-    return [Resource("grammar", f"key {index}", rng.choice(fates).encode()) for index in range(count)]
+    """All that is asked for in one world. The first few are asked for often; one of them cannot be prepared in half of the worlds."""
+    fates = [rng.choice(("good",) * 24 + ("slow",) * 8 + ("bad",) * 6 + ("lost",)) for _ in range(count)]
+    if count > NUM_WANTED_OFTEN and rng.random() < 0.5:
+        fates[0] = "bad"
+    return [Resource("grammar", f"key {index}", fate.encode()) for index, fate in enumerate(fates)]
 
 
 @dataclass(slots=True)

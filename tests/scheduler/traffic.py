@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from srt.protocol.messages import GenerateRequest, Int32Array, LogprobSpec, Resource, SamplingSpec, int32_array
 from srt.sampling.sampling_params import choice_seed
 from tests.scheduler.reference import Answer, UInt64Array, answer, prefix_hashes
-from tests.scheduler.resource_rules import draw_resources
+from tests.scheduler.resource_rules import NUM_WANTED_OFTEN, draw_resources
 from tests.scheduler.settings import Settings
 
 
@@ -129,7 +129,7 @@ class Traffic:
         rng, resources = self._resources_rng, self._resources
         if not resources or rng.random() >= self._settings.resource_share:
             return None
-        return rng.choice(resources[:3] if rng.random() < 0.3 else resources)
+        return rng.choice(resources[:NUM_WANTED_OFTEN] if rng.random() < 0.3 else resources)
 
     def _label(self) -> str:
         """Some are numbered as parts of a batch, whose name is also that of another request."""
