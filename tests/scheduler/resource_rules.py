@@ -33,9 +33,9 @@ NUM_WANTED_OFTEN = 3
 
 
 def draw_resources(count: int, rng: random.Random) -> list[Resource]:
-    """All that is asked for in one world. The first few are asked for often; one of them cannot be prepared in half of the worlds."""
+    """All that is asked for in one world. The first few are asked for often, and one of these cannot be prepared."""
     fates = [rng.choice(("good",) * 24 + ("slow",) * 8 + ("bad",) * 6 + ("lost",)) for _ in range(count)]
-    if count > NUM_WANTED_OFTEN and rng.random() < 0.5:
+    if count > NUM_WANTED_OFTEN:
         fates[0] = "bad"
     return [Resource("grammar", f"key {index}", fate.encode()) for index, fate in enumerate(fates)]
 

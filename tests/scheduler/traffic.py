@@ -125,11 +125,11 @@ class Traffic:
         return choices
 
     def _resource(self) -> Resource | None:
-        """One in three asks for one of the first few."""
+        """Half of them ask for one of the first few."""
         rng, resources = self._resources_rng, self._resources
         if not resources or rng.random() >= self._settings.resource_share:
             return None
-        return rng.choice(resources[:NUM_WANTED_OFTEN] if rng.random() < 0.3 else resources)
+        return rng.choice(resources[:NUM_WANTED_OFTEN] if rng.random() < 0.5 else resources)
 
     def _label(self) -> str:
         """Some are numbered as parts of a batch, whose name is also that of another request."""
