@@ -176,7 +176,7 @@ def _with_shared_prompts(settings: Settings, rng: random.Random) -> Settings:
     small = _small(settings, rng, 120, 20, memory=rng.choice((0.3, 0.6, 1.0)))
     policy, breaks_down = rng.choice(("fcfs", "lpm")), rng.choice((False, True))
     few = replace(small, rarely_new=True, caches=True, policy=policy, num_requests=8 * small.num_slots)
-    return replace(few, breaks_down=breaks_down)
+    return replace(few, breaks_down=breaks_down, grows_short=rng.choice((False, True)))
 
 
 def _with_long_prompts(settings: Settings, rng: random.Random) -> Settings:

@@ -59,6 +59,7 @@ class Settings:
     num_deaths: int = 0  # of the scheduler or a worker
     num_poisons: int = 0  # requests of which workers die
     poison_share: float = 0.1  # of the requests, until there are so many
+    grows_short: bool = False  # most answers are stopped early, later ones earlier
     num_resources: int = 0  # that are asked for
     resource_share: float = 0.0  # of the requests, which need one
     most_resources: int = 256  # that the workers hold at a time

@@ -174,6 +174,8 @@ class Traffic:
         s, rng = self._settings, self._rng
         max_new = rng.choice((1, rng.randint(1, s.longest_answer), *(s.longest_answer,) * 4))
         num_stops = rng.choice((0, 0, 0, 0, 0, 1, 2, 12))
+        if s.grows_short:
+            num_stops = s.vocab_size * 2 * self._num_requests // (3 * s.num_requests)
         stops = rng.sample(range(s.vocab_size), min(num_stops, s.vocab_size - 1))
         return SamplingSpec(
             max_new_tokens=max_new,
