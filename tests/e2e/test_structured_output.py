@@ -93,18 +93,7 @@ def test_many_forms_at_once_leave_free_neighbours_as_they_are(tmp_path: Path) ->
         {"text": "Count ", "sampling_params": {"regex": f"{number}[0-9]{{8}}", "max_new_tokens": 30}}
         for number in range(20)
     ]
-    words = [
-        "--model-path",
-        "tiny",
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--max-total-tokens",
-        "8192",
-    ]
+    words = ["--model-path", "tiny", "--port", "0", "--device", "cpu", "--dtype", "float32"]
     with ServerProcess("srt.launch_server", words, tmp_path) as server, ThreadPoolExecutor(24) as pool:
         url = server.wait_ready() + "/generate"
 
