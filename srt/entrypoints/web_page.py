@@ -9,7 +9,7 @@ from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import event
 
 FOLDER = Path(__file__).parent / "page"
-SCRIPTS = ("server", "chat", "chart", "live")
+SCRIPTS = ("server", "schema", "answer", "chat", "chart", "live")
 # URL path -> (file, content type). Nothing else in the folder is served.
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,8 @@ from tests.support.page_server import PageServer, page_server
 
 pytestmark = pytest.mark.e2e
 
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "' + "c" * 300 + '"}}\n</tool_call>'
 FULL = "document.querySelectorAll('.message.assistant .quiet').length && document.querySelector('#running').textContent === '3'"
 
 CONTRASTS = """(() => {
@@ -82,12 +86,16 @@ FLAWS = """(() => {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[PageServer]:
-    with page_server(answer="Certainly. " + "w" * 300) as server:
+    with page_server(answer=f"<think>\n{'r' * 300}\n</think>\n\nCertainly. {'w' * 300}\n{CALL}") as server:
+        model = server.world.engine.model
+        server.world.engine.model = dataclasses.replace(model, tool_call_parser="hermes", reasoning_parser="qwen3")
         yield server
 
 
 def fill_the_page(page: Page) -> None:
-    """Everything that can be on it: messages, figures, an error."""
+    """Everything that can be on it: messages with reasoning and calls, figures, opened folds, marks, errors."""
+    page.run("document.querySelector('#extras').open = true; document.querySelector('[name=tools]').focus()")
+    page.type(json.dumps([TOOL]))
     page.click("#text")
     page.type("A question, and a very long word: " + "q" * 300)
     page.press("Enter")
@@ -96,6 +104,13 @@ def fill_the_page(page: Page) -> None:
         "document.querySelector('#log').append(Object.assign(document.createElement('p'), "
         "{className: 'error', textContent: 'What went wrong, in words'}))"
     )
+    page.run(
+        "for (const kind of ['valid', 'invalid', 'unchecked']) document.querySelector('.message.assistant').append("
+        "Object.assign(document.createElement('p'), {className: `mark ${kind}`, textContent: 'What was judged'}))"
+    )
+    page.run("document.querySelector('.reasoning').open = true")
+    page.run("document.querySelector('#schema-flaw').hidden = false")
+    page.run("document.querySelector('#schema-flaw').textContent = 'What is wrong with it'")
     page.run("document.querySelector('#key-panel').hidden = document.querySelector('#trouble').hidden = false")
     page.run(
         "document.querySelector('#trouble').textContent = document.querySelector('#key-words').textContent = 'Trouble'"
@@ -173,7 +188,7 @@ def test_the_keyboard_reaches_every_control_in_the_order_of_reading_and_the_focu
     with browser.page(server.url) as page:
         fill_the_page(page)
         expected = page.run(
-            "[...document.querySelectorAll('button, input, textarea, [tabindex]')].filter((node) => node.checkVisibility()"
+            "[...document.querySelectorAll('button, input, textarea, summary, [tabindex]')].filter((node) => node.checkVisibility()"
             " && !node.disabled).map((node) => node.id || node.name || node.className)"
         )
         page.run("document.querySelector('#log').focus()")

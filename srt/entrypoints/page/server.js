@@ -26,7 +26,7 @@ export async function call(path, options) {
   const body = await response.json().catch(() => null);
   const error = new Error(body?.error?.message ?? `The server answered ${response.status} ${response.statusText}.`);
   if (response.status === 401) askForKey(error.message);
-  throw Object.assign(error, { status: response.status });
+  throw Object.assign(error, { status: response.status, parameter: body?.error?.param ?? null });
 }
 
 /** Yield the data of each server-sent event, however the network splits the bytes. */
