@@ -146,6 +146,19 @@ def test_the_result_of_a_call_is_read(api: httpx.Client) -> None:
     assert same["usage"]["prompt_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+def test_calls_that_are_demanded_are_made_and_are_valid(api: httpx.Client) -> None:
+    forecast = {"type": "object", "properties": {"days": {"enum": [1, 3, 7]}}, "required": ["days"]}
+    tools = [WEATHER, {"name": "get_forecast", "input_schema": {**forecast, "additionalProperties": False}}]
+    story = {"role": "user", "content": "Tell me a story."}
+    named = ask(api, messages=[story], tools=tools, tool_choice={"type": "tool", "name": "get_forecast"})
+    (call,) = named["content"]
+    assert (call["name"], named["stop_reason"]) == ("get_forecast", "tool_use")
+    assert call["input"]["days"] in (1, 3, 7)
+    any_one = {"type": "any", "disable_parallel_tool_use": True}
+    (call,) = ask(api, messages=[story], tools=tools[1:], tool_choice=any_one)["content"]
+    assert call["input"]["days"] in (1, 3, 7)
+
+
 def test_an_answer_is_held_to_a_form(api: httpx.Client) -> None:
     schema = {
         "type": "object",

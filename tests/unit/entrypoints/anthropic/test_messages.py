@@ -121,6 +121,15 @@ def test_one_call_is_enough_where_no_more_are_wanted() -> None:
         assert [block["type"] for block in answer["content"]] == ["tool_use"]
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_calls_that_are_demanded_are_a_constraint(choice: dict[str, Any]) -> None:
+    world = new_world(CALL)
+    answer = ask(world, tools=[WEATHER], tool_choice=choice)
+    assert answer["stop_reason"] == "tool_use"
+    constraint = world.engine.handles[-1].request.params.constraint
+    assert constraint is not None and "get_weather" in constraint.content
+
+
 def test_without_a_choice_of_tools_nothing_is_a_call() -> None:
     world = new_world(CALL)
     answer = ask(world, tools=[WEATHER], tool_choice={"type": "none"})
@@ -261,6 +270,8 @@ def test_a_count_knows_no_fields_of_the_output() -> None:
         ({"tool_choice": {"type": "robot"}}, "tool_choice.type must be one of auto, any, tool, none, not 'robot'"),
         ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name is not a known field"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name must be a string, not null"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice (required) demands a call, but the request has no tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names the tool 'f', which"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use must"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type must be one of enabled, disabled, adaptive"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens must be an integer of at least 1024, not null"),
