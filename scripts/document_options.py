@@ -35,6 +35,7 @@ SGLANG_DEFAULTS: dict[str, Any] = {
     "sampling_defaults": "model",
     "tool_call_parser": "no parser",
     "reasoning_parser": "no parser",
+    "tool_strict_level": "auto",
     "host": "127.0.0.1",
     "port": 30000,
     "api_key": None,

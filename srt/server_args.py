@@ -32,6 +32,7 @@ TOOL_CALL_PARSERS = tuple(
     "hermes qwen qwen25 qwen3_coder llama3 llama3_json mistral pythonic deepseekv3 deepseek_v3 deepseekv31 deepseek_v31"
     " deepseekv32 glm45 glm47 kimi_k2 gpt-oss openai minimax-m2 minimax_m2 gemma4".split()
 )
+TOOL_STRICT_LEVELS = ("auto", "function", "parameter")
 REASONING_PARSERS = tuple("qwen3 deepseek-r1 deepseek_r1 deepseek-v3 glm45 kimi gpt-oss openai_gptoss minimax".split())
 
 MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "Devices and kernels", "Logging"
@@ -81,6 +82,13 @@ class ServerArgs:
         "form in which the model marks its reasoning; none: leave it in the text (default: as its chat template shows)",
         group=MODEL,
         choices=(*REASONING_PARSERS, NO_PARSER),
+    )
+    tool_strict_level: str = option(
+        "auto",
+        "what is enforced of calls that the model makes by itself; auto: valid arguments of tools that are strict; function:"
+        " the form of all calls, too; parameter: valid arguments of all calls",
+        group=MODEL,
+        choices=TOOL_STRICT_LEVELS,
     )
     sampling_defaults: str = option(
         "model", "where unset sampling parameters come from", group=MODEL, choices=("model", "openai")

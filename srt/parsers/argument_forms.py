@@ -67,7 +67,7 @@ class Place:
 
 def root_of(tool: CallableTool) -> Place:
     """Return the place of all arguments; raise FormRefusal if their schema is needed within itself."""
-    parameters: Schema = {"type": "object"} if tool.parameters is None else tool.parameters
+    parameters = tool.parameters or {}
     root = Place(parameters, "", parameters.get("$defs", {}))
     if '"$ref":"#"' in compact(parameters):
         raise root.refusal("refers to the whole schema, which")

@@ -32,7 +32,8 @@ class CallableTool:
     """A tool that a constrained answer may call."""
 
     name: str
-    # The JSON Schema of its arguments, as the grammar library takes it: all references lead to `$defs`. None: any object.
+    # The JSON Schema of its arguments, as the grammar library takes it: all references lead to `$defs`. None: they are free, and the
+    # form of the call alone counts.
     parameters: Mapping[str, Any] | None
     tools: Tools  # which the parser reads the calls with
 

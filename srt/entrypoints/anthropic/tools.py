@@ -28,7 +28,7 @@ TOOL_SCHEMA: dict[str, Any] = {
         "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME, "description": "The tool's name."},
         "description": {"type": ["string", "null"], "description": "What it does."},
         "input_schema": {"type": "object", "description": "The JSON Schema of its arguments."},
-        "strict": {"enum": [False, None], "description": "Must be false: arguments are not constrained yet."},
+        "strict": {"type": ["boolean", "null"], "description": "If true, the arguments of its calls are valid."},
         "cache_control": {"description": "Accepted and ignored."},
         **{
             name: {**schema_of(values), "description": "Not supported yet: only values without effect are accepted."}

@@ -28,8 +28,8 @@ from srt.entrypoints.openai.parts import ChatLogprobs, Identity, Usage, finish_f
 from srt.entrypoints.openai.prompt_facts import PromptFacts
 from srt.entrypoints.openai.refusals import refuse_agent_fields
 from srt.entrypoints.openai.schema import EFFORTS, ChatBody
-from srt.entrypoints.openai.tool_choice import ToolChoice, demanded_calls, read_tool_choice
-from srt.entrypoints.openai.tools import callable_tools, checked_tools
+from srt.entrypoints.openai.tool_choice import ToolChoice, demanded_calls, read_tool_choice, strict_calls
+from srt.entrypoints.openai.tools import callable_tools, checked_tools, strict_names
 from srt.entrypoints.request_schema import bad_parameter, checked_sampling_params, renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import TextEvent, answer_call, event
@@ -113,7 +113,7 @@ def parse_input(
     )
     continued = messages[-1]["content"] if body.continue_final_message else None
     form = _output_form(body, engine, tools, prompt, continued)
-    constraint = _constraint(body, form, tools, choice)
+    constraint = _constraint(body, engine, form, tools, choice)
     if constraint is not None:
         params = dataclasses.replace(params, constraint=constraint)
     if form is not None and any(map(engine.text.is_special, markers_of(form.tool_call_parser, form.reasoning_parser))):
@@ -160,7 +160,7 @@ def _output_form(
 
 
 def _constraint(
-    body: ChatBody, form: OutputForm | None, tools: list[dict[str, Any]], choice: ToolChoice
+    body: ChatBody, engine: TokenizerManager, form: OutputForm | None, tools: list[dict[str, Any]], choice: ToolChoice
 ) -> Constraint | None:
     """Return what the answer must look like: as the client says, or as the calls that it demands."""
     constraint = body.constraint()
@@ -169,7 +169,12 @@ def _constraint(
         if constraint is not None:
             raise bad_parameter(constraint.source, "and a tool_choice that demands calls exclude each other")
         constraint = _called(demanded_calls(calls, tools, choice, body.parallel_tool_calls))
-    elif constraint is not None and calls is not None:
+    elif calls is not None and constraint is None:
+        allowed = strict_calls(
+            calls, tools, strict_names(body.tools), engine.model.tool_strict_level, body.parallel_tool_calls
+        )
+        constraint = None if allowed is None else _called(allowed)
+    elif calls is not None and constraint is not None:
         reason = "and tools exclude each other: calls would break the form. Set tool_choice to none, or leave one of them out"
         raise bad_parameter(constraint.source, reason)
     if constraint is not None and form is not None and form.reasoning_parser is not None and form.is_open:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from srt.constrained.json_schema import SchemaRefusal, convert
 from srt.entrypoints.openai.tools import callable_tools
 from srt.entrypoints.request_schema import bad_parameter
+from srt.parsers.call_format import CallFormat
 from srt.parsers.forms import CallableTool, FormRefusal, Node
 from srt.parsers.output_parser import TOOL_CALL_PARSERS
+from srt.parsers.tools import Tools
 from srt.sampling.parameter_checks import kind_of, show
 
 _NAME = re.compile(r"[\w.:/-]+")
@@ -70,35 +72,60 @@ def demanded_calls(parser: str, tools: Sequence[Mapping[str, Any]], choice: Tool
     """
     form = TOOL_CALL_PARSERS[parser]
     described = callable_tools(tools)
-    named = {
-        index for index, tool in enumerate(tools) if choice.kind != "named" or tool["function"]["name"] == choice.name
-    }
-    callables = []
-    for index in sorted(named):
-        function = tools[index]["function"]
-        tool = CallableTool(function["name"], _parameters(index, function), described)
-        try:
-            form.call_form(tool)
-        except FormRefusal as refusal:
-            raise bad_parameter(f"tools[{index}].function.parameters{refusal.place}", str(refusal)) from refusal
-        callables.append(tool)
+    callables = [
+        _callable(form, index, tool["function"], described, is_strict=True)
+        for index, tool in enumerate(tools)
+        if choice.kind != "named" or tool["function"]["name"] == choice.name
+    ]
     return form.calls_form(callables, several and choice.kind != "named")
 
 
-def _parameters(index: int, function: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the arguments' schema as the grammar library takes it."""
-    where = f"tools[{index}].function"
-    if not _NAME.fullmatch(function["name"]):
-        allowed = "letters, digits, `_`, `-`, `.`, `:` and `/`"
-        raise bad_parameter(
-            f"{where}.name", f"may have only {allowed} where calls are constrained, not {show(function['name'])}"
-        )
-    given = function.get("parameters")
-    if given is None:
+def strict_calls(
+    parser: str, tools: Sequence[Mapping[str, Any]], strict: Collection[str], level: str, several: bool
+) -> Node | None:
+    """Return the form of an answer that is free text until a call begins; None if calls are free, too.
+
+    strict: names of the tools that ask for valid arguments. level: what the server enforces unasked, TOOL_STRICT_LEVELS.
+    RequestError (400) if it cannot be enforced.
+    """
+    if level == "auto" and not strict:
         return None
+    form = TOOL_CALL_PARSERS[parser]
+    described = callable_tools(tools)
+    functions = [tool["function"] for tool in tools]
+    callables = [
+        _callable(form, index, function, described, level == "parameter" or function["name"] in strict)
+        for index, function in enumerate(functions)
+    ]
+    return form.free_form(callables, several)
+
+
+def _callable(
+    form: type[CallFormat], index: int, function: Mapping[str, Any], described: Tools, is_strict: bool
+) -> CallableTool:
+    """Return a tool whose calls have this form, with valid arguments if `is_strict`."""
+    name = function["name"]
+    if not _NAME.fullmatch(name):
+        allowed = "letters, digits, `_`, `-`, `.`, `:` and `/`"
+        reason = f"may have only {allowed} where calls are constrained, not {show(name)}"
+        raise bad_parameter(f"tools[{index}].function.name", reason)
+    if not is_strict:
+        return CallableTool(name, None, described)
+    tool = CallableTool(name, _parameters(index, function), described)
     try:
-        return convert(given).schema
+        form.call_form(tool)
+    except FormRefusal as refusal:
+        raise bad_parameter(f"tools[{index}].function.parameters{refusal.place}", str(refusal)) from refusal
+    return tool
+
+
+def _parameters(index: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments' schema as the grammar library takes it."""
+    where = f"tools[{index}].function.parameters"
+    given = function.get("parameters")
+    try:
+        return {"type": "object"} if given is None else convert(given).schema
     except SchemaRefusal as refusal:
-        raise bad_parameter(f"{where}.parameters", str(refusal)) from refusal
+        raise bad_parameter(where, str(refusal)) from refusal
     except RecursionError:
-        raise bad_parameter(f"{where}.parameters", "is nested too deeply") from None
+        raise bad_parameter(where, "is nested too deeply") from None

@@ -11,7 +11,6 @@ from srt.parsers.tools import Tools
 from srt.sampling.parameter_checks import kind_of, show
 
 MAX_TOOLS, MAX_NAME = 1024, 256
-_NO_STRICT = "is not supported yet, because it needs constrained decoding: leave it out or set it to false"
 _FUNCTION: Mapping[str, Any] = MappingProxyType(
     {
         "type": "object",
@@ -19,7 +18,7 @@ _FUNCTION: Mapping[str, Any] = MappingProxyType(
             "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME, "description": "The tool's name."},
             "description": {"type": ["string", "null"], "description": "What it does."},
             "parameters": {"type": ["object", "null"], "description": "The JSON Schema of its arguments."},
-            "strict": {"enum": [False, None], "description": "Must be false: arguments are not constrained yet."},
+            "strict": {"type": ["boolean", "null"], "description": "If true, the arguments of its calls are valid."},
         },
         "required": ["name"],
         "description": "The function, passed on to the chat template.",
@@ -47,6 +46,11 @@ def checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return checked
 
 
+def strict_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Return the names of the tools, as they came, that ask for valid arguments."""
+    return frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
+
+
 def callable_tools(checked: Sequence[Mapping[str, Any]]) -> Tools:
     """Return the names and arguments of checked tools, for parsers."""
     return Tools({tool["function"]["name"]: tool["function"].get("parameters") for tool in checked})
@@ -66,7 +70,7 @@ def _checked(where: str, tool: dict[str, Any]) -> dict[str, Any]:
         if value is not None and not isinstance(value, kind):
             raise bad_parameter(f"{where}.function.{member}", f"must be {word}, not {kind_of(value)}")
     strict = function.get("strict")
-    if strict not in (None, False) or type(strict) is int:
-        raise bad_parameter(f"{where}.function.strict", _NO_STRICT)
+    if strict is not None and type(strict) is not bool:
+        raise bad_parameter(f"{where}.function.strict", f"must be true or false, not {kind_of(strict)}")
     written = {key: value for key, value in function.items() if value is not None and key != "strict"}
     return {**tool, "function": written}

@@ -24,6 +24,7 @@ class ModelFacts:
     has_chat_template: bool
     tool_call_parser: str | None = None  # None: calls of tools are not looked for
     reasoning_parser: str | None = None  # None: reasoning is not told from the answer
+    tool_strict_level: str = "auto"  # what is enforced of calls unasked, one of TOOL_STRICT_LEVELS
 
 
 def read_model_facts(folder: str, args: ServerArgs, template: ChatTemplate | ChatTemplateError | None) -> ModelFacts:
@@ -44,6 +45,7 @@ def read_model_facts(folder: str, args: ServerArgs, template: ChatTemplate | Cha
         has_chat_template=isinstance(template, ChatTemplate),
         tool_call_parser=_chosen(args.tool_call_parser, tool_call_parser_of(source)),
         reasoning_parser=_chosen(args.reasoning_parser, reasoning_parser_of(source)),
+        tool_strict_level=args.tool_strict_level,
     )
 
 

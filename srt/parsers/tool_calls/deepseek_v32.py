@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from srt.parsers.argument_forms import Place
 from srt.parsers.format import Steps
-from srt.parsers.forms import CallableTool, Node, const, sequence, tag
+from srt.parsers.forms import CallableTool, Node, const, sequence
 from srt.parsers.tool_calls.markup import MarkupFormat
 
 
@@ -21,7 +21,7 @@ class DeepSeekV32(MarkupFormat):
 
     @classmethod
     def call_form(cls, tool: CallableTool) -> Node:
-        return tag(f'<｜DSML｜invoke name="{tool.name}">\n', cls._members_form(tool), "</｜DSML｜invoke>\n")
+        return cls._call_form(f'<｜DSML｜invoke name="{tool.name}">\n', tool, "</｜DSML｜invoke>\n")
 
     @classmethod
     def _argument_form(cls, key: str, place: Place, is_string: bool) -> Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from srt.parsers.argument_forms import Place, object_members, root_of, text_until
 from srt.parsers.call_format import CallFormat
 from srt.parsers.format import NotThisForm, Steps
-from srt.parsers.forms import CallableTool, FormRefusal, Node, calls, const, either, optional, sequence, tag
+from srt.parsers.forms import ANY_TEXT, CallableTool, FormRefusal, Node, calls, const, either, optional, sequence, tag
 from srt.parsers.tools import quoted
 
 _QUOTE = '<|"|>'
@@ -17,6 +17,8 @@ class Gemma4(CallFormat):
 
     @classmethod
     def call_form(cls, tool: CallableTool) -> Node:
+        if tool.parameters is None:
+            return tag(f"<|tool_call>call:{tool.name}{{", ANY_TEXT, "}<tool_call|>")
         try:
             arguments = _object_form(root_of(tool))
         except FormRefusal:

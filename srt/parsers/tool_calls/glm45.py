@@ -18,6 +18,8 @@ class Glm45(MarkupFormat):
 
     @classmethod
     def call_form(cls, tool: CallableTool) -> Node:
+        if tool.parameters is None:
+            return tag(f"<tool_call>{tool.name}", regex(r"([\n<](?s:.*))?", excludes=["</tool_call>"]), "</tool_call>")
         return tag(f"<tool_call>{tool.name}", sequence(_MAY_BREAK, cls._members_form(tool)), "</tool_call>")
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import ClassVar
 from srt.parsers.argument_forms import Place, object_members, root_of, text_until
 from srt.parsers.call_format import CallFormat
 from srt.parsers.format import NotThisForm, Steps
-from srt.parsers.forms import CallableTool, Node, tag
+from srt.parsers.forms import ANY_TEXT, CallableTool, Node, tag
 from srt.parsers.tools import quoted
 
 _MAX_VALUE = 1 << 24  # characters of a value that is not a string
@@ -25,8 +25,14 @@ class MarkupFormat(CallFormat):
     HAS_LINES: ClassVar[bool] = False  # a value stands on lines of its own
 
     @classmethod
+    def _call_form(cls, begin: str, tool: CallableTool, end: str) -> Node:
+        """Return a tag for a call: its arguments have each the form that `_argument_form` says, or are free up to the end."""
+        if tool.parameters is None:
+            return tag(begin, ANY_TEXT, end)
+        return tag(begin, cls._members_form(tool), end)
+
+    @classmethod
     def _members_form(cls, tool: CallableTool) -> Node:
-        """Return the form of all arguments, each as `_argument_form` says."""
         return object_members(root_of(tool), lambda key, place: cls._argument_form(key, place, tool.is_string(key)))
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from srt.parsers.argument_forms import Place
 from srt.parsers.format import Steps
-from srt.parsers.forms import CallableTool, Node, const, sequence, tag
+from srt.parsers.forms import CallableTool, Node, const, sequence
 from srt.parsers.tool_calls.markup import MarkupFormat
 
 
@@ -17,7 +17,7 @@ class MiniMaxM2(MarkupFormat):
 
     @classmethod
     def call_form(cls, tool: CallableTool) -> Node:
-        return tag(f'<invoke name="{tool.name}">\n', cls._members_form(tool), "</invoke>\n")
+        return cls._call_form(f'<invoke name="{tool.name}">\n', tool, "</invoke>\n")
 
     @classmethod
     def _argument_form(cls, key: str, place: Place, is_string: bool) -> Node:

@@ -12,7 +12,18 @@ from typing import Any
 from srt.parsers.argument_forms import Place, object_members, root_of
 from srt.parsers.call_format import CallFormat
 from srt.parsers.format import NotThisForm, Steps
-from srt.parsers.forms import CallableTool, FormRefusal, Node, either, regex, tag
+from srt.parsers.forms import (
+    CallableTool,
+    FormRefusal,
+    Node,
+    calls,
+    either,
+    json_schema,
+    optional,
+    regex,
+    sequence,
+    tag,
+)
 from srt.parsers.tools import is_json, quoted
 
 _NAME = re.compile(r"[^\W\d][\w.-]*\Z")
@@ -30,6 +41,9 @@ class Pythonic(CallFormat):
     @classmethod
     def call_form(cls, tool: CallableTool) -> Node:
         """Return the form in which values are JSON, which is read as such."""
+        if tool.parameters is None:
+            argument = tag("", sequence(regex("[a-zA-Z_][a-zA-Z0-9_]*="), json_schema(True)), "")
+            return tag(f"{tool.name}(", optional(calls([argument], ", ", several=True)), ")")
         return tag(f"{tool.name}(", object_members(root_of(tool), _argument_form, ", "), ")")
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from srt.parsers.argument_forms import Place
 from srt.parsers.format import Steps
-from srt.parsers.forms import CallableTool, Node, const, sequence, tag
+from srt.parsers.forms import CallableTool, Node, const, sequence
 from srt.parsers.tool_calls.markup import MarkupFormat
 
 
@@ -18,7 +18,7 @@ class Qwen3Coder(MarkupFormat):
 
     @classmethod
     def call_form(cls, tool: CallableTool) -> Node:
-        return tag(f"<tool_call>\n<function={tool.name}>\n", cls._members_form(tool), "</function>\n</tool_call>")
+        return cls._call_form(f"<tool_call>\n<function={tool.name}>\n", tool, "</function>\n</tool_call>")
 
     @classmethod
     def _argument_form(cls, key: str, place: Place, is_string: bool) -> Node:

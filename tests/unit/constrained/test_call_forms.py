@@ -14,7 +14,7 @@ from srt.constrained.compile_process import try_constraint
 from srt.constrained.constraint import tag_constraint
 from srt.constrained.matcher import Grammars, Matcher
 from srt.constrained.vocabulary import Vocabulary
-from srt.entrypoints.openai.tool_choice import ToolChoice, demanded_calls
+from srt.entrypoints.openai.tool_choice import ToolChoice, demanded_calls, strict_calls
 from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.parsers.events import CallArguments, CallBegin, Event, Text
 from srt.parsers.output_parser import OutputParser
@@ -162,6 +162,49 @@ def test_what_a_form_cannot_enforce_is_refused_by_name(parsers: Sequence[str], p
         assert caught.value.message.startswith(sentence) and caught.value.parameter == "tools"
     with pytest.raises(RequestError, match=r"^tools\[0\].function.name may have only letters"):
         demanded_calls("hermes", [tool("f(", parameters)], REQUIRED, True)
+
+
+class FreeJudge(Judge):
+    """Says whether an answer under `tool_choice: auto` is allowed, where get_weather alone is strict."""
+
+    def __init__(self, vocabulary: Vocabulary, tokenizer: Tokenizer, parser: str, level: str = "auto") -> None:
+        form = strict_calls(parser, TOOLS, {"get_weather"}, level, True)
+        assert form is not None
+        grammars = Grammars(vocabulary)
+        grammars.compile("key", try_constraint(tag_constraint("tools", form), vocabulary))
+        self._matcher = grammars.matcher("key")
+        self._tokenizer = tokenizer
+
+
+@pytest.mark.parametrize("parser", WRITERS)
+def test_a_strict_tool_is_enforced_where_its_call_begins(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, parser: str
+) -> None:
+    judge, strictest = FreeJudge(vocabulary, tokenizer, parser), FreeJudge(vocabulary, tokenizer, parser, "parameter")
+    writer = WRITERS[parser][0]
+    final = "<|channel|>final<|message|>" if parser == "gpt-oss" else ""
+    free = [f"{final}Hello, 3 < 5!", f"{final} Well "]
+    right = written(parser, writer, [("get_weather", {"city": "Bonn", "days": 3})])
+    loose = written(parser, writer, [("now", {"zone": 1})])
+    unknown = written(parser, writer, [("get_news", {})])
+    wrong = [
+        written(parser, writer, [("get_weather", {"city": "Bonn", "days": [3]})]),
+        written(parser, writer, [("get_weather", {"town": "Bonn"})]),
+        unknown,
+        right[:-1],
+    ]
+    for text in (*free, right, loose):
+        assert judge.allows(text), text
+    for text in wrong:
+        assert not judge.allows(text), text
+    assert strictest.allows(right) and not strictest.allows(loose)
+    if parser not in ("llama3", "pythonic", "gpt-oss"):  # whose calls are the whole answer
+        assert judge.allows(f"Well: {right}") and not judge.allows(f"Well: {wrong[0]}")
+
+
+def test_no_form_is_enforced_unasked() -> None:
+    assert strict_calls("hermes", TOOLS, (), "auto", True) is None
+    assert strict_calls("hermes", TOOLS, (), "function", True) is not None
 
 
 def random_tools(seed: int) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
         [{**USER, "bogus": 1}],
         [{"role": "user", "content": "word " * 5000}],
     ],
-    "tools": [[{}], [{"type": "function"}], [{"type": "function", "function": {"name": "f", "strict": True}}]],
+    "tools": [[{}], [{"type": "function"}], [{"type": "function", "function": {"name": "f", "strict": 1}}]],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "stop_sequences": [[""], ["x"] * 40, ["x" * 5000]],
     "system": [[], [{}], [{"type": "image"}]],

@@ -216,9 +216,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"tools": [{**WEATHER, "function": {"name": "f", "parameters": 1}}]}, "tools", "parameters must be an object"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "tools[1].function.name is 'get_weather', as that of"),
         (
-            {"tools": [{**WEATHER, "function": {"name": "f", "strict": True}}]},
+            {"tools": [{**WEATHER, "function": {"name": "f", "strict": 1}}]},
             "tools",
-            "tools[0].function.strict is not supported yet, because it needs constrained decoding",
+            "tools[0].function.strict must be true or false, not",
         ),
         ({"tools": [WEATHER]}, "tools", "tools are not supported with this model"),
         ({"tool_choice": "required"}, "tool_choice", "(required) demands a call, but the request has no tools"),

@@ -140,6 +140,30 @@ def test_calls_that_may_be_made_are_no_constraint() -> None:
 
 
 @pytest.mark.parametrize(
+    ("level", "strict", "enforced"),
+    [
+        ("auto", True, {"now": {"type": "object"}, "get_weather": {"type": "object", "properties": {"x": {}}}}),
+        ("function", False, {"now": {"type": "object"}, "get_weather": {"type": "object"}}),
+        ("parameter", False, {"now": {"type": "object"}, "get_weather": {"type": "object", "properties": {"x": {}}}}),
+    ],
+)
+def test_strict_tools_are_enforced_where_a_call_begins(level: str, strict: bool, enforced: dict[str, Any]) -> None:
+    world = new_world(CALL)
+    world.engine.model = dataclasses.replace(world.engine.model, tool_strict_level=level)
+    parameters = {"type": "object", "properties": {"x": {}}}
+    weather = {"type": "function", "function": {"name": "get_weather", "parameters": parameters, "strict": strict}}
+    answer = ask(world, tools=[NOW, weather])
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    constraint = world.engine.handles[-1].request.params.constraint
+    assert constraint is not None
+    form = json.loads(constraint.content)["format"]
+    assert (form["type"], form["triggers"]) == ("triggered_tags", ["<tool_call>"])
+    schemas = {tag["begin"].split('"')[3]: tag["content"]["json_schema"] for tag in form["tags"]}
+    assert schemas == enforced
+    assert all("strict" not in tool["function"] for tool in world.engine.rendered[1] or [])
+
+
+@pytest.mark.parametrize(
     ("fields", "parameter", "message"),
     [
         ({"regex": "a"}, "regex", "regex and a tool_choice that demands calls exclude each other"),
