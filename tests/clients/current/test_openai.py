@@ -58,6 +58,27 @@ def test_openai_streams_a_completion(api: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == api.completions.create(**wanted).choices[0].text
 
 
+def test_openai_gets_a_response_and_streams_one_that_equals_it(api: openai.OpenAI) -> None:
+    wanted = {"model": MODEL, "temperature": 0, "input": "What is 12 + 30?"}
+    whole = api.responses.create(**wanted)
+    assert (whole.status, whole.output_text) == ("completed", "12 + 30 = 42")
+    with api.responses.stream(**wanted) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == stream.get_final_response().output_text == whole.output_text
+
+
+def test_openai_answers_the_call_of_a_response(api: openai.OpenAI) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = {"type": "function", "name": "get_weather", "description": "Get the weather of a city."}
+    asked = {"model": MODEL, "temperature": 0, "tools": [{**tool, "parameters": parameters}]}
+    items: list[Any] = [{"role": "user", "content": "What is the weather in Lisbon?"}]
+    response = api.responses.create(**asked, input=items)
+    (call,) = [item for item in response.output if item.type == "function_call"]
+    assert call.name == "get_weather"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": '{"weather": "sunny"}'}
+    assert "sunny" in api.responses.create(**asked, input=[*items, *response.output, result]).output_text
+
+
 def test_async_openai_runs_many_at_once(url: str) -> None:
     async def go() -> list[str]:
         async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", timeout=60) as api:
