@@ -100,6 +100,16 @@ def test_calls_are_answered_and_streamed_alike(api: openai.OpenAI) -> None:
     assert asked == NUM_CALLS
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "set_timer"}])
+def test_a_call_that_is_demanded_is_made(api: openai.OpenAI, choice: Any) -> None:
+    parameters: Any = {"type": "object", "properties": {"minutes": {"enum": [5, 25]}}, "required": ["minutes"]}
+    tool: Any = {"type": "function", "name": "set_timer", "parameters": {**parameters, "additionalProperties": False}}
+    request: dict[str, Any] = {**GREEDY, "input": "Hello!", "tools": [tool], "tool_choice": choice}
+    response = api.responses.create(**request, parallel_tool_calls=False)
+    (call,) = response.output
+    assert call.type == "function_call" and json.loads(call.arguments)["minutes"] in (5, 25)
+
+
 def test_an_answer_has_the_form_that_was_asked_for(api: openai.OpenAI) -> None:
     for _ in range(3):
         response = api.responses.parse(model="tiny", input="How is the weather?", text_format=Weather)

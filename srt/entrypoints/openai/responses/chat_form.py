@@ -11,7 +11,7 @@ from srt.entrypoints.openai.responses.members import checked_text
 from srt.entrypoints.openai.responses.schema import CHOICE, FORMAT, REASONING, TEXT, TOOL, ResponsesBody
 from srt.entrypoints.request_schema import bad_parameter
 from srt.managers.tokenizer_manager.api_types import RequestError
-from srt.sampling.parameter_checks import show
+from srt.sampling.parameter_checks import kind_of, show
 
 # Fields that chats have with the same meaning.
 _SAME = (
@@ -77,6 +77,10 @@ def _choice(body: ResponsesBody) -> str | dict[str, Any]:
 def _response_format(given: object) -> dict[str, Any]:
     members = FORMAT.check("text.format", given)
     kind = members.pop("type")
+    for name in members.keys() & {"name", "description"}:
+        checked_text(f"text.format.{name}", members[name])
+    if type(members.get("strict", True)) is not bool:
+        raise bad_parameter("text.format.strict", f"must be true or false, not {kind_of(members['strict'])}")
     if kind == "json_schema":
         return {"type": kind, "json_schema": members}
     if kind not in ("text", "json_object"):

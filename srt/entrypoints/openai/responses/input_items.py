@@ -118,7 +118,11 @@ class _Chat:
     """The messages as they are gathered. A last message of the assistant takes up what belongs to the same answer."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self._gathered: list[Message] = []  # with lists of texts for contents, which are joined only once
+
+    @property
+    def messages(self) -> list[Message]:
+        return [{**message, "content": "".join(message["content"])} for message in self._gathered]
 
     def add(self, where: str, item: object) -> None:
         if not isinstance(item, dict):
@@ -146,11 +150,11 @@ class _Chat:
         if members["content"] == []:
             raise bad_parameter(f"{where}.content", "must not be an empty list")
         text = _text(f"{where}.content", members["content"], _PARTS)
-        last = self.messages[-1] if self.messages else None
+        last = self._gathered[-1] if self._gathered else None
         if role == "assistant" and last is not None and _takes_text(last):
-            last["content"] += text
+            last["content"].append(text)
         else:
-            self.messages.append({"role": role, "content": text})
+            self._gathered.append({"role": role, "content": [text]})
 
     def _add_call(self, where: str, members: dict[str, Any]) -> None:
         function = {name: checked_text(f"{where}.{name}", members[name]) for name in ("name", "arguments")}
@@ -160,20 +164,20 @@ class _Chat:
     def _add_output(self, where: str, members: dict[str, Any]) -> None:
         call_id = checked_text(f"{where}.call_id", members["call_id"])
         text = _text(f"{where}.output", members["output"], {"input_text": _PARTS["input_text"]})
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._gathered.append({"role": "tool", "tool_call_id": call_id, "content": [text]})
 
     def _add_reasoning(self, where: str, members: dict[str, Any]) -> None:
         texts = [
             _text(f"{where}.{name}", members.get(name, []), {kind: _REASONING_PARTS[kind]})
             for name, kind in (("content", "reasoning_text"), ("summary", "summary_text"))
         ]
-        self.messages.append({"role": "assistant", "content": "", "reasoning_content": texts[0] or texts[1]})
+        self._gathered.append({"role": "assistant", "content": [], "reasoning_content": texts[0] or texts[1]})
 
     def _assistant(self) -> Message:
         """Return the message of the assistant that a call belongs to."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+        if not self._gathered or self._gathered[-1]["role"] != "assistant":
+            self._gathered.append({"role": "assistant", "content": []})
+        return self._gathered[-1]
 
 
 def _takes_text(message: Message) -> bool:

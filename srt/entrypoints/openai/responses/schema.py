@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import orjson
 from pydantic import BaseModel, ConfigDict
 
 from srt.entrypoints.openai.messages import MAX_MESSAGES
@@ -116,12 +117,13 @@ class ResponsesBody(RequestBody):
         "Functions that the model may call.", [], maxItems=MAX_TOOLS, items=TOOL.schema()
     )
     tool_choice: str | dict[str, Any] = described(
-        "auto: the model decides on calls; none: it is told of no tools.",
+        "auto: the model decides on calls; none: it is told of no tools; required: the answer is at least one call; an"
+        " object: it is one call of this tool.",
         "auto",
         string={"enum": ["auto", "none", "required"]},
         object=CHOICE.schema(),
     )
-    parallel_tool_calls: bool = described("If false, an answer has one call at most: later ones are left out.", True)
+    parallel_tool_calls: bool = described("If false, an answer has one call at most.", True)
     metadata: dict[str, Any] = described(
         "Up to 16 texts by name, for the client's own use.",
         {},
@@ -173,6 +175,11 @@ class ResponsesBody(RequestBody):
             raise bad_parameter("background", "needs store: the response is asked for later")
         if self.request_id == "":
             raise bad_parameter("request_id", "must not be empty")
+        for name in ("tools", "text"):
+            try:
+                orjson.dumps([[[[[[getattr(self, name)]]]]]])  # in an event they stand six levels deep at most
+            except orjson.JSONEncodeError as error:
+                raise bad_parameter(name, "is nested too deeply: the answer repeats it") from error
         self._check_metadata()
 
     def _check_metadata(self) -> None:

@@ -125,6 +125,13 @@ def test_a_wrong_item_is_refused_with_its_place(item: Any, said: str) -> None:
     assert (caught.value.status, caught.value.parameter) == (400, "input")
 
 
+def test_many_texts_behind_a_call_are_joined_once() -> None:
+    """Joined one by one they would be copied 10,000 times: 75 GB."""
+    items = [called("f"), *[{"role": "assistant", "content": "x" * 1500}] * 9999]
+    (message,) = messages_of(items)
+    assert len(message["content"]) == 9999 * 1500
+
+
 @pytest.mark.parametrize(("items", "said"), [([], "input must not be empty"), ([USER] * 10_001, "at most 10000 items")])
 def test_too_few_and_too_many_items_are_refused(items: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):

@@ -9,11 +9,15 @@ from typing import Any
 
 import jsonschema_rs
 import openai.types.responses as theirs
+import orjson
 import pytest
 from pydantic import TypeAdapter
 
 from srt.entrypoints.answer_schemas import answer_schema
+from srt.entrypoints.openai.chat import parse_call
+from srt.entrypoints.openai.responses.answer import ResponseAnswer
 from srt.entrypoints.openai.responses.response_types import Response, ResponseEvent
+from srt.entrypoints.openai.responses.schema import ResponsesBody
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, EngineDied, Finish, GenerateInput, RequestError
 from tests.unit.entrypoints.fake_engine import World, choice_update
 from tests.unit.entrypoints.sse import named_events
@@ -22,6 +26,9 @@ PATH = "/v1/responses"
 WEATHER = {"type": "function", "name": "get_weather", "description": None, "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 THOUGHT = "<think>\nThe weather.\n</think>\n\n"
+NESTED: dict[str, Any] = {}
+for _ in range(300):
+    NESTED = {"a": NESTED}
 EVENT = TypeAdapter[Any](theirs.ResponseStreamEvent)
 DESCRIBED, DESCRIBED_EVENT = (jsonschema_rs.validator_for(answer_schema(kind)) for kind in (Response, ResponseEvent))
 # What differs between two answers to one request.
@@ -253,6 +260,24 @@ def test_an_error_amid_a_stream_ends_it_with_what_was_said_before() -> None:
     assert world.post(PATH, {"input": "hi"}).status_code == 503
 
 
+def test_a_stream_that_fails_before_its_first_token_is_whole_too() -> None:
+    """A comment that keeps the connection alive has begun it."""
+    world = new_world()
+    call = parse_call({"messages": [{"role": "user", "content": "hi"}]}, world.service, "resp")
+    ended: list[str] = []
+    answer = ResponseAnswer(
+        ResponsesBody.parse({"input": "hi"}),
+        call,
+        world.service.engine(),
+        is_stored=False,
+        on_end=lambda response: ended.append(response["status"]),
+    )
+    blocks = answer.failed_events(EngineDied()).decode().strip().split("\n\n")
+    events = [orjson.loads(block.partition("data: ")[2]) for block in blocks]
+    assert [event["sequence_number"] for event in events] == [0, 1, 2]
+    assert (replayed(events)["status"], ended) == ("failed", ["failed"])
+
+
 def test_an_error_before_a_stream_is_an_answer_with_its_status() -> None:
     world = new_world()
     world.engine.script = lambda request: [RequestError(429, "The queue is full.", retry_after_s=3)]
@@ -327,6 +352,14 @@ def test_no_tool_is_told_of_without_a_choice() -> None:
     assert (item["type"], world.engine.rendered[1]) == ("message", None)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+def test_a_call_that_is_demanded_is_the_chats(choice: Any) -> None:
+    world = new_world(CALL, reasoning_parser=None)
+    answer = ask(world, tool_choice=choice)
+    assert (answer["tool_choice"], [item["type"] for item in answer["output"]]) == (choice, ["function_call"])
+    assert world.engine.handles[0].request.params.constraint is not None
+
+
 def test_values_that_ask_for_nothing_pass() -> None:
     nothing: dict[str, Any] = {
         "truncation": "disabled",
@@ -365,6 +398,11 @@ def test_values_that_ask_for_nothing_pass() -> None:
         ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools", "tools[0].defer_loading is not supported yet"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "tool_choice.type must be function"),
         ({"tool_choice": "always"}, "tool_choice", "tool_choice must be none, auto, required or an object"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice (required) demands a call"),
+        ({"tools": [{**WEATHER, "parameters": NESTED}]}, "tools", "tools is nested too deeply"),
+        ({"text": {"format": {"type": "json_schema", "schema": NESTED}}}, "text", "text is nested too deeply"),
+        ({"text": {"format": {"type": "json_schema", "name": 7, "schema": {}}}}, "text", "text.format.name must be"),
+        ({"text": {"format": {"type": "json_schema", "strict": 7, "schema": {}}}}, "text", "text.format.strict must"),
         ({"text": {"verbosity": "low"}}, "text", "text.verbosity is not supported yet"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "text.format.schema is missing"),
         ({"text": {"format": {"type": "json_object"}}, "tools": [WEATHER]}, "text", "text.format and tools"),
