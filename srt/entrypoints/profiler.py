@@ -1,4 +1,7 @@
-"""Recording of traces: all processes record their parts, and one frontend merges the parts into one file."""
+"""Taking a trace of all processes: they record their parts (`tracer.py`), and one frontend merges these into a file (`trace_file.py`).
+
+The routes that ask for it are in `profiling.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from srt.entrypoints.request_schema import bad_parameter
-from srt.managers.process.heartbeats import SILENT_S, ProcessStatus
+from srt.managers.process.heartbeats import UNHEALTHY_S, ProcessStatus
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.trace_file import (
     claim,
@@ -108,12 +111,12 @@ class Profiler:
         """Wait until the recording has ended and all parts are there, then merge them into one file."""
         await _until(lambda: self._control.has_trace_ended(number))
         statuses = [status for status in self._statuses() if status.process != "supervisor"]
-        alive = [status.process for status in statuses if status.silent_s < SILENT_S]
+        alive = [status.process for status in statuses if status.silent_s < UNHEALTHY_S]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PARTS_S):
                 await _until(lambda: not missing_parts(run_dir, number, alive))
         missing = missing_parts(run_dir, number, alive)
-        missing += [status.process for status in statuses if status.silent_s >= SILENT_S]
+        missing += [status.process for status in statuses if status.silent_s >= UNHEALTHY_S]
         try:
             told = await asyncio.to_thread(merge, run_dir, number, alive, missing, path)
         except OSError as error:

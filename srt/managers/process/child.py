@@ -26,6 +26,7 @@ from srt.managers.process.heartbeats import BEAT_S as HEARTBEAT_S
 from srt.managers.process.heartbeats import HeartbeatWriter
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.tracer import Tracer
+from srt.managers.process.watchdog import OVERSLEPT_S
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import (
     ChildStart,
@@ -45,7 +46,6 @@ from srt.utils.errors import CheckpointChanged, StartError
 from srt.utils.logs import set_up_logging
 
 TENDINGS = 4  # calls of the tracer's `tend` between two heartbeats
-OVERSLEPT_S = 2.0  # waking later than planned by this much means that this process was stopped from outside
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger(__name__)
@@ -197,6 +197,7 @@ def run_child(main: Callable[[Child], None]) -> NoReturn:
 
 
 def _check_checkpoint(start: ChildStart) -> None:
+    """Raise CheckpointChanged, after which nothing is replaced any more, if files of the checkpoint differ from the server's start."""
     if start.checkpoint_version and version_of(start.model_folder) != start.checkpoint_version:
         raise CheckpointChanged(start.model_folder)
 

@@ -14,8 +14,10 @@ from typing import Any
 from srt.utils.shared_numbers import NumberFiles, SharedNumbers
 
 BEAT_S = 1.0
-SILENT_S = 5.0  # silent for longer is unhealthy: heartbeats come every second, from a thread that does nothing else
-STUCK_S = 10.0  # no progress for longer is unhealthy, for processes whose work comes in small pieces
+# A process is unhealthy, but not ended yet (watchdog.py says who ends it), if it was silent for longer than UNHEALTHY_S, because a thread
+# that does nothing else sends a heartbeat each second, or if it made no progress for STUCK_S and its work comes in small pieces.
+UNHEALTHY_S = 5.0
+STUCK_S = 10.0
 _PREFIX = "heartbeat-"
 _NAMES = ("pid", "beat_s", "age_s", "is_overdue", "num_replaced")
 
@@ -50,7 +52,7 @@ class ProcessStatus:
     def trouble(self, stuck_s: float) -> str | None:
         """Return a sentence that says why this process is not healthy, or None."""
         name = self.process.capitalize()
-        if self.silent_s > SILENT_S:
+        if self.silent_s > UNHEALTHY_S:
             return f"{name} has given no sign of life for {self.silent_s:.0f} s."
         if self.is_overdue:
             return f"{name} waits for a step that takes too long."

@@ -16,6 +16,7 @@ import zmq
 
 from srt.managers.process.child import Child
 from srt.managers.process.child_process import children_of
+from srt.managers.process.watchdog import OVERSLEPT_S
 from srt.managers.scheduler import scheduler as scheduler_state
 from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
 from srt.managers.scheduler.engine_status import EngineStatus
@@ -49,7 +50,6 @@ MAX_MESSAGES_AT_ONCE = 512  # from frontends, before the next plan
 LINGER_MS = 500  # time for the last messages to leave
 AWAKE_S = 1e-3  # between steps shorter than this the process does not sleep: waking up would take a good part of one
 SPARE_CORES = 2  # usable cores needed beyond one per process, for this process to stay awake
-OVERSLEPT_S = 2.0  # waking later than planned by this much means that this process was stopped from outside
 
 logger = logging.getLogger(__name__)
 

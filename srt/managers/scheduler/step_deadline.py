@@ -1,4 +1,7 @@
-"""The deadline of a step, from `--watchdog-timeout`: every rank must answer the oldest step in time. Reads no clock."""
+"""The deadline of a step: every rank must answer the oldest step in time. Reads no clock.
+
+A step has `--watchdog-timeout` seconds for each TOKENS_PER_TIMEOUT tokens (a constant of watchdog.py). Smaller steps have that time, too.
+"""
 
 from __future__ import annotations
 

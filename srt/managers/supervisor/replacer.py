@@ -18,7 +18,7 @@ from typing import assert_never
 from srt.managers.process.child_process import ChildKey
 from srt.protocol.messages import EngineReplaced, Failed, FromChild, Heartbeat, Progress, Ready, ServerReady, Stop
 
-SILENT_S = 30.0  # a process whose heartbeats stop for this long is given up
+SILENT_S = 30.0  # a process without heartbeats for this long is ended
 SETTLE_S = 0.3  # one death causes others: listen this long before deciding which was first
 # Signals that somebody sends. A request that crashes a worker causes none of them.
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -18,7 +18,7 @@ from srt.managers.process.child_process import ChildKey, ChildProcess
 from srt.managers.process.heartbeats import HeartbeatWriter
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.startup_report import STARTUP_FILE, StartupReport
-from srt.managers.process.watchdog import longest_step_s
+from srt.managers.process.watchdog import OVERSLEPT_S, longest_step_s
 from srt.managers.supervisor.preflight import ServerPlan
 from srt.managers.supervisor.progress_display import REFRESH_S, ProgressDisplay
 from srt.managers.supervisor.replacer import (
@@ -62,7 +62,6 @@ from srt.utils.host import is_exiting
 
 GRACE_S = 25.0  # for running requests when the server is asked to stop; containers usually get 30 s or less
 UNBORN_S = 2.0  # wait after a failed start: the processes or memory that it lacked may be free again by then
-OVERSLEPT_S = 2.0  # waking later than planned by this much means that this process was stopped from outside
 
 
 class Supervisor:

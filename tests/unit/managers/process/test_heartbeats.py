@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from srt.managers.process.heartbeats import SILENT_S, STUCK_S, HeartbeatReader, HeartbeatWriter, as_json
+from srt.managers.process.heartbeats import STUCK_S, UNHEALTHY_S, HeartbeatReader, HeartbeatWriter, as_json
 from tests.support.full_disk import fill_disk
 
 WORKER_STUCK_S = 100.0
@@ -23,10 +23,10 @@ def test_who_gives_signs_is_healthy_and_who_falls_silent_is_not(tmp_path: Path) 
     worker.beat(100.0)
     scheduler.beat(100.0)
     assert trouble(tmp_path, 101.0) is None
-    scheduler.beat(101.0 + SILENT_S)
-    assert trouble(tmp_path, 101.0 + SILENT_S) == "Worker 0 has given no sign of life for 6 s."
-    worker.beat(102.0 + SILENT_S)
-    assert trouble(tmp_path, 102.0 + SILENT_S) is None
+    scheduler.beat(101.0 + UNHEALTHY_S)
+    assert trouble(tmp_path, 101.0 + UNHEALTHY_S) == "Worker 0 has given no sign of life for 6 s."
+    worker.beat(102.0 + UNHEALTHY_S)
+    assert trouble(tmp_path, 102.0 + UNHEALTHY_S) is None
 
 
 def test_who_gives_signs_but_makes_no_progress_is_not_healthy(tmp_path: Path) -> None:
