@@ -41,7 +41,9 @@ MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "De
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 MOST = (1 << 31) - 1  # of counts, sizes and seconds
 MOST_SEED = (1 << 63) - 1
-CPU_CHUNK = 2048  # default for the most prompt tokens of a step; GPUs take more (preflight)
+# Defaults of --chunked-prefill-size, the most prompt tokens of a step: on a CPU, and for GPUs with less memory than this many bytes.
+CPU_CHUNK = 2048
+GPU_CHUNKS = ((20e9, 2048), (60e9, 4096), (160e9, 8192), (float("inf"), 16384))
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +374,10 @@ class ServerArgs:
 
     @property
     def prefill_chunk(self) -> int:
-        """Largest number of prompt tokens in one step; -1 for no limit."""
+        """Largest number of prompt tokens in one step; -1 for no limit.
+
+        On a GPU, preflight.py puts the default from GPU_CHUNKS into the option before any process starts.
+        """
         return CPU_CHUNK if self.chunked_prefill_size is None else self.chunked_prefill_size
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from srt.sampling.draw_checks import DRAW_CHECKS
 from srt.sampling.parameter_checks import ParameterError
-from srt.server_args import ServerArgs
+from srt.server_args import GPU_CHUNKS, ServerArgs
 from srt.utils.checkpoint import estimate_weight_bytes, is_copy, read_headers, resolve_model_path
 from srt.utils.errors import StartError
 from srt.utils.gpus import gpu_memory
@@ -20,8 +20,6 @@ from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 
 BACKLOG = 4096  # connections that may wait while frontends start or are replaced; the kernel may cap it
-# Most prompt tokens of a step, for GPUs with less memory than this many bytes.
-GPU_CHUNKS = ((20e9, 2048), (60e9, 4096), (160e9, 8192), (float("inf"), 16384))
 LEAST_DESCRIPTORS = 256  # a few dozen for links and libraries, the rest for clients
 
 
@@ -130,7 +128,7 @@ def check_model(args: ServerArgs) -> Path:
 
 
 def with_device_defaults(args: ServerArgs) -> ServerArgs:
-    """Complete the options that depend on the device: a larger GPU takes more prompt tokens in one step."""
+    """Complete the options that depend on the device: --chunked-prefill-size gets its default from GPU_CHUNKS of server_args.py."""
     if args.chunked_prefill_size is not None or runs_on_cpu(args):
         return args
     memory = gpu_memory(args.base_gpu_id)
