@@ -27,10 +27,14 @@ the norm (measured on an H200)."""
 
 
 class KernelOps(LayerOps):
-    """Chooses the fastest kernel for each product by its number of tokens.
+    """Chooses the fastest kernel for each product by the number of its rows, which are tokens of the step.
 
-    With up to 176 tokens, products read their weights at memory speed and are fused with the operations before and after them. With
-    more, cuBLAS is used, except for gated products and for down projections that fill the device.
+    - `gemv` takes one row, or up to three rows if the weights are small.
+    - `stream_gemm` takes 2 rows and more on Hopper in bfloat16. Its limit is 64 rows for a product with nothing to fuse, 96 for gates and
+      ups (64 if their weights are small), and 176 for other products. The limit is 256 for small weights, and for down projections that
+      fill the device. `_most_rows` in stream_gemm.py decides on the limits.
+    - `gated_gemm` takes gates and ups of more rows.
+    - cuBLAS takes the rest, such as products with a bias of several rows. Graphs of few decodes use cuBLASLt instead (decode_runner.py).
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,7 @@
-"""Choose the operations for a model's layers: our kernels on a GPU, PyTorch elsewhere."""
+"""Choose the operations for a model's layers by the device: our kernels on a GPU, PyTorch elsewhere.
+
+Which kernel a product gets on a GPU is decided by its number of rows, in kernel_ops.py.
+"""
 
 from __future__ import annotations
 

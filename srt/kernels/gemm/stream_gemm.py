@@ -3,7 +3,8 @@
 With few rows, reading W takes most of the time. This kernel requests W before its inputs are ready, and its programs read each other's
 shared memory; Triton supports neither. Kernels of this size take little longer than a launch, so fusing saves launches: the product
 applies what follows it, and the norm before it. Of that norm, the previous product did everything but one factor per row.
-Hopper and bfloat16 only: `tiles` returns None otherwise. Keys and values may be stored in fp8.
+`_most_rows` says up to how many rows this kernel serves each kind of product. Hopper and bfloat16 only: `tiles` returns None otherwise.
+Keys and values may be stored in fp8.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from srt.kernels.build.hopper import (
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 FEWEST_ROWS: Final = 2
 MOST_ROWS: Final = 176
-"""Limit for most products. With more rows, cuBLAS followed by a norm is as fast, except for small weights, which take little time."""
+"""Limit for products that `_most_rows` gives no other limit. With more rows, cuBLAS followed by a norm is as fast, except for small
+weights, which take little time."""
 MOST_ROWS_OF_FEW_WEIGHTS: Final = 256
 MOST_ROWS_OF_LONG: Final = 256
 """Limit for products whose inner dimension is the longer one, if they fill the device and read their weights once."""
