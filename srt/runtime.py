@@ -41,8 +41,9 @@ class Runtime:
     Without `model_path` it runs the model that ships with the project.
 
     Any thread may call any method. `RequestError` names the parameter that is wrong; every call that is running when the engine ends
-    raises `EngineDied`. Only errors are printed, unless `log_level` is "info" or "debug", and what `log_requests` and
-    `decode_log_interval` ask for.
+    raises `EngineDied`. In a fork of the process that created the Runtime, calls raise `EngineDied` too, and `shutdown` does nothing; the
+    engine ends with the process that created it. Only errors are printed, unless `log_level` is "info" or "debug", and what
+    `log_requests` and `decode_log_interval` ask for.
     """
 
     def __init__(self, *, launch_timeout: float | None = None, **server_args: Any) -> None:

@@ -1,4 +1,7 @@
-"""An HTTP request and its answer on bare ASGI, without a web framework that would slow down streams."""
+"""An HTTP request and its answer on bare ASGI, without a web framework that would slow down streams.
+
+While a handler works on the answer, it notices when the client goes, and sends comments into a stream that has nothing to send.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Health routes: is the server alive, is it ready, does it really generate? None of them needs a key."""
+"""Health routes: is the server alive, is it ready, does it really generate? None of them needs a key.
+
+`heartbeats.py` has the limits of silence and of time without progress. `health_probe.py` lets many calls share one generated token.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/start_profile` and `/stop_profile`: record a trace of requests and steps in all processes of the server, for Perfetto."""
+"""The routes `/start_profile` and `/stop_profile`: their bodies, checks and answers. `profiler.py` takes the trace that they ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Answers from the engine's updates, shared by all APIs: one JSON at the end, or server-sent events as the tokens come."""
+"""Answers from the engine's updates, shared by all APIs: one JSON at the end, or server-sent events as the tokens come.
+
+A stream without tokens is kept alive by `exchange.py`, which also notices that a client has gone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compute logits from hidden states, and the logprobs that requests asked for. The vocabulary may be split over ranks."""
+"""Compute logits from hidden states, and the logprobs that requests asked for. The vocabulary may be split over ranks.
+
+Logprobs are the model's own: `step_sampler.py` takes them before penalties, masks, temperature and filters change the logits.
+"""
 
 from __future__ import annotations
 

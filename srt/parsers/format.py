@@ -6,7 +6,7 @@ at characters, never at where a piece of text ended, so the events do not depend
 Three positions divide the text: what lies before `_start` has been returned in events; `_at` is where the parser reads; between them
 is what was read and is not decided yet. `NotThisForm` says that the text cannot go on as the format wants it. Then
 
-- a call that has not begun is text, its markers included;
+- a call that has not begun is text, its markers included; so is the call of a tool that was not offered (`_begin_call`);
 - a call that has begun ends, for its name is told already, and what follows is text;
 - if the text ends within a call's arguments, the rest of it is the end of the arguments, as it is written.
 
@@ -138,7 +138,7 @@ class Format:
     # ---- Calls
 
     def _begin_call(self, name: str, call_id: str = "") -> None:
-        """Begin a call with what was read. NotThisForm if there is no such tool."""
+        """Begin a call with what was read. NotThisForm if there is no such tool: then the model's call stays text."""
         if name not in self._tools:
             raise NotThisForm
         self._is_in_call, self._has_arguments = True, False

@@ -58,7 +58,8 @@ REASONING_PARSERS: Mapping[str, tuple[Tags, ...]] = MappingProxyType(
         "minimax": (_THINK,),
     }
 )
-# The templates of these models open the reasoning, so that their output lacks the first tag.
+# The templates of these models open the reasoning, so that their output lacks the first tag. This is for texts without their prompts;
+# where there is a prompt, `is_left_open` looks at it.
 OPENED_BY_PROMPT = frozenset(("deepseek-r1", "deepseek_r1", "minimax"))
 
 

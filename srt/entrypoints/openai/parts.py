@@ -1,4 +1,4 @@
-"""Parts of the answers that completions and chat completions share: identity, usage, logprobs."""
+"""Parts of the answers that completions and chat completions share: identity, usage (also of cached tokens), logprobs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Start of a child process: it runs a Python module and inherits one end of a socketpair (frontends also the listening socket).
 
+`environment_of` also sets how many threads a worker's operations use on a CPU.
+
 Free of the wire format, so that the children are starting before the supervisor has loaded it.
 """
 

@@ -1,4 +1,7 @@
-"""Merging of the processes' parts into one trace, in the format that Perfetto and Chrome open (Trace Event Format, JSON)."""
+"""Files of a trace: the claim of the frontend that takes it, and the merging of the processes' parts into one file.
+
+Perfetto and Chrome open that file (Trace Event Format, JSON).
+"""
 
 from __future__ import annotations
 

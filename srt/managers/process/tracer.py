@@ -1,6 +1,7 @@
-"""Recorder of one process's events during a trace, on the clock that all processes of a host share, in bounded memory.
+"""Recorder of one process's events while a trace is taken (`/start_profile`), in bounded memory.
 
-Without a trace, a caller that checks `is_on` first pays only for reading one number.
+Times are those of the clock that all processes of a host share. Without a trace, a caller that checks `is_on` first pays only for
+reading one number.
 """
 
 from __future__ import annotations

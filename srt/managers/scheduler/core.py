@@ -29,7 +29,10 @@ FLOAT32_CODE: Final = CODES[FLOAT32]
 
 
 class SchedulerCore:
-    """The scheduler's parts, built from values that all ranks agree on. It answers questions about their limits and state."""
+    """The scheduler's parts, built from values that all ranks agree on.
+
+    It refuses requests that exceed their limits, such as the length of the queue, and reports their state.
+    """
 
     def __init__(self, args: ServerArgs, hello: WorkerHello) -> None:
         self._hello = hello

@@ -157,7 +157,7 @@ class KvMemory:
         hold.own_copies = NO_PAGES
 
     def distrust(self, request: Request) -> None:
-        """Drop an ended request's prefix from the cache, as its KV may be wrong, back to the first part that another request shares."""
+        """Drop the prefix of a request that ended with a 500 (such as for NaN): its KV may be wrong. Parts that others share stay."""
         ids = request.bytes_with_outputs()
         node, _ = self.tree.pin_prefix(ids, request.salt, len(ids) // ITEM // self.page_size)
         self.tree.unpin(node)

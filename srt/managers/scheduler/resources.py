@@ -1,4 +1,4 @@
-"""Resources: what the rows of a request need on every worker before they may run, such as a compiled grammar.
+"""Resources of requests, not of the host: what rows need on every worker before they may run, such as a compiled grammar.
 
 A resource is known by its key, a hash of all that makes it what it is. The scheduler asks the workers to prepare it, keeps the
 requests that need it out of the waiting queue until every rank has, and asks them to release it when nobody has needed it for long.

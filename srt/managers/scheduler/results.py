@@ -1,4 +1,4 @@
-"""Application of a step's result to its requests: new tokens, logprobs, and ends."""
+"""Application of a step's result to its requests: new tokens, logprobs, and ends. `worker_stream.py` has compared the ranks' answers."""
 
 from __future__ import annotations
 

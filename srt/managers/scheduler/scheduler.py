@@ -307,7 +307,7 @@ class Scheduler:
     def _reason_to_refuse(
         self, core: SchedulerCore, message: RequestView, requests: list[Request]
     ) -> tuple[int, str] | None:
-        """Return the status and sentence of a refusal, or None to accept the request."""
+        """Return the status and sentence of a refusal, or None to accept the request. core.py has the limits, also that of the queue."""
         if self._is_draining and not message.resumed:
             return 503, "The server is shutting down."
         if self._labels.is_taken(message.label) and not message.resumed:
@@ -365,7 +365,7 @@ class Scheduler:
         *,
         notify: bool = True,
     ) -> None:
-        """End a choice: it leaves the planner, and its frontend is told. This is the only place where a choice ends."""
+        """End a choice: it leaves the planner, and its frontend is told. No choice ends elsewhere. After a 500 its prefix is dropped."""
         assert self._core is not None
         self._core.planner.end(request, keep_prefix=status != 500)
         self._core.resources.leave(request)

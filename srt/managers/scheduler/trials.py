@@ -1,4 +1,4 @@
-"""The trials of suspects: requests that workers may have died of. Each runs alone, before all others, until it is further than it was."""
+"""The trials of suspects, which are requests that may have killed workers. Each runs alone, before all others, until it gets further."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from srt.managers.scheduler.slots import SlotTable
 class Trials:
     """Chooses the request on trial, one at a time, in the order in which the suspects came.
 
-    A trial ends when its request has ended or has enough new outputs; then the next suspect's begins. A request that loses its slot
-    during its trial is tried again.
+    A trial ends when its request has ended or has TRIAL_TOKENS new outputs (`Request.trial_end`). Then the next suspect's trial begins. A
+    request that loses its slot during its trial is tried again.
     """
 
     def __init__(self, slots: SlotTable, counters: Counters) -> None:

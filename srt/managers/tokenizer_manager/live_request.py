@@ -1,4 +1,7 @@
-"""A running request: the text of its choices, and the part its reader has not fetched yet. A slow reader gets many pieces as one."""
+"""A running request: the text of its choices, and the part its reader has not fetched yet. A slow reader gets many pieces as one.
+
+`stop_matcher.py` decides how much of the text is held back, because it may begin a stop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Facts about the model that the frontend reads from the checkpoint's configuration, without loading weights."""
+"""Facts about the model that the frontend reads from the checkpoint's configuration, without loading weights.
+
+`utils/model_config.py` decides what counts in the configuration's files, such as the defaults of sampling parameters.
+"""
 
 from __future__ import annotations
 

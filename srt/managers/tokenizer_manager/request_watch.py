@@ -1,4 +1,4 @@
-"""Metrics, log lines and traces of a frontend's requests: their arrival, their tokens and their end."""
+"""Metrics, log lines and traces of a frontend's requests: their arrival, their tokens and their end. Nothing is decided here."""
 
 from __future__ import annotations
 

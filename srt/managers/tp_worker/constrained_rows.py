@@ -1,6 +1,7 @@
 """The rows of a worker's steps whose answers must follow a grammar: their state, and the masks of tokens that they may draw.
 
-Each rank does this for itself, from the same tokens, so all ranks draw the same.
+Each rank does this for itself, from the same tokens, so all ranks draw the same. min_new_tokens is applied here for such rows, because
+an answer may end early if its grammar allows nothing more. `TpWorker._run` decides when masks are filled: while the model runs.
 """
 
 from __future__ import annotations

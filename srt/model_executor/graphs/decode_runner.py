@@ -1,4 +1,7 @@
-"""Run steps in which every row decodes, in fixed buffers: kernel by kernel, or by replaying graphs of the same work."""
+"""Run steps in which every row decodes, in fixed buffers: kernel by kernel, or by replaying graphs of the same work.
+
+`cuda_graph_runner.py` decides which size of graph serves a number of rows.
+"""
 
 from __future__ import annotations
 

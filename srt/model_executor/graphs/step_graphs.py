@@ -1,4 +1,7 @@
-"""Manage the graphs of a worker's steps: which one to capture next, and what happens if a capture fails."""
+"""Manage the graphs of a worker's steps: captures between steps, one at a time, and what happens if one fails.
+
+Which size a step replays, and which size is worth a capture, is decided in `cuda_graph_runner.py` (`size_for` and `Misses`).
+"""
 
 from __future__ import annotations
 

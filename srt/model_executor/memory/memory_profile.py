@@ -1,4 +1,7 @@
-"""Compute how many tokens the KV memory holds, from the free memory and the options."""
+"""Compute how many tokens the KV memory holds, from the free memory, the options and what `profile_pages.py` has measured.
+
+A worker that replaces another must get as many tokens as that one had; otherwise the start fails.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step that needs the most memory. The KV memory gets what this step leaves."""
+"""The plan of the step that needs the most memory. `profile_pages.py` runs it and gives the KV memory what it leaves."""
 
 from __future__ import annotations
 

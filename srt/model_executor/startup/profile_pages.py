@@ -1,4 +1,7 @@
-"""Find the number of pages of the KV memory. On a GPU the largest step is run to measure the memory that it takes."""
+"""Find the number of pages of the KV memory. On a GPU the largest step is run to measure the memory that it takes.
+
+`peak_step.py` builds that step, and `memory_profile.py` computes the number from what was measured.
+"""
 
 from __future__ import annotations
 
