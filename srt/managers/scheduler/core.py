@@ -11,7 +11,7 @@ from srt.managers.scheduler.effects import Effect, ToFrontend
 from srt.managers.scheduler.forecast import OutputForecast
 from srt.managers.scheduler.kv_memory import KvMemory
 from srt.managers.scheduler.planner import Planner
-from srt.managers.scheduler.policy import Ranking
+from srt.managers.scheduler.ranking import Ranking
 from srt.managers.scheduler.request import Request
 from srt.managers.scheduler.resources import Resources
 from srt.managers.scheduler.results import ResultReader

@@ -24,8 +24,8 @@ from srt.managers.scheduler.counters import Counters
 from srt.managers.scheduler.forecast import OutputForecast
 from srt.managers.scheduler.kv_memory import KvMemory
 from srt.managers.scheduler.plan_draft import Draft, NextPage, Planned
-from srt.managers.scheduler.policy import Ranking
 from srt.managers.scheduler.preempted import PreemptedRequests
+from srt.managers.scheduler.ranking import Ranking
 from srt.managers.scheduler.request import Request, Status
 from srt.managers.scheduler.slots import SlotTable
 from srt.managers.scheduler.step_times import StepTimes

@@ -1,4 +1,4 @@
-"""The queue of requests that wait for a slot, and the choice of the next one."""
+"""The queues of requests that wait for a slot, and the choice of the next one, with `--schedule-policy lpm` by cached prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The order in which requests are admitted, and the rule by which one may preempt another."""
+"""The rank of a request by arrival or priority, and the rule by which one may preempt another.
+
+The longest cached prefix first (`--schedule-policy lpm`) is a queue of its own, in waiting.py.
+"""
 
 from __future__ import annotations
 
