@@ -245,13 +245,13 @@ MORE_MUTATIONS = (
     ),
     Mutation(
         "priority inversion",
-        "managers/scheduler/policy.py",
+        "managers/scheduler/ranking.py",
         "request.arrived_s - request.priority * self._aging_s",
         "request.arrived_s + request.priority * self._aging_s",
     ),
     Mutation(
         "displaced by one that is hardly more important",
-        "managers/scheduler/policy.py",
+        "managers/scheduler/ranking.py",
         "request.priority - running.priority >= self._threshold",
         "request.priority - running.priority >= 1",
     ),
@@ -419,7 +419,7 @@ MORE_MUTATIONS = (
     ),
     Mutation(
         "the urgent wait like all others",
-        "managers/scheduler/policy.py",
+        "managers/scheduler/ranking.py",
         "            return -inf, request.serial\n",
         "            return 0.0, request.serial\n",
     ),
@@ -486,7 +486,7 @@ MORE_MUTATIONS = (
     ),
     Mutation(
         "the urgent displace nobody",
-        "managers/scheduler/policy.py",
+        "managers/scheduler/ranking.py",
         "return not running.urgent",
         "return False",
     ),
@@ -498,7 +498,7 @@ MORE_MUTATIONS = (
     ),
     Mutation(
         "the important displace nobody",
-        "managers/scheduler/policy.py",
+        "managers/scheduler/ranking.py",
         "return self.has_priorities and is_worth_it",
         "return False and is_worth_it",
     ),
