@@ -15,6 +15,7 @@ from srt.entrypoints.errors import ApiError, is_anthropic
 from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
 from srt.entrypoints.openai import chat, completions, models
 from srt.entrypoints.openai.responses import routes as responses
+from srt.entrypoints.route_access import ADMIN, OPEN_TO_ALL
 from srt.entrypoints.service import Service
 from srt.managers.process.tracer import HTTP
 from srt.managers.tokenizer_manager.api_types import RequestError
@@ -113,14 +114,14 @@ class App:
         if self._cors.is_preflight(exchange):
             await self._cors.answer_preflight(exchange)
             return
-        self._cors.check(exchange, changes_something=path in operations.ADMIN)
+        self._cors.check(exchange, changes_something=path in ADMIN)
         self._check_key(exchange)
         if path in native.UNSUPPORTED:
             raise RequestError(501, f"{path} is not supported: this server {native.UNSUPPORTED[path]}.")
         methods = _methods(path)
         if methods is None:
             raise ApiError(404, _missing(path), code="not_found")
-        if "GET" in methods and path not in operations.ADMIN:  # a HEAD request must not change anything
+        if "GET" in methods and path not in ADMIN:  # a HEAD request must not change anything
             methods = {**methods, "HEAD": methods["GET"]}
         handler = methods.get(exchange.method)
         if handler is None:
@@ -151,9 +152,9 @@ class App:
 
     def _check_key(self, exchange: Exchange) -> None:
         args, path = self._service.args, exchange.path
-        if path in operations.OPEN_TO_ALL or (path == "/metrics" and args.enable_metrics):
+        if path in OPEN_TO_ALL or (path == "/metrics" and args.enable_metrics):
             return
-        is_for_admin = path in operations.ADMIN and args.admin_api_key is not None
+        is_for_admin = path in ADMIN and args.admin_api_key is not None
         if args.api_key is None and not is_for_admin:
             return
         given = _given_keys(exchange)

@@ -25,6 +25,7 @@ from srt.entrypoints.openai.responses import routes as responses
 from srt.entrypoints.openai.responses.schema import ResponsesBody
 from srt.entrypoints.openai.schema import ChatBody, CompletionBody
 from srt.entrypoints.request_schema import RequestBody
+from srt.entrypoints.route_access import OPEN_TO_ALL
 from srt.entrypoints.service import Service
 from srt.server_args import ServerArgs
 from srt.version import __version__
@@ -287,7 +288,7 @@ def _responses(path: str, known: Operation) -> dict[str, Any]:
             "x-event": answer_schema(known.chunk),
         }
     responses: dict[str, Any] = {"200": {"description": "The answer.", "headers": _REQUEST_ID, "content": content}}
-    for status in sorted({*known.errors, 403, *(() if path in operations.OPEN_TO_ALL else (401,))}):
+    for status in sorted({*known.errors, 403, *(() if path in OPEN_TO_ALL else (401,))}):
         responses[str(status)] = _error(path, status)
     return responses
 

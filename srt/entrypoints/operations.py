@@ -1,4 +1,4 @@
-"""Routes for the operator of a running server: request logging and garbage collection; also which routes need which key."""
+"""Routes for the operator of a running server: request logging and garbage collection."""
 
 from __future__ import annotations
 
@@ -6,20 +6,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from srt.entrypoints import web_page
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.service import Service
 from srt.managers.process.runtime_switches import NO_REQUEST_LOG
-
-OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate", *web_page.FILES))
-# Routes for operators. They need the admin key, if one is set.
-ADMIN = frozenset(
-    (
-        *("/flush_cache", "/pause_generation", "/continue_generation", "/abort_request"),
-        *("/configure_logging", "/freeze_gc", "/start_profile", "/stop_profile"),
-    )
-)
 
 
 class NoBody(RequestBody):

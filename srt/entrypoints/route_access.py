@@ -1,0 +1,15 @@
+"""Which routes need no key, and which need the admin key. `App._check_key` in app.py checks the keys of requests."""
+
+from __future__ import annotations
+
+from srt.entrypoints import web_page
+
+# Routes without a key. /metrics is another one, if --enable-metrics is set.
+OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate", *web_page.FILES))
+# Routes for operators. They need the admin key, if one is set.
+ADMIN = frozenset(
+    (
+        *("/flush_cache", "/pause_generation", "/continue_generation", "/abort_request"),
+        *("/configure_logging", "/freeze_gc", "/start_profile", "/stop_profile"),
+    )
+)
