@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompilerBusy(Exception):
-    """The constraint could not be tried now; it may be later. The message is a sentence."""
+    """The constraint could not be tried now, but may be accepted later. The message is a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class _CompileProcess:
         """Close the socket. The process ends when it notices that."""
         self.has_ended = True
         self._writer.close()
-        if self._task is None:  # it has not started, and nobody else would collect it
+        if self._task is None:  # its start failed, so no task waits for its end
             self._popen.kill()
             self._popen.wait()
 

@@ -196,7 +196,7 @@ def filter_threshold(
     ordered = _sorted_descending(scaled)
     last = (top_ks.clamp(max=ordered.shape[1]) - 1).unsqueeze(1)
     threshold = ordered.gather(1, last)
-    # Probabilities relative to the best token's. In float64, so that sums agree far beyond the precision of float32.
+    # The weights are probabilities relative to the best token's. They are float64, so that sums agree beyond float32's precision.
     weights = (ordered.to(torch.float64) - ordered[:, :1].to(torch.float64)).exp_()
     weights.masked_fill_(ordered < threshold, 0.0)
     sums = weights.cumsum(dim=1)

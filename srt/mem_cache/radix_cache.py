@@ -228,7 +228,7 @@ class RadixCache:
         return found
 
     def check(self, pinned: list[RadixNode]) -> bytes:
-        """Return the tree's pages. AssertionError if the tree contradicts itself or `pinned`, the nodes that callers have pinned."""
+        """Return the tree's pages. Raise AssertionError if the tree contradicts itself, or `pinned`, the nodes that callers pinned."""
         nodes = self.nodes()
         pins = {node.serial: 0 for node in nodes}
         for node in pinned:

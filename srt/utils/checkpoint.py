@@ -1,4 +1,4 @@
-"""Find a checkpoint and read its safetensors headers. Without torch, so that start-up can estimate memory and refuse broken files early."""
+"""Find a checkpoint and read its safetensors headers. This works without torch, so broken files are refused early in a start."""
 
 from __future__ import annotations
 

@@ -421,7 +421,7 @@ class Planner:
             return
         self._spend(draft, start, count)
         end = start + count
-        had = slots.num_pages_of(slot) if progress.num_chunks == 0 else 0  # cached ones, new to the workers
+        had = slots.num_pages_of(slot) if progress.num_chunks == 0 else 0  # cached pages, not sent yet
         pages = memory.grow(slot, end)
         draft.add_pages(slot, slots.pages_of(slot, 0, had) + pages if had else pages)
         slots.computed_at[slot] = end

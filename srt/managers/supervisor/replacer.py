@@ -403,7 +403,7 @@ class Replacer:
         ]
 
     def _start(self, group: _Group, cause: _Cause, now_s: float) -> list[Effect]:
-        """Start a group again, all of whose members have ended and freed what they held."""
+        """Start a group again. All of its members have ended and freed what they held."""
         group.lost = None
         group.start_by_s = now_s + START_S + 10 * self._startup_s
         self._alive |= {child: _Life() for child in group.members}

@@ -122,7 +122,7 @@ class TpWorker:
         self._answer_all()
 
     def _next_plan(self) -> ToWorker | None:
-        """Wait for the next plan, answering steps as the device completes them, and resources as they are prepared."""
+        """Wait for the next plan. Meanwhile answer steps that the device has completed, and resources that are prepared."""
         while True:
             for prepared in self._resources.pop_answers():
                 self._link.send(prepared)
