@@ -132,12 +132,11 @@ class ResponseStore:
                 self._drop(response_id)
 
     def _forget_oldest(self) -> None:
-        if len(self._stored) <= self._max_responses and self._num_bytes <= self._max_bytes:
-            return
-        for response_id in [response_id for response_id, one in self._stored.items() if one.task is None]:
-            if len(self._stored) <= self._max_responses and self._num_bytes <= self._max_bytes:
+        while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
+            oldest = next((response_id for response_id, one in self._stored.items() if one.task is None), None)
+            if oldest is None:
                 return
-            self._drop(response_id)
+            self._drop(oldest)
 
     def _drop(self, response_id: str) -> None:
         self._num_bytes -= self._stored.pop(response_id).num_bytes
