@@ -29,6 +29,8 @@ UNSUPPORTED = {
         ("/encode", "/classify", "/v1/embeddings", "/v1/rerank"),
         "generates text only: use a server with an embedding or ranking model",
     ),
+    "/v1/responses/input_tokens": "counts tokens only when it generates: a response's usage has input_tokens",
+    "/v1/responses/compact": "does not compact conversations: send the items that are to be kept",
     "/v1/score": "has no score API: /generate with return_logprob and token_ids_logprob returns log-probabilities",
     **dict.fromkeys(
         ("/open_session", "/close_session"),
