@@ -1,6 +1,7 @@
 """Request fields that other servers and clients define, by family of endpoints: package -> its defaults, one per version.
 
-Written by scripts/read_request_fields.py; foreign_fields.py says what becomes of them. `()`: a field without a fixed default.
+This list decides nothing: foreign_fields.py says what becomes of a field. `()`: a field without a fixed default. The list is written by
+scripts/read_request_fields.py.
 """
 
 # fmt: off
