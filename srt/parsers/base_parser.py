@@ -1,4 +1,4 @@
-"""The base of all parsers: reading a growing text, and saying what its parts are.
+"""`Format`, the base of all parsers: it reads a growing text, and says what its parts are.
 
 A format is written as if the whole text were there: its methods are generators that yield where they need more of it. They look only
 at characters, never at where a piece of text ended, so the events do not depend on the pieces.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from srt.parsers.format import Format
+from srt.parsers.base_parser import Format
 from srt.parsers.forms import CallableTool, Node, calls, tag, text_with_calls
 
 

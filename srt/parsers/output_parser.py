@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from srt.parsers.base_parser import Format
 from srt.parsers.call_format import CallFormat
 from srt.parsers.events import Event, Text, merged
-from srt.parsers.format import Format
 from srt.parsers.reasoning.think_tags import Tags, ThinkTags
 from srt.parsers.tool_calls.deepseek_v3 import DeepSeekV3
 from srt.parsers.tool_calls.deepseek_v31 import DeepSeekV31

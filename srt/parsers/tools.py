@@ -1,4 +1,7 @@
-"""The tools of a request, as parsers need them: their names, and the types of their arguments."""
+"""The tools of a request, as parsers need them: their names, and the types of their arguments.
+
+`Format._begin_call` in base_parser.py decides what becomes of a call of any other tool.
+"""
 
 from __future__ import annotations
 

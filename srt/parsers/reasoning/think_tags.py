@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from srt.parsers.base_parser import Format, NotThisForm, Steps, TextEnded
 from srt.parsers.events import Reasoning, Text
-from srt.parsers.format import Format, NotThisForm, Steps, TextEnded
 from srt.parsers.tools import Tools
 
 Tags = tuple[str, str]

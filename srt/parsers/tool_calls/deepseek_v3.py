@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from srt.parsers.base_parser import Steps
 from srt.parsers.call_format import CallFormat
-from srt.parsers.format import Steps
 from srt.parsers.forms import CallableTool, Node, tag
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

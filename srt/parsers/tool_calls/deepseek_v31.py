@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from srt.parsers.format import Steps
+from srt.parsers.base_parser import Steps
 from srt.parsers.forms import CallableTool, Node, tag
 from srt.parsers.tool_calls.deepseek_v3 import CALL_BEGIN, CALL_END, SEPARATOR, DeepSeekV3
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from srt.parsers.base_parser import NotThisForm, Steps, TextEnded
 from srt.parsers.call_format import CallFormat
 from srt.parsers.events import Reasoning, Text
-from srt.parsers.format import NotThisForm, Steps, TextEnded
 from srt.parsers.forms import ANY_TEXT, CallableTool, Node, calls, const, either, members, sequence, tag
 
 _MESSAGE = "<|message|>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from srt.parsers.format import Steps
+from srt.parsers.base_parser import Steps
 from srt.parsers.forms import CallableTool, Node
 from srt.parsers.tool_calls.json_object import JsonObjectFormat, call_object
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from srt.parsers.base_parser import NotThisForm, Steps
 from srt.parsers.call_format import CallFormat
-from srt.parsers.format import NotThisForm, Steps
 from srt.parsers.forms import CallableTool, Node, tag
 
 _ARGUMENTS = ("arguments", "parameters")

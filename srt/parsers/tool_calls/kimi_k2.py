@@ -3,8 +3,8 @@ the call's id."""
 
 from __future__ import annotations
 
+from srt.parsers.base_parser import Steps
 from srt.parsers.call_format import CallFormat
-from srt.parsers.format import Steps
 from srt.parsers.forms import CallableTool, Node, const, regex, sequence, tag
 
 _CALLS_BEGIN, _CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from srt.parsers.format import NotThisForm, Steps
+from srt.parsers.base_parser import NotThisForm, Steps
 from srt.parsers.forms import CallableTool, Node, either, regex
 from srt.parsers.tool_calls.json_object import JsonObjectFormat, call_object
 

@@ -6,8 +6,8 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from srt.parsers.argument_forms import Place, object_members, root_of, text_until
+from srt.parsers.base_parser import NotThisForm, Steps
 from srt.parsers.call_format import CallFormat
-from srt.parsers.format import NotThisForm, Steps
 from srt.parsers.forms import ANY_TEXT, CallableTool, Node, tag
 from srt.parsers.tools import quoted
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from srt.parsers.argument_forms import Place
-from srt.parsers.format import Steps
+from srt.parsers.base_parser import Steps
 from srt.parsers.forms import CallableTool, Node, const, sequence
 from srt.parsers.tool_calls.markup import MarkupFormat
 

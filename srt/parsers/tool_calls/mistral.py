@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from srt.parsers.format import Steps
+from srt.parsers.base_parser import Steps
 from srt.parsers.forms import CallableTool, Node, calls, either, regex, sequence, tag, text_with_calls
 from srt.parsers.tool_calls.json_object import JsonObjectFormat, call_object
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from srt.parsers.argument_forms import Place, object_members, root_of
+from srt.parsers.base_parser import NotThisForm, Steps
 from srt.parsers.call_format import CallFormat
-from srt.parsers.format import NotThisForm, Steps
 from srt.parsers.forms import (
     CallableTool,
     FormRefusal,

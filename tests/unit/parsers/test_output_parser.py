@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from srt.parsers.base_parser import Format
 from srt.parsers.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text, merged
-from srt.parsers.format import Format
 from srt.parsers.output_parser import REASONING_PARSERS, TOOL_CALL_PARSERS, OutputParser
 from srt.parsers.reasoning.think_tags import ThinkTags
 from srt.parsers.tool_calls.harmony import Harmony
