@@ -29,6 +29,8 @@ class Constraint:
     kind: str  # one of KINDS
     content: str  # an expression or a grammar as the client wrote it; anything else as compact JSON
     source: str = field(default="constraint", compare=False)  # the client's name for it, used in refusals
+    # Tokens that end the reasoning: the answer is free up to the first of them. Empty: it has the form from its beginning.
+    begins_after: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:

@@ -230,6 +230,21 @@ class StructuralTag:
         return [piece for piece in re.split(f"({special})", text) if piece]
 
 
+def format_of(kind: str, content: str) -> Node:
+    """Return a constraint of any kind as a part of a structural tag; raise TagRefusal."""
+    match kind:
+        case "structural_tag":
+            return _format_of(json.loads(content))
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": json.loads(content)}
+        case "regex":
+            return {"type": "regex", "pattern": content}
+        case "choice":
+            texts = " | ".join(map(_quoted, json.loads(content)))
+            return {"type": "grammar", "grammar": f"start: CHOICE\nCHOICE: {texts}"}
+    return {"type": "grammar", "grammar": content}
+
+
 def _format_of(tag: Node) -> Node:
     """Return the tree of a tag in either spelling."""
     if "format" in tag:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from srt.constrained.constraint import Constraint, tag_constraint
 from srt.entrypoints.answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -21,6 +20,7 @@ from srt.entrypoints.answers import (
     PromptFields,
 )
 from srt.entrypoints.exchange import Exchange
+from srt.entrypoints.openai.answer_form import answer_constraint
 from srt.entrypoints.openai.message_parts import MessageParts, OutputForm
 from srt.entrypoints.openai.messages import plain_messages
 from srt.entrypoints.openai.models import check_model
@@ -28,17 +28,16 @@ from srt.entrypoints.openai.parts import ChatLogprobs, Identity, Usage, finish_f
 from srt.entrypoints.openai.prompt_facts import PromptFacts
 from srt.entrypoints.openai.refusals import refuse_agent_fields
 from srt.entrypoints.openai.schema import EFFORTS, ChatBody
-from srt.entrypoints.openai.tool_choice import ToolChoice, demanded_calls, read_tool_choice, strict_calls
-from srt.entrypoints.openai.tools import callable_tools, checked_tools, strict_names
+from srt.entrypoints.openai.tool_choice import read_tool_choice
+from srt.entrypoints.openai.tools import callable_tools, checked_tools
 from srt.entrypoints.request_schema import bad_parameter, checked_sampling_params, renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import TextEvent, answer_call, event
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, GenerateInput, RequestError
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
-from srt.parsers.forms import Node
 from srt.parsers.output_parser import HARMONY, is_left_open, markers_of
 from srt.parsers.tools import Tools
-from srt.sampling.parameter_checks import ParameterError, show
+from srt.sampling.parameter_checks import show
 
 _KIND, _CHUNK = "chat.completion", "chat.completion.chunk"
 _NO_IDS: OutputFields = {}
@@ -113,7 +112,7 @@ def parse_input(
     )
     continued = messages[-1]["content"] if body.continue_final_message else None
     form = _output_form(body, engine, tools, prompt, continued)
-    constraint = _constraint(body, engine, form, tools, choice)
+    constraint = answer_constraint(body, engine, tools, choice, prompt, continued)
     if constraint is not None:
         params = dataclasses.replace(params, constraint=constraint)
     if form is not None and any(map(engine.text.is_special, markers_of(form.tool_call_parser, form.reasoning_parser))):
@@ -157,40 +156,6 @@ def _output_form(
         streams_reasoning=body.stream_reasoning,
         parallel_calls=body.parallel_tool_calls,
     )
-
-
-def _constraint(
-    body: ChatBody, engine: TokenizerManager, form: OutputForm | None, tools: list[dict[str, Any]], choice: ToolChoice
-) -> Constraint | None:
-    """Return what the answer must look like: as the client says, or as the calls that it demands."""
-    constraint = body.constraint()
-    calls = None if form is None else form.tool_call_parser
-    if choice.demands_calls and calls is not None:
-        if constraint is not None:
-            raise bad_parameter(constraint.source, "and a tool_choice that demands calls exclude each other")
-        constraint = _called(demanded_calls(calls, tools, choice, body.parallel_tool_calls))
-    elif calls is not None and constraint is None:
-        allowed = strict_calls(
-            calls, tools, strict_names(body.tools), engine.model.tool_strict_level, body.parallel_tool_calls
-        )
-        constraint = None if allowed is None else _called(allowed)
-    elif calls is not None and constraint is not None:
-        reason = "and tools exclude each other: calls would break the form. Set tool_choice to none, or leave one of them out"
-        raise bad_parameter(constraint.source, reason)
-    if constraint is not None and form is not None and form.reasoning_parser is not None and form.is_open:
-        source = "tool_choice" if choice.demands_calls else constraint.source
-        reason = (
-            "is not supported yet for an answer that begins with reasoning: switch that off by chat_template_kwargs"
-        )
-        raise bad_parameter(source, reason)
-    return constraint
-
-
-def _called(form: Node) -> Constraint:
-    try:
-        return tag_constraint("tools", form)
-    except ParameterError as error:
-        raise bad_parameter(error.name, error.reason) from error
 
 
 def _effort(body: ChatBody, engine: TokenizerManager) -> dict[str, Any]:
@@ -301,8 +266,11 @@ class ChatAnswer:
         )
 
     def _finish(self, update: ChoiceUpdate) -> Ending:
-        ending = finish_fields(update.finish)
-        if self._parts is not None and self._parts[update.index].has_calls and ending["finish_reason"] == "stop":
+        if self._parts is None or update.finish is None:
+            return finish_fields(update.finish)
+        parts = self._parts[update.index]
+        ending = finish_fields(parts.finish(update.finish))
+        if parts.has_calls and ending["finish_reason"] == "stop":
             ending["finish_reason"] = "tool_calls"
         return ending
 

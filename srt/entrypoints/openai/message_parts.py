@@ -6,11 +6,11 @@ import secrets
 import string
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from srt.entrypoints.answers import ChatDelta, ChatMessage, ToolCall
 from srt.entrypoints.openai.reasoning_count import ReasoningCount
-from srt.managers.tokenizer_manager.api_types import ChoiceUpdate
+from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, Finish
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.parsers.events import CallArguments, CallBegin, Event, Reasoning, Text
 from srt.parsers.output_parser import OutputParser
@@ -46,11 +46,17 @@ class MessageParts:
         self._params = params
         self._count: ReasoningCount | None = None
         self._held_reasoning = ""
+        self._is_in_reasoning = form.is_open
         self.has_calls = False
 
     @property
     def counts_reasoning(self) -> bool:
         return self._form.reasoning_parser is not None
+
+    def finish(self, finish: Finish) -> Finish:
+        """Return why the message ended, once all of it was pushed. One that was to have a form, and ended before it, was cut off."""
+        is_cut_off = self._is_in_reasoning and self._params.constraint is not None
+        return replace(finish, kind="length", matched=None) if is_cut_off and finish.kind == "stop" else finish
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -97,6 +103,7 @@ class MessageParts:
         return message
 
     def _deltas(self, event: Event) -> Sequence[ChatDelta]:
+        self._is_in_reasoning = isinstance(event, Reasoning)
         if isinstance(event, Reasoning):
             return self._reasoning_deltas(event)
         told = (

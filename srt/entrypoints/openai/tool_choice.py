@@ -90,14 +90,20 @@ def strict_calls(
     """
     if level == "auto" and not strict:
         return None
+    return TOOL_CALL_PARSERS[parser].free_form(called_tools(parser, tools, strict, level), several)
+
+
+def called_tools(
+    parser: str, tools: Sequence[Mapping[str, Any]], strict: Collection[str], level: str
+) -> list[CallableTool]:
+    """Return the tools, with the arguments of those that are to be valid; raise RequestError (400) as `strict_calls` does."""
     form = TOOL_CALL_PARSERS[parser]
     described = callable_tools(tools)
     functions = [tool["function"] for tool in tools]
-    callables = [
+    return [
         _callable(form, index, function, described, level == "parameter" or function["name"] in strict)
         for index, function in enumerate(functions)
     ]
-    return form.free_form(callables, several)
 
 
 def _callable(

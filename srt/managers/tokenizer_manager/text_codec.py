@@ -98,6 +98,11 @@ class TextCodec:
         pieces = [int32_array(ids[at : at + _IDS_AT_ONCE]) for at in range(0, len(ids), _IDS_AT_ONCE)]
         return np.concatenate(pieces) if pieces else int32_array()
 
+    def single_token(self, text: str) -> int | None:
+        """Return the token that is this text, or None if it takes several."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else None
+
     def forbidden_ids(self, words: tuple[str, ...]) -> tuple[int, ...]:
         """Return the token ids of these words, both at the beginning of a text and behind a space.
 

@@ -323,7 +323,7 @@ class TokenizerManager:
         if self._compiler is None:
             raise bad(constraint.source, "is not supported by this engine")
         try:
-            return resource_of(await self._compiler.compile(constraint))
+            return resource_of(await self._compiler.compile(constraint), list(constraint.begins_after))
         except ParameterError as error:
             field = error.name.partition(".")[0].partition("[")[0]
             raise RequestError(400, f"{error.name} {error.reason}.", field) from error

@@ -32,12 +32,12 @@ class Harmony(CallFormat):
     @classmethod
     def calls_form(cls, tools: Sequence[CallableTool], several: bool) -> Node:
         """Return the form of one call: this format has no second one in an answer. Reasoning may come first."""
-        return behind_messages(calls(list(map(cls.call_form, tools)), "", several=False), "analysis")
+        return _behind_messages(calls(list(map(cls.call_form, tools)), "", several=False), "analysis")
 
     @classmethod
     def free_form(cls, tools: Sequence[CallableTool], several: bool) -> Node:
         called = calls(list(map(cls.call_form, tools)), "", several=False)
-        return behind_messages(
+        return _behind_messages(
             either(called, tag(f"<|channel|>final{_MESSAGE}", ANY_TEXT, "")), "analysis", "commentary"
         )
 
@@ -78,7 +78,12 @@ class Harmony(CallFormat):
             tell("")
 
 
-def behind_messages(last: Node, *channels: str) -> Node:
+def in_final_message(text: Node) -> Node:
+    """Return the form of an answer whose final message has this form. Reasoning may come first."""
+    return _behind_messages(tag(f"<|channel|>final{_MESSAGE}", text, ""), "analysis")
+
+
+def _behind_messages(last: Node, *channels: str) -> Node:
     """Return the form of an answer whose last message has this form, behind any number of messages of these channels."""
     before = [tag(f"<|channel|>{channel}{_MESSAGE}", ANY_TEXT, "<|end|>") for channel in channels]
     ended = sequence(calls(before, "<|start|>assistant", several=True), const("<|start|>assistant"))

@@ -48,6 +48,10 @@ def members(required: list[bool], separator: str) -> dict[str, Any]:
     return {"format": {"type": "members", "elements": elements, "required": required, "separator": separator}}
 
 
+def either(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"format": {"type": "or", "elements": list(elements)}}
+
+
 SHORT = {"type": "regex", "excludes": ["</p>"]}
 THINK = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": ["</think>", "</end>"]}
 
@@ -109,6 +113,11 @@ ALLOWED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         sequence({"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": ["</<|im_start|>p>", "stop"]}),
         ["some text</<|im_start|>p>", "</</<|im_start|>p>", "some stop"],
         ["some text", "some<|im_start|>p>", "stop it"],
+    ),
+    (
+        either(CALL, sequence(THINK, {"type": "regex", "pattern": "\\n{0,2}"}, CALL)["format"]),
+        ['{"x":1}', '<think>a {</think>{"x":1}', '<think></think>\n\n{"x":1}'],
+        ["<think>a</think>", '<think>a{"x":1}', 'a</think>{"x":1}', '<think></think>{"x":1}</think>{"x":1}'],
     ),
     (members([True, False, False], ", "), ["a", "a, b", "a, c", "a, b, c"], ["", "b", "a, c, b", "a, ", "a, b, b"]),
     (members([False, False, False], ""), ["", "b", "ac", "abc"], ["ba", "aa"]),

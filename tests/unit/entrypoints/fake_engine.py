@@ -135,6 +135,7 @@ class FakeEngine:
         }
         self.load: Load | None = None
         self.special_texts: set[str] = set()
+        self.single_tokens: dict[str, int] = {}
         self.template_variables: set[str] = set()
         self.rendered: tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None] = ([], None)
         self.limits = SchedulerHello(max_total_num_tokens=8192, max_request_tokens=CONTEXT, page_size=16)
@@ -195,6 +196,9 @@ class FakeEngine:
         return "".join(map(chr, ids))
 
     num_added_before = 0
+
+    def single_token(self, text: str) -> int | None:
+        return self.single_tokens.get(text)
 
     def is_special(self, text: str) -> bool:
         return text in self.special_texts

@@ -105,8 +105,8 @@ class ResponseAnswer:
         else:
             events = self._items.push([{"content": update.text}] if update.text else [])
         if update.finish is not None:
-            self._finish = update.finish
-            events += self._items.finish("completed" if update.finish.kind == "stop" else "incomplete")
+            self._finish = update.finish if self._parts is None else self._parts.finish(update.finish)
+            events += self._items.finish("completed" if self._finish.kind == "stop" else "incomplete")
         return events
 
     # ---- Parts

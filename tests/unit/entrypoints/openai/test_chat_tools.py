@@ -312,6 +312,81 @@ def test_the_effort_is_a_variable_of_the_template() -> None:
     assert "{'enable_thinking': False}" in str(world.engine.handles[-1].request.text)
 
 
+NAME_FORM: dict[str, Any] = {"tools": [], "regex": "[a-z]+"}
+THOUGHT_FIRST: dict[str, Any] = {
+    "messages": [USER, {"role": "assistant", "content": "<think>Well, "}],
+    "continue_final_message": True,
+}
+
+
+def constraint_of(world: World) -> Any:
+    constraint = world.engine.handles[-1].request.params.constraint
+    assert constraint is not None
+    return constraint
+
+
+def test_a_form_begins_behind_the_token_that_ends_open_reasoning() -> None:
+    world = new_world("hm</think>abc", reasoning_parser="qwen3")
+    world.engine.single_tokens = {"</think>": 77}
+    (choice,) = ask(world, **NAME_FORM, **THOUGHT_FIRST)["choices"]
+    constraint = constraint_of(world)
+    assert constraint.begins_after == (77,)
+    elements = json.loads(constraint.content)["format"]["elements"]
+    assert elements == [{"type": "regex", "pattern": "\\n{0,2}"}, {"type": "regex", "pattern": "[a-z]+"}]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("abc", "stop")
+    ask(world, tool_choice="required", **THOUGHT_FIRST)
+    assert constraint_of(world).begins_after == (77,)
+
+
+def test_a_form_has_open_reasoning_before_it_where_its_end_is_no_token() -> None:
+    world = new_world("hm</think>abc", reasoning_parser="qwen3")
+    ask(world, **NAME_FORM, **THOUGHT_FIRST)
+    first, rest = json.loads(constraint_of(world).content)["format"]["elements"]
+    assert (first["content"], first["end"], rest["elements"][1]["pattern"]) == (
+        {"type": "any_text"},
+        ["</think>"],
+        "[a-z]+",
+    )
+    assert constraint_of(world).begins_after == ()
+
+
+def test_a_model_that_opens_its_reasoning_may_do_so_before_a_form() -> None:
+    world = new_world(THOUGHT + "abc", reasoning_parser="qwen3")
+    (choice,) = ask(world, **NAME_FORM)["choices"]
+    plain, reasoned = json.loads(constraint_of(world).content)["format"]["elements"]
+    assert plain == {"type": "regex", "pattern": "[a-z]+"}
+    assert reasoned["elements"][0]["begin"] == "<think>"
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("abc", "stop")
+    closed = {"role": "assistant", "content": "<think>Well.</think>"}
+    ask(world, **NAME_FORM, messages=[USER, closed], continue_final_message=True)
+    assert constraint_of(world).kind == "regex"
+
+
+def test_an_answer_that_ends_in_its_reasoning_is_cut_off_from_its_form() -> None:
+    world = new_world("hm", reasoning_parser="qwen3")
+    (choice,) = ask(world, **NAME_FORM, **THOUGHT_FIRST)["choices"]
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("length", None)
+    assert joined(streamed(world, **NAME_FORM, **THOUGHT_FIRST))["finish_reason"] == "length"
+    assert ask(world, tools=[], **THOUGHT_FIRST)["choices"][0]["finish_reason"] == "stop"  # no form, nothing to miss
+
+
+def test_a_form_in_harmony_is_that_of_the_final_message() -> None:
+    world = new_world("<|channel|>final<|message|>abc", tool_call_parser="gpt-oss", reasoning_parser="gpt-oss")
+    (choice,) = ask(world, **NAME_FORM)["choices"]
+    _, last = json.loads(constraint_of(world).content)["format"]["elements"]
+    assert (last["begin"], last["content"]["pattern"]) == ("<|channel|>final<|message|>", "[a-z]+")
+    assert choice["message"]["content"] == "abc"
+
+
+def test_a_form_and_tools_are_two_kinds_of_answer() -> None:
+    world = new_world(CALL)
+    (choice,) = ask(world, regex="[a-z]+")["choices"]
+    form, calls = json.loads(constraint_of(world).content)["format"]["elements"]
+    assert form == {"type": "regex", "pattern": "[a-z]+"}
+    assert [one["begin"] for one in calls["tags"]] == ['<tool_call>\n{"name": "get_weather", "arguments": ']
+    assert choice["finish_reason"] == "tool_calls"
+
+
 def test_harmony_is_read_by_its_channels() -> None:
     text = (
         "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant<|channel|>commentary"

@@ -405,7 +405,11 @@ def test_values_that_ask_for_nothing_pass() -> None:
         ({"text": {"format": {"type": "json_schema", "strict": 7, "schema": {}}}}, "text", "text.format.strict must"),
         ({"text": {"verbosity": "low"}}, "text", "text.verbosity is not supported yet"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "text.format.schema is missing"),
-        ({"text": {"format": {"type": "json_object"}}, "tools": [WEATHER]}, "text", "text.format and tools"),
+        (
+            {"text": {"format": {"type": "json_object"}}, "tools": [WEATHER], "tool_choice": "required"},
+            "text",
+            "text.format and a tool_choice that demands calls exclude each other",
+        ),
         ({"max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be at least 0"),
         ({"input": "x" * 5000}, "input", "input has 5017 tokens"),
         ({"metadata": {"a": 1}}, "metadata", "metadata must have names of at most 64 characters"),
