@@ -234,7 +234,7 @@ class Planner:
         return self._counters.num_preempted > before
 
     def _displace(self) -> bool:
-        """Make room for the first waiting request by preempting lower ones. Return False and preempt none if it would still not fit."""
+        """Make room for the first waiting request by preempting lower ones. Return False, preempting none, if that cannot suffice."""
         request = self._queue.first()
         if request is None:
             return False

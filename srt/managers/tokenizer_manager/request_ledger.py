@@ -223,9 +223,9 @@ class RequestLedger:
         return list(self.effects_of(message))
 
     def effects_of(self, message: TokenBatch | Refused) -> Iterator[Effect]:
-        """Yield the effects of a message one by one. The ledger is changed for the next effect only when that is asked for.
+        """Yield the effects of a message one by one. Iterate to the end; `end` may be called in between.
 
-        Iterate to the end; `end` may be called in between.
+        Tokens count as released, and choices are forgotten, only when the effects that say so are asked for.
         """
         if isinstance(message, Refused):
             yield from self._refuse(message)
