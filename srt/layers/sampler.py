@@ -87,7 +87,7 @@ class Sampler:
         return self._draw(logits, DrawRows(temperatures, seeds, positions))
 
     def draw_filtered(self, logits: torch.Tensor, rows: DrawTables, positions: torch.Tensor) -> Draws:
-        """Draw for rows of which some use filters. The logits are not overwritten."""
+        """Draw for rows, some of which use filters. The logits are not overwritten."""
         whole = gather_vocabulary(self._tp, logits, self._vocab_size)
         thresholds = self._thresholds(whole, None, rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps)
         return self._draw(logits, DrawRows(rows.temperatures, rows.seeds, positions, thresholds))

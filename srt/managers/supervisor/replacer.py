@@ -20,7 +20,7 @@ from srt.protocol.messages import EngineReplaced, Failed, FromChild, Heartbeat, 
 
 SILENT_S = 30.0  # a process without heartbeats for this long is ended
 SETTLE_S = 0.3  # one death causes others: listen this long before deciding which was first
-# Signals that somebody sends. A request that crashes a worker causes none of them.
+# Signals from outside a process, such as an operator's, or the kernel's if memory is short. They make no request a suspect.
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LAST_ANSWERS_S = 1.0  # for frontends to tell their clients that the engine has ended
 ENDING_S = 3.0  # for the other processes to end by themselves
