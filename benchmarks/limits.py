@@ -45,15 +45,19 @@ class Shape:
     @classmethod
     def of(cls, folder: str, kv_cache_dtype: str = "auto") -> Shape:
         config = ModelConfig.from_folder(folder, {}, None)
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        attention = config.hidden_size * dim * (2 * heads + 2 * kv_heads)
-        layer = attention + 3 * config.hidden_size * config.intermediate_size
+        linear = kv = pairs = 0
+        for layer in config.layers:
+            one = layer.attention
+            linear += config.hidden_size * one.head_dim * (2 * one.num_heads + 2 * one.num_kv_heads)
+            linear += 3 * config.hidden_size * layer.feed_forward.size
+            kv += 2 * one.num_kv_heads * one.head_dim
+            pairs += 4 * one.query_width
         kv_bytes = 1 if kv_cache_dtype.startswith("fp8") else BYTES
         return cls(
-            linear_weights=layer * config.num_layers,
+            linear_weights=linear,
             head_weights=config.vocab_size * config.hidden_size,
-            kv_bytes_per_token=2 * kv_heads * dim * config.num_layers * kv_bytes,
-            attention_flops_per_pair=4 * heads * dim * config.num_layers,
+            kv_bytes_per_token=kv * kv_bytes,
+            attention_flops_per_pair=pairs,
         )
 
     def decode_s(self, device: Device, rows: int, context: float) -> float:

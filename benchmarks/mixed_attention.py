@@ -21,7 +21,7 @@ from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.backend_choice import choose_backends, make_backend
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.attention.radix_attention import RadixAttention
-from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, HostRows, RowArrays
 from srt.model_executor.step.step_planner import row_arrays
 from srt.server_args import parse_args
@@ -59,7 +59,7 @@ class World:
         pages = torch.randperm(total, dtype=torch.int32, device=device).split(num_pages.tolist())
         for slot, own in enumerate(pages):
             self._tables.page_table[slot, : len(own)] = own
-        self._memory = MHATokenToKVPool(total, PAGE_SIZE, 1, KV_HEADS, HEAD_DIM, spec.dtype, device)
+        self._memory = MHATokenToKVPool(total, PAGE_SIZE, [KVHeads(KV_HEADS, HEAD_DIM)], spec.dtype, device)
         for buffer in (*self._memory.k_buffer, *self._memory.v_buffer):
             buffer.normal_()
         self._layer = RadixAttention(HEADS, HEAD_DIM, KV_HEADS, 0, spec.scale)
@@ -116,7 +116,7 @@ def main() -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     step = Step(options.chunk, options.prefix, options.rows, options.context)
     longest = int(step.lengths().max())
-    spec = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, dtype, dtype, PAGE_SIZE, longest, (None,))
+    spec = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, dtype, dtype, PAGE_SIZE, longest, (None,))
     choice = choose_backends(args, spec, device)
     world = World(step, make_backend(choice, spec, device), spec, device)
     one, two = world.attend(1).float(), world.attend(2).float()

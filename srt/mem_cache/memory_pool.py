@@ -7,6 +7,7 @@ Pages 0 … num_pages - 1 belong to requests; page `num_pages` is the dummy page
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -145,6 +146,13 @@ class ReqToTokenPool:
         self.adjustments.clear()
 
 
+class KVHeads(NamedTuple):
+    """The key and value heads of one layer on one rank."""
+
+    num_heads: int
+    head_dim: int
+
+
 class MHATokenToKVPool:
     """Keys and values of all layers by flat location: `num_pages` pages, followed by the dummy page.
 
@@ -155,25 +163,25 @@ class MHATokenToKVPool:
         self,
         num_pages: int,
         page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        heads: Sequence[KVHeads],
         dtype: torch.dtype,
         device: torch.device,
         scales: tuple[list[float], list[float]] | None = None,
     ) -> None:
+        """`heads` has an entry for each layer."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype = dtype
-        self.k_scales, self.v_scales = scales or ([1.0] * num_layers, [1.0] * num_layers)
-        shape = ((num_pages + 1) * page_size, num_kv_heads, head_dim)
+        self.k_scales, self.v_scales = scales or ([1.0] * len(heads), [1.0] * len(heads))
+        locations = (num_pages + 1) * page_size
         # Initialised to zero, because a masked score still multiplies the value at its location.
-        self.k_buffer = [_zeros(shape, dtype, device) for _ in range(num_layers)]
-        self.v_buffer = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.k_buffer = [_zeros((locations, *one), dtype, device) for one in heads]
+        self.v_buffer = [_zeros((locations, *one), dtype, device) for one in heads]
 
     @staticmethod
-    def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+    def bytes_per_token(heads: Sequence[KVHeads], dtype: torch.dtype) -> int:
+        """Return the bytes of one token's keys and values in all layers."""
+        return sum(2 * one.num_heads * one.head_dim * dtype.itemsize for one in heads)
 
     def set_kv(self, layer_id: int, locations: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store row i of k and v ([tokens, kv_heads, head_dim]) at `locations[i]`, converted to the pool's dtype."""

@@ -13,7 +13,7 @@ from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.backend_choice import BackendChoice, choose_backends, make_backend
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.logits_processor import LogitsProcessor
-from srt.mem_cache.memory_pool import MHATokenToKVPool
+from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool
 from srt.model_executor.memory.device_memory import DeviceMemory
 from srt.model_executor.memory.memory_profile import check_weights
 from srt.model_executor.step.draw_store import DrawStore
@@ -42,6 +42,7 @@ class LoadedModel:
     kv_dtype: torch.dtype
     kv_scales: KVScales | None
     memory: DeviceMemory
+    attention_spec: AttentionSpec
     attention: BackendChoice
     attn_backend: AttentionBackend
     captures_prompts: bool  # whether graphs of prompts include their attention; the same on all ranks
@@ -55,14 +56,14 @@ class LoadedModel:
         return sum(weight.nbytes for weight in self.model.parameters())
 
     @property
-    def num_kv_heads(self) -> int:
-        """Number of KV heads on this rank."""
-        return self.config.num_kv_heads_per_rank(self.tp.size)
+    def kv_heads(self) -> list[KVHeads]:
+        """The KV heads of each layer on this rank."""
+        attentions = [layer.attention for layer in self.config.layers]
+        return [KVHeads(one.kv_heads_per_rank(self.tp.size), one.head_dim) for one in attentions]
 
     @property
     def kv_bytes_per_token(self) -> int:
-        config = self.config
-        return MHATokenToKVPool.bytes_per_token(config.num_layers, self.num_kv_heads, config.head_dim, self.kv_dtype)
+        return MHATokenToKVPool.bytes_per_token(self.kv_heads, self.kv_dtype)
 
 
 def load_model(
@@ -79,9 +80,8 @@ def load_model(
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else torch.float8_e4m3fn
     memory = DeviceMemory(device)
     with memory.region("buffers"):
-        attention, attn_backend = init_attention_backend(
-            args, _attention_spec(args, config, tp, dtype, kv_dtype), device
-        )
+        spec = _attention_spec(args, config, tp, dtype, kv_dtype)
+        attention, attn_backend = init_attention_backend(args, spec, device)
         staging = Staging(device, args.window)
         draw_store = DrawStore.allocate(device, args.max_running_requests, args.window)
     # Each rank finds out by itself whether its kernels run, but all ranks must capture the same graphs.
@@ -107,6 +107,7 @@ def load_model(
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
         memory=memory,
+        attention_spec=spec,
         attention=attention,
         attn_backend=attn_backend,
         captures_prompts=captures_prompts,
@@ -131,15 +132,20 @@ def init_attention_backend(
 def _attention_spec(
     args: ServerArgs, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> AttentionSpec:
+    attentions = [layer.attention for layer in config.layers]
+    first = attentions[0]
+    heads = {(one.num_heads, one.num_kv_heads, one.head_dim, one.scale) for one in attentions}
+    assert len(heads) == 1, f"attention backends serve layers with equal heads only, not {heads}"
     return AttentionSpec(
-        num_heads=config.num_heads // tp.size,
-        num_kv_heads=config.num_kv_heads_per_rank(tp.size),
-        head_dim=config.head_dim,
+        num_heads=first.num_heads // tp.size,
+        num_kv_heads=first.kv_heads_per_rank(tp.size),
+        head_dim=first.head_dim,
+        scale=first.scale,
         dtype=dtype,
         kv_dtype=kv_dtype,
         page_size=args.page_size,
         max_context=config.context_length,
-        windows=tuple(dict.fromkeys(config.layer_windows)),
+        windows=tuple(dict.fromkeys(one.window for one in attentions)),
     )
 
 

@@ -1,1 +1,1 @@
-"""Model families, a file each. `decoder.py` has the code that they share, `registry.py` maps architecture names to classes."""
+"""The decoder that a model's layer specs describe. Families are declared in `srt/utils/families/`; `registry.py` builds a model."""

@@ -5,7 +5,6 @@ Modules are named as in the checkpoints, so that a parameter's path is its tenso
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
@@ -18,44 +17,34 @@ from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, Row
 from srt.layers.norm import RMSNorm
 from srt.layers.ops import LayerOps, Norm, Rotation, Stream
 from srt.layers.rope import RotaryEmbedding
+from srt.utils.layer_spec import FeedForward
 from srt.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """The differences between the architectures."""
-
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """RMSNorm of each query and key head before the rotation."""
-
-
 class Attention(nn.Module):
     """Self-attention of this rank's heads."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits, layer_id: int) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, layer_id: int) -> None:
         super().__init__()
-        head_dim = config.head_dim
+        spec, eps = config.layers[layer_id].attention, config.rms_norm_eps
         self._ops = ops
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, config.num_heads, config.num_kv_heads, head_dim, traits.qkv_bias, tp, ops
+            config.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.qkv_bias, tp, ops
         )
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if traits.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if traits.qk_norm else None
+        self.q_norm = RMSNorm(spec.head_dim, eps) if spec.head_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, eps) if spec.head_norm else None
         self.attn = RadixAttention(
             num_heads=self.qkv_proj.num_heads,
-            head_dim=head_dim,
+            head_dim=spec.head_dim,
             num_kv_heads=self.qkv_proj.num_kv_heads,
             layer_id=layer_id,
-            scale=head_dim**-0.5,
-            window=config.layer_windows[layer_id],
+            scale=spec.scale,
+            window=spec.window,
         )
-        self.o_proj = RowParallelLinear(config.num_heads * head_dim, config.hidden_size, traits.o_bias, tp, ops)
+        self.o_proj = RowParallelLinear(spec.query_width, config.hidden_size, spec.o_bias, tp, ops)
 
     def forward(self, stream: Stream, norm: RMSNorm, rotation: Rotation, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Return (the heads' output for the normed stream, the stream's sum); the caller applies `o_proj`."""
@@ -74,12 +63,11 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """Gated MLP: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits) -> None:
+    def __init__(self, hidden_size: int, spec: FeedForward, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
-        size = config.intermediate_size
-        outputs = (("gate_proj", size), ("up_proj", size))
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, outputs, traits.mlp_bias, tp, ops)
-        self.down_proj = RowParallelLinear(size, config.hidden_size, traits.mlp_bias, tp, ops)
+        outputs = (("gate_proj", spec.size), ("up_proj", spec.size))
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, spec.bias, tp, ops)
+        self.down_proj = RowParallelLinear(spec.size, hidden_size, spec.bias, tp, ops)
 
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
         activated, hidden = self.gate_up_proj.gated_of_norm(stream, norm)
@@ -89,12 +77,12 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP; each reads the normed stream, and its result is added to the stream."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits, layer_id: int) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, layer_id: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, tp, ops, traits, layer_id)
+        self.self_attn = Attention(config, tp, ops, layer_id)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config, tp, ops, traits)
+        self.mlp = GatedMLP(config.hidden_size, config.layers[layer_id].feed_forward, tp, ops)
 
     def attend(self, stream: Stream, rotation: Rotation, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Return (the attention output, the stream's sum). The rest of the layer treats every token on its own."""
@@ -112,11 +100,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Maps token ids to hidden states after the final norm, for the tokens whose output the batch needs."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, ops)
-        self.layers = nn.ModuleList(DecoderLayer(config, tp, ops, traits, i) for i in range(config.num_layers))
+        first = config.layers[0].attention  # all layers have the same rotation
+        self.rotary_emb = RotaryEmbedding(first.rope, first.head_dim, ops)
+        self.layers = nn.ModuleList(DecoderLayer(config, tp, ops, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
@@ -140,11 +129,11 @@ def _of_tokens(wanted: Tensor | None, attended: Tensor, hidden: Tensor) -> tuple
 
 
 class CausalLM(nn.Module):
-    """A decoder and its output layer. A subclass is one architecture and passes its traits."""
+    """A decoder and its output layer."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, traits: Traits) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
-        self.model = Decoder(config, tp, ops, traits)
+        self.model = Decoder(config, tp, ops)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops)
 

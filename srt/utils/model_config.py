@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from srt.utils.config_values import flag, mapping, names, positive_int, positive_number, shown, token_ids
+from srt.utils.config_values import mapping, names, positive_int, shown, token_ids
+from srt.utils.families.family import ConfigReader
+from srt.utils.families.registry import family_of
+from srt.utils.layer_spec import FastPath, LayerSpec
 from srt.utils.model_error import ModelError as ModelError
-from srt.utils.rope_config import RopeConfig, read_rope, rope_parameters
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures that `srt.models.registry` can build; listed here so that start-up can refuse others without torch."""
+from srt.utils.rope_config import rope_parameters
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -39,18 +38,11 @@ class ModelConfig:
     architecture: str
     model_type: str
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    layers: tuple[LayerSpec, ...]
+    """What each layer computes. A window that would hide nothing is None here."""
     vocab_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    attention_bias: bool
-    """Value in config.json; architectures whose biases are fixed ignore it in their own file."""
-    mlp_bias: bool
-    rope: RopeConfig
     max_position_embeddings: int
     context_length: int
     """Largest number of positions of a request, prompt and output together."""
@@ -59,8 +51,6 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     num_mtp_layers: int
     """Extra layers for multi-token prediction that the checkpoint may hold; they are not loaded."""
-    layer_windows: tuple[int | None, ...]
-    """Attention window of each layer: positions that a token sees, its own included. None: all, or a window that would hide nothing."""
     sampling_defaults: dict[str, float | int]
     """Defaults from generation_config.json for requests: any of temperature, top_k, top_p, min_p, repetition_penalty."""
 
@@ -72,73 +62,62 @@ class ModelConfig:
         folder = Path(path)
         raw = _read_config(folder, overrides or {})
         generation = _read_json(folder / "generation_config.json", required=False)
-        architecture = _architecture(raw)
-        max_position_embeddings = positive_int(raw, "max_position_embeddings")
-        rope = read_rope(raw["rope_parameters"], raw, max_position_embeddings)
-        num_heads = positive_int(raw, "num_attention_heads")
-        hidden_size = positive_int(raw, "hidden_size")
-        context_length = _context_length(context_length, max_position_embeddings, rope)
+        family = family_of(_architecture(raw))
+        reader = ConfigReader(raw, family)
+        layers = family.read_layers(reader)
+        context_length = _context_length(context_length, reader.max_position_embeddings, layers)
+        layers = [_without_useless_window(layer, context_length) for layer in layers]
         config = cls(
-            architecture=architecture,
+            architecture=family.architecture,
             model_type=str(raw.get("model_type") or ""),
-            hidden_size=hidden_size,
-            num_layers=positive_int(raw, "num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=positive_int(raw, "num_key_value_heads", num_heads),
-            head_dim=positive_int(raw, "head_dim", _default_head_dim(architecture, hidden_size, num_heads)),
-            intermediate_size=positive_int(raw, "intermediate_size"),
-            vocab_size=positive_int(raw, "vocab_size"),
-            rms_norm_eps=positive_number(raw, "rms_norm_eps", 1e-6),
-            tie_word_embeddings=flag(raw, "tie_word_embeddings"),
-            attention_bias=flag(raw, "attention_bias"),
-            mlp_bias=flag(raw, "mlp_bias"),
-            rope=rope,
-            max_position_embeddings=max_position_embeddings,
+            hidden_size=reader.hidden_size,
+            layers=tuple(replace(layer, fast_paths=family.fast_paths(layer)) for layer in layers),
+            vocab_size=reader.positive_int("vocab_size"),
+            rms_norm_eps=reader.positive_number("rms_norm_eps", 1e-6),
+            tie_word_embeddings=reader.flag("tie_word_embeddings"),
+            max_position_embeddings=reader.max_position_embeddings,
             context_length=context_length,
             torch_dtype=_dtype(raw),
             bos_token_id=_first(token_ids("config.json", raw, "bos_token_id")),
             eos_token_ids=token_ids("generation_config.json", generation, "eos_token_id")
             or token_ids("config.json", raw, "eos_token_id"),
             num_mtp_layers=positive_int(raw, "num_nextn_predict_layers") if raw.get("num_nextn_predict_layers") else 0,
-            layer_windows=_layer_windows(raw, architecture, context_length),
             sampling_defaults=_sampling_defaults(generation),
         )
-        config._check_shape()
-        _refuse_unsupported(raw)
+        _refuse_quantized_weights(mapping(raw, "quantization_config"))
         return config
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def fast_paths(self) -> set[FastPath]:
+        """The fast paths that can run all layers."""
+        return set.intersection(*(set(layer.fast_paths) for layer in self.layers))
 
     def config_hash(self) -> str:
         """Return a hash of all fields above, which processes compare in the handshake to be sure that they run the same model."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def check_tp(self, tp_size: int) -> None:
         """Raise ModelError if the layers cannot be split over `tp_size` ranks."""
-        if self.num_heads % tp_size:
-            raise ModelError(
-                f"--tp {tp_size} does not divide the model's {self.num_heads} query heads: choose another --tp."
-            )
-        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
-            raise ModelError(
-                f"--tp {tp_size} neither divides the model's {self.num_kv_heads} KV heads nor is a multiple of them:"
-                " choose another --tp."
-            )
-        if self.intermediate_size % tp_size:
-            raise ModelError(
-                f"--tp {tp_size} does not divide the model's intermediate size, {self.intermediate_size}: choose another --tp."
-            )
-
-    def num_kv_heads_per_rank(self, tp_size: int) -> int:
-        """Return the KV heads in one rank's memory; heads are replicated if there are more ranks than heads."""
-        return max(1, self.num_kv_heads // tp_size)
-
-    def _check_shape(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"config.json: {self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly."
-            )
-        if self.head_dim % 2:
-            raise ModelError(f"config.json: head_dim must be even for rotary embeddings, not {self.head_dim}.")
+        for layer in dict.fromkeys(self.layers):
+            heads, kv_heads, size = layer.attention.num_heads, layer.attention.num_kv_heads, layer.feed_forward.size
+            if heads % tp_size:
+                raise ModelError(
+                    f"--tp {tp_size} does not divide the model's {heads} query heads: choose another --tp."
+                )
+            if kv_heads % tp_size and tp_size % kv_heads:
+                raise ModelError(
+                    f"--tp {tp_size} neither divides the model's {kv_heads} KV heads nor is a multiple of them:"
+                    " choose another --tp."
+                )
+            if size % tp_size:
+                raise ModelError(
+                    f"--tp {tp_size} does not divide the model's intermediate size, {size}: choose another --tp."
+                )
 
 
 def _read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,19 +152,20 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     architectures = names(raw, "architectures")
     if not architectures:
         raise ModelError("config.json names no model in architectures.")
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise ModelError(f"The model architecture {architectures[0]} is not supported; supported are {supported}.")
     return architectures[0]
 
 
-def _default_head_dim(architecture: str, hidden_size: int, num_heads: int) -> int:
-    return 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
+def _without_useless_window(layer: LayerSpec, context_length: int) -> LayerSpec:
+    """Return the layer without its window if no request is long enough for the window to hide a position."""
+    window = layer.attention.window
+    if window is None or window < context_length:
+        return layer
+    return replace(layer, attention=replace(layer.attention, window=None))
 
 
-def _context_length(asked: int | None, max_position_embeddings: int, rope: RopeConfig) -> int:
+def _context_length(asked: int | None, max_position_embeddings: int, layers: Sequence[LayerSpec]) -> int:
     """Return the model's stated context, or the one asked for: it may be shorter, or as long as the RoPE scaling allows."""
-    limit = rope.context_limit(max_position_embeddings)
+    limit = min(layer.attention.rope.context_limit(max_position_embeddings) for layer in layers)
     if asked is None:
         return max_position_embeddings
     if asked < 1:
@@ -232,12 +212,6 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
     return defaults
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    _refuse_quantized_weights(mapping(raw, "quantization_config"))
-    if raw.get("hidden_act") not in (None, "silu"):
-        raise ModelError(f"config.json: hidden_act {shown(raw['hidden_act'])} is not supported, only 'silu'.")
-
-
 def _refuse_quantized_weights(quantization: Mapping[str, Any]) -> None:
     """Raise ModelError for quantized weights; accept scales for an fp8 KV memory, as compressed-tensors writes them."""
     if not quantization:
@@ -258,29 +232,3 @@ def _refuse_quantized_weights(quantization: Mapping[str, Any]) -> None:
             raise ModelError(
                 f"config.json: {key} {shown(value)} in kv_cache_scheme of quantization_config is not supported, only {readable!r}."
             )
-
-
-def _layer_windows(raw: Mapping[str, Any], architecture: str, context_length: int) -> tuple[int | None, ...]:
-    """Return the attention window of each layer. Defaults are those of transformers, which ignores `layer_types` for Llama and Mistral."""
-    num_layers = positive_int(raw, "num_hidden_layers")
-    kinds = names(raw, "layer_types")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError(
-                f"config.json: layer type {kind} is not supported, only full_attention and sliding_attention."
-            )
-    if kinds and len(kinds) != num_layers:
-        raise ModelError(f"config.json: layer_types names {len(kinds)} layers of {num_layers}.")
-    if architecture == "LlamaForCausalLM":
-        slides = [False] * num_layers
-    elif architecture == "MistralForCausalLM":
-        slides = [raw.get("sliding_window", 4096) is not None] * num_layers
-    elif kinds:
-        slides = [kind == "sliding_attention" for kind in kinds]
-    else:
-        first_sliding = positive_int(raw, "max_window_layers", 28) if raw.get("max_window_layers") != 0 else 0
-        slides = [flag(raw, "use_sliding_window") and layer >= first_sliding for layer in range(num_layers)]
-    if not any(slides):
-        return (None,) * num_layers
-    window = positive_int(raw, "sliding_window", 4096)
-    return tuple(window if is_sliding and window < context_length else None for is_sliding in slides)

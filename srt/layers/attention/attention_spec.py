@@ -15,15 +15,12 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float  # factor of the products of queries and keys
     dtype: torch.dtype
     kv_dtype: torch.dtype  # of the KV memory
     page_size: int
     max_context: int  # positions that a request may have
     windows: tuple[int | None, ...]  # the different windows of the layers, each once; None: no window
-
-    @property
-    def scale(self) -> float:
-        return float(self.head_dim**-0.5)
 
 
 class AttentionLayer(Protocol):

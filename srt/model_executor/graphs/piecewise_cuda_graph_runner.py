@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from srt.layers.attention.attention_spec import AttentionLayer
+from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
 from srt.layers.attention.base import AnyRows, AttentionBackend, PromptGraphs, Views
-from srt.layers.attention.radix_attention import RadixAttention
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, LayerAttention, PackedDecodes
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Misses, Work, is_far, smallest
@@ -119,6 +118,8 @@ class PiecewiseCudaGraphRunner:
         self,
         sizes: Sequence[int],
         model: CausalLM,
+        hidden_size: int,
+        spec: AttentionSpec,
         attn_backend: AttentionBackend,
         tables: ReqToTokenPool,
         kv_pool: MHATokenToKVPool,
@@ -130,6 +131,9 @@ class PiecewiseCudaGraphRunner:
         can only be precompiled."""
         self._sizes = tuple(sorted(sizes))
         self._model = model
+        self._hidden_size = hidden_size
+        self._spec = spec
+        self._device = device
         self._attn_backend = attn_backend
         self._no_rows = ForwardBatch.empty(tables, kv_pool, attn_backend)
         self._capture = capture
@@ -143,7 +147,8 @@ class PiecewiseCudaGraphRunner:
     def of(cls, loaded: LoadedModel, state: DeviceState, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
         """Create the runner for a worker's model and memory; None if the options leave no size, or no size is worth a graph."""
         args, num_layers = loaded.args, loaded.config.num_layers
-        num_weights = num_layers * sum(weight.numel() for weight in loaded.model.model.layers[0].parameters())
+        layers = loaded.model.model.layers  # not all of them while kernels are precompiled
+        num_weights = num_layers * sum(weight.numel() for weight in layers.parameters()) // len(layers)
         most = args.piecewise_cuda_graph_max_tokens
         if most is None:
             chunk = MOST_PIECE_TOKENS if args.prefill_chunk == -1 else args.prefill_chunk
@@ -154,6 +159,8 @@ class PiecewiseCudaGraphRunner:
         return cls(
             piece_sizes(most),
             loaded.model,
+            loaded.config.hidden_size,
+            loaded.attention_spec,
             loaded.attn_backend,
             state.req_to_token_pool,
             state.token_to_kv_pool,
@@ -308,17 +315,13 @@ class PiecewiseCudaGraphRunner:
         return self._buffers.attended[:num_tokens]
 
     def _allocate_buffers(self) -> _Buffers:
-        model, most = self._model.model, self._sizes[-1]
-        attention, weight = model.layers[0].get_submodule("self_attn.attn"), model.norm.weight
-        assert isinstance(attention, RadixAttention)
-        q_size, kv_size = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
+        spec, most, num_outputs = self._spec, self._sizes[-1], len(self._inputs.output_tokens)
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
         def zeros(rows: int, columns: int) -> torch.Tensor:
-            return torch.zeros((rows, columns), dtype=weight.dtype, device=weight.device)
+            return torch.zeros((rows, columns), dtype=spec.dtype, device=self._device)
 
-        return _Buffers(
-            zeros(most, q_size + 2 * kv_size), zeros(most, q_size), zeros(len(self._inputs.output_tokens), len(weight))
-        )
+        return _Buffers(zeros(most, q_size + 2 * kv_size), zeros(most, q_size), zeros(num_outputs, self._hidden_size))
 
     # ---- Runs of padding alone
 

@@ -50,9 +50,7 @@ def init_memory_pool(loaded: LoadedModel, num_pages: int, max_request_tokens: in
     kv_pool = MHATokenToKVPool(
         num_pages,
         args.page_size,
-        config.num_layers,
-        loaded.num_kv_heads,
-        config.head_dim,
+        loaded.kv_heads,
         loaded.kv_dtype,
         device,
         loaded.kv_scales,

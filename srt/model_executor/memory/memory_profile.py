@@ -79,8 +79,8 @@ def most_graph_rows(args: ServerArgs) -> int:
 
 def mlp_bytes(config: ModelConfig, tp_size: int, num_tokens: int, item_size: int) -> int:
     """Return the bytes that an MLP holds at once if its activation is not fused: the stream, its norm, gates, ups, and their product."""
-    columns = 2 * config.hidden_size + 3 * (config.intermediate_size // tp_size)
-    angles = 2 * 4 * (config.head_dim // 2)
+    columns = 2 * config.hidden_size + 3 * max(layer.feed_forward.size // tp_size for layer in config.layers)
+    angles = 2 * 4 * max(layer.attention.head_dim // 2 for layer in config.layers)
     return num_tokens * (columns * item_size + angles)
 
 

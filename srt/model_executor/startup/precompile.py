@@ -60,7 +60,7 @@ def precompile(loaded: LoadedModel) -> GraphKernels:
     begin_later = partial(Compilers, min(max(1, num_threads // 2), MOST_COMPILERS), are_first_done)
     try:
         with loaded.tp.alone():
-            loaded.model.model.layers = layers[: num_distinct_layers(loaded.config.layer_windows)]
+            loaded.model.model.layers = layers[: num_distinct_layers(loaded.config.layers)]
             _go_through_steps(loaded, first, record, kernels, begin_later)
     except Exception as error:
         logger.warning(

@@ -11,6 +11,7 @@ from srt.protocol.messages import Admission, Int32Array, LogprobSpec, PageDelta,
 
 if TYPE_CHECKING:
     from srt.model_executor.model_runner import ModelRunner
+    from srt.utils.layer_spec import LayerSpec
 
 CPU_TOKENS = 8
 GPU_TOKENS = 64  # more than the kernels for few tokens serve
@@ -110,6 +111,6 @@ def _sections(chunks: list[int], page_size: int, top_p: float) -> list[PlanSecti
     return [*sections, PlanSection([], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, slot)]
 
 
-def num_distinct_layers(windows: Sequence[int | None]) -> int:
-    """Return how many of the first layers use all kernels of the model: one for each window, and one that is not the first layer."""
-    return max(2, *(1 + windows.index(window) for window in set(windows)))
+def num_distinct_layers(layers: Sequence[LayerSpec]) -> int:
+    """Return how many of the first layers use all kernels of the model: one of each kind, and one that is not the first layer."""
+    return max(2, *(1 + layers.index(layer) for layer in set(layers)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool, ReqToTokenPool
 from srt.mem_cache.tables_hash import tables_hash
 
 CPU = torch.device("cpu")
@@ -27,14 +27,14 @@ def test_there_is_room_for_the_longest_request_and_the_token_behind_it() -> None
 
 def test_the_dummy_slot_points_to_the_dummy_page_only() -> None:
     tables = ReqToTokenPool(num_slots=2, max_request_tokens=10, num_pages=5, page_size=2, device=CPU)
-    memory = MHATokenToKVPool(5, 2, 1, 1, 4, torch.float32, CPU)
+    memory = MHATokenToKVPool(5, 2, [KVHeads(1, 4)], torch.float32, CPU)
     locations = tables.locations(torch.tensor([tables.dummy_slot]), torch.arange(10))
     assert set(locations.tolist()) == {10, 11}
     assert len(memory.k_buffer[0]) == 12
 
 
 def test_keys_and_values_of_a_layer_go_where_they_are_told() -> None:
-    memory = MHATokenToKVPool(4, 2, num_layers=2, num_kv_heads=2, head_dim=3, dtype=torch.bfloat16, device=CPU)
+    memory = MHATokenToKVPool(4, 2, [KVHeads(2, 3), KVHeads(2, 3)], dtype=torch.bfloat16, device=CPU)
     k, v = torch.randn(3, 2, 3), torch.randn(3, 2, 3)
     where = torch.tensor([6, 1, 4])
     memory.set_kv(1, where, k, v)
@@ -44,7 +44,7 @@ def test_keys_and_values_of_a_layer_go_where_they_are_told() -> None:
     others = [i for i in range(10) if i not in where.tolist()]
     assert not k_buffer[others].any()
     assert not memory.k_buffer[0].any()
-    assert MHATokenToKVPool.bytes_per_token(2, 2, 3, torch.bfloat16) * 10 == sum(
+    assert MHATokenToKVPool.bytes_per_token([KVHeads(2, 3)] * 2, torch.bfloat16) * 10 == sum(
         t.numel() * t.element_size() for t in (*memory.k_buffer, *memory.v_buffer)
     )
 

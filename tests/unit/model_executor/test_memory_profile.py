@@ -33,6 +33,7 @@ from srt.model_executor.startup.profile_pages import measure_largest_step
 from srt.model_executor.startup.trial_runner import trial_runner
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from srt.utils.layer_spec import FeedForward
 from srt.utils.model_config import ModelConfig
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.runners import make_runner
@@ -128,7 +129,11 @@ def test_larger_models_keep_more_free_for_graphs(checkpoint: CheckpointFactory) 
 
 
 def test_an_mlp_counts_with_its_gates_and_ups_apart_from_their_product(checkpoint: CheckpointFactory) -> None:
-    config = replace(ModelConfig.from_folder(checkpoint("qwen3")), hidden_size=8, intermediate_size=24, head_dim=4)
+    config = ModelConfig.from_folder(checkpoint("qwen3"))
+    layer = config.layers[0]
+    small = replace(layer, attention=replace(layer.attention, head_dim=4), feed_forward=FeedForward(20))
+    large = replace(small, feed_forward=FeedForward(24))
+    config = replace(config, hidden_size=8, layers=(small, large, small))
     assert mlp_bytes(config, 2, 10, 2) == 10 * (2 * (8 + 8 + 12 + 12 + 12) + 4 * (2 + 2))
 
 

@@ -36,7 +36,9 @@ from srt.model_executor.startup.trial_runner import trial_runner
 from srt.model_executor.startup.warm_up import num_distinct_layers, warm_up
 from srt.protocol.messages import PlanSection
 from srt.server_args import ServerArgs
+from srt.utils.layer_spec import FeedForward, LayerSpec, SelfAttention
 from srt.utils.model_config import ModelConfig
+from srt.utils.rope_config import RopeConfig
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy
 from tests.support.ranks import CPU, run_ranks, single_rank
@@ -371,4 +373,6 @@ def test_the_record_goes_where_either_folder_of_kernels_goes(
     ("windows", "count"), [((None,) * 9, 2), ((8, 8, 8, None, 8, 8, 8, None), 4), ((None, 8), 2), ((None,), 2)]
 )
 def test_so_many_layers_have_all_kernels_among_them(windows: tuple[int | None, ...], count: int) -> None:
-    assert num_distinct_layers(windows) == count
+    plain = LayerSpec(SelfAttention(2, 1, 8, 1.0, RopeConfig("default", 1e4)), FeedForward(8))
+    layers = [replace(plain, attention=replace(plain.attention, window=window)) for window in windows]
+    assert num_distinct_layers(layers) == count

@@ -90,7 +90,7 @@ def test_an_old_scaling_replaces_the_new_parameters_and_their_theta(
     folder = tmp_path / "both"
     shutil.copytree(checkpoint("llama", config={"rope_parameters": ROPES["default"]}), folder)
     edit_config(folder, rope_scaling={"rope_type": "linear", "factor": 2.0, **within}, **beside)
-    rope = ModelConfig.from_folder(folder).rope
+    rope = ModelConfig.from_folder(folder).layers[0].attention.rope
     assert (rope.kind, rope.theta, rope.factor) == ("linear", theta, 2.0)
     assert_same_logits(folder, "llama with both")
 

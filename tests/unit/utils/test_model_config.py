@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from srt.utils.layer_spec import FeedForward, LayerSpec, SelfAttention
 from srt.utils.model_config import READ_KEYS, ModelConfig, ModelError
 from srt.utils.rope_config import RopeConfig
 
@@ -42,6 +43,14 @@ def read(folder: Path, changes: dict[str, Any] | None = None, **more: Any) -> Mo
     return ModelConfig.from_folder(write(folder, changes), **more)
 
 
+def rope_of(config: ModelConfig) -> RopeConfig:
+    return config.layers[0].attention.rope
+
+
+def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
+    return tuple(layer.attention.window for layer in config.layers)
+
+
 def refusal(folder: Path, changes: dict[str, Any] | None = None, **more: Any) -> str:
     """The sentence."""
     with pytest.raises(ModelError) as caught:
@@ -51,23 +60,21 @@ def refusal(folder: Path, changes: dict[str, Any] | None = None, **more: Any) ->
 
 def test_a_config_is_read_whole(tmp_path: Path) -> None:
     config = read(tmp_path)
-    assert (config.architecture, config.num_layers, config.num_heads, config.num_kv_heads) == (
-        "Qwen3ForCausalLM",
-        3,
-        8,
-        4,
-    )
-    assert config.rope == RopeConfig("default", 1e6)
+    assert (config.architecture, config.num_layers) == ("Qwen3ForCausalLM", 3)
+    attention = SelfAttention(8, 4, 16, 0.25, RopeConfig("default", 1e6), head_norm=True)
+    assert config.layers == (LayerSpec(attention, FeedForward(96), ("compiled", "resident")),) * 3
     assert (config.torch_dtype, config.context_length, config.eos_token_ids) == ("bfloat16", 4096, (7,))
 
 
 def test_what_a_config_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
     absent = dict.fromkeys(("num_key_value_heads", "head_dim", "rope_parameters", "dtype", "eos_token_id"), ...)
     config = read(tmp_path, absent)
-    assert (config.num_kv_heads, config.head_dim, config.rope) == (8, 128, RopeConfig("default", 10000.0))
+    attention = config.layers[0].attention
+    assert (attention.num_kv_heads, attention.head_dim) == (8, 128)
+    assert attention.rope == RopeConfig("default", 10000.0)
     assert (config.torch_dtype, config.eos_token_ids, config.rms_norm_eps) == ("float32", (), 1e-6)
     assert not config.tie_word_embeddings
-    assert read(tmp_path, {**absent, "architectures": ["LlamaForCausalLM"]}).head_dim == 8
+    assert read(tmp_path, {**absent, "architectures": ["LlamaForCausalLM"]}).layers[0].attention.head_dim == 8
 
 
 def test_the_old_and_the_new_style_read_alike(tmp_path: Path) -> None:
@@ -123,11 +130,11 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_an_overriding_scaling_keeps_the_theta_of_the_file(name: str, stated: dict[str, Any], tmp_path: Path) -> None:
-    rope = read(tmp_path, stated, overrides={name: YARN}).rope
+    rope = rope_of(read(tmp_path, stated, overrides={name: YARN}))
     assert (rope.kind, rope.theta, rope.factor) == ("yarn", 5e5, 4.0)
-    assert read(tmp_path, stated, overrides={name: {**YARN, "rope_theta": 7.5}}).rope.theta == 7.5
-    assert read(tmp_path, stated, overrides={name: None}).rope == RopeConfig("default", 5e5)
-    assert read(tmp_path, stated, overrides={"rope_theta": 8.5}).rope.theta == 8.5
+    assert rope_of(read(tmp_path, stated, overrides={name: {**YARN, "rope_theta": 7.5}})).theta == 7.5
+    assert rope_of(read(tmp_path, stated, overrides={name: None})) == RopeConfig("default", 5e5)
+    assert rope_of(read(tmp_path, stated, overrides={"rope_theta": 8.5})).theta == 8.5
 
 
 def test_the_context_is_what_the_model_states_unless_asked_for_less(tmp_path: Path) -> None:
@@ -263,12 +270,26 @@ QWEN_SLIDES = {"use_sliding_window": True, "sliding_window": 128}
 def test_windows_are_those_of_transformers(
     changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
 ) -> None:
-    assert read(tmp_path, changes).layer_windows == windows
+    assert windows_of(read(tmp_path, changes)) == windows
+
+
+def test_a_layer_has_the_fast_paths_that_its_kernels_support(tmp_path: Path) -> None:
+    slides = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 64}
+    config = read(tmp_path, slides)
+    assert [layer.fast_paths for layer in config.layers] == [
+        ("compiled", "resident"),
+        ("compiled",),
+        ("compiled", "resident"),
+    ]
+    assert config.fast_paths == {"compiled"}
+    assert read(tmp_path, slides, context_length=64).fast_paths == {"compiled", "resident"}
+    for changes in ({"architectures": ["Qwen2ForCausalLM"]}, {"architectures": ["LlamaForCausalLM"], "mlp_bias": True}):
+        assert read(tmp_path, changes).fast_paths == {"compiled"}, "there are biases"
 
 
 def test_a_window_that_the_context_never_fills_is_no_window(tmp_path: Path) -> None:
     mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 1024}
-    assert read(tmp_path, mistral, context_length=1024).layer_windows == (None, None, None)
+    assert windows_of(read(tmp_path, mistral, context_length=1024)) == (None, None, None)
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
@@ -306,7 +327,7 @@ def test_kv_heads_are_replicated_where_tp_exceeds_them(tmp_path: Path) -> None:
     config = read(tmp_path)
     for tp_size, heads in ((1, 4), (2, 2), (4, 1), (8, 1)):
         config.check_tp(tp_size)
-        assert config.num_kv_heads_per_rank(tp_size) == heads
+        assert config.layers[0].attention.kv_heads_per_rank(tp_size) == heads
 
 
 def test_the_hash_tells_models_apart_and_nothing_else(tmp_path: Path) -> None:

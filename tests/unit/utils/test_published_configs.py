@@ -132,30 +132,40 @@ def read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None
 
 def test_llama_3_2(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA_3_2_1B)
-    assert config.rope == RopeConfig("llama3", 5e5, 32.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
-    assert (config.context_length, config.head_dim, config.tie_word_embeddings) == (131072, 64, True)
+    assert config.layers[0].attention.rope == RopeConfig(
+        "llama3", 5e5, 32.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0
+    )
+    assert (config.context_length, config.layers[0].attention.head_dim, config.tie_word_embeddings) == (
+        131072,
+        64,
+        True,
+    )
     assert config.eos_token_ids == (128001, 128008, 128009)
     config.check_tp(16)
 
 
 def test_qwen_2_5_and_the_yarn_that_its_makers_advise(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN_2_5_7B)
-    assert (config.head_dim, config.context_length, config.torch_dtype) == (128, 32768, "bfloat16")
+    assert (config.layers[0].attention.head_dim, config.context_length, config.torch_dtype) == (128, 32768, "bfloat16")
     for tp_size in (1, 2, 4):
         config.check_tp(tp_size)
     yarn = {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
     longer = read(tmp_path, QWEN_2_5_7B, overrides=yarn, context_length=131072)
-    assert (longer.rope.kind, longer.rope.theta, longer.context_length) == ("yarn", 1e6, 131072)
-    assert longer.rope.attention_factor == pytest.approx(1.1386, abs=1e-4)
+    assert (longer.layers[0].attention.rope.kind, longer.layers[0].attention.rope.theta, longer.context_length) == (
+        "yarn",
+        1e6,
+        131072,
+    )
+    assert longer.layers[0].attention.rope.attention_factor == pytest.approx(1.1386, abs=1e-4)
 
 
 def test_qwen3(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN3_8B, QWEN3_GENERATION)
-    assert (config.rope, config.context_length) == (RopeConfig("default", 1e6), 40960)
+    assert (config.layers[0].attention.rope, config.context_length) == (RopeConfig("default", 1e6), 40960)
     assert config.eos_token_ids == (151645, 151643)
     assert config.sampling_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
 def test_mistral(tmp_path: Path) -> None:
     config = read(tmp_path, MISTRAL_7B_V0_3)
-    assert (config.head_dim, config.context_length, config.vocab_size) == (128, 32768, 32768)
+    assert (config.layers[0].attention.head_dim, config.context_length, config.vocab_size) == (128, 32768, 32768)

@@ -8,7 +8,7 @@ import torch
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.attention.radix_attention import RadixAttention
-from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, HostRows, RowArrays
 from srt.model_executor.step.step_planner import row_arrays
 
@@ -21,7 +21,7 @@ def spec_of(
 ) -> AttentionSpec:
     """Of two KV heads."""
     kv_dtype = torch.float8_e4m3fn if fp8 else dtype
-    return AttentionSpec(2 * group, 2, head_dim, dtype, kv_dtype, page_size, MAX_TOKENS, (window,))
+    return AttentionSpec(2 * group, 2, head_dim, head_dim**-0.5, dtype, kv_dtype, page_size, MAX_TOKENS, (window,))
 
 
 class AttentionWorld:
@@ -50,7 +50,7 @@ class AttentionWorld:
         self._tables = ReqToTokenPool(NUM_SLOTS, MAX_TOKENS, num_pages, page_size, device)
         scales = ([1.0, 0.02], [1.0, 0.01]) if kv_dtype is torch.float8_e4m3fn else None
         self._memory = MHATokenToKVPool(
-            num_pages, page_size, 2, num_kv_heads, head_dim, kv_dtype or dtype, device, scales
+            num_pages, page_size, [KVHeads(num_kv_heads, head_dim)] * 2, kv_dtype or dtype, device, scales
         )
         for buffer in (*self._memory.k_buffer, *self._memory.v_buffer):
             buffer.copy_(torch.full((), float("nan")))

@@ -17,7 +17,7 @@ from srt.utils.errors import StartError
 from tests.support.recorder import NamesPromptGraphs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-QWEN3 = AttentionSpec(32, 8, 128, torch.bfloat16, torch.bfloat16, 16, 40_960, (None,))
+QWEN3 = AttentionSpec(32, 8, 128, 128**-0.5, torch.bfloat16, torch.bfloat16, 16, 40_960, (None,))
 FP8 = replace(QWEN3, kv_dtype=torch.float8_e4m3fn)
 
 

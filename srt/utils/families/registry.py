@@ -1,0 +1,27 @@
+"""All families, by the architecture that config.json names."""
+
+from __future__ import annotations
+
+from srt.utils.families.family import Family
+from srt.utils.families.llama import LLAMA, MISTRAL
+from srt.utils.families.qwen import QWEN2, QWEN3
+from srt.utils.model_error import ModelError
+
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+    )
+}
+
+
+def family_of(architecture: str) -> Family:
+    """Return the family; ModelError for an architecture that is not supported."""
+    family = FAMILIES.get(architecture)
+    if family is None:
+        supported = ", ".join(FAMILIES)
+        raise ModelError(f"The model architecture {architecture} is not supported; supported are {supported}.")
+    return family
