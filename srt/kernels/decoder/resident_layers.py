@@ -319,13 +319,11 @@ def _variant_of(
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return None
     first = layers[0].self_attn
-    affines = [affine for layer in layers for affine in _affines_of(layer)]
     tensors = [tensor for layer in layers for tensor in _tensors_of(layer, kv_pool).values()]
-    tensors += [affine.weight for affine in affines]
-    has_other_types = any(tensor is not None and tensor.dtype is not torch.bfloat16 for tensor in tensors)
-    if has_other_types or any(affine.bias is not None for affine in affines):
+    tensors += [affine.weight for layer in layers for affine in _affines_of(layer)]
+    if any(tensor is not None and tensor.dtype is not torch.bfloat16 for tensor in tensors):
         return None
-    if first.attn.head_dim != _HEAD_DIM or any(layer.self_attn.attn.window is not None for layer in layers):
+    if first.attn.head_dim != _HEAD_DIM:
         return None
     widths = (
         first.o_proj.affine.weight.shape[0],

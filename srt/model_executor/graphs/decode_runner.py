@@ -394,9 +394,11 @@ def resident_layers_of(
 ) -> dict[int, ResidentLayers]:
     """Return the kernels that run all layers at once, by number of rows.
 
-    They work on one rank, and replace only our own decode kernels. With --enable-torch-compile there are none, because compiled code runs
-    these steps.
+    They work on one rank, and replace only our own decode kernels, for layers whose family declares them. With --enable-torch-compile there
+    are none, because compiled code runs these steps.
     """
+    if "resident" not in loaded.config.fast_paths:
+        return {}
     if loaded.device.type != "cuda" or loaded.attention.decode != "triton" or loaded.tp.size > 1 or compiled:
         return {}
     # Imported here because Triton is installed only with PyTorch for CUDA.
