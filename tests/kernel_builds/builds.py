@@ -55,6 +55,8 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
     builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), _find_shared(), _find_shares()]
     builds += [_token_masks(bf16), _token_masks(torch.float32)]
     builds += layer_builds()
+    builds.append(_decode_attention(bf16, 256, 2, shared, softcap=50.0))
+    builds.append(_extend(bf16, 256, 2, shared, softcap=50.0))
     for dtype, head_dim, group in cases:
         builds.append(_write_kv(dtype, head_dim))
         builds.append(_decode_attention(dtype, head_dim, group, shared))
@@ -169,12 +171,19 @@ def _decode_attention(
     shared_bytes: int,
     kv: torch.dtype | None = None,
     has_shared: bool = False,
+    softcap: float = 0.0,
 ) -> KernelBuild:
     tiles = DecodeTiles.choose(dtype, head_dim, 64, 40_960, 132, shared_bytes)
     kv = kv or dtype
     strides = ("q_row_stride", "k_location_stride", "v_location_stride", "page_table_stride", "out_row_stride")
     return KernelBuild(
-        name=_kv_label("decode_attention", dtype, head_dim, kv, " behind a shared prefix" if has_shared else ""),
+        name=_kv_label(
+            "decode_attention",
+            dtype,
+            head_dim,
+            kv,
+            " behind a shared prefix" if has_shared else " capped" if softcap else "",
+        ),
         kernel=decode_attention_kernel,
         types={
             **dict.fromkeys(("q_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
@@ -192,6 +201,7 @@ def _decode_attention(
             "PAGE_SIZE": 16,
             "SHARED_SPLITS": 4 if has_shared else 0,
             "SHARED_BLOCK_N": SHARED_BLOCK_N,
+            "SOFTCAP": softcap,
             "MIN_SPLIT": tiles.min_split_tokens,
             "DOT_DTYPE": _DOT_DTYPES[dtype],
             "BLOCK_G": block_dim(group),
@@ -300,13 +310,18 @@ def _extend(
     kv: torch.dtype | None = None,
     has_window: bool = False,
     block_r: int = 0,
+    softcap: float = 0.0,
 ) -> KernelBuild:
     kv, tiles = kv or dtype, ExtendTiles.choose(dtype, head_dim, 1 << 14, shared_bytes)
     strides = ("q_token_stride", "out_token_stride", "k_location_stride", "v_location_stride", "page_table_stride")
     rows = ("req_pool_indices_ptr", "prefix_lens_ptr", "extend_lens_ptr", "start_locs_ptr")
     return KernelBuild(
         name=_kv_label(
-            "extend", dtype, head_dim, kv, " in a window" if has_window else " of any rows" if block_r else ""
+            "extend",
+            dtype,
+            head_dim,
+            kv,
+            " in a window" if has_window else " of any rows" if block_r else " capped" if softcap else "",
         ),
         kernel=extend_kernel,
         types={
@@ -320,6 +335,7 @@ def _extend(
         constants={
             "BLOCK_R": block_r,
             "HAS_WINDOW": has_window,
+            "SOFTCAP": softcap,
             "GROUP": group,
             "HEAD_DIM": head_dim,
             "PAGE_SIZE": 16,

@@ -32,13 +32,14 @@ def decode_attention_reference(
     seq_lens: torch.Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """One query per row, over that row's first `seq_lens` positions or the last `window` of them; zeros for length 0."""
     out = torch.zeros_like(q)
     for row, (slot, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
         if length > 0:
             keys, values = _gather(kv, slot, length, q.shape[1])
-            out[row] = _attend(q[row : row + 1], keys, values, length - 1, scale, window)[0]
+            out[row] = _attend(q[row : row + 1], keys, values, length - 1, scale, window, softcap)[0]
     return out
 
 
@@ -51,6 +52,7 @@ def extend_attention_reference(
     start_locs: torch.Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Row r's queries are ``q[start_locs[r] :][: extend_lens[r]]``, at positions from `prefix_lens[r]` on.
 
@@ -63,7 +65,7 @@ def extend_attention_reference(
         if length > 0:
             keys, values = _gather(kv, slot, prefix + length, q.shape[1])
             chunk = slice(start, start + length)
-            out[chunk] = _attend(q[chunk], keys, values, prefix, scale, window)
+            out[chunk] = _attend(q[chunk], keys, values, prefix, scale, window, softcap)
     return out
 
 
@@ -85,9 +87,12 @@ def _attend(
     first_position: int,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Causal attention of q ([tokens, heads, head_dim], at `first_position` and on) over keys from position 0 on."""
     scores = torch.einsum("thd,shd->hts", q.float(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     distances = first_position + torch.arange(q.shape[0])[:, None] - torch.arange(keys.shape[0])[None, :]
     hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
     scores.masked_fill_(hidden[None].to(q.device), float("-inf"))

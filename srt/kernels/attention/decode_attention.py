@@ -18,6 +18,7 @@ import triton.language as tl
 from srt.kernels.attention.paged_kv import PagedKV, check_queries
 from srt.kernels.attention.shared_prefix import BLOCK_N as SHARED_BLOCK_N
 from srt.kernels.attention.shared_prefix import SharedPrefix, tokens_per_shared_split
+from srt.kernels.attention.soft_cap import soft_cap
 from srt.kernels.build.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.build.pdl import EARLY, let_next_start, let_next_start_late, pdl_options, prefetch, wait_for_inputs
 
@@ -219,6 +220,7 @@ def decode_attention_kernel(
     BLOCK_S: tl.constexpr,  # a power of two, at least the number of splits
     SHARED_SPLITS: tl.constexpr,  # 0: there is no SharedPrefix
     SHARED_BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # 0: products are not capped
     PDL: tl.constexpr,
 ) -> None:
     """Program (KV head, row, split); zeros for a row of length 0."""
@@ -270,6 +272,8 @@ def decode_attention_kernel(
         k = tl.load(k_ptr + locations[:, None] * k_location_stride + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
         v = tl.load(v_ptr + locations[:, None] * v_location_stride + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if SOFTCAP > 0:
+            scores = soft_cap(scores, SOFTCAP)
         scores = tl.where(live[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))  # finite: every block has a live position
         weights = tl.exp2(scores - new_peak[:, None])
@@ -322,16 +326,18 @@ def decode_attention(
     window: int | None = None,
     pdl: int = 0,
     shared: SharedPrefix | None = None,
+    softcap: float | None = None,
     starts_early: bool = True,
 ) -> None:
     """Attend with one query per row ([rows, heads, head_dim]) to the row's first `seq_lens` positions, or the last `window` of
     them, and write the result to `out`.
 
     A row of length 0 gets zeros. Positions past a row's length are never read. With `shared`, which `shared_attention` has filled, a row's
-    own positions begin after its shared prefix; it excludes a window. With `pdl` the next kernel may start early, and this one too if
+    own positions begin after its shared prefix; it excludes a window. A `softcap` c replaces each scaled product s by c * tanh(s / c); it
+    excludes a shared prefix. With `pdl` the next kernel may start early, and this one too if
     `starts_early`.
     """
-    assert shared is None or window is None
+    assert shared is None or (window is None and softcap is None)
     num_rows, num_heads, head_dim = q.shape
     group = check_queries(q, out, kv)
     assert 1 <= tiles.num_splits <= MAX_SPLITS, tiles.num_splits
@@ -353,5 +359,6 @@ def decode_attention(
         MIN_SPLIT=tiles.min_split_tokens, DOT_DTYPE=dot_dtype(q.dtype),
         BLOCK_G=block_dim(group), BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n, BLOCK_S=MAX_SPLITS,
         SHARED_SPLITS=0 if shared is None else shared.num_splits, SHARED_BLOCK_N=SHARED_BLOCK_N,
+        SOFTCAP=softcap or 0.0,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
     )  # fmt: skip

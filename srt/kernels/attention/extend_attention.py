@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from srt.kernels.attention.paged_kv import PagedKV, check_queries
+from srt.kernels.attention.soft_cap import soft_cap
 from srt.kernels.build.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.build.shared_memory import SHARED_BYTES
 
@@ -61,6 +62,7 @@ def _attend_block(
     v_location_stride: tl.tensor,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -82,6 +84,8 @@ def _attend_block(
     k = tl.load(k_ptr + locations[:, None] * k_location_stride + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
     v = tl.load(v_ptr + locations[:, None] * v_location_stride + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if SOFTCAP > 0:
+        scores = soft_cap(scores, SOFTCAP)
     if MASKED:
         visible = live[None, :] & (positions[None, :] <= query_positions[:, None])
         if HAS_WINDOW:
@@ -124,6 +128,7 @@ def extend_kernel(
     v_location_stride: tl.tensor,
     page_table_stride: tl.tensor,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # 0: products are not capped
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -185,13 +190,13 @@ def extend_kernel(
             peak, total, acc = _attend_block(
                 q, peak, total, acc, block, end, query_positions, window, k_ptr, v_ptr, pages_ptr, kv_head,
                 scale_log2, k_location_stride, v_location_stride,
-                False, HAS_WINDOW, HEAD_DIM, PAGE_SIZE, DOT_DTYPE, BLOCK_D, BLOCK_N,
+                False, HAS_WINDOW, SOFTCAP, HEAD_DIM, PAGE_SIZE, DOT_DTYPE, BLOCK_D, BLOCK_N,
             )  # fmt: skip
     for block in range(masked_from, end, BLOCK_N):
         peak, total, acc = _attend_block(
             q, peak, total, acc, block, end, query_positions, window, k_ptr, v_ptr, pages_ptr, kv_head,
             scale_log2, k_location_stride, v_location_stride,
-            True, HAS_WINDOW, HEAD_DIM, PAGE_SIZE, DOT_DTYPE, BLOCK_D, BLOCK_N,
+            True, HAS_WINDOW, SOFTCAP, HEAD_DIM, PAGE_SIZE, DOT_DTYPE, BLOCK_D, BLOCK_N,
         )  # fmt: skip
 
     out_offsets = (start + tokens)[:, None] * out_token_stride + head_offsets
@@ -211,17 +216,21 @@ def extend_attention(
     out: torch.Tensor,
     tiles: ExtendTiles,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Attend with the queries ``q[start_locs[r] :][: extend_lens[r]]`` of each row r, at positions from `prefix_lens[r]` on, into `out`.
 
-    A query sees the positions up to its own, or the last `window` of them. Tokens without a row stay unchanged in `out`. Memory past a
+    A query sees the positions up to its own, or the last `window` of them. A `softcap` c replaces each scaled product s by c * tanh(s / c).
+    Tokens without a row stay unchanged in `out`. Memory past a
     row's last position is never read. `max_extend_len` must be at least the longest of `extend_lens`.
     """
     num_rows, group = len(req_pool_indices), check_queries(q, out, kv)
     if num_rows == 0 or max_extend_len == 0:
         return
     grid = triton.cdiv(max_extend_len * group, tiles.block_m), kv.num_kv_heads, num_rows
-    _launch(grid, q, kv, (req_pool_indices, prefix_lens, extend_lens, start_locs), scale, out, tiles, window, block_r=0)
+    _launch(
+        grid, q, kv, (req_pool_indices, prefix_lens, extend_lens, start_locs), scale, out, tiles, window, softcap, 0
+    )
 
 
 def extend_any_rows(
@@ -234,6 +243,7 @@ def extend_any_rows(
     out: torch.Tensor,
     tiles: ExtendTiles,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Do what `extend_attention` does for chunks that follow each other from q's first token on.
 
@@ -245,7 +255,7 @@ def extend_any_rows(
     block_r = triton.next_power_of_2(num_rows)
     # Lengths are passed in place of the chunks' beginnings, which the kernel computes from them.
     rows = req_pool_indices, prefix_lens, extend_lens, extend_lens
-    _launch(grid, q, kv, rows, scale, out, tiles, window, block_r)
+    _launch(grid, q, kv, rows, scale, out, tiles, window, softcap, block_r)
 
 
 def _launch(
@@ -257,6 +267,7 @@ def _launch(
     out: torch.Tensor,
     tiles: ExtendTiles,
     window: int | None,
+    softcap: float | None,
     block_r: int,
 ) -> None:
     _, num_heads, head_dim = q.shape
@@ -264,7 +275,8 @@ def _launch(
         q, kv.k_buffer, kv.v_buffer, kv.page_table, *rows, len(rows[0]), out,
         scale * kv.k_scale * math.log2(math.e), kv.v_scale, window or 0,
         q.stride(0), out.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
-        HAS_WINDOW=window is not None, GROUP=num_heads // kv.num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
+        HAS_WINDOW=window is not None, SOFTCAP=softcap or 0.0,
+        GROUP=num_heads // kv.num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
         DOT_DTYPE=dot_dtype(q.dtype), BLOCK_M=tiles.block_m, BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n, BLOCK_R=block_r,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

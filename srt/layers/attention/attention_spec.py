@@ -21,6 +21,7 @@ class AttentionSpec:
     page_size: int
     max_context: int  # positions that a request may have
     windows: tuple[int | None, ...]  # the different windows of the layers, each once; None: no window
+    softcap: float | None = None  # of all layers
 
 
 class AttentionLayer(Protocol):
@@ -32,6 +33,7 @@ class AttentionLayer(Protocol):
     head_dim: int
     scale: float
     window: int | None
+    softcap: float | None
 
     def split_packed(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split packed rows into queries, keys and values."""

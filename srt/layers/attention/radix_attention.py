@@ -17,6 +17,7 @@ class RadixAttention(nn.Module):
     """Causal attention over all positions of the batch's requests, shared prefixes included. Has no weights.
 
     Head counts are this rank's, after tensor-parallel sharding. With a `window`, a token sees only that many positions, its own included.
+    A `softcap` c replaces each scaled product s by c * tanh(s / c).
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class RadixAttention(nn.Module):
         layer_id: int,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
@@ -36,6 +38,7 @@ class RadixAttention(nn.Module):
         self.layer_id = layer_id
         self.scale = scale
         self.window = window
+        self.softcap = softcap
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Store k and v [tokens, kv_heads * head_dim], then attend with q [tokens, heads * head_dim]; the result has the shape of q."""

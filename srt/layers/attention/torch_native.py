@@ -209,13 +209,13 @@ def _attend_group(
     # The query heads of a KV head see the same keys, so they are passed to the kernel as several queries of one head.
     q_shape = (group.num_rows, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim)
     queries = (q if group.tokens is None else q.index_select(0, group.tokens)).view(q_shape)
-    attended = scaled_dot_product_attention(
-        queries,
-        keys.view(kv_shape),
-        values.view(kv_shape),
-        attn_mask=None if group.bias is None else group.bias.to(q.dtype),
-        scale=layer.scale,
-    ).reshape(group.num_rows, layer.num_heads, layer.head_dim)
+    keys, values = keys.view(kv_shape), values.view(kv_shape)
+    if layer.softcap is not None:
+        attended = _capped_attention(queries, keys, values, group.bias, layer.scale, layer.softcap)
+    else:
+        mask = None if group.bias is None else group.bias.to(q.dtype)
+        attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
+    attended = attended.reshape(group.num_rows, layer.num_heads, layer.head_dim)
     if group.tokens is None:
         out.copy_(attended)
     else:
@@ -231,13 +231,51 @@ def _attend_chunk(
     span = slice(chunk.first, chunk.first + chunk.count)
     queries = q[span].unsqueeze(0).transpose(1, 2)
     for piece in chunk.pieces:
-        attended = scaled_dot_product_attention(
-            queries[:, :, piece.begin : piece.end],
-            keys[:, :, : piece.length],
-            values[:, :, : piece.length],
-            attn_mask=piece.mask,
-            is_causal=piece.mask is None,
-            scale=layer.scale,
-            enable_gqa=True,
-        )
+        some, seen = queries[:, :, piece.begin : piece.end], slice(0, piece.length)
+        if layer.softcap is not None:
+            attended = _capped_piece(some, keys[:, :, seen], values[:, :, seen], piece, layer.scale, layer.softcap)
+        else:
+            attended = scaled_dot_product_attention(
+                some,
+                keys[:, :, seen],
+                values[:, :, seen],
+                attn_mask=piece.mask,
+                is_causal=piece.mask is None,
+                scale=layer.scale,
+                enable_gqa=True,
+            )
         out[chunk.first + piece.begin : chunk.first + piece.end] = attended[0].transpose(0, 1)
+
+
+def _capped_piece(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: _Piece, scale: float, softcap: float
+) -> torch.Tensor:
+    """Attend with some queries at a time, because all scores of a step's attention are in memory."""
+    count, group = piece.end - piece.begin, queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    parts = []
+    for begin in range(0, count, MASKED_QUERIES):
+        rows = slice(begin, min(begin + MASKED_QUERIES, count))
+        if piece.mask is None:
+            positions = torch.arange(piece.length, device=queries.device)
+            seen = positions <= positions[rows].unsqueeze(1)
+        else:
+            seen = piece.mask[rows]
+        bias = torch.zeros(seen.shape, device=queries.device).masked_fill_(~seen, float("-inf"))
+        parts.append(_capped_attention(queries[:, :, rows], keys, values, bias, scale, softcap))
+    return torch.cat(parts, dim=2)
+
+
+def _capped_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Do what `scaled_dot_product_attention` does, with c * tanh(s / c) in place of each scaled product s. Weights are float32."""
+    scores = (queries @ keys.transpose(-1, -2)).float() * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = (scores if bias is None else scores + bias).softmax(-1)
+    return weights.to(values.dtype) @ values

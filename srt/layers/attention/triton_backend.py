@@ -75,11 +75,11 @@ class TritonAttentionBackend(AttentionBackend):
         self._pdl = has_pdl(device)
         self._shared_bytes = shared_bytes(device)
         self._readings = {Reading.BY_ROW}
-        if None in spec.windows and can_share(spec.dtype, spec.head_dim, self._group):
+        sees_all = None in spec.windows and spec.softcap is None
+        if sees_all and can_share(spec.dtype, spec.head_dim, self._group):
             self._readings.add(Reading.SHARED)
         # Only facts that are equal on all ranks may decide which graphs exist. Whether the compiler succeeds is not such a fact.
         heads = self._group, self._num_kv_heads
-        sees_all = None in spec.windows
         has_stream = sees_all and is_streamed(device, spec.dtype, spec.kv_dtype, spec.head_dim, *heads, spec.page_size)
         self._streams = has_stream and can_stream(device, spec.kv_dtype, spec.head_dim, self._group, spec.page_size)
         shape = spec.dtype, spec.head_dim, self._num_kv_heads, self._num_processors, self._shared_bytes
@@ -173,6 +173,7 @@ class TritonAttentionBackend(AttentionBackend):
             attended,
             self._extend_tiles(len(queries), layer, q.dtype),
             layer.window,
+            layer.softcap,
         )
 
     def forward_extend(
@@ -196,6 +197,7 @@ class TritonAttentionBackend(AttentionBackend):
             out,
             self._extend_tiles(self._max_extend_len, layer, q.dtype),
             layer.window,
+            layer.softcap,
         )
 
     def _extend_tiles(self, most_tokens: int, layer: AttentionLayer, dtype: torch.dtype) -> ExtendTiles:
@@ -251,6 +253,7 @@ class TritonAttentionBackend(AttentionBackend):
             layer.window,
             pdl,
             shared,
+            softcap=layer.softcap,
             starts_early=pdl == EARLY or tiles.fill(num_programs, self._num_processors),
         )
 

@@ -32,13 +32,16 @@ def check(
     dtype: torch.dtype = torch.float32,
     tiles: DecodeTiles = SMALL_TILES,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
     world = make_paged_world(lengths, num_kv_heads, head_dim, page_size, dtype)
     q = torch.randn(len(lengths), num_kv_heads * group, head_dim).to(dtype)
     scale = head_dim**-0.5
-    expected = decode_attention_reference(q, world.kv, world.req_pool_indices, world.seq_lens, scale, window)
+    expected = decode_attention_reference(q, world.kv, world.req_pool_indices, world.seq_lens, scale, window, softcap)
     out = torch.full_like(q, float("nan"))
-    decode_attention(q, world.kv, world.req_pool_indices, world.seq_lens, scale, out, tiles, scratch(), window)
+    decode_attention(
+        q, world.kv, world.req_pool_indices, world.seq_lens, scale, out, tiles, scratch(), window, softcap=softcap
+    )
     assert (out - expected).abs().max() <= TOLERANCE[dtype]
 
 
@@ -116,6 +119,11 @@ def test_lengths_and_slots_may_be_32_or_64_bit() -> None:
 @pytest.mark.parametrize("window", [1, 16, 33, 1000])
 def test_a_window_hides_all_but_the_last_positions(window: int) -> None:
     check([0, 1, 31, 33, 130], num_kv_heads=1, window=window)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_a_cap_bends_the_scores(softcap: float) -> None:
+    check([0, 1, 31, 33, 130], num_kv_heads=1, window=40, softcap=softcap)
 
 
 def test_what_programs_of_a_row_count_with_is_zero_again_afterwards() -> None:

@@ -30,6 +30,7 @@ def check(
     tiles: ExtendTiles = SMALL_TILES,
     num_other_tokens: int = 0,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
     world = make_paged_world([prefix + chunk for prefix, chunk in chunks], num_kv_heads, head_dim, page_size, dtype)
     prefix_lens = torch.tensor([prefix for prefix, _ in chunks])
@@ -39,16 +40,16 @@ def check(
     scale = head_dim**-0.5
     q = torch.randn(num_tokens + num_other_tokens, num_kv_heads * group, head_dim).to(dtype)
     rows = (world.req_pool_indices, prefix_lens, extend_lens, start_locs)
-    expected = extend_attention_reference(q, world.kv, *rows, scale, window)
+    expected = extend_attention_reference(q, world.kv, *rows, scale, window, softcap)
     out = torch.full_like(q, float("nan"))
-    extend_attention(q, world.kv, *rows, int(extend_lens.max()), scale, out, tiles, window)
+    extend_attention(q, world.kv, *rows, int(extend_lens.max()), scale, out, tiles, window, softcap)
     assert (out[:num_tokens] - expected[:num_tokens]).abs().max() <= TOLERANCE[dtype]
     assert out[num_tokens:].isnan().all()
     if dtype is not torch.float32:
         return
     slots, starts, counts = (torch.cat((values, torch.zeros(3, dtype=torch.int64))) for values in rows[:3])
     any_rows = torch.full_like(q, float("nan"))
-    extend_any_rows(q, world.kv, slots, starts, counts, scale, any_rows, tiles, window)
+    extend_any_rows(q, world.kv, slots, starts, counts, scale, any_rows, tiles, window, softcap)
     assert torch.equal(any_rows[:num_tokens], out[:num_tokens])
     assert any_rows[num_tokens:].isnan().all()
 
@@ -97,6 +98,12 @@ def test_queries_may_be_slices_of_a_fused_projection() -> None:
     out = torch.empty(20, 2, 32)
     extend_attention(q, world.kv, *row, 20, 0.2, out, SMALL_TILES)
     torch.testing.assert_close(out, extend_attention_reference(q, world.kv, *row, 0.2))
+
+
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_cap_bends_the_scores(window: int | None, softcap: float) -> None:
+    check([*MIX, (70, 40)], group=2, num_kv_heads=1, window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize("window", [1, 16, 20, 1000])

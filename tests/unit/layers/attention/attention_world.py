@@ -17,11 +17,19 @@ NUM_SLOTS = 8
 
 
 def spec_of(
-    group: int, head_dim: int, page_size: int, dtype: torch.dtype, window: int | None = None, fp8: bool = False
+    group: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    fp8: bool = False,
+    softcap: float | None = None,
 ) -> AttentionSpec:
     """Of two KV heads."""
     kv_dtype = torch.float8_e4m3fn if fp8 else dtype
-    return AttentionSpec(2 * group, 2, head_dim, head_dim**-0.5, dtype, kv_dtype, page_size, MAX_TOKENS, (window,))
+    return AttentionSpec(
+        2 * group, 2, head_dim, head_dim**-0.5, dtype, kv_dtype, page_size, MAX_TOKENS, (window,), softcap
+    )
 
 
 class AttentionWorld:
@@ -41,12 +49,13 @@ class AttentionWorld:
         device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
         window: int | None = None,
         kv_dtype: torch.dtype | None = None,
+        softcap: float | None = None,
     ) -> None:
         num_pages = NUM_SLOTS * -(-MAX_TOKENS // page_size)
         self._backend = backend
         self._dtype = dtype
         self._device = device
-        self._layer = RadixAttention(num_heads, head_dim, num_kv_heads, 1, head_dim**-0.5, window)
+        self._layer = RadixAttention(num_heads, head_dim, num_kv_heads, 1, head_dim**-0.5, window, softcap)
         self._tables = ReqToTokenPool(NUM_SLOTS, MAX_TOKENS, num_pages, page_size, device)
         scales = ([1.0, 0.02], [1.0, 0.01]) if kv_dtype is torch.float8_e4m3fn else None
         self._memory = MHATokenToKVPool(
@@ -98,6 +107,8 @@ class AttentionWorld:
         group = layer.num_heads // layer.num_kv_heads
         queries = q.view(-1, layer.num_heads, layer.head_dim).double()
         scores = torch.einsum("thd,shd->hts", queries, k.repeat_interleave(group, 1)) * layer.scale
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
         num_queries, length = queries.shape[0], k.shape[0]
         seen = torch.ones(num_queries, length, dtype=torch.bool).tril(length - num_queries)
         if layer.window is not None:

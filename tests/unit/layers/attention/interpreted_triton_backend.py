@@ -17,9 +17,11 @@ def make_world(
     head_dim: int = 32,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> AttentionWorld:
-    backend = TritonAttentionBackend(spec_of(group, head_dim, page_size, dtype, window), torch.device("cpu"))
-    return AttentionWorld(backend, 2 * group, 2, head_dim, page_size, dtype, window=window)
+    spec = spec_of(group, head_dim, page_size, dtype, window, softcap=softcap)
+    backend = TritonAttentionBackend(spec, torch.device("cpu"))
+    return AttentionWorld(backend, 2 * group, 2, head_dim, page_size, dtype, window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -56,3 +58,9 @@ def test_a_prompt_in_chunks_of_one_token_equals_one_in_one_chunk() -> None:
 def test_a_window_hides_all_but_the_last_positions(window: int) -> None:
     world = make_world(window=window)
     assert max(world.step([(1, 150), (2, 3)], []), world.step([(2, 70)], [1]), world.step([], [1, 2])) <= 2e-6
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_cap_bends_the_scores(window: int | None) -> None:
+    world = make_world(window=window, softcap=0.7)
+    assert max(world.step([(1, 70), (2, 3)], []), world.step([(2, 40)], [1]), world.step([], [1, 2])) <= 2e-6

@@ -107,6 +107,7 @@ def test_prefill_and_decode_are_chosen_apart(options: dict[str, Any], expected: 
         ({}, replace(QWEN3, head_dim=512), {"attention_backend": "triton"}, "at most 256, not 512"),
         ({}, FP8, {"decode_attention_backend": "flashinfer"}, "not float8_e4m3fn"),
         ({"capability": (8, 6)}, QWEN3, {"attention_backend": "fa3"}, "Hopper"),
+        ({}, replace(QWEN3, softcap=50.0), {"attention_backend": "fa3"}, "does not cap"),
         ({"installed": False}, QWEN3, {"attention_backend": "flashinfer"}, "flashinfer-python is not installed"),
     ],
 )

@@ -55,6 +55,18 @@ def test_a_window_hides_all_but_the_last_positions(window: int) -> None:
     assert max(errors) <= 2e-6
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_cap_bends_the_scores(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_native, "MASKED_QUERIES", 16)
+    world = AttentionWorld(TorchNativeBackend(), 4, 2, 16, 16, torch.float32, window=window, softcap=0.7)
+    errors = [
+        world.step(extends=[(0, 33), (1, 1), (2, 90)], decodes=[]),
+        world.step(extends=[(0, 75), (3, 40)], decodes=[1, 2]),
+        world.step(extends=[(3, 1)], decodes=[0, 1, 2]),
+    ]
+    assert max(errors) <= 2e-6
+
+
 def test_a_memory_of_fp8_costs_no_more_than_its_rounding() -> None:
     world = AttentionWorld(TorchNativeBackend(), 4, 2, 16, 16, torch.float32, kv_dtype=torch.float8_e4m3fn)
     errors = [world.step([(0, 33), (1, 1)], []), world.step([(0, 5)], [1]), world.step([], [0, 1])]
