@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.ops import TORCH_OPS, Affine, LayerOps
 from srt.layers.weights import WeightedModule, WeightPiece
+from srt.utils.layer_spec import NO_SCALES, Scales
 
 
 class VocabShard:
@@ -58,8 +59,10 @@ class ParallelLMHead(WeightedModule):
         tp: TensorParallel,
         tied: VocabParallelEmbedding | None = None,
         ops: LayerOps = TORCH_OPS,
+        scales: Scales = NO_SCALES,
     ) -> None:
         super().__init__()
+        self._scales = scales
         self._ops = ops
         self._shard = VocabShard(vocab_size, tp)
         self._is_tied = tied is not None
@@ -88,11 +91,20 @@ class ParallelLMHead(WeightedModule):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [rows, shard_size] f32 of hidden [rows, hidden_size]."""
-        return self._ops.linear(hidden, Affine(self.weight, None)).float()
+        return self._scaled(self._ops.linear(hidden, Affine(self.weight, None))).float()
 
     def logits_into(self, hidden: Tensor, out: Tensor) -> None:
         """Write the logits to `out` in the model's dtype, in which they are computed before `logits` converts them."""
         self._ops.linear_into(hidden, self.weight, out)
+        self._scaled(out)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Apply the model's factor and cap of logits in place."""
+        if self._scales.logits != 1.0:
+            logits.mul_(self._scales.logits)
+        if self._scales.logit_softcap is not None:
+            logits.div_(self._scales.logit_softcap).tanh_().mul_(self._scales.logit_softcap)
+        return logits
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         if not self._is_tied:

@@ -71,8 +71,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         bias: bool,
         tp: TensorParallel,
         ops: LayerOps = TORCH_OPS,
+        stored_as: str | None = None,
     ) -> None:
-        super().__init__(in_features, [_even_part(name, total, tp) for name, total in outputs], bias, ops)
+        """`stored_as` is the name of the checkpoint's layer, if it holds the merged layers as one."""
+        parts = [_even_part(name, total, tp) for name, total in outputs]
+        super().__init__(in_features, parts if stored_as is None else _within_one(stored_as, parts), bias, ops)
 
     def gated_of_norm(self, stream: Stream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Return (silu(first) * second of the two layers' outputs for the normed stream, the stream's sum)."""
@@ -91,17 +94,15 @@ class QKVParallelLinear(ColumnParallelLinear):
         bias: bool,
         tp: TensorParallel,
         ops: LayerOps = TORCH_OPS,
+        stored_as: str | None = None,
     ) -> None:
+        """`stored_as` is the name of the checkpoint's layer, if it holds the three as one."""
         q = _even_part("q_proj", num_heads * head_dim, tp)
         kv_heads = max(1, num_kv_heads // tp.size)
         first_kv_head = tp.rank * num_kv_heads // tp.size
         total, start, size = num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim
-        super().__init__(
-            hidden_size,
-            [q, ColumnPart("k_proj", total, start, size), ColumnPart("v_proj", total, start, size)],
-            bias,
-            ops,
-        )
+        parts = [q, ColumnPart("k_proj", total, start, size), ColumnPart("v_proj", total, start, size)]
+        super().__init__(hidden_size, parts if stored_as is None else _within_one(stored_as, parts), bias, ops)
         self.num_heads = q.size // head_dim
         """Number of query heads on this rank."""
         self.num_kv_heads = kv_heads
@@ -149,6 +150,16 @@ class RowParallelLinear(WeightedModule):
         yield WeightPiece(f"{path}.weight", shape, self, "weight", 1, columns.start, columns.size, 0)
         if self.bias is not None:
             yield WeightPiece(f"{path}.bias", (rows,), self, "bias", 0, 0, rows, 0)
+
+
+def _within_one(name: str, parts: Sequence[ColumnPart]) -> list[ColumnPart]:
+    """Return the parts as ranges of one layer of the checkpoint, in which their layers follow each other."""
+    total, first = sum(part.total for part in parts), 0
+    within = []
+    for part in parts:
+        within.append(ColumnPart(name, total, first + part.start, part.size))
+        first += part.total
+    return within
 
 
 def _even_part(name: str, total: int, tp: TensorParallel) -> ColumnPart:

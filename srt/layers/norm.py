@@ -1,23 +1,41 @@
-"""The RMSNorm layer."""
+"""The norm layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from srt.distributed.parallel_state import TensorParallel
 from srt.layers.ops import TORCH_OPS, LayerOps, Norm, Stream
 from srt.layers.weights import WeightedModule, WeightPiece
+from srt.utils.layer_spec import NormSpec
+
+if TYPE_CHECKING:
+    from srt.layers.linear import ColumnPart
 
 
-class RMSNorm(WeightedModule):
-    """RMSNorm: x / rms(x) * weight over the last dimension, with the root mean square in float32. The same on every rank."""
+class _WeightedNorm(WeightedModule):
+    """A norm over the last dimension with a weight for each element, the same on every rank."""
 
-    def __init__(self, size: int, eps: float, ops: LayerOps = TORCH_OPS) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self._eps = eps
+
+    def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
+        size = self.weight.shape[0]
+        yield WeightPiece(f"{path}.weight", (size,), self, "weight", 0, 0, size, 0)
+
+
+class RMSNorm(_WeightedNorm):
+    """RMSNorm: x / rms(x) * weight, with the root mean square in float32."""
+
+    def __init__(self, size: int, eps: float, ops: LayerOps = TORCH_OPS) -> None:
+        super().__init__(size, eps)
         self._ops = ops
 
     @property
@@ -31,6 +49,54 @@ class RMSNorm(WeightedModule):
         """Return the norm of the stream's sum."""
         return self._ops.norm_stream(stream, self.norm)[0]
 
+
+class PlusOneRMSNorm(_WeightedNorm):
+    """RMSNorm with the factor 1 + weight, all in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self._eps).to(x.dtype)
+
+
+class LayerNorm(_WeightedNorm):
+    """LayerNorm without a bias, in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), self.weight.shape, self.weight.float(), None, self._eps).to(x.dtype)
+
+
+class ShardedRMSNorm(WeightedModule):
+    """RMSNorm over the outputs of all ranks, of which this rank holds `part`.
+
+    If ranks hold the same outputs, as they do with fewer KV heads than ranks, each output is held equally often, so that the mean over
+    what the ranks hold is the mean over all outputs.
+    """
+
+    def __init__(self, part: ColumnPart, eps: float, tp: TensorParallel, ops: LayerOps) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(part.size), requires_grad=False)
+        self._part = part
+        self._eps = eps
+        self._tp = tp
+        self._ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._tp.size == 1:
+            return self._ops.norm(x, Norm(self.weight, self._eps))
+        wide = x.float()
+        squares = self._tp.all_reduce(wide.square().sum(-1, keepdim=True)) / (self._part.size * self._tp.size)
+        return (wide * torch.rsqrt(squares + self._eps) * self.weight).to(x.dtype)
+
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
-        size = self.weight.shape[0]
-        yield WeightPiece(f"{path}.weight", (size,), self, "weight", 0, 0, size, 0)
+        part = self._part
+        yield WeightPiece(f"{path}.weight", (part.total,), self, "weight", 0, part.start, part.size, 0)
+
+
+def make_norm(spec: NormSpec, size: int, ops: LayerOps) -> nn.Module:
+    """Return a norm of the model's kind."""
+    match spec.kind:
+        case "rms":
+            return RMSNorm(size, spec.eps, ops)
+        case "rms_plus_one":
+            return PlusOneRMSNorm(size, spec.eps)
+        case "layer":
+            return LayerNorm(size, spec.eps)

@@ -7,14 +7,14 @@ import math
 import torch
 from torch import Tensor, nn
 
-from srt.layers.ops import TORCH_OPS, LayerOps, Rotation
+from srt.layers.ops import TORCH_OPS, LayerOps, Rotation, rotate
 from srt.utils.rope_config import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):
     """Turns positions into angles in float32. Computed in each step: a table would cost 0.5 s of start-up per 100,000 positions."""
 
-    frequencies: Tensor  # [head_dim / 2] f32
+    frequencies: Tensor  # [rotated dimensions / 2] f32
 
     def __init__(self, config: RopeConfig, head_dim: int, ops: LayerOps = TORCH_OPS) -> None:
         super().__init__()
@@ -29,10 +29,11 @@ class RotaryEmbedding(nn.Module):
 
 
 def compute_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Return the angle per position of each pair of dimensions: [head_dim / 2] f32 cpu.
+    """Return the angle per position of each pair of rotated dimensions: [rotated dimensions / 2] f32 cpu.
 
     The order of operations is that of `transformers`, so that both round in the same way.
     """
+    head_dim = config.rotary_dim(head_dim)
     powers = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     periods = config.theta**powers
     plain = 1.0 / periods
@@ -45,6 +46,21 @@ def compute_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
             return _llama3(plain, config)
         case "yarn":
             return _yarn(periods, config, head_dim)
+
+
+def rotate_part(heads: Tensor, rotation: Rotation, is_interleaved: bool) -> Tensor:
+    """Rotate the first elements of heads [tokens, heads, head_dim], as many as there are angles for, in float32.
+
+    The two elements of a pair are neighbours if `is_interleaved`, else half of the rotated part apart.
+    """
+    width = 2 * rotation.cos.shape[-1]
+    turned, kept = heads[..., :width], heads[..., width:]
+    if is_interleaved:
+        turned = torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1)
+    turned = rotate(turned, rotation)
+    if is_interleaved:
+        turned = torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(-2)
+    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
 
 
 def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:

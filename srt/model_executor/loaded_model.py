@@ -20,7 +20,7 @@ from srt.model_executor.step.draw_store import DrawStore
 from srt.model_executor.step.plan_arrays import Staging
 from srt.model_loader.kv_scales import read_kv_scales
 from srt.model_loader.loader import LoadConfig, get_model_loader
-from srt.models.decoder import CausalLM
+from srt.models.causal_lm import CausalLM
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
@@ -134,7 +134,7 @@ def _attention_spec(
 ) -> AttentionSpec:
     attentions = [layer.attention for layer in config.layers]
     first = attentions[0]
-    heads = {(one.num_heads, one.num_kv_heads, one.head_dim, one.scale) for one in attentions}
+    heads = {(one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.softcap) for one in attentions}
     assert len(heads) == 1, f"attention backends serve layers with equal heads only, not {heads}"
     return AttentionSpec(
         num_heads=first.num_heads // tp.size,
@@ -146,6 +146,7 @@ def _attention_spec(
         page_size=args.page_size,
         max_context=config.context_length,
         windows=tuple(dict.fromkeys(one.window for one in attentions)),
+        softcap=first.softcap,
     )
 
 

@@ -20,8 +20,7 @@ from srt.layers.weights import WeightPiece, model_weight_pieces
 from srt.model_loader.dummy_weights import DummyWeights
 from srt.model_loader.safetensors_weights import check_checkpoint
 from srt.model_loader.weight_copy import copy_weights
-from srt.models.decoder import CausalLM
-from srt.models.registry import build_model
+from srt.models.causal_lm import CausalLM
 from srt.utils.checkpoint import read_headers
 from srt.utils.model_config import ModelConfig
 
@@ -58,7 +57,7 @@ class ModelLoader(ABC):
         """
         config.check_tp(tp.size)
         with torch.device("meta"):
-            model = build_model(config, tp, layer_ops(device))
+            model = CausalLM(config, tp, layer_ops(device))
         pieces = model_weight_pieces(model)
         check_size(sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize)
         fill = self.prepare(config, Path(folder), pieces)

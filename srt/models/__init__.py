@@ -1,1 +1,1 @@
-"""The decoder that a model's layer specs describe. Families are declared in `srt/utils/families/`; `registry.py` builds a model."""
+"""Models, built as their layer specs say; families are declared in `srt/utils/families/`. `causal_lm.py` is the whole model."""

@@ -1,4 +1,4 @@
-"""The decoder shared by Llama, Mistral, Qwen2 and Qwen3: pre-norm, rotary grouped-query attention, gated MLP.
+"""The decoder of families with fused kernels, such as Llama and Qwen: pre-norm, rotary grouped-query attention, gated MLP.
 
 Modules are named as in the checkpoints, so that a parameter's path is its tensor's name.
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention.radix_attention import RadixAttention
-from srt.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from srt.layers.embedding import VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.norm import RMSNorm
 from srt.layers.ops import LayerOps, Norm, Rotation, Stream
@@ -29,13 +29,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, layer_id: int) -> None:
         super().__init__()
-        spec, eps = config.layers[layer_id].attention, config.rms_norm_eps
+        spec, eps = config.layers[layer_id].attention, config.norm.eps
         self._ops = ops
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.qkv_bias, tp, ops
         )
-        self.q_norm = RMSNorm(spec.head_dim, eps) if spec.head_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, eps) if spec.head_norm else None
+        self.q_norm = RMSNorm(spec.head_dim, eps) if spec.norms == "head" else None
+        self.k_norm = RMSNorm(spec.head_dim, eps) if spec.norms == "head" else None
         self.attn = RadixAttention(
             num_heads=self.qkv_proj.num_heads,
             head_dim=spec.head_dim,
@@ -79,9 +79,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, layer_id: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm.eps)
         self.self_attn = Attention(config, tp, ops, layer_id)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm.eps)
         self.mlp = GatedMLP(config.hidden_size, config.layers[layer_id].feed_forward, tp, ops)
 
     def attend(self, stream: Stream, rotation: Rotation, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -104,9 +104,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         first = config.layers[0].attention  # all layers have the same rotation
+        assert first.rope is not None, "layers without a rotation have no fast paths"
         self.rotary_emb = RotaryEmbedding(first.rope, first.head_dim, ops)
         self.layers = nn.ModuleList(DecoderLayer(config, tp, ops, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.norm = RMSNorm(config.hidden_size, config.norm.eps, ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         rotation = self.rotary_emb(positions)
@@ -126,20 +127,3 @@ class Decoder(nn.Module):
 
 def _of_tokens(wanted: Tensor | None, attended: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return (attended, hidden) if wanted is None else (attended[wanted], hidden[wanted])
-
-
-class CausalLM(nn.Module):
-    """A decoder and its output layer."""
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
-        super().__init__()
-        self.model = Decoder(config, tp, ops)
-        tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops)
-
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return hidden states [tokens with output, hidden_size], the same on every rank; `lm_head` turns them into logits.
-
-        Call it under `torch.inference_mode()`, on all ranks together.
-        """
-        return self.model(input_ids, positions, batch)  # type: ignore[no-any-return]

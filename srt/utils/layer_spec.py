@@ -6,13 +6,40 @@ Everything that depends on a model's layers asks their specs: memory, attention,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from srt.utils.rope_config import RopeConfig
 
 FastPath = Literal["resident", "compiled"]
 """Paths that run a decode step of a layer otherwise than its modules do: "resident" is the kernel that runs all layers, "compiled" the
 code of --enable-torch-compile."""
+
+Activation = Literal["silu", "gelu_tanh"]
+HeadNorms = Literal["head", "width"]
+NormKind = Literal["rms", "rms_plus_one", "layer"]
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """The norms of a model, which are all of one kind."""
+
+    kind: NormKind
+    """"rms" multiplies x / rms(x) by the weight w, "rms_plus_one" by 1 + w; "layer" is LayerNorm without a bias."""
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Factors outside the layers."""
+
+    embedding: float = 1.0
+    """Factor of the embedding, rounded to the model's dtype."""
+    logits: float = 1.0
+    logit_softcap: float | None = None
+    """c in c * tanh(logits / c)."""
+
+
+NO_SCALES: Final = Scales()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +51,18 @@ class SelfAttention:
     head_dim: int
     scale: float
     """Factor of the products of queries and keys."""
-    rope: RopeConfig
+    rope: RopeConfig | None
+    """None: queries and keys are not rotated."""
     window: int | None = None
     """Positions that a token sees, its own included. None: all."""
-    head_norm: bool = False
-    """RMSNorm of each query and key head before the rotation."""
+    softcap: float | None = None
+    """c in c * tanh(score / c), which limits the scaled products before the softmax."""
+    norms: HeadNorms | None = None
+    """Norms of queries and keys before the rotation: of each head by itself, or over the width of all heads."""
     qkv_bias: bool = False
     o_bias: bool = False
+    is_one_tensor: bool = False
+    """Whether the checkpoint stores queries, keys and values as one tensor, qkv_proj."""
 
     @property
     def query_width(self) -> int:
@@ -43,11 +75,29 @@ class SelfAttention:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """The gated MLP of one layer: down(silu(gate(x)) * up(x))."""
+    """The gated MLP of one layer: down(activation(gate(x)) * up(x))."""
 
     size: int
     """Outputs of `gate` and of `up`."""
     bias: bool = False
+    activation: Activation = "silu"
+    is_one_tensor: bool = False
+    """Whether the checkpoint stores `gate` and `up` as one tensor, gate_up_proj."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """The places of a layer's norms, with their names in the checkpoint; None where there is no norm."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_feed_forward: str | None = "post_attention_layernorm"
+    after_feed_forward: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        places = self.before_attention, self.after_attention, self.before_feed_forward, self.after_feed_forward
+        return [name for name in places if name is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,5 +106,10 @@ class LayerSpec:
 
     attention: SelfAttention
     feed_forward: FeedForward
+    norms: LayerNorms = LayerNorms()
+    is_parallel: bool = False
+    """Whether the MLP reads what attention reads, instead of the stream after attention."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the stream."""
     fast_paths: tuple[FastPath, ...] = ()
     """The paths that can run this layer. Every layer can be run by its modules."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from srt.utils.config_values import mapping, names, positive_int, shown, token_ids
-from srt.utils.families.family import ConfigReader
+from srt.utils.families.family import ConfigReader, Family
 from srt.utils.families.registry import family_of
-from srt.utils.layer_spec import FastPath, LayerSpec
+from srt.utils.layer_spec import FastPath, LayerSpec, NormSpec, Scales
 from srt.utils.model_error import ModelError as ModelError
 from srt.utils.rope_config import rope_parameters
 
@@ -26,7 +26,10 @@ READ_KEYS = frozenset(
     " intermediate_size vocab_size hidden_act rms_norm_eps tie_word_embeddings attention_bias mlp_bias"
     " max_position_embeddings original_max_position_embeddings rope_parameters rope_scaling rope_theta"
     " partial_rotary_factor use_sliding_window sliding_window max_window_layers layer_types quantization_config dtype"
-    " torch_dtype bos_token_id eos_token_id num_nextn_predict_layers".split()
+    " torch_dtype bos_token_id eos_token_id num_nextn_predict_layers layer_norm_eps hidden_activation query_pre_attn_scalar"
+    " attn_logit_softcapping final_logit_softcapping logit_scale embedding_multiplier logits_scaling"
+    " residual_multiplier attention_multiplier no_rope_layers no_rope_layer_interval sliding_window_pattern"
+    " rope_local_base_freq use_bidirectional_attention".split()
 )
 """Keys of config.json that have an effect. Overriding any other key is refused, because it would be ignored."""
 
@@ -41,7 +44,8 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
     """What each layer computes. A window that would hide nothing is None here."""
     vocab_size: int
-    rms_norm_eps: float
+    norm: NormSpec
+    scales: Scales
     tie_word_embeddings: bool
     max_position_embeddings: int
     context_length: int
@@ -71,9 +75,10 @@ class ModelConfig:
             architecture=family.architecture,
             model_type=str(raw.get("model_type") or ""),
             hidden_size=reader.hidden_size,
-            layers=tuple(replace(layer, fast_paths=family.fast_paths(layer)) for layer in layers),
+            layers=tuple(_with_fast_paths(layer, family) for layer in layers),
             vocab_size=reader.positive_int("vocab_size"),
-            rms_norm_eps=reader.positive_number("rms_norm_eps", 1e-6),
+            norm=NormSpec(family.norm, reader.positive_number(family.eps_key, 1e-6)),
+            scales=family.read_scales(reader),
             tie_word_embeddings=reader.flag("tie_word_embeddings"),
             max_position_embeddings=reader.max_position_embeddings,
             context_length=context_length,
@@ -155,6 +160,10 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     return architectures[0]
 
 
+def _with_fast_paths(layer: LayerSpec, family: Family) -> LayerSpec:
+    return layer if family.fast_paths is None else replace(layer, fast_paths=family.fast_paths(layer))
+
+
 def _without_useless_window(layer: LayerSpec, context_length: int) -> LayerSpec:
     """Return the layer without its window if no request is long enough for the window to hide a position."""
     window = layer.attention.window
@@ -165,7 +174,8 @@ def _without_useless_window(layer: LayerSpec, context_length: int) -> LayerSpec:
 
 def _context_length(asked: int | None, max_position_embeddings: int, layers: Sequence[LayerSpec]) -> int:
     """Return the model's stated context, or the one asked for: it may be shorter, or as long as the RoPE scaling allows."""
-    limit = min(layer.attention.rope.context_limit(max_position_embeddings) for layer in layers)
+    ropes = [layer.attention.rope for layer in layers if layer.attention.rope is not None]
+    limit = min((rope.context_limit(max_position_embeddings) for rope in ropes), default=max_position_embeddings)
     if asked is None:
         return max_position_embeddings
     if asked < 1:

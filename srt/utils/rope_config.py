@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from srt.utils.config_values import mapping, positive_int, positive_number, shown
@@ -44,6 +44,14 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    partial: float = 1.0
+    """Share of each head, from its first element on, that is rotated."""
+    is_interleaved: bool = False
+    """Whether the two elements of a pair are neighbours, instead of half a rotated part apart."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return how many elements of a head are rotated."""
+        return int(head_dim * self.partial)
 
     def context_limit(self, max_position_embeddings: int) -> int:
         """Return the longest context that the scaling was made for, at least `max_position_embeddings`."""
@@ -80,13 +88,20 @@ def _gather(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in parameters.items() if value is not None}
 
 
-def read_rope(values: Mapping[str, Any], merged: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
+def read_rope(
+    values: Mapping[str, Any], merged: Mapping[str, Any], max_position_embeddings: int, may_be_partial: bool = False
+) -> RopeConfig:
     """Return the rotary embedding described by `values` (from `rope_parameters`), given the config.json `merged`.
 
     ModelError names what is missing or not supported.
     """
+    partial = _partial(values, merged, may_be_partial)
+    return replace(_read_frequencies(values, merged, max_position_embeddings), partial=partial)
+
+
+def _read_frequencies(values: Mapping[str, Any], merged: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
     kind = values.get("rope_type", "default")
-    _refuse(kind, values, merged)
+    _refuse(kind, values)
     theta = positive_number(values, "rope_theta", 10000.0)
     if kind == "default":
         return RopeConfig("default", theta)
@@ -119,7 +134,18 @@ def read_rope(values: Mapping[str, Any], merged: Mapping[str, Any], max_position
     )
 
 
-def _refuse(kind: object, values: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
+def _partial(values: Mapping[str, Any], merged: Mapping[str, Any], may_be_partial: bool) -> float:
+    stated = [source for source in (values, merged) if source.get("partial_rotary_factor") is not None]
+    for source in stated:
+        share = source["partial_rotary_factor"]
+        if share != 1 and not may_be_partial:
+            raise ModelError(f"config.json: partial_rotary_factor {shown(share)} is not supported, only 1.")
+        if positive_number(source, "partial_rotary_factor") > 1:
+            raise ModelError(f"config.json: partial_rotary_factor must be at most 1, not {shown(share)}.")
+    return float(stated[0]["partial_rotary_factor"]) if stated else 1.0
+
+
+def _refuse(kind: object, values: Mapping[str, Any]) -> None:
     if any(isinstance(value, dict) for value in values.values()):
         raise ModelError("config.json: RoPE parameters by layer type are not supported.")
     if not isinstance(kind, str) or kind not in NEEDED:
@@ -128,10 +154,6 @@ def _refuse(kind: object, values: Mapping[str, Any], merged: Mapping[str, Any]) 
     for key in NEEDED[kind]:
         if values.get(key) is None:
             raise ModelError(f"config.json: the RoPE type {kind} needs {key}.")
-    for source in (values, merged):
-        partial = source.get("partial_rotary_factor")
-        if partial not in (None, 1):
-            raise ModelError(f"config.json: partial_rotary_factor {shown(partial)} is not supported, only 1.")
 
 
 def _yarn_attention_factor(values: Mapping[str, Any], factor: float) -> float:

@@ -23,8 +23,12 @@ class DenseAttention:
         keys = k.view(tokens, layer.num_kv_heads, layer.head_dim).transpose(0, 1).repeat_interleave(group, 0)
         values = v.view(tokens, layer.num_kv_heads, layer.head_dim).transpose(0, 1).repeat_interleave(group, 0)
         scores = queries @ keys.transpose(1, 2) * layer.scale
-        future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        if layer.window is not None:
+            hidden |= torch.ones_like(hidden).tril(-layer.window)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         return (weights @ values).transpose(0, 1).flatten(1)
 
 

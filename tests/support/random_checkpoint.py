@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.support.random_tokenizer import FAMILY_TOKENS, FamilyTokens, train_tokenizer
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = tuple(FAMILY_TOKENS)
 """The model families that can be written."""
 
 
@@ -128,6 +128,7 @@ def _build_config(spec: CheckpointSpec, tokens: FamilyTokens, token_ids: Mapping
         "tie_word_embeddings": spec.tied,
         "bos_token_id": bos_token_id,
         "eos_token_id": token_ids[tokens.eos],
+        "pad_token_id": None,
         "dtype": "float32",
         "architectures": [tokens.architecture],
     }
@@ -138,7 +139,7 @@ def _build_config(spec: CheckpointSpec, tokens: FamilyTokens, token_ids: Mapping
             f"{spec.family} has no head_dim of its own: it is hidden size / heads, "
             f"here {spec.hidden_size} / {spec.num_heads}, not {spec.head_dim}"
         )
-    return AutoConfig.for_model(spec.family, **{**fields, **spec.config})
+    return AutoConfig.for_model(spec.family, **{**fields, **tokens.config, **spec.config})
 
 
 def _draw_weight(name: str, shape: tuple[int, ...], spec: CheckpointSpec, generator: Any) -> Any:
@@ -147,7 +148,7 @@ def _draw_weight(name: str, shape: tuple[int, ...], spec: CheckpointSpec, genera
 
     noise = torch.randn(shape, generator=generator, dtype=torch.float32)
     if name.endswith("norm.weight"):
-        return 1.0 + 0.2 * noise
+        return FAMILY_TOKENS[spec.family].norm_mean + 0.2 * noise
     if name.endswith(".bias"):
         return 0.5 * noise
     if name == "lm_head.weight" or (name.endswith("embed_tokens.weight") and spec.tied):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 CHATML_TEMPLATE = """\
@@ -39,6 +40,10 @@ class FamilyTokens:
     chat_template: str
     names_head_dim: bool
     """Whether config.json has a head_dim that may differ from hidden size / heads."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Further entries of config.json, which show what is special about the family's layers."""
+    norm_mean: float = 1.0
+    """About what the norms' weights are drawn."""
 
 
 _CHATML_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -73,6 +78,57 @@ FAMILY_TOKENS = {
         ends=("<|im_end|>", "<|endoftext|>"),
         chat_template=CHATML_TEMPLATE,
         names_head_dim=True,
+    ),
+}
+
+
+def _chatml_family(
+    architecture: str, names_head_dim: bool = False, norm_mean: float = 1.0, **config: Any
+) -> FamilyTokens:
+    """A family of its own layers and of no tokenizer of its own."""
+    return replace(
+        FAMILY_TOKENS["qwen3"],
+        architecture=architecture,
+        names_head_dim=names_head_dim,
+        norm_mean=norm_mean,
+        config=config,
+    )
+
+
+FAMILY_TOKENS |= {
+    "phi3": _chatml_family("Phi3ForCausalLM", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.75}),
+    "smollm3": _chatml_family("SmolLM3ForCausalLM"),
+    "granite": _chatml_family(
+        "GraniteForCausalLM",
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=1.5,
+    ),
+    "olmo2": _chatml_family("Olmo2ForCausalLM"),
+    "olmo3": _chatml_family("Olmo3ForCausalLM", sliding_window=24),
+    "glm4": _chatml_family("Glm4ForCausalLM", names_head_dim=True),
+    "cohere2": _chatml_family("Cohere2ForCausalLM", sliding_window=24, logit_scale=0.5),
+    "gemma2": _chatml_family(
+        "Gemma2ForCausalLM",
+        names_head_dim=True,
+        norm_mean=0.0,
+        sliding_window=24,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=20.0,
+    ),
+    "gemma3_text": _chatml_family(
+        "Gemma3ForCausalLM",
+        names_head_dim=True,
+        norm_mean=0.0,
+        sliding_window=24,
+        query_pre_attn_scalar=20,
+        sliding_window_pattern=2,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
     ),
 }
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from srt.layers.ops import Affine
     from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from srt.model_executor.forward_batch_info import ForwardBatch
-    from srt.models.decoder import CausalLM, DecoderLayer
+    from srt.models.causal_lm import CausalLM
+    from srt.models.decoder import Decoder, DecoderLayer
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ class ResidentLayers:
     def __init__(
         self, model: CausalLM, variant: ResidentVariant, kv_pool: MHATokenToKVPool, device: torch.device
     ) -> None:
-        self._model, self._variant, self._device = model.model, variant, device
+        self._model, self._variant, self._device = cast("Decoder", model.model), variant, device
         layers = cast("list[DecoderLayer]", list(self._model.layers))
         first = layers[0]
         self._norm_eps = first.input_layernorm.norm.eps

@@ -119,6 +119,10 @@ def check_model(args: ServerArgs) -> Path:
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
     config = ModelConfig.from_folder(folder, args.model_overrides(), args.context_length)
     config.check_tp(args.tp_size)
+    if args.enable_torch_compile and "compiled" not in config.fast_paths:
+        raise StartError(
+            f"--enable-torch-compile cannot compile the layers of {config.architecture}: leave the option out."
+        )
     if args.sampling_defaults == "model":
         check_sampling_defaults(config)
     if args.load_format != "dummy":

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from srt.layers.ops import TORCH_OPS, Rotation, Stream
 from srt.model_executor.forward_batch_info import ForwardBatch
-from srt.models.decoder import CausalLM, DecoderLayer
+from srt.models.causal_lm import CausalLM
+from srt.models.decoder import Decoder, DecoderLayer
 from srt.utils.errors import StartError
 
 
@@ -23,7 +24,7 @@ class CompiledForward:
     def __init__(self, model: CausalLM, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.num_steps = 0  # forward passes so far
-        self._model = model.model
+        self._model = cast("Decoder", model.model)  # no other layers declare this path
         self._project, self._finish = (torch.compile(f, dynamic=True, fullgraph=True) for f in (_project, _finish))
 
     @torch.inference_mode()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from srt.kernels.decoder.resident_layers import ResidentLayers
     from srt.model_executor.loaded_model import LoadedModel
     from srt.model_executor.memory.device_state import DeviceState
-    from srt.models.decoder import CausalLM
+    from srt.models.causal_lm import CausalLM
 
 NO_ROWS = np.zeros(0, np.int64)
 FORWARD = 0  # index of the forward pass among a size's graphs

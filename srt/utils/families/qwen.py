@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from srt.utils.families.family import ConfigReader, Family
-from srt.utils.families.fast import fast_paths, windowed_layers
+from srt.utils.families.fast import fast_paths
+from srt.utils.families.windows import windowed_layers
 from srt.utils.layer_spec import LayerSpec
 
 
@@ -19,15 +20,17 @@ def _windows(config: ConfigReader) -> list[int | None]:
 
 def _qwen2_layers(config: ConfigReader) -> list[LayerSpec]:
     """There are always biases on q, k and v, and on nothing else; config.json does not mention them."""
-    return windowed_layers(config.attention(qkv_bias=True), config.feed_forward(), _windows(config))
+    return windowed_layers(config.attention(config.rope(), qkv_bias=True), config.feed_forward(), _windows(config))
 
 
 def _qwen3_layers(config: ConfigReader) -> list[LayerSpec]:
     """Queries and keys are normed per head, instead of Qwen2's biases."""
     bias = config.flag("attention_bias")
-    attention = config.attention(qkv_bias=bias, o_bias=bias, head_norm=True)
+    attention = config.attention(config.rope(), qkv_bias=bias, o_bias=bias, norms="head")
     return windowed_layers(attention, config.feed_forward(), _windows(config))
 
 
-QWEN2 = Family("Qwen2ForCausalLM", "Qwen2, Qwen2.5", _qwen2_layers, fast_paths)
-QWEN3 = Family("Qwen3ForCausalLM", "Qwen3, dense", _qwen3_layers, fast_paths, {"head_dim": 128})
+QWEN2 = Family("Qwen2ForCausalLM", "Qwen2, Qwen2.5", "biases of q, k and v; windows", _qwen2_layers, fast_paths)
+QWEN3 = Family(
+    "Qwen3ForCausalLM", "Qwen3, dense", "norms of heads; windows", _qwen3_layers, fast_paths, {"head_dim": 128}
+)

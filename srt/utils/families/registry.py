@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from srt.utils.families.cohere2 import COHERE2
 from srt.utils.families.family import Family
+from srt.utils.families.gemma import GEMMA2, GEMMA3
+from srt.utils.families.glm4 import GLM4
+from srt.utils.families.granite import GRANITE
 from srt.utils.families.llama import LLAMA, MISTRAL
+from srt.utils.families.olmo import OLMO2, OLMO3
+from srt.utils.families.phi3 import PHI3
 from srt.utils.families.qwen import QWEN2, QWEN3
+from srt.utils.families.smollm3 import SMOLLM3
 from srt.utils.model_error import ModelError
 
 FAMILIES = {
@@ -14,6 +21,15 @@ FAMILIES = {
         MISTRAL,
         QWEN2,
         QWEN3,
+        PHI3,
+        SMOLLM3,
+        GRANITE,
+        OLMO2,
+        OLMO3,
+        GLM4,
+        COHERE2,
+        GEMMA2,
+        GEMMA3,
     )
 }
 

@@ -31,7 +31,7 @@ from srt.model_executor.step.executed_step import DecodeOutput
 from srt.model_executor.step.input_buffers import GraphInputBuffers
 from srt.model_executor.step.page_mailbox import PAGE_BITS
 from srt.model_executor.step.slot_mirror import Ints, NewPages
-from srt.models.decoder import CausalLM
+from srt.models.causal_lm import CausalLM
 from srt.protocol.messages import (
     Admission,
     LogprobSpec,

@@ -47,6 +47,50 @@ def test_greedy_tokens_equal_those_of_transformers(
         assert any(extends and decodes for extends, decodes in driver.steps), "no mixed step"
 
 
+PLAIN_FAMILIES = ("phi3", "smollm3", "granite", "olmo2", "olmo3", "glm4", "cohere2", "gemma2", "gemma3_text")
+SPECIAL_LAYERS: dict[str, dict[str, Any]] = {
+    "phi3": {"config": {"sliding_window": 24}},
+    "smollm3": {"config": {"use_sliding_window": True, "sliding_window": 24}},
+}
+"""Settings with which a family has layers that it does not have by default."""
+
+
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
+def test_families_without_fast_paths_give_the_tokens_of_transformers(
+    checkpoint: CheckpointFactory, family: str
+) -> None:
+    """In steps of chunks, decodes and both, behind shared prefixes, with windows that are shorter than the prompts."""
+    folder = checkpoint(family, num_layers=4, **SPECIAL_LAYERS.get(family, {}))
+    oracle = Oracle(folder)
+    expected = [(p, oracle.expect(p, greedy(10))) for p in prompts_with_shared_prefixes(1, 9)]
+    safe = [(p, e) for p, e in expected if e.is_safe]
+    assert len(safe) > 6
+    for page_size, chunk in ((1, 7), (16, 1 << 30)):
+        driver = PlanDriver(make_runner(folder, page_size), page_size, chunk, share=True)
+        jobs = [Job(prompt, greedy(10)) for prompt, _ in safe]
+        driver.run(jobs[: len(jobs) // 2])
+        driver.run(jobs[len(jobs) // 2 :])
+        assert [job.outputs for job in jobs] == [list(e.ids) for _, e in safe]
+        assert max(job.cached for job in jobs) >= 30
+
+
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
+def test_two_ranks_of_a_family_without_fast_paths_give_the_tokens_of_one(
+    checkpoint: CheckpointFactory, tmp_path: Path, family: str
+) -> None:
+    """Also with fewer KV heads than ranks, and a vocabulary that the ranks share unevenly."""
+    folder = checkpoint(family, num_layers=4, num_kv_heads=1, vocab_size=515)
+    prompts = prompts_with_shared_prefixes(6, 5, 515)
+
+    def work(tp: TensorParallel) -> list[list[int]]:
+        jobs = [Job(p, greedy(6)) for p in prompts]
+        PlanDriver(make_runner(folder, 16, tp), 16, chunk=50).run(jobs)
+        return [job.outputs for job in jobs]
+
+    alone = work(single_rank())
+    assert run_ranks(2, tmp_path, work) == [alone, alone]
+
+
 def sampled_specs() -> list[SamplingSpec]:
     bias: dict[str, Any] = {
         "bias_ids": int32_array([3, 200, 511]),

@@ -19,7 +19,7 @@ from srt.model_loader import loader as loader_module
 from srt.model_loader import weight_copy
 from srt.model_loader.kv_scales import KvScales, read_kv_scales
 from srt.model_loader.loader import LoadConfig, Progress, get_model_loader
-from srt.models.decoder import CausalLM
+from srt.models.causal_lm import CausalLM
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 from tests.support.checkpoints import CheckpointFactory
@@ -112,7 +112,7 @@ def test_weights_take_the_type_asked_for(qwen3_checkpoint: Path) -> None:
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
     stored = load_file(qwen3_checkpoint / "model.safetensors")["model.norm.weight"]
-    assert torch.equal(model.model.norm.weight, stored.bfloat16())
+    assert torch.equal(model.get_parameter("model.norm.weight"), stored.bfloat16())
 
 
 def test_missing_tensors_are_named(qwen3_checkpoint: Path, tmp_path: Path) -> None:

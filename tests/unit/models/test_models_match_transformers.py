@@ -14,6 +14,7 @@ from torch import Tensor
 from srt.distributed.parallel_state import TensorParallel
 from srt.model_loader.loader import LoadConfig, get_model_loader
 from srt.utils.model_config import ModelConfig
+from tests.support import random_checkpoint
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.dense_attention import dense_batch
 from tests.support.ranks import CPU, run_ranks, single_rank
@@ -65,6 +66,47 @@ def test_families_match_with_every_rope_tied_and_untied(checkpoint: CheckpointFa
             assert_same_logits(folder, f"{family} with {rope}")
 
 
+@pytest.mark.parametrize("family", sorted(set(random_checkpoint.FAMILIES) - set(FAMILIES)))
+def test_families_without_fast_paths_match_tied_and_untied(checkpoint: CheckpointFactory, family: str) -> None:
+    """Four layers: among so many are all kinds. The tokens fill the windows twice."""
+    for tied in (True, False):
+        assert_same_logits(checkpoint(family, num_layers=4, tied=tied), f"{family}, tied: {tied}")
+
+
+def test_biases_of_families_without_fast_paths_match(checkpoint: CheckpointFactory) -> None:
+    biases: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
+    for family in ("smollm3", "granite"):
+        assert_same_logits(checkpoint(family, config=biases), family)
+    for family in ("olmo2", "cohere2", "gemma2"):
+        assert_same_logits(checkpoint(family, config={"attention_bias": True}), family)
+    assert_same_logits(checkpoint("glm4", config={"attention_bias": False}), "glm4")
+
+
+def test_rotations_by_kind_of_layer_match_in_new_and_old_files(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 1024}
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    kinds = {"full_attention": yarn, "sliding_attention": plain}
+    olmo = checkpoint("olmo3", num_layers=4, config={"rope_parameters": kinds})
+    assert_same_logits(olmo, "olmo3")
+    gemma = checkpoint("gemma3_text", num_layers=4)
+    old: dict[str, dict[str, Any]] = {
+        "olmo3": {"rope_theta": 5e5, "rope_scaling": {key: yarn[key] for key in yarn if key != "rope_theta"}},
+        "gemma3": {
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    }
+    for new, name in ((olmo, "olmo3"), (gemma, "gemma3")):
+        folder = tmp_path / name
+        shutil.copytree(new, folder)
+        config = json.loads((folder / "config.json").read_text())
+        del config["rope_parameters"]
+        (folder / "config.json").write_text(json.dumps({**config, **old[name]}))
+        assert ModelConfig.from_folder(folder) == ModelConfig.from_folder(new)
+        assert_same_logits(folder, name)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_in_the_old_style_means_the_same(family: str, checkpoint: CheckpointFactory, tmp_path: Path) -> None:
     for rope, parameters in ROPES.items():
@@ -91,6 +133,7 @@ def test_an_old_scaling_replaces_the_new_parameters_and_their_theta(
     shutil.copytree(checkpoint("llama", config={"rope_parameters": ROPES["default"]}), folder)
     edit_config(folder, rope_scaling={"rope_type": "linear", "factor": 2.0, **within}, **beside)
     rope = ModelConfig.from_folder(folder).layers[0].attention.rope
+    assert rope is not None
     assert (rope.kind, rope.theta, rope.factor) == ("linear", theta, 2.0)
     assert_same_logits(folder, "llama with both")
 

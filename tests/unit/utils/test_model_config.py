@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from srt.utils.layer_spec import FeedForward, LayerSpec, SelfAttention
+from srt.utils.families.registry import FAMILIES
+from srt.utils.layer_spec import FeedForward, LayerSpec, NormSpec, SelfAttention
 from srt.utils.model_config import READ_KEYS, ModelConfig, ModelError
 from srt.utils.rope_config import RopeConfig
 
@@ -44,7 +45,9 @@ def read(folder: Path, changes: dict[str, Any] | None = None, **more: Any) -> Mo
 
 
 def rope_of(config: ModelConfig) -> RopeConfig:
-    return config.layers[0].attention.rope
+    rope = config.layers[0].attention.rope
+    assert rope is not None
+    return rope
 
 
 def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
@@ -61,8 +64,8 @@ def refusal(folder: Path, changes: dict[str, Any] | None = None, **more: Any) ->
 def test_a_config_is_read_whole(tmp_path: Path) -> None:
     config = read(tmp_path)
     assert (config.architecture, config.num_layers) == ("Qwen3ForCausalLM", 3)
-    attention = SelfAttention(8, 4, 16, 0.25, RopeConfig("default", 1e6), head_norm=True)
-    assert config.layers == (LayerSpec(attention, FeedForward(96), ("compiled", "resident")),) * 3
+    attention = SelfAttention(8, 4, 16, 0.25, RopeConfig("default", 1e6), norms="head")
+    assert config.layers == (LayerSpec(attention, FeedForward(96), fast_paths=("compiled", "resident")),) * 3
     assert (config.torch_dtype, config.context_length, config.eos_token_ids) == ("bfloat16", 4096, (7,))
 
 
@@ -72,7 +75,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
     attention = config.layers[0].attention
     assert (attention.num_kv_heads, attention.head_dim) == (8, 128)
     assert attention.rope == RopeConfig("default", 10000.0)
-    assert (config.torch_dtype, config.eos_token_ids, config.rms_norm_eps) == ("float32", (), 1e-6)
+    assert (config.torch_dtype, config.eos_token_ids, config.norm.eps) == ("float32", (), 1e-6)
     assert not config.tie_word_embeddings
     assert read(tmp_path, {**absent, "architectures": ["LlamaForCausalLM"]}).layers[0].attention.head_dim == 8
 
@@ -377,6 +380,23 @@ WRONG: tuple[Any, ...] = (
     {"x": {}},
     {"rope_type": ["yarn"], "type": 3},
 )
+FAMILY_KEYS = (
+    "layer_norm_eps",
+    "hidden_activation",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "embedding_multiplier",
+    "logits_scaling",
+    "residual_multiplier",
+    "attention_multiplier",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "sliding_window_pattern",
+    "rope_local_base_freq",
+    "use_bidirectional_attention",
+)
 ROPE_KEYS = (
     "rope_type",
     "rope_theta",
@@ -406,6 +426,76 @@ def test_no_value_in_a_config_raises_anything_but_a_sentence(tmp_path: Path) -> 
     for change in changes:
         for more in ({}, {"use_sliding_window": True}, {"architectures": ["MistralForCausalLM"]}):
             assert (complaint(tmp_path, {**more, **change}) or ".").endswith("."), change
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_no_value_of_a_familys_own_keys_raises_anything_but_a_sentence(architecture: str, tmp_path: Path) -> None:
+    kinds: dict[str, Any] = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e4}}
+    for key in (*FAMILY_KEYS, "head_dim", "sliding_window", "layer_types", "partial_rotary_factor", "rope_parameters"):
+        for value in WRONG:
+            for more in ({}, {"use_sliding_window": True, "rope_parameters": kinds}):
+                change = {"architectures": [architecture], **more, key: value}
+                assert (complaint(tmp_path, change) or ".").endswith("."), change
+    for kind in kinds:
+        for value in WRONG:
+            change = {"architectures": [architecture], "rope_parameters": {**kinds, kind: value}}
+            assert (complaint(tmp_path, change) or ".").endswith("."), change
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "longrope"),
+        ("Phi3ForCausalLM", {"rope_parameters": YARN}, "RoPE type 'yarn' is not supported for Phi-3"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 of 16 is not an even number"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 2}, "partial_rotary_factor must be at most 1"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers must have 0 or 1 for each layer"),
+        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("Gemma2ForCausalLM", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ("GraniteForCausalLM", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ],
+)
+def test_what_a_family_does_not_support_is_refused_by_name(
+    architecture: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    assert words in refusal(tmp_path, {"architectures": [architecture], **changes})
+
+
+def test_what_old_files_of_a_family_leave_out_is_as_in_transformers(tmp_path: Path) -> None:
+    def one(architecture: str, **changes: Any) -> ModelConfig:
+        absent = dict.fromkeys(("head_dim", "rope_parameters"), ...)
+        return read(tmp_path, {"architectures": [architecture], "num_hidden_layers": 4, **absent, **changes})
+
+    smollm = one("SmolLM3ForCausalLM")
+    assert [layer.attention.rope is None for layer in smollm.layers] == [False, False, False, True]
+    assert (rope_of(smollm).theta, smollm.tie_word_embeddings) == (2e6, True)
+    cohere = one("Cohere2ForCausalLM")
+    assert windows_of(cohere) == (None,) * 4, "4096 positions are the whole context"
+    assert windows_of(one("Cohere2ForCausalLM", sliding_window=64)) == (64, 64, 64, None)
+    assert (cohere.scales.logits, cohere.norm) == (0.0625, NormSpec("layer", 1e-5))
+    glm = one("Glm4ForCausalLM")
+    assert (rope_of(glm).partial, glm.layers[0].attention.qkv_bias, glm.layers[0].attention.head_dim) == (
+        0.5,
+        True,
+        128,
+    )
+    gemma = one("Gemma2ForCausalLM", sliding_window=64)
+    assert (gemma.layers[0].attention.softcap, gemma.scales.logit_softcap, windows_of(gemma)[:2]) == (
+        50,
+        30,
+        (64, None),
+    )
+    assert (gemma.layers[0].attention.head_dim, gemma.layers[0].attention.scale) == (256, 1 / 16)
+    capless = one("Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (capless.layers[0].attention.softcap, capless.scales.logit_softcap) == (None, None)
+    newer = one("Gemma3ForCausalLM", sliding_window=64, num_hidden_layers=6)
+    assert windows_of(newer) == (64, 64, 64, 64, 64, None)
+    assert [layer.attention.rope for layer in newer.layers][4:] == [
+        RopeConfig("default", 1e4),
+        RopeConfig("default", 1e6),
+    ]
+    assert one("Olmo3ForCausalLM").layers[0].attention.rope == RopeConfig("default", 5e5)
 
 
 def test_no_value_in_a_generation_config_raises_anything_but_a_sentence(tmp_path: Path) -> None:

@@ -151,12 +151,14 @@ def test_qwen_2_5_and_the_yarn_that_its_makers_advise(tmp_path: Path) -> None:
         config.check_tp(tp_size)
     yarn = {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
     longer = read(tmp_path, QWEN_2_5_7B, overrides=yarn, context_length=131072)
-    assert (longer.layers[0].attention.rope.kind, longer.layers[0].attention.rope.theta, longer.context_length) == (
+    rope = longer.layers[0].attention.rope
+    assert rope is not None
+    assert (rope.kind, rope.theta, longer.context_length) == (
         "yarn",
         1e6,
         131072,
     )
-    assert longer.layers[0].attention.rope.attention_factor == pytest.approx(1.1386, abs=1e-4)
+    assert rope.attention_factor == pytest.approx(1.1386, abs=1e-4)
 
 
 def test_qwen3(tmp_path: Path) -> None:

@@ -64,6 +64,13 @@ def test_weights_that_do_not_fit_are_refused_with_the_figures(
     preflight.check_model(replace(args_for(qwen3_checkpoint), load_format="dummy"))
 
 
+def test_layers_that_cannot_be_compiled_are_refused(checkpoint: CheckpointFactory) -> None:
+    args = replace(args_for(checkpoint("gemma2")), enable_torch_compile=True)
+    with pytest.raises(StartError, match=r"--enable-torch-compile cannot compile the layers of Gemma2ForCausalLM"):
+        preflight.check_model(args)
+    preflight.check_model(replace(args, model_path=str(checkpoint("qwen3"))))
+
+
 def test_ranks_that_do_not_divide_the_heads_are_refused(qwen3_checkpoint: Path) -> None:
     with pytest.raises(StartError, match="--tp 3 does not divide"):
         preflight.check_model(replace(args_for(qwen3_checkpoint), tp_size=3))

@@ -1,0 +1,35 @@
+"""A language model: a decoder and its output layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.layers.embedding import ParallelLMHead
+from srt.layers.ops import LayerOps
+from srt.models.decoder import Decoder
+from srt.models.plain_decoder import PlainDecoder
+from srt.utils.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class CausalLM(nn.Module):
+    """The model of any family. Layers that declare fast paths are built as those expect them, others plainly."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
+        super().__init__()
+        self.model: Decoder | PlainDecoder
+        self.model = Decoder(config, tp, ops) if config.fast_paths else PlainDecoder(config, tp, ops)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops, config.scales)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return hidden states [tokens with output, hidden_size], the same on every rank; `lm_head` turns them into logits.
+
+        Call it under `torch.inference_mode()`, on all ranks together.
+        """
+        return self.model(input_ids, positions, batch)  # type: ignore[no-any-return]

@@ -1,0 +1,160 @@
+"""The decoder of every family without fused kernels: each operation on its own, as the layer specs say.
+
+Modules are named as in the checkpoints, so that a parameter's path is its tensor's name. What `decoder.py` fuses, it states plainly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.layers.attention.radix_attention import RadixAttention
+from srt.layers.embedding import VocabParallelEmbedding
+from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from srt.layers.norm import ShardedRMSNorm, make_norm
+from srt.layers.ops import LayerOps, Rotation
+from srt.layers.rope import RotaryEmbedding, rotate_part
+from srt.utils.layer_spec import Activation, FeedForward
+from srt.utils.model_config import ModelConfig
+from srt.utils.rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    from srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class PlainAttention(nn.Module):
+    """Self-attention of this rank's heads, up to the output projection."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, layer_id: int) -> None:
+        super().__init__()
+        spec = self._spec = config.layers[layer_id].attention
+        self._is_interleaved = spec.rope is not None and spec.rope.is_interleaved
+        stored_as = "qkv_proj" if spec.is_one_tensor else None
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.qkv_bias, tp, ops, stored_as
+        )
+        if spec.norms == "head":
+            self.q_norm = make_norm(config.norm, spec.head_dim, ops)
+            self.k_norm = make_norm(config.norm, spec.head_dim, ops)
+        elif spec.norms == "width":
+            queries, keys, _ = self.qkv_proj.parts
+            self.q_norm = ShardedRMSNorm(queries, config.norm.eps, tp, ops)
+            self.k_norm = ShardedRMSNorm(keys, config.norm.eps, tp, ops)
+        self.attn = RadixAttention(
+            self.qkv_proj.num_heads,
+            spec.head_dim,
+            self.qkv_proj.num_kv_heads,
+            layer_id,
+            spec.scale,
+            spec.window,
+            spec.softcap,
+        )
+        self.o_proj = RowParallelLinear(spec.query_width, config.hidden_size, spec.o_bias, tp, ops)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, batch: ForwardBatch) -> Tensor:
+        """Return the heads' output for the normed stream; the caller applies `o_proj`."""
+        spec = self._spec
+        q, k, v = self.attn.split_packed(self.qkv_proj(x))
+        if spec.norms == "width":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.unflatten(-1, (-1, spec.head_dim)), k.unflatten(-1, (-1, spec.head_dim))
+        if spec.norms == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = (rotate_part(heads, rotation, self._is_interleaved) for heads in (q, k))
+        return self.attn(q.flatten(1), k.flatten(1), v, batch)  # type: ignore[no-any-return]  # calls of modules are untyped
+
+
+class PlainMLP(nn.Module):
+    """Gated MLP: down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, spec: FeedForward, tp: TensorParallel, ops: LayerOps) -> None:
+        super().__init__()
+        outputs = (("gate_proj", spec.size), ("up_proj", spec.size))
+        stored_as = "gate_up_proj" if spec.is_one_tensor else None
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, spec.bias, tp, ops, stored_as)
+        self.down_proj = RowParallelLinear(spec.size, hidden_size, spec.bias, tp, ops)
+        activations: dict[Activation, Callable[[Tensor], Tensor]] = {
+            "silu": ops.silu_and_mul,
+            "gelu_tanh": _gelu_tanh_and_mul,
+        }
+        self._activate = activations[spec.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self._activate(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+
+
+def _gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+class PlainLayer(nn.Module):
+    """One layer: its norms stand where the spec names them."""
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, layer_id: int, ropes: Sequence[RopeConfig]
+    ) -> None:
+        super().__init__()
+        spec = self._spec = config.layers[layer_id]
+        self._rope = None if spec.attention.rope is None else ropes.index(spec.attention.rope)
+        self.self_attn = PlainAttention(config, tp, ops, layer_id)
+        self.mlp = PlainMLP(config.hidden_size, spec.feed_forward, tp, ops)
+        for name in spec.norms.names:
+            self.add_module(name, make_norm(config.norm, config.hidden_size, ops))
+
+    def forward(
+        self, hidden: Tensor, rotations: Sequence[Rotation], batch: ForwardBatch, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Return the stream after the layer, of the `wanted` tokens if given. Only attention needs the others."""
+        spec, norms = self._spec, self._spec.norms
+        normed = self._norm(norms.before_attention, hidden)
+        rotation = None if self._rope is None else rotations[self._rope]
+        attended = self.self_attn(normed, rotation, batch)
+        if wanted is not None:
+            attended, hidden, normed = attended[wanted], hidden[wanted], normed[wanted]
+            if not len(hidden):
+                return hidden
+        delta = self._norm(norms.after_attention, self.self_attn.o_proj(attended))
+        hidden = torch.add(hidden, delta, alpha=spec.residual_scale)
+        if not spec.is_parallel:
+            normed = self._norm(norms.before_feed_forward, hidden)
+        return torch.add(hidden, self._norm(norms.after_feed_forward, self.mlp(normed)), alpha=spec.residual_scale)
+
+    def _norm(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else cast("nn.Module", self._modules[name])(x)
+
+
+class PlainDecoder(nn.Module):
+    """Maps token ids to hidden states after the final norm, for the tokens whose output the batch needs."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
+        super().__init__()
+        attentions = [layer.attention for layer in config.layers]
+        ropes = list(dict.fromkeys(one.rope for one in attentions if one.rope is not None))
+        self._embedding_scale: Final = config.scales.embedding
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        self.rotary_embs = nn.ModuleList(RotaryEmbedding(rope, attentions[0].head_dim, ops) for rope in ropes)
+        self.layers = nn.ModuleList(PlainLayer(config, tp, ops, i, ropes) for i in range(config.num_layers))
+        self.norm = make_norm(config.norm, config.hidden_size, ops)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
+        rotations = [rope(positions) for rope in self.rotary_embs]
+        hidden = self.embed_tokens(input_ids)
+        if self._embedding_scale != 1.0:
+            hidden = hidden * _rounded(self._embedding_scale, hidden.dtype)
+        *layers, last = self.layers
+        for layer in layers:
+            hidden = layer(hidden, rotations, batch)
+        hidden = last(hidden, rotations, batch, batch.output_tokens)
+        return self.norm(hidden) if len(hidden) else hidden  # type: ignore[no-any-return]
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """Return the value as a tensor of this type holds it."""
+    return torch.tensor(value, dtype=dtype, device="cpu").item()
