@@ -6,7 +6,7 @@
 #   make clients    clients from elsewhere against the real server    (PARTS="current pinned npm")
 #   make lint       ruff, mypy, import-linter, whether docs/options.md and docs/api.md are current, subjects of commits
 #   make compile    compile the scheduler anew, after a change of its sources (an installation does it too)
-#   make docs       write docs/options.md and docs/api.md
+#   make docs       write docs/options.md, docs/api.md and docs/models.md
 #   make bench      the benchmarks that a CPU can run
 #   make venv       only create the environment, so that a chosen PyTorch can be installed into it first
 
@@ -56,6 +56,7 @@ lint: $(VENV)/.installed-dev
 	check $(RUN) scripts.lint_imports --no-logo; \
 	check $(RUN) scripts.document_options --check; \
 	check $(RUN) scripts.document_api --check; \
+	check $(RUN) scripts.document_models --check; \
 	check $(RUN) scripts.check_commits; \
 	if (( $${#failed[@]} )); then echo "failed: $${failed[*]}" >&2; exit 1; fi
 
@@ -69,6 +70,7 @@ compile: $(VENV)/.installed-dev
 docs: $(VENV)/.installed
 	$(RUN) scripts.document_options
 	$(RUN) scripts.document_api
+	$(RUN) scripts.document_models
 
 bench: $(VENV)/.installed-test
 	$(RUN) benchmarks.startup --model-path $(MODEL)

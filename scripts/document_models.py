@@ -1,0 +1,54 @@
+"""Writes docs/models.md from the families that `srt.utils.families` declares.  `--check` only compares."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from srt.utils.families.registry import FAMILIES
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+HEAD = """\
+# Models
+
+The families that load, by the architecture that config.json names. `make docs` writes this page from
+`srt/utils/families/registry.py`. Every other architecture is refused by name at the start.
+
+| what | how it was tested |
+|---|---|
+| logits, greedy tokens | equal to those of `transformers` in float32, in chunks, in batches, behind cached prefixes |
+| layers | every kind that a family has, in small random checkpoints |
+| two ranks (`--tp 2`) | the tokens of one rank |
+| GPUs | families with fused kernels; the others run there without them, and were not tried on one |
+| real checkpoints | not tried, for families without fused kernels |
+
+Windows are computed as such, but the KV memory keeps all positions.
+
+| models | architecture | what its layers have | fused kernels |
+|---|---|---|---|
+"""
+
+
+def render() -> str:
+    """Return the page."""
+    rows = [
+        f"| {family.title} | `{family.architecture}` | {family.layers} | {'no' if family.fast_paths is None else 'yes'} |\n"
+        for family in FAMILIES.values()
+    ]
+    return HEAD + "".join(rows)
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    page = render()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page, "utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text("utf-8") == page:
+        return 0
+    print(f"{PAGE} is not what the families declare: run `make docs`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
