@@ -32,6 +32,7 @@ TOOL_CALL_PARSERS = tuple(
     "hermes qwen qwen25 qwen3_coder llama3 llama3_json mistral pythonic deepseekv3 deepseek_v3 deepseekv31 deepseek_v31"
     " deepseekv32 glm45 glm47 kimi_k2 gpt-oss openai minimax-m2 minimax_m2 gemma4".split()
 )
+GRAMMAR_BACKENDS = ("llguidance", "none")
 TOOL_STRICT_LEVELS = ("auto", "function", "parameter")
 REASONING_PARSERS = tuple("qwen3 deepseek-r1 deepseek_r1 deepseek-v3 glm45 kimi gpt-oss openai_gptoss minimax".split())
 
@@ -91,6 +92,12 @@ class ServerArgs:
         " the form of all calls, too; parameter: valid arguments of all calls",
         group=MODEL,
         choices=TOOL_STRICT_LEVELS,
+    )
+    grammar_backend: str = option(
+        "llguidance",
+        "what holds answers to a form; none: requests for one are refused",
+        group=MODEL,
+        choices=GRAMMAR_BACKENDS,
     )
     sampling_defaults: str = option(
         "model", "where unset sampling parameters come from", group=MODEL, choices=("model", "openai")
@@ -399,7 +406,7 @@ UNSUPPORTED = frozenset(
     "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port quantization tokenizer_mode"
     " skip_tokenizer_init trust_remote_code is_embedding allow_auto_truncate"
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
-    " sampling_backend grammar_backend"
+    " sampling_backend"
     " enable_memory_saver enable_deterministic_inference"
     " speculative_algorithm speculative_draft_model_path speculative_num_steps enable_lora lora_paths"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"

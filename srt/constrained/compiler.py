@@ -32,6 +32,7 @@ WAIT_S: Final = 5.0  # longest wait for an answer, once the process is up
 START_S: Final = 60.0
 _END_S: Final = 2.0
 _SILENT_S: Final = 10.0  # the process hangs if it owes answers and has sent none for this long
+_HAS_ENDED: Final = "The process that compiles constraints has ended: try again."
 # The process forks, so it must have one thread only. These variables prevent the thread pools of numpy and of the tokenizer.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
@@ -54,7 +55,7 @@ class Compiler:
     """Owner of the compile process and of the results. Use it from one event loop only.
 
     The compile process is started by the first constraint, or by `start`, and ends when the frontend ends. If it has died, the next
-    constraint starts a new one.
+    constraint starts a new one. A constraint that waited for it is tried once more.
     """
 
     def __init__(self, tokenizer_folder: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -80,6 +81,8 @@ class Compiler:
         kept = self._kept.get(key)
         if kept is None:
             answer = await self._ask(key, constraint)
+            if answer.busy == _HAS_ENDED:
+                answer = await self._ask(key, constraint)
             if answer.busy:
                 raise CompilerBusy(answer.busy)
             kept = _result(key, answer)
@@ -154,6 +157,9 @@ class _CompileProcess:
         except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
             process.close()
             raise CompilerBusy("The process that compiles constraints did not start.") from error
+        except asyncio.CancelledError:
+            process.close()
+            raise
         if answer.refusal:
             process.close()
             raise CompilerBusy(f"Constraints cannot be compiled: {answer.refusal}")
@@ -207,7 +213,7 @@ class _CompileProcess:
             self.has_ended = True
             for owed in self._owed.values():
                 if not owed.done():
-                    owed.set_result(Answer(0, busy="The process that compiles constraints has ended: try again."))
+                    owed.set_result(Answer(0, busy=_HAS_ENDED))
             self._owed.clear()
             self._writer.close()
             await asyncio.to_thread(self._collect)

@@ -159,6 +159,7 @@ class Frontend:
             case ServerReady(startup_s):
                 assert self._engine is not None, "the server is ready only after this process was"
                 self._service.begin(self._engine, startup_s)
+                self._engine.start_compiler()
                 self._service.feed.start()
             case EngineReplaced():
                 self._replaced = order

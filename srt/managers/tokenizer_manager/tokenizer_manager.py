@@ -94,6 +94,7 @@ class TokenizerManager:
         self.text = TextCodec(tokenizer, template, context_length=model.context_length, vocab_size=model.vocab_size)
         self._watch = watch or RequestWatch()
         self._compiler = compiler
+        self._compiler_start: asyncio.Task[None] | None = None
         self._new_seed = new_seed
         self._deliveries = Deliveries(self._send, self._watch)
         self._calls = ControlCalls(self._send)
@@ -138,11 +139,18 @@ class TokenizerManager:
             connect=connect,
             generation=generation,
             max_held=args.max_queued_requests,
-            compiler=Compiler(args.tokenizer_path or model_folder, model.vocab_size, model.eos_ids),
+            compiler=None
+            if args.grammar_backend == "none"
+            else Compiler(args.tokenizer_path or model_folder, model.vocab_size, model.eos_ids),
             watch=RequestWatch(
                 index, FrontendMetrics(run_dir, index), ControlWords.open(run_dir, args), tracer, tokenizer.decode
             ),
         )
+
+    def start_compiler(self) -> None:
+        """Start the process that compiles constraints, in the background, so that the first of them does not wait for it."""
+        if self._compiler is not None and self._compiler_start is None:
+            self._compiler_start = asyncio.create_task(_start(self._compiler))
 
     # ---- The engine's state
 
@@ -235,6 +243,9 @@ class TokenizerManager:
         self._deliveries.abort_all()
         self.engine_died("it was shut down")
         self.text.close()
+        if self._compiler_start is not None:
+            self._compiler_start.cancel()
+            await asyncio.wait((self._compiler_start,))
         if self._compiler is not None:
             self._compiler.close()
 
@@ -321,7 +332,7 @@ class TokenizerManager:
     async def _grammar(self, constraint: Constraint) -> Resource:
         """Return what workers need to follow a constraint; raise RequestError if it cannot be followed, or not now."""
         if self._compiler is None:
-            raise bad(constraint.source, "is not supported by this engine")
+            raise bad(constraint.source, "cannot be enforced: the server was started with --grammar-backend none")
         try:
             return resource_of(await self._compiler.compile(constraint), list(constraint.begins_after))
         except ParameterError as error:
@@ -467,6 +478,13 @@ class TokenizerManager:
         """Send a message if the scheduler has answered. Otherwise drop it: a new scheduler is sent all live requests and calls anyway."""
         if self._is_greeted:
             self._link.send(message)
+
+
+async def _start(compiler: Compiler) -> None:
+    try:
+        await compiler.start()
+    except CompilerBusy as error:  # requests with a constraint try again, and are told
+        logger.info("%s", error)
 
 
 def seed_source(random_seed: int | None, frontend: int) -> Callable[[], int]:

@@ -19,6 +19,7 @@ from srt.constrained import compiler as compiler_module
 from srt.constrained.compile_process import LIMIT_S
 from srt.constrained.compiler import Compiler, CompilerBusy, Grammar
 from srt.constrained.constraint import Constraint, read_constraint
+from srt.constrained.job_messages import Answer
 from srt.constrained.matcher import Grammars
 from srt.constrained.vocabulary import Vocabulary
 from srt.sampling.parameter_checks import ParameterError
@@ -228,11 +229,54 @@ def test_a_process_that_died_is_replaced() -> None:
             asked = asyncio.create_task(outcome(compiler, PLAIN))
             await asyncio.sleep(0.05)
             os.kill(first.pid, signal.SIGKILL)
-            assert await asked == "The process that compiles constraints has ended: try again."
-            assert (await outcome(compiler, PLAIN)).startswith("fine")
+            assert (await asked).startswith("fine")
             assert process_of(compiler).pid != first.pid and first.poll() == -signal.SIGKILL
 
     asyncio.run(run())
+
+
+class DyingProcess:
+    """Ends whenever it is sent a constraint."""
+
+    def __init__(self) -> None:
+        self.num_sent = 0
+
+    def send(self, constraint: Constraint) -> asyncio.Future[Answer]:
+        self.num_sent += 1
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer.set_result(Answer(0, busy=compiler_module._HAS_ENDED))
+        return answer
+
+
+def test_a_constraint_is_not_tried_a_third_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = DyingProcess()
+
+    async def running() -> DyingProcess:
+        return dying
+
+    async def run() -> str:
+        compiler = Compiler(str(TINY), PADDED_SIZE, EOS_IDS)
+        monkeypatch.setattr(compiler, "_running", running)
+        return await outcome(compiler, PLAIN)
+
+    assert asyncio.run(run()) == "The process that compiles constraints has ended: try again."
+    assert dying.num_sent == 2
+
+
+def test_a_start_that_is_given_up_leaves_no_process() -> None:
+    async def run() -> list[int]:
+        compiler = Compiler(str(TINY), PADDED_SIZE, EOS_IDS)
+        starting = asyncio.create_task(compiler.start())
+        await asyncio.sleep(0.3)
+        children = children_of(os.getpid())
+        starting.cancel()
+        await asyncio.wait((starting,))
+        return children
+
+    before = children_of(os.getpid())
+    during = asyncio.run(run())
+    assert set(during) - set(before)
+    assert not any(map(is_alive, set(during) - set(before)))
 
 
 def test_a_process_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import uvloop
 
@@ -305,6 +306,31 @@ def test_no_tokens_at_all_means_the_prompt_alone(play: Callable[..., None]) -> N
         assert update.finish == Finish("length", length=0)
 
     play(story)
+
+
+def test_a_form_is_refused_without_a_grammar_backend(play: Callable[..., None]) -> None:
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        manager.start_compiler()
+        with pytest.raises(RequestError) as caught:
+            await manager.submit(ask(manager, regex="a"))
+        assert (caught.value.status, caught.value.parameter) == (400, "regex")
+        assert "--grammar-backend none" in caught.value.message
+
+    play(story, grammar_backend="none")
+
+
+def test_the_compiler_that_is_started_ahead_ends_with_the_manager(play: Callable[..., None]) -> None:
+    processes: list[psutil.Process] = []
+
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        before = psutil.Process().children()
+        manager.start_compiler()
+        while not processes:
+            processes[:] = [child for child in psutil.Process().children() if child not in before]
+            await asyncio.sleep(0.01)
+
+    play(story)
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
 
 
 @pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
