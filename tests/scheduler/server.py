@@ -350,7 +350,8 @@ class Server:
         if core is None:
             return
         is_checked = world.rng.random() * world.check_every < 1.0
-        before = self._fairness.before(core, with_tree=is_checked)
+        evicts_often = self._settings.is_alike and self._settings.rarely_new  # and its tree is small
+        before = self._fairness.before(core, with_tree=is_checked or evicts_often)
         world.statistics["rule: no plans in a pause"] += bool(self.control.paused_by and before.num_live)
         may_be_sent = [n for n in self._connected if self._next_batch[n] - self._last_ack[n] <= MAX_UNACKNOWLEDGED]
         must_capture = self._captures.is_missed and self._captures.may_begin(world.now)
