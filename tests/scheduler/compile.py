@@ -16,11 +16,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CHECKS = "fairness fake_worker ledger_frontend server settings supervision traffic verdicts world"
-SOURCES = [
-    *(f"tests/scheduler/{name}.py" for name in CHECKS.split()),
-    "srt/managers/tokenizer_manager/request_ledger.py",
-]
+CHECKS = (
+    "fairness fake_worker host_process ledger_frontend obligations resource_rules room"
+    " server settings supervision traffic verdicts world"
+)
+SOURCES = [f"tests/scheduler/{name}.py" for name in CHECKS.split()]
 EXERCISE = "tests.scheduler.simulate --steps 15000 --jobs 1"
 CONFIG = """\
 [mypy]

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -99,6 +99,9 @@ class _Status:
 
 class _Process(SchedulerProcess):
     complaint: str | None = None
+
+    def forget_complaint(self) -> None:
+        self.complaint = None
 
     def _settle(self) -> None:
         pass  # it would collect what all worlds have left
@@ -195,7 +198,7 @@ class HostedScheduler:
         return effects
 
     def tick(self, now: float) -> list[Effect]:
-        self._process.complaint = None
+        self._process.forget_complaint()
         is_late, owed = self._answers.due_s <= now, self._answers.owed
         late = [f"{rank}" for rank in sorted(owed[0].ranks)] if is_late else []
         step = owed[0].step if is_late else -1

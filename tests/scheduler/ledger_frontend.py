@@ -281,7 +281,7 @@ class LedgerFrontend:
         for row, (rid, index) in enumerate(zip(batch.rids.tolist(), batch.choices.tolist(), strict=True)):
             choice = self.live.get(rid, {}).get(index)
             if choice is not None and first[row] and rng.random() < 0.05:
-                num_known = int(min(first[row], 3))
+                num_known = min(int(first[row]), 3)
                 known = choice.answer.ids[first[row] - num_known : first[row]]
                 pieces[row] = np.concatenate((np.array(known, np.int32), pieces[row]))
                 first[row] -= num_known
