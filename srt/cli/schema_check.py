@@ -6,21 +6,26 @@ import json
 import re
 from typing import Any
 
-import jsonschema
-from referencing import Registry
-from referencing.exceptions import Unresolvable
-
 LONGEST_REASON = 200  # characters; the validator quotes the value at fault, which may be all of a long answer
 
 
 def judge(text: str, schema: Any) -> str:
-    """Return a phrase that says whether a text is JSON and valid for the schema, or what is wrong."""
+    """Return a phrase that says whether a text is JSON and valid for the schema, or what is wrong.
+
+    The server needs no validator, so the package `jsonschema` may be missing.
+    """
     try:
         value = json.loads(text)
     except ValueError:
         return "not JSON, or not all of it"
     except RecursionError:
         return "not checked against the schema: too deeply nested"
+    try:
+        import jsonschema
+        from referencing import Registry
+        from referencing.exceptions import Unresolvable
+    except ImportError:
+        return "JSON, not checked against the schema: pip install jsonschema"
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     # An empty registry: a reference never makes the validator load a page.
     validator = kind(schema, registry=Registry(), format_checker=kind.FORMAT_CHECKER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -36,3 +37,8 @@ def test_an_answer_is_judged_in_a_phrase(text: str, schema: Any, phrase: str) ->
 def test_a_reason_is_kept_short() -> None:
     phrase = judge(json.dumps("x" * 10_000), {"type": "null"})
     assert phrase.startswith("not valid for the schema: at $, 'xxx") and len(phrase) == LONGEST_REASON
+
+
+def test_an_answer_is_not_checked_where_the_validator_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    assert judge("{}", COUNT) == "JSON, not checked against the schema: pip install jsonschema"
