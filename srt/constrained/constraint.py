@@ -206,7 +206,7 @@ def _refuse_constant(constant: str) -> None:
 
 def _compact(name: str, value: Any) -> str:
     """Return compact JSON. The order of members stays: answers have their properties in the schema's order."""
-    _check_depth(name, value)
+    check_nesting(name, value)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
@@ -214,7 +214,8 @@ def _compact(name: str, value: Any) -> str:
     return _checked(name, text)
 
 
-def _check_depth(name: str, value: Any) -> None:
+def check_nesting(name: str, value: Any) -> None:
+    """Raise ParameterError for a value with more than MAX_DEPTH arrays and objects in each other."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [

@@ -124,15 +124,16 @@ class _Conversion:
         self._root = root
         self._places: dict[int, str] = {}
         self._definitions: dict[str, str] = {}  # pointer in the client's schema -> name among our $defs
+        self._pointers: list[str] = []  # of our $defs, in the order of their names
         self._allows_escapes = True
 
     def run(self) -> Converted:
         converted = self._node(self._root, "#")
         assert isinstance(converted, dict)
         defs: Schema = {}
-        while len(defs) < len(self._definitions):
-            pointer, name = list(self._definitions.items())[len(defs)]
-            defs[name] = self._node(_resolve(self._root, pointer), f"#{pointer}")
+        while len(defs) < len(self._pointers):
+            pointer = self._pointers[len(defs)]
+            defs[self._definitions[pointer]] = self._node(_resolve(self._root, pointer), f"#{pointer}")
         whole = {**converted, **({"$defs": defs} if defs else {})}
         if isinstance(self._root.get("$schema"), str):
             whole = {"$schema": self._root["$schema"], **whole}
@@ -202,7 +203,7 @@ class _Conversion:
 
     def _pointer_of(self, reference: str) -> str:
         name = reference.removeprefix("#/$defs/")
-        return next(pointer for pointer, known in self._definitions.items() if known == name)
+        return self._pointers[int(name.removeprefix("d"))]
 
     def _reference(self, value: Any, place: str) -> str:
         if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
@@ -214,7 +215,10 @@ class _Conversion:
             return "#"
         if _resolve(self._root, pointer) is None:
             raise SchemaRefusal("$ref", place, f"the schema has nothing at {value}")
-        return "#/$defs/" + self._definitions.setdefault(pointer, f"d{len(self._definitions)}")
+        if pointer not in self._definitions:
+            self._definitions[pointer] = f"d{len(self._pointers)}"
+            self._pointers.append(pointer)
+        return "#/$defs/" + self._definitions[pointer]
 
     def _check_strings(self, node: Schema, converted: Schema, place: str) -> None:
         """Refuse unknown formats of strings, and tighten those that the library enforces too loosely."""

@@ -22,35 +22,57 @@ from srt.parsers.forms import (
 Schema = Mapping[str, Any]
 _ADVICE = "cannot be enforced in this model's form of calls"
 _NAME = re.compile(r"[\w.-]+")
-_MAX_DEPTH = 32
+# The most parts and bytes of JSON that the arguments of one call may make: references can multiply what a short schema says.
+_MAX_PLACES, _MAX_BYTES, _MAX_CHOICES = 2000, 65_536, 64
+_KINDS: Mapping[str, type] = {
+    "required": list,
+    "enum": list,
+    "pattern": str,
+    "minLength": int,
+    "maxLength": int,
+    "$ref": str,
+}
 # What says nothing about one object's members, or is dealt with.
 _OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "$schema"))
-_OF_STRINGS = frozenset(
-    ("type", "enum", "const", "minLength", "maxLength", "pattern", "allOf", "anyOf", "oneOf", "$ref")
-)
+_OF_STRINGS = frozenset(("type", "enum", "const", "minLength", "maxLength", "pattern", "allOf", "anyOf", "$ref"))
 
 
 class Place:
     """A schema and where it is: its path within the tool's parameters, for refusals, and the definitions that references lead to."""
 
-    def __init__(self, schema: Any, path: str, definitions: Schema, depth: int = 0) -> None:
+    def __init__(self, schema: Any, path: str, root: Root, trail: tuple[str, ...] = ()) -> None:
+        """Raise FormRefusal if the schema allows nothing, is malformed, or makes too much with all that was made before.
+
+        trail: the references that led here.
+        """
         self.schema: Schema = schema if isinstance(schema, Mapping) else {}
         self.path = path
-        self.definitions = definitions
-        self._depth = depth
-        if depth > _MAX_DEPTH:
-            raise self.refusal("refers to itself, which")
+        self._root = root
+        self._trail = trail
+        if schema is False:
+            raise self.refusal("allows nothing, which")
+        for name, kind in _KINDS.items():
+            if name in self.schema and type(self.schema[name]) is not kind:
+                raise self.refusal(f"has a wrong value of {name}, which")
+        if not all(isinstance(one, str) for one in self.schema.get("required", [])):
+            raise self.refusal("has a wrong value of required, which")
+        root.num_places += 1
+        if root.num_places > _MAX_PLACES:
+            raise self.refusal(f"has more than {_MAX_PLACES} parts, which")
 
     def refusal(self, what: str) -> FormRefusal:
         return FormRefusal(self.path, f"{what} {_ADVICE}")
 
     def inner(self, schema: Any, path: str) -> Place:
-        return Place(schema, self.path + path, self.definitions, self._depth + 1)
+        return Place(schema, self.path + path, self._root, self._trail)
 
     def target(self) -> Place:
         """Return the place that the schema's reference leads to."""
         reference = str(self.schema["$ref"])
-        return self.inner(self.definitions[reference.removeprefix("#/$defs/")], "")
+        if reference in self._trail:
+            raise self.refusal("refers to itself, which")
+        target = self._root.definitions[reference.removeprefix("#/$defs/")]
+        return Place(target, self.path, self._root, (*self._trail, reference))
 
     def only(self, known: frozenset[str]) -> None:
         """Raise FormRefusal for a keyword that is not among `known`."""
@@ -60,15 +82,29 @@ class Place:
 
     @property
     def as_json(self) -> Node:
-        """The value as JSON."""
-        has_references = '"$ref"' in compact(self.schema)
-        return json_schema({**self.schema, "$defs": self.definitions} if has_references else self.schema)
+        """The value as JSON. FormRefusal if that is too much."""
+        written = compact(self.schema)
+        has_references = '"$ref"' in written
+        self._root.num_bytes += len(written) + (self._root.num_definition_bytes if has_references else 0)
+        if self._root.num_bytes > _MAX_BYTES:
+            raise self.refusal(f"makes more than {_MAX_BYTES} bytes of JSON, which")
+        return json_schema({**self.schema, "$defs": self._root.definitions} if has_references else self.schema)
+
+
+class Root:
+    """What all places of one tool share: the definitions that references lead to, and the count of what was made."""
+
+    def __init__(self, definitions: Schema) -> None:
+        self.definitions = definitions
+        self.num_definition_bytes = len(compact(definitions))
+        self.num_places = 0
+        self.num_bytes = 0
 
 
 def root_of(tool: CallableTool) -> Place:
     """Return the place of all arguments; raise FormRefusal if their schema is needed within itself."""
     parameters = tool.parameters or {}
-    root = Place(parameters, "", parameters.get("$defs", {}))
+    root = Place(parameters, "", Root(parameters.get("$defs", {})))
     if '"$ref":"#"' in compact(parameters):
         raise root.refusal("refers to the whole schema, which")
     return root
@@ -91,10 +127,10 @@ def object_members(place: Place, member: Callable[[str, Place], Node], separator
     if place.schema.get("type", "object") not in ("object", ["object"]):
         raise place.refusal("is not an object, which")
     properties = dict(place.schema.get("properties", {}))
-    required = place.schema.get("required", [])
-    for name in required:
+    required = frozenset(place.schema.get("required", []))
+    for name in place.schema.get("required", []):
         properties.setdefault(name, place.schema.get("additionalProperties", {}))
-    possible = {name: one for name, one in properties.items() if one is not False}
+    possible = {name: one for name, one in properties.items() if one is not False or name in required}
     for name in properties:
         check_name(name, f"{place.path}.properties")
     elements = [member(name, place.inner(one, f".properties.{name}")) for name, one in possible.items()]
@@ -117,21 +153,27 @@ def string_texts(place: Place) -> list[list[str]] | None:
             options = [[f"({'|'.join(strings)})"]]
         elif name == "pattern":
             options = [[_searched(value, place)]]
-        elif name in ("anyOf", "oneOf"):
+        elif name == "anyOf":
             options = [
-                one for index, part in enumerate(value) for one in _options(place.inner(part, f".{name}.{index}"))
+                one for index, part in enumerate(value) for one in _options(place.inner(part, f".anyOf.{index}"))
             ]
         elif name == "$ref":
             options = _options(place.target())
-        choices = [[*one, *other] for one in choices for other in options]
+        choices = _both(choices, options, place)
         if name == "allOf":
             for index, part in enumerate(value):
-                options = _options(place.inner(part, f".allOf.{index}"))
-                choices = [[*one, *other] for one in choices for other in options]
+                choices = _both(choices, _options(place.inner(part, f".allOf.{index}")), place)
     least, most = place.schema.get("minLength"), place.schema.get("maxLength")
     if least or most is not None:
         choices = [[*one, f"(?s:.){{{least or 0},{'' if most is None else most}}}"] for one in choices]
     return None if choices == [[]] else choices
+
+
+def _both(choices: list[list[str]], options: list[list[str]], place: Place) -> list[list[str]]:
+    """Return the lists of expressions of which one holds if one of each holds."""
+    if len(choices) * len(options) > _MAX_CHOICES:
+        raise place.refusal(f"has more than {_MAX_CHOICES} alternatives, which")
+    return [[*one, *other] for one in choices for other in options]
 
 
 def _options(place: Place) -> list[list[str]]:

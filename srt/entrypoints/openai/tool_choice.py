@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from srt.constrained.constraint import check_nesting
 from srt.constrained.json_schema import SchemaRefusal, convert
 from srt.entrypoints.openai.tools import callable_tools
 from srt.entrypoints.request_schema import bad_parameter
@@ -14,8 +16,9 @@ from srt.parsers.call_format import CallFormat
 from srt.parsers.forms import CallableTool, FormRefusal, Node
 from srt.parsers.output_parser import TOOL_CALL_PARSERS
 from srt.parsers.tools import Tools
-from srt.sampling.parameter_checks import kind_of, show
+from srt.sampling.parameter_checks import ParameterError, kind_of, show
 
+MAX_PARAMETERS_BYTES = 262_144
 _NAME = re.compile(r"[\w.:/-]+")
 
 
@@ -72,6 +75,7 @@ def demanded_calls(parser: str, tools: Sequence[Mapping[str, Any]], choice: Tool
     """
     form = TOOL_CALL_PARSERS[parser]
     described = callable_tools(tools)
+    _check_size(tools)
     callables = [
         _callable(form, index, tool["function"], described, is_strict=True)
         for index, tool in enumerate(tools)
@@ -100,10 +104,24 @@ def called_tools(
     form = TOOL_CALL_PARSERS[parser]
     described = callable_tools(tools)
     functions = [tool["function"] for tool in tools]
+    _check_size(tools)
     return [
         _callable(form, index, function, described, level == "parameter" or function["name"] in strict)
         for index, function in enumerate(functions)
     ]
+
+
+def _check_size(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse schemas that would take long to read: this happens between the steps of streams."""
+    parameters = [tool["function"].get("parameters") for tool in tools]
+    try:
+        check_nesting("tools", parameters)
+    except ParameterError as error:
+        raise bad_parameter(error.name, error.reason) from error
+    size = len(json.dumps(parameters))
+    if size > MAX_PARAMETERS_BYTES:
+        reason = f"may have at most {MAX_PARAMETERS_BYTES} bytes of parameters where calls are constrained, not {size}"
+        raise bad_parameter("tools", reason)
 
 
 def _callable(
@@ -133,5 +151,3 @@ def _parameters(index: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"type": "object"} if given is None else convert(given).schema
     except SchemaRefusal as refusal:
         raise bad_parameter(where, str(refusal)) from refusal
-    except RecursionError:
-        raise bad_parameter(where, "is nested too deeply") from None

@@ -115,19 +115,18 @@ def _own_form(place: Place) -> Node:
         return _own_form(place.target())
     if isinstance(kinds, list):
         return either(*(_value_form(place.inner({**schema, "type": kind}, "")) for kind in kinds))
-    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    listed = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
     if kinds == "string" or (kinds is None and listed and all(isinstance(one, str) for one in listed)):
         return text_until(_QUOTE, place, (_QUOTE,))
-    for name in ("anyOf", "oneOf"):
-        if name in schema:
-            place.only(frozenset((name,)))
-            return either(
-                *(_value_form(place.inner(one, f".{name}.{index}")) for index, one in enumerate(schema[name]))
-            )
+    if "anyOf" in schema:
+        place.only(frozenset(("anyOf",)))
+        return either(*(_value_form(place.inner(one, f".anyOf.{index}")) for index, one in enumerate(schema["anyOf"])))
     if kinds == "object":
         return _object_form(place)
     if kinds == "array":
         place.only(frozenset(("type", "items")))
+        if isinstance(schema.get("items"), list):
+            raise place.refusal("has a list of items, which")
         entry = _value_form(place.inner(schema.get("items", {}), ".items"))
         return sequence(const("["), optional(calls([tag("", entry, "")], ",", several=True)), const("]"))
     return place.as_json

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.parsers.events import CallArguments, CallBegin, Event, Text
 from srt.parsers.output_parser import OutputParser
 from srt.parsers.tools import Tools
+from srt.sampling.parameter_checks import ParameterError
 from srt.utils.tokenizer import Tokenizer
 from tests.support.random_schemas import SchemaGenerator, draw_answer
 from tests.unit.parsers.outputs import SCHEMAS, WRITERS, Call, random_call
@@ -205,6 +208,76 @@ def test_a_strict_tool_is_enforced_where_its_call_begins(
 def test_no_form_is_enforced_unasked() -> None:
     assert strict_calls("hermes", TOOLS, (), "auto", True) is None
     assert strict_calls("hermes", TOOLS, (), "function", True) is not None
+
+
+def random_junk(rng: random.Random, depth: int = 2) -> Any:
+    """A value that need not be a JSON Schema, with the keywords that forms look at."""
+    values: list[Any] = [
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2.5,
+        1 << 70,
+        "",
+        "a(b",
+        "#",
+        "#/$defs/a",
+        "string",
+        "object",
+        [],
+        {},
+    ]
+    if depth and rng.random() < 0.7:
+        inner = [random_junk(rng, depth - 1) for _ in range(rng.randint(0, 3))]
+        if rng.random() < 0.3:
+            return inner
+        keywords = "type properties required enum const anyOf oneOf allOf pattern minLength items $ref $defs".split()
+        return dict(zip(rng.sample([*keywords, "additionalProperties", "a"], len(inner)), inner, strict=True))
+    return rng.choice([*values, ["string", "null"], [1, "a"], ["a", "a"]])
+
+
+@pytest.mark.parametrize("parser", WRITERS)
+def test_junk_is_refused_or_compiles_to_something(parser: str) -> None:
+    rng = random.Random(parser)
+    num_forms = 0
+    for _ in range(1000):
+        schema: dict[str, Any] = {"type": "object", "properties": {"a": random_junk(rng), "b": random_junk(rng)}}
+        more = random_junk(rng, 1)
+        schema |= more if isinstance(more, dict) else {}
+        try:
+            tag_constraint("tools", demanded_calls(parser, [tool("f", schema)], REQUIRED, True))
+        except (RequestError, ParameterError):
+            continue
+        num_forms += 1
+    assert num_forms > 20
+
+
+MANY = {
+    f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}, "b": {"$ref": f"#/$defs/d{i + 1}"}}}
+    for i in range(40)
+}
+HOSTILE: list[Any] = [
+    {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {**MANY, "d40": {"type": "string"}}},
+    {
+        "properties": {"a": {"$ref": "#/$defs/n"}},
+        "$defs": {"n": {"type": "object", "properties": {"l": {"$ref": "#/$defs/n"}, "r": {"$ref": "#/$defs/n"}}}},
+    },
+    {"properties": {"a": {"type": "string", "allOf": [{"anyOf": [{"pattern": f"{i}"} for i in range(9)]}] * 9}}},
+    {"properties": {f"p{i}": {"$ref": "#/$defs/d"} for i in range(2000)}, "$defs": {"d": {"enum": ["x" * 9000, 1]}}},
+    {"enum": ["x" * 300_000]},
+]
+
+
+@pytest.mark.parametrize("schema", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "gemma4", "pythonic"])
+def test_hostile_parameters_take_little_time(parser: str, schema: Any) -> None:
+    """Forms are made between the steps of streams."""
+    began_s = time.process_time()
+    with contextlib.suppress(RequestError, ParameterError):
+        tag_constraint("tools", demanded_calls(parser, [tool("f", schema)], REQUIRED, True))
+    assert time.process_time() - began_s < 0.5
 
 
 def random_tools(seed: int) -> list[dict[str, Any]]:
