@@ -7,7 +7,6 @@ takes that part as its input and sums the ranks' results. Layers that read the s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +14,7 @@ from torch import Tensor, nn
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.norm import RMSNorm
 from srt.layers.ops import TORCH_OPS, Affine, LayerOps, Stream
-from srt.layers.weights import WeightedModule, WeightPiece
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnPart:
-    """A checkpoint layer within a merged one: this rank holds `size` of its `total` outputs, from `start` on."""
-
-    name: str
-    total: int
-    start: int
-    size: int
+from srt.layers.weights import ColumnPart, WeightedModule, WeightPiece
 
 
 class ColumnParallelLinear(WeightedModule):

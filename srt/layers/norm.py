@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +10,8 @@ from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.ops import TORCH_OPS, LayerOps, Norm, Stream
-from srt.layers.weights import WeightedModule, WeightPiece
+from srt.layers.weights import ColumnPart, WeightedModule, WeightPiece
 from srt.utils.layer_spec import NormSpec
-
-if TYPE_CHECKING:
-    from srt.layers.linear import ColumnPart
 
 
 class _WeightedNorm(WeightedModule):

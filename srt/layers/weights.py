@@ -10,6 +10,16 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
+class ColumnPart:
+    """A checkpoint layer within a merged one: this rank holds `size` of its `total` outputs, from `start` on."""
+
+    name: str
+    total: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPiece:
     """A range, along one dimension, of a checkpoint tensor, and its place in a parameter of this rank."""
 

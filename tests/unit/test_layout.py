@@ -14,6 +14,7 @@ from tests.support.server_process import ROOT
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
 PACKAGE = ROOT / "srt"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+FILES = frozenset(SOURCES)
 FOLDERS = sorted({path.parent for path in SOURCES})
 CODE = {".py", ".cu", ".cuh", ".js", ".css", ".html"}
 
@@ -85,3 +86,29 @@ def test_no_word_or_name_is_coined() -> None:
         "PageBoard",
         "Rehears",
     ]
+
+
+def imports_of(path: Path) -> set[Path]:
+    """The files of `srt/` that a file imports, also those for types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            files = (ROOT.joinpath(*parts[:length]).with_suffix(".py") for length in range(len(parts), 1, -1))
+            found |= {next((file for file in files if file in FILES), path)}
+    return found - {path}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Files that import none that is left are taken away again and again; only circles, and what imports them, stay."""
+    left = {path: imports_of(path) for path in SOURCES}
+    while done := [path for path, imported in left.items() if not imported & left.keys()]:
+        for path in done:
+            del left[path]
+    assert [name_of(path) for path in left] == []
