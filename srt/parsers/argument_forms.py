@@ -80,14 +80,18 @@ class Place:
         if other is not None:
             raise self.refusal(f"has the keyword {other}, which")
 
+    def count(self, num_bytes: int) -> None:
+        """Raise FormRefusal if these bytes make too much with all that was made before."""
+        self._root.num_bytes += num_bytes
+        if self._root.num_bytes > _MAX_BYTES:
+            raise self.refusal(f"makes more than {_MAX_BYTES} bytes, which")
+
     @property
     def as_json(self) -> Node:
         """The value as JSON. FormRefusal if that is too much."""
         written = compact(self.schema)
         has_references = '"$ref"' in written
-        self._root.num_bytes += len(written) + (self._root.num_definition_bytes if has_references else 0)
-        if self._root.num_bytes > _MAX_BYTES:
-            raise self.refusal(f"makes more than {_MAX_BYTES} bytes of JSON, which")
+        self.count(len(written) + (self._root.num_definition_bytes if has_references else 0))
         return json_schema({**self.schema, "$defs": self._root.definitions} if has_references else self.schema)
 
 
@@ -147,11 +151,14 @@ def string_texts(place: Place) -> list[list[str]] | None:
         options: list[list[str]] = [[]]
         if name in ("enum", "const"):
             texts = value if name == "enum" else [value]
-            strings = [escaped(one) for one in texts if isinstance(one, str)]
+            given = [one for one in texts if isinstance(one, str)]
+            place.count(sum(map(len, given)))
+            strings = list(map(escaped, given))
             if not strings:
                 raise place.refusal(f"has no text in {name}, which")
             options = [[f"({'|'.join(strings)})"]]
         elif name == "pattern":
+            place.count(len(value))
             options = [[_searched(value, place)]]
         elif name == "anyOf":
             options = [
@@ -194,7 +201,10 @@ def text_until(begin: str, place: Place, ends: Sequence[str]) -> Node:
 
 def _searched(pattern: str, place: Place) -> str:
     """Return an expression that matches a whole text in which the pattern is found."""
-    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]])*\]", lambda found: "x" * len(found[0]), pattern, flags=re.DOTALL)
+    # A class that is not closed reaches to the end. Each expression matches in one way only, or the time would grow without bounds.
+    bare = re.sub(
+        r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)", lambda found: "x" * len(found[0]), pattern, flags=re.DOTALL
+    )
     begins, ends = bare.startswith("^"), bare.endswith("$")
     if re.search(r"[\^$]", bare[begins : len(bare) - ends]) or ((begins or ends) and _has_alternatives(bare)):
         raise place.refusal(f"has the pattern {pattern!r} with an anchor within it, which")

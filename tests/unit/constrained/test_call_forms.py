@@ -267,6 +267,12 @@ HOSTILE: list[Any] = [
     {"properties": {"a": {"type": "string", "allOf": [{"anyOf": [{"pattern": f"{i}"} for i in range(9)]}] * 9}}},
     {"properties": {f"p{i}": {"$ref": "#/$defs/d"} for i in range(2000)}, "$defs": {"d": {"enum": ["x" * 9000, 1]}}},
     {"enum": ["x" * 300_000]},
+    {
+        "properties": {f"p{i}": {"type": "string", "$ref": "#/$defs/d"} for i in range(2000)},
+        "$defs": {"d": {"type": "string", "enum": ["x" * 100_000]}},
+    },
+    {"properties": {"a": {"type": "string", "pattern": "[" + r"\w" * 40}}},
+    {"properties": {"a": {"type": "string", "pattern": "[" * 60_000}}},
 ]
 
 
