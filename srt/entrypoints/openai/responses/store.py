@@ -61,13 +61,17 @@ class ResponseStore:
         return self._num_bytes
 
     def check_new(self, response_id: str, in_background: bool) -> None:
-        """Raise RequestError if there is a response of this id, or no room for one that is generated in the background."""
+        """Raise RequestError if the id is taken or no part of a path, or if there is no room for a response in the background."""
         self._forget_expired()
         if response_id in self._stored:
             raise RequestError(400, "request_id is the id of a stored response.", "request_id")
-        num_running = sum(one.task is not None for one in self._stored.values()) if in_background else 0
-        if num_running >= self._max_responses:
-            raise RequestError(429, f"{num_running} responses, the limit, are generated in the background.")
+        if "/" in response_id:
+            raise RequestError(400, "request_id must not contain / if the response is stored.", "request_id")
+        running = [one.num_bytes for one in self._stored.values() if one.task is not None] if in_background else []
+        if len(running) >= self._max_responses:
+            raise RequestError(429, f"{len(running)} responses, the limit, are generated in the background.")
+        if sum(running) >= self._max_bytes:
+            raise RequestError(429, f"The responses that are generated in the background have {sum(running)} bytes.")
 
     def put(self, response: Response, messages: list[Message], task: asyncio.Task[None] | None = None) -> None:
         """Store a response, or what has become of it, and the conversation with it. `task` still generates it."""

@@ -119,6 +119,13 @@ def test_an_id_is_stored_once() -> None:
     assert (again.status_code, again.json()["error"]["param"]) == (400, "request_id")
 
 
+def test_a_response_that_no_path_leads_to_is_not_stored() -> None:
+    world = new_world()
+    refused = world.post(PATH, {"input": "hi", "request_id": "a/cancel"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+    assert world.post(PATH, {"input": "hi", "request_id": "a/cancel", "store": False}).status_code == 200
+
+
 # ---- In the background
 
 
@@ -262,5 +269,21 @@ def test_what_runs_is_not_forgotten_and_is_bounded_by_itself() -> None:
         store.delete("b")
         await asyncio.gather(*tasks, return_exceptions=True)
         assert all(task.cancelled() for task in tasks)
+
+    asyncio.run(go())
+
+
+def test_what_runs_is_bounded_in_bytes() -> None:
+    async def go() -> None:
+        store = ResponseStore(max_bytes=3000)
+        task = asyncio.create_task(asyncio.sleep(60))
+        store.check_new("a", in_background=True)
+        store.put(response("a", status="in_progress", background=True), [{"role": "user", "content": "x" * 3000}], task)
+        with pytest.raises(RequestError, match=r"generated in the background have 3[0-9]+ bytes") as caught:
+            store.check_new("b", in_background=True)
+        assert caught.value.status == 429
+        store.check_new("b", in_background=False)
+        store.delete("a")
+        store.check_new("b", in_background=True)
 
     asyncio.run(go())
