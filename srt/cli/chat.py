@@ -161,6 +161,7 @@ def _answer(conversation: Conversation, line: str, *, is_person: bool) -> None:
             raise
         print(" (stopped)")
     except AnswerError as error:
+        printer.break_off()
         _report(error, is_person=is_person)
 
 

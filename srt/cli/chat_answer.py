@@ -70,6 +70,11 @@ class Printer:
         """End the last line."""
         _write(")\n" if self._part == "call" else "\n")
 
+    def break_off(self) -> None:
+        """End the line of an answer that is not whole, if it has one: what follows is not the model's."""
+        if self._part:
+            _write("\n")
+
     def _begin(self, part: str, *, is_new: bool = False) -> None:
         if self._part and (is_new or part != self._part):
             self.end()

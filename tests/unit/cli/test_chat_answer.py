@@ -61,6 +61,14 @@ def test_an_empty_answer_is_an_empty_line(capsys: pytest.CaptureFixture[str]) ->
     assert printed([], capsys, is_terminal=True) == "\n"
 
 
+def test_an_error_amid_an_answer_begins_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = Printer(is_terminal=False)
+    printer.break_off()
+    printer.show({"content": "Hel"}, 0)
+    printer.break_off()
+    assert capsys.readouterr().out == "Hel\n"
+
+
 def test_the_pieces_make_the_message_that_is_sent_back() -> None:
     answer = Answer()
     assert answer.is_empty
