@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from srt.entrypoints.openai.messages import MAX_MESSAGES
+from srt.entrypoints.openai.messages import MAX_CALLS, MAX_MESSAGES
 from srt.entrypoints.request_schema import bad_parameter
 from srt.sampling.foreign_fields import EMPTY, Values, is_one_of
 from srt.sampling.parameter_checks import kind_of, show
@@ -216,8 +216,12 @@ class _Conversation:
                 case "redacted_thinking":  # only its author can read it
                     self.turn(role)
                 case "tool_use":
+                    if len(self._names) >= MAX_CALLS:
+                        raise bad_parameter("messages", f"may have at most {MAX_CALLS} blocks of type tool_use")
                     self.turn(role).calls.append(self._call(at, block))
                 case "tool_result":
+                    if len(self._parts) >= MAX_MESSAGES:
+                        raise bad_parameter("messages", f"may have at most {MAX_MESSAGES} turns and blocks of type tool_result")
                     self._parts.append(self._result(at, block))
 
     def _call(self, where: str, block: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _UNSUPPORTED = unsupported("message", MESSAGE_FIELDS)
 _IGNORED_IN_PARTS = ignored("text_part", PART_FIELDS)
 _NOTHING = (*EMPTY, False)
 MAX_MESSAGES = 10_000
+MAX_CALLS = 10_000  # of tools, in all messages: they are read where all requests are, and many would hold these up
 _PART_SCHEMA = {
     "type": "object",
     "description": "Only text parts are supported: no images, audio or files.",
@@ -94,6 +95,10 @@ def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         raise bad_parameter("messages", "must not be empty")
     if len(messages) > MAX_MESSAGES:
         raise bad_parameter("messages", f"may have at most {MAX_MESSAGES} entries, not {len(messages)}")
+    given = [message.get("tool_calls") for message in messages]
+    num_calls = sum(len(calls) for calls in given if isinstance(calls, list))
+    if num_calls > MAX_CALLS:
+        raise bad_parameter("messages", f"may have at most {MAX_CALLS} calls of tools, not {num_calls}")
     return [_plain(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from srt.entrypoints.anthropic.blocks import chat_messages, refuse_open_call
-from srt.entrypoints.openai.messages import plain_messages
+from srt.entrypoints.openai.messages import MAX_CALLS, MAX_MESSAGES, plain_messages
 from srt.managers.tokenizer_manager.api_types import RequestError
 
 
@@ -156,6 +156,19 @@ def test_many_texts_are_joined_in_time_that_grows_with_their_number() -> None:
     chat = chat_messages(None, [user([text("x" * 50)] * 100_000)] * 2)
     assert len(chat) == 1 and len(chat[0]["content"]) == 51 * 200_000 - 1
     assert time.process_time() - began < 5
+
+
+def test_many_calls_and_results_are_refused_before_all_are_read() -> None:
+    calls = [use(str(number)) for number in range(MAX_CALLS + 1)]
+    with pytest.raises(RequestError, match="messages may have at most 10000 blocks of type tool_use"):
+        chat_messages(None, [assistant(calls)])
+    with pytest.raises(RequestError, match="messages may have at most 10000 turns and blocks of type tool_result"):
+        chat_messages(None, [assistant([use()]), user([result()] * MAX_MESSAGES)])
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call] * MAX_CALLS}]
+    assert len(plain_messages(chat)[0]["tool_calls"]) == MAX_CALLS
+    with pytest.raises(RequestError, match="messages may have at most 10000 calls of tools, not 20000"):
+        plain_messages(chat * 2)
 
 
 def test_a_wrong_system_prompt_is_refused_by_its_name() -> None:
