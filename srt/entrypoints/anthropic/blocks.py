@@ -221,7 +221,9 @@ class _Conversation:
                     self.turn(role).calls.append(self._call(at, block))
                 case "tool_result":
                     if len(self._parts) >= MAX_MESSAGES:
-                        raise bad_parameter("messages", f"may have at most {MAX_MESSAGES} turns and blocks of type tool_result")
+                        raise bad_parameter(
+                            "messages", f"may have at most {MAX_MESSAGES} turns and blocks of type tool_result"
+                        )
                     self._parts.append(self._result(at, block))
 
     def _call(self, where: str, block: dict[str, Any]) -> dict[str, Any]:
