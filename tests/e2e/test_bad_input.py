@@ -35,7 +35,10 @@ async def check(client: httpx.AsyncClient, case: Case) -> str:
     error = response.json()["error"]
     if case.parameter not in error["message"]:
         return f"{case}: does not name {case.parameter}: {error}"
-    if case.endpoint.path.startswith("/v1/"):
+    if case.endpoint.path.startswith("/v1/messages"):
+        if error.keys() != {"message", "type"}:
+            return f"{case}: not in Anthropic's shape: {error}"
+    elif case.endpoint.path.startswith("/v1/"):
         if error.keys() != {"message", "type", "param", "code"} or error["param"] is None:
             return f"{case}: not in OpenAI's shape: {error}"
     elif error.keys() != {"message"}:
