@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from scripts.generated_page import write_or_check
 from srt.entrypoints.app import ROUTES
 from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai.messages import MESSAGE_FIELDS, PART_FIELDS
@@ -209,17 +209,5 @@ def _kind(schema: dict[str, Any]) -> str:
     return str(kind)
 
 
-def main() -> int:
-    """Write the page, or compare it."""
-    page = render()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page, "utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text("utf-8") == page:
-        return 0
-    print(f"{PAGE} is not what the routes say: run `make docs`", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_or_check(PAGE, render(), "the routes say"))

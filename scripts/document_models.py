@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from scripts.generated_page import write_or_check
 from srt.utils.families.registry import FAMILIES
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -38,17 +38,5 @@ def render() -> str:
     return HEAD + "".join(rows)
 
 
-def main() -> int:
-    """Write the page, or compare it."""
-    page = render()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page, "utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text("utf-8") == page:
-        return 0
-    print(f"{PAGE} is not what the families declare: run `make docs`", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_or_check(PAGE, render(), "the families declare"))

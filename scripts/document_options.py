@@ -6,10 +6,10 @@ With `--check` nothing is written; the exit status is 1 when the page is not wha
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
+from scripts.generated_page import write_or_check
 from srt.server_args import ServerArgs
 
 PAGE = Path(__file__).parent.parent / "docs/options.md"
@@ -107,17 +107,5 @@ def _show(value: Any) -> str:
             return f"`{value}`"
 
 
-def main() -> int:
-    """Write the page, or compare it."""
-    page = render()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page, "utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text("utf-8") == page:
-        return 0
-    print(f"{PAGE} is not what srt/server_args.py says: run `make docs`", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_or_check(PAGE, render(), "srt/server_args.py says"))
