@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from srt.utils.families.family import ConfigReader, Family
-from srt.utils.families.windows import windowed_layers
+from srt.utils.families.windows import rotated_where, windowed_layers
 from srt.utils.layer_spec import LayerNorms, LayerSpec, Scales
 
 
@@ -20,10 +18,7 @@ def _layers(config: ConfigReader) -> list[LayerSpec]:
         norms=LayerNorms(before_feed_forward=None),
         is_parallel=True,
     )
-    return [
-        layer if is_sliding else replace(layer, attention=replace(layer.attention, rope=None))
-        for layer, is_sliding in zip(layers, slides, strict=True)
-    ]
+    return rotated_where(layers, slides)
 
 
 COHERE2 = Family(

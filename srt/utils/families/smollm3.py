@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from srt.utils.config_values import shown
 from srt.utils.families.family import ConfigReader, Family
-from srt.utils.families.windows import windowed_layers
+from srt.utils.families.windows import rotated_where, windowed_layers
 from srt.utils.layer_spec import LayerSpec
 from srt.utils.model_error import ModelError
 
@@ -29,10 +27,7 @@ def _layers(config: ConfigReader) -> list[LayerSpec]:
     bias = config.flag("attention_bias")
     attention = config.attention(config.rope(), qkv_bias=bias, o_bias=bias)
     layers = windowed_layers(attention, config.feed_forward(bias=config.flag("mlp_bias")), config.windows(slides))
-    return [
-        layer if is_rotated else replace(layer, attention=replace(layer.attention, rope=None))
-        for layer, is_rotated in zip(layers, rotates, strict=True)
-    ]
+    return rotated_where(layers, rotates)
 
 
 SMOLLM3 = Family(

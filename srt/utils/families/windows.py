@@ -1,4 +1,4 @@
-"""Layers that differ in nothing but their windows."""
+"""Layers that differ in nothing but their windows, and in whether they rotate queries and keys."""
 
 from __future__ import annotations
 
@@ -14,3 +14,11 @@ def windowed_layers(
 ) -> list[LayerSpec]:
     """Return a layer for each window; `given` are further fields of all of them."""
     return [LayerSpec(replace(attention, window=window), feed_forward, **given) for window in windows]
+
+
+def rotated_where(layers: Sequence[LayerSpec], rotates: Sequence[bool]) -> list[LayerSpec]:
+    """Return the layers without the rotation of those for which `rotates` is False."""
+    return [
+        layer if is_rotated else replace(layer, attention=replace(layer.attention, rope=None))
+        for layer, is_rotated in zip(layers, rotates, strict=True)
+    ]
