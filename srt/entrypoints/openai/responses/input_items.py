@@ -12,6 +12,7 @@ from srt.sampling.parameter_checks import kind_of, show
 
 Message = dict[str, Any]
 
+MAX_PARTS = 20_000  # of all items: they are read between the steps of streams, and many would hold these up
 ROLES = ("user", "system", "developer", "assistant")
 _STATUS: Schema = {"enum": ["in_progress", "completed", "incomplete"], "description": "Its status; any will do."}
 _ID: Schema = {"type": "string", "description": "Its id; any will do."}
@@ -108,10 +109,19 @@ def messages_of(given: str | Sequence[object]) -> list[Message]:
         raise bad_parameter("input", "must not be empty")
     if len(given) > MAX_MESSAGES:
         raise bad_parameter("input", f"may have at most {MAX_MESSAGES} items, not {len(given)}")
+    num_parts = sum(_num_parts(item) for item in given)
+    if num_parts > MAX_PARTS:
+        raise bad_parameter("input", f"may have at most {MAX_PARTS} parts in all items, not {num_parts}")
     chat = _Chat()
     for number, item in enumerate(given):
         chat.add(f"input[{number}]", item)
     return chat.messages
+
+
+def _num_parts(item: object) -> int:
+    """Return how many parts an item has, whatever they are."""
+    contents = [item.get(name) for name in ("content", "output", "summary")] if isinstance(item, dict) else []
+    return sum(len(content) for content in contents if isinstance(content, list))
 
 
 class _Chat:

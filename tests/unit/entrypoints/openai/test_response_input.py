@@ -132,7 +132,18 @@ def test_many_texts_behind_a_call_are_joined_once() -> None:
     assert len(message["content"]) == 9999 * 1500
 
 
-@pytest.mark.parametrize(("items", "said"), [([], "input must not be empty"), ([USER] * 10_001, "at most 10000 items")])
+PART = {"type": "input_text", "text": "a"}
+MANY_PARTS = [{"role": "user", "content": [PART] * 10_000}, {**returned("f"), "output": [PART] * 10_001}]
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        ([], "input must not be empty"),
+        ([USER] * 10_001, "at most 10000 items"),
+        (MANY_PARTS, "at most 20000 parts in all items, not 20001"),
+    ],
+)
 def test_too_few_and_too_many_items_are_refused(items: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         messages_of(items)
