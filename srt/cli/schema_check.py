@@ -1,4 +1,4 @@
-"""Whether an answer is valid for a JSON Schema, in a few words."""
+"""Say in a few words whether an answer of `srt chat` is valid for a JSON Schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker holds of structured output: the vocabulary, compiled grammars by key, and a matcher for each constrained row.
+"""The parts of structured output in a worker: the vocabulary, compiled grammars by key, and a matcher for each constrained row.
 
 A matcher knows only the grammar. `tp_worker/constrained_rows.py` decides what a row may draw, with min_new_tokens taken into account.
 """

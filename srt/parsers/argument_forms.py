@@ -96,7 +96,7 @@ class Place:
 
 
 class Root:
-    """What all places of one tool share: the definitions that references lead to, and the count of what was made."""
+    """State that all places in the schema of one tool share: the definitions of references, and how much was made of the form."""
 
     def __init__(self, definitions: Schema) -> None:
         self.definitions = definitions

@@ -285,7 +285,7 @@ def _blocks(where: str, content: object) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _checked_kind(where: str, block: dict[str, Any], known: tuple[str, ...]) -> str:
-    """Return the block's type; RequestError (400) if it is none of `known`, or if one of the block's fields is not known."""
+    """Return the block's type; raise RequestError (400) if it is none of `known`, or if one of the block's fields is not known."""
     kind = block.get("type")
     if not isinstance(kind, str) or kind not in known:
         what = f"of type {kind[:50]!r}" if isinstance(kind, str) else "without a type"

@@ -75,7 +75,7 @@ class MessageAnswer:
         return events
 
     def last_events(self) -> bytes:
-        """Return the end of the stream; RequestError if it was aborted."""
+        """Return the end of the stream; raise RequestError if it was aborted."""
         if self._abort is not None:
             raise self._abort
         return _named({"type": "message_stop"})

@@ -16,7 +16,7 @@ from srt.sampling.sampling_params import MAX_STOP_CHARS, MAX_STOPS, PARAMETERS
 
 
 class PromptBody(RequestBody):
-    """What makes the prompt of a message."""
+    """The fields of a request from which the prompt is made."""
 
     model: str | None = described(
         "One of the server's model names (/v1/models); its first one if absent or `default`.", string=MODEL_NAME

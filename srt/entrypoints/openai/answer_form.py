@@ -23,7 +23,7 @@ _LINE_BREAKS = regex(r"\n{0,2}")  # models write them behind their reasoning
 
 @dataclass(frozen=True, slots=True)
 class AskedForm:
-    """What an answer is asked to be, apart from its reasoning."""
+    """The form that a request demands of an answer. Reasoning before the answer is free."""
 
     constraint: Constraint | None  # by the client
     calls: Node | None  # the form of calls, or of an answer with calls

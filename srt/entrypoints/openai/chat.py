@@ -63,7 +63,7 @@ async def chat(exchange: Exchange, service: Service) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A checked call for the next message of a conversation. /v1/messages and /v1/responses make one of their calls."""
+    """A checked call for the next message of a conversation. Calls of /v1/messages and /v1/responses are turned into it, too."""
 
     body: ChatBody
     identity: Identity
@@ -72,7 +72,7 @@ class ChatCall:
 
     @property
     def output_form(self) -> OutputForm:
-        """How its outputs are to be read, also where they are text as they stand."""
+        """Return how to read the outputs; if `form` is None, so that all text is content."""
         return self.form or OutputForm(None, None, Tools({}), is_open=False)
 
 

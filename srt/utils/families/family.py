@@ -22,7 +22,7 @@ class Family:
     title: str
     """The models that have it, for documents."""
     layers: str
-    """What is special about its layers, for documents."""
+    """A phrase for documents that says in what the layers differ from Llama's."""
     read_layers: Callable[[ConfigReader], Sequence[LayerSpec]]
     fast_paths: Callable[[LayerSpec], tuple[FastPath, ...]] | None = None
     """Returns the fast paths that can run a layer. None: the layers are run by `srt/models/plain_decoder.py`, which has none."""
@@ -38,7 +38,7 @@ class ConfigReader:
 
     def __init__(self, raw: Mapping[str, Any], family: Family) -> None:
         self.raw = raw
-        """As the file has it, null included."""
+        """The content of the file, null values included."""
         self._values = {**family.defaults, **{key: value for key, value in raw.items() if value is not None}}
         self._default_theta = family.defaults.get("rope_theta", 10000.0)
         self.num_layers = self.positive_int("num_hidden_layers")

@@ -35,7 +35,7 @@ FAMILIES = {
 
 
 def family_of(architecture: str) -> Family:
-    """Return the family; ModelError for an architecture that is not supported."""
+    """Return the family; raise ModelError for an architecture that is not supported."""
     family = FAMILIES.get(architecture)
     if family is None:
         supported = ", ".join(FAMILIES)

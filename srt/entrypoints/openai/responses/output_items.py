@@ -105,7 +105,7 @@ class _Item(Protocol):
 
 
 class _Part:
-    """What messages and reasoning have in common: an id, and a content of one part."""
+    """An item with an id and one part of text: the base of messages and reasoning."""
 
     PREFIX = ""
 

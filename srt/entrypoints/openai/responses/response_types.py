@@ -93,7 +93,7 @@ class TextEcho(TypedDict):
 
 
 class RequestEcho(TypedDict):
-    """What the request asked for."""
+    """The fields of the request that a response repeats."""
 
     instructions: Annotated[str | None, "instructions of the request."]
     max_output_tokens: Annotated[int | None, "max_output_tokens of the request."]

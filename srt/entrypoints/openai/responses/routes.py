@@ -106,7 +106,7 @@ def _store_of(service: Service) -> ResponseStore:
 
 
 def _store_for(body: ResponsesBody, service: Service) -> ResponseStore | None:
-    """Return where the response will be stored; None if it will not be. RequestError (400) if it has to be and cannot."""
+    """Return where the response will be stored; None if it will not be. Raise RequestError (400) if it has to be stored and cannot be."""
     if service.responses is None and body.background:
         raise bad_parameter("background", f"needs a server with {OPTION}")
     return None if body.store is False else service.responses
