@@ -109,8 +109,9 @@ class FakeHandle:
 class FakeEngine:
     """Answers every request with `answer`, a character a step; or as `script` says."""
 
-    def __init__(self, answer: str = "Hello!") -> None:
+    def __init__(self, answer: str = "Hello!", uses_priorities: bool = False) -> None:
         self.answer = answer
+        self.uses_priorities = uses_priorities
         self.script: Callable[[GenerateInput], list[list[ChoiceUpdate] | RequestError | None]] | None = None
         self.ready = True
         self.generations: list[int] = []  # it was replaced by these
@@ -177,6 +178,8 @@ class FakeEngine:
 
     def _check(self, request: GenerateInput) -> None:
         check_form(request)
+        if request.priority and not self.uses_priorities:
+            raise RequestError(400, "priority needs the server option --enable-priority-scheduling.")
         build_request(request, self._prompt_ids(request), rid=0, label="", seed=0, model=self.model, limits=self.limits)
 
     def _prompt_ids(self, request: GenerateInput) -> list[int]:
@@ -334,8 +337,9 @@ class World:
     """The application with a fake engine behind it, and a client in front."""
 
     def __init__(self, *, ready: bool = True, answer: str = "Hello!", **options: Any) -> None:
-        self.engine = FakeEngine(answer)
-        self.service = Service(ServerArgs(model_path="/m", served_model_name=("tiny", "org/big"), **options))
+        args = ServerArgs(model_path="/m", served_model_name=("tiny", "org/big"), **options)
+        self.engine = FakeEngine(answer, args.uses_priorities)
+        self.service = Service(args)
         self.app = App(self.service)
         if ready:
             self.service.begin(cast(TokenizerManager, self.engine), 1.5)

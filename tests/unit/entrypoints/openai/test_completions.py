@@ -51,7 +51,7 @@ def test_sixteen_tokens_are_the_default_limit() -> None:
 
 
 def test_the_extras_reach_the_engine() -> None:
-    world = World()
+    world = World(schedule_policy="priority")
     extras = {
         "top_k": 5,
         "min_p": 0.1,
