@@ -287,11 +287,15 @@ class Room:
         return told or int(self._worker._length[seat.slot]) // self._settings.page_size
 
     def _promised(self, seats: list[Seat]) -> int:
-        """What these are expected to ask for still; half of what is possible, where that has proved wrong."""
+        """What these are expected to ask for still; half of what is possible, where that has proved wrong.
+
+        Of a seat that is not sure, the least that it may be: it has what was expected at least, and may lack one page of the rest.
+        """
         promised = 0
         for seat in seats:
             has = self._num_pages(seat)
-            promised += seat.expected - has if has < seat.expected else (seat.most - has + 1) // 2
+            left = (seat.most - has + 1) // 2 if seat.is_sure else min(1, seat.most - has)
+            promised += seat.expected - has if has < seat.expected else left
         return promised
 
     def _held(self, seats: Collection[Seat]) -> Int32Array:
