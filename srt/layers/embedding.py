@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.ops import TORCH_OPS, Affine, LayerOps
+from srt.layers.ops import TORCH_OPS, LayerOps
 from srt.layers.weights import WeightedModule, WeightPiece
 from srt.utils.layer_spec import NO_SCALES, Scales
 
@@ -91,11 +91,11 @@ class ParallelLMHead(WeightedModule):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [rows, shard_size] f32 of hidden [rows, hidden_size]."""
-        return self._scaled(self._ops.linear(hidden, Affine(self.weight, None))).float()
+        return self._scaled(self._ops.project(hidden, self.weight)).float()
 
     def logits_into(self, hidden: Tensor, out: Tensor) -> None:
         """Write the logits to `out` in the model's dtype, in which they are computed before `logits` converts them."""
-        self._ops.linear_into(hidden, self.weight, out)
+        self._ops.project_into(hidden, self.weight, out)
         self._scaled(out)
 
     def _scaled(self, logits: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -53,23 +53,32 @@ class KernelOps(LayerOps):
         return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, self._pdl(stream.hidden))
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
+        matrix = affine.matrix
         product = self._streamed(x, affine)
-        if product is None and _is_few(x, affine.weight):
-            return self._gemv(x, affine)
+        if product is None and _is_few(matrix, x):
+            return self._gemv(x, matrix, affine.bias)
         return super().linear(x, affine) if product is None else product
 
-    def linear_into(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        if _is_few(x, weight):
-            self._gemv(x, Affine(weight, None), out=out)
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        gemm = self._stream_gemm
+        tiles = None if gemm is None else gemm.tiles(x, weight, PLAIN)
+        if gemm is not None and tiles is not None:
+            return gemm.multiply(x, weight, tiles)
+        return self._gemv(x, weight) if _is_few(weight, x) else super().project(x, weight)
+
+    def project_into(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        if _is_few(weight, x):
+            self._gemv(x, weight, out=out)
         else:
-            super().linear_into(x, weight, out)
+            super().project_into(x, weight, out)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up, self._pdl(gate_up))
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
-        if _is_few(stream.hidden, affine.weight):
-            return self._gemv_of_norm(stream, norm, affine, is_gated=False)
+        matrix = affine.matrix
+        if _is_few(matrix, stream.hidden):
+            return self._gemv_of_norm(stream, norm, matrix, affine.bias, is_gated=False)
         return super().linear_of_norm(stream, norm, affine)
 
     def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
@@ -78,8 +87,9 @@ class KernelOps(LayerOps):
             product = self._gated(stream.weighted, affine)
             if product is not None:
                 return product, stream.hidden
-        if _is_few(stream.hidden, affine.weight):
-            return self._gemv_of_norm(stream, norm, affine, is_gated=True)
+        matrix = affine.matrix
+        if _is_few(matrix, stream.hidden):
+            return self._gemv_of_norm(stream, norm, matrix, affine.bias, is_gated=True)
         normed, hidden = self.norm_stream(stream, norm)
         product = self._gated(normed, affine)
         return self.silu_and_mul(super().linear(normed, affine)) if product is None else product, hidden
@@ -88,11 +98,12 @@ class KernelOps(LayerOps):
         stream = self._streamed_onto(hidden, x, affine, next_norm)
         if stream is not None:
             return stream
-        if _is_few(x, affine.weight):
-            return Stream(self._gemv(x, affine, residual=hidden))
-        if affine.bias is not None or len(x) < _FEWEST_ADDED_ROWS:
+        matrix = affine.matrix
+        if _is_few(matrix, x):
+            return Stream(self._gemv(x, matrix, affine.bias, residual=hidden))
+        if matrix is None or affine.bias is not None or len(x) < _FEWEST_ADDED_ROWS:
             return super().linear_onto(hidden, x, affine)
-        return Stream(hidden.addmm_(x, affine.weight.t()))
+        return Stream(hidden.addmm_(x, matrix.t()))
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         return Rotation(*angles(positions, frequencies, factor, self._pdl(positions)))
@@ -116,10 +127,10 @@ class KernelOps(LayerOps):
             is_fp8=k_buffer.dtype is torch.float8_e4m3fn,
         )
         only_decodes = batch.num_decode_rows == len(stream.hidden)
-        gemm, tiles = self._stream_gemm, None
-        if gemm is not None and affine.bias is None and only_decodes:
-            tiles = gemm.tiles(stream.hidden, affine.weight, ending)
-        if gemm is None or tiles is None:
+        gemm, matrix, tiles = self._stream_gemm, affine.matrix, None
+        if gemm is not None and matrix is not None and affine.bias is None and only_decodes:
+            tiles = gemm.tiles(stream.hidden, matrix, ending)
+        if gemm is None or matrix is None or tiles is None:
             return super().attend_stream(stream, norm, affine, head_norms, rotation, layer, batch)
         x: Tensor | Weighted
         if stream.weighted is None:
@@ -139,7 +150,7 @@ class KernelOps(LayerOps):
             k_scale=pool.k_scales[layer.layer_id],
             v_scale=pool.v_scales[layer.layer_id],
         )
-        queries = gemm.multiply_heads(x, affine.weight, tiles, heads)
+        queries = gemm.multiply_heads(x, matrix, tiles, heads)
         return layer.attend_decodes(queries, batch), hidden
 
     def attend(
@@ -181,52 +192,55 @@ class KernelOps(LayerOps):
         """Return the gated product; None if other kernels are faster."""
         is_scaled = isinstance(x, Weighted)
         product = self._streamed(x, affine, Ending(is_gated=True, is_scaled=is_scaled))
-        gemm = self._gated_gemm
-        if product is not None or gemm is None or affine.bias is not None:
+        gemm, matrix = self._gated_gemm, affine.matrix
+        if product is not None or gemm is None or matrix is None or affine.bias is not None:
             return product
-        tiles = gemm.tiles(_rows(x), affine.weight)
-        return None if tiles is None else gemm.multiply(x, affine.weight, tiles)
+        tiles = gemm.tiles(_rows(x), matrix)
+        return None if tiles is None else gemm.multiply(x, matrix, tiles)
 
     def _streamed(self, x: Tensor | Weighted, affine: Affine, ending: Ending = PLAIN) -> Tensor | None:
         """Return the product by `StreamGemm`; None if other kernels are faster."""
-        gemm = self._stream_gemm
-        if gemm is None or affine.bias is not None:
+        gemm, matrix = self._stream_gemm, affine.matrix
+        if gemm is None or matrix is None or affine.bias is not None:
             return None
-        tiles = gemm.tiles(_rows(x), affine.weight, ending)
-        return None if tiles is None else gemm.multiply(x, affine.weight, tiles)
+        tiles = gemm.tiles(_rows(x), matrix, ending)
+        return None if tiles is None else gemm.multiply(x, matrix, tiles)
 
     def _streamed_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None) -> Stream | None:
         """Return the product added to `hidden` by `StreamGemm`; None if other kernels are faster."""
-        gemm = self._stream_gemm
-        if gemm is None or affine.bias is not None:
+        gemm, matrix = self._stream_gemm, affine.matrix
+        if gemm is None or matrix is None or affine.bias is not None:
             return None
         ending = Ending(has_residual=True, is_weighted=next_norm is not None)
-        tiles = gemm.tiles(x, affine.weight, ending)
+        tiles = gemm.tiles(x, matrix, ending)
         if tiles is None:
             return None
         if next_norm is None:
-            return Stream(gemm.multiply(x, affine.weight, tiles, hidden))
-        product, weighted = gemm.multiply_weighted(x, affine.weight, tiles, hidden, next_norm.weight, next_norm.eps)
+            return Stream(gemm.multiply(x, matrix, tiles, hidden))
+        product, weighted = gemm.multiply_weighted(x, matrix, tiles, hidden, next_norm.weight, next_norm.eps)
         return Stream(product, weighted=weighted)
 
-    def _gemv(self, x: Tensor, affine: Affine, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        product, _ = gemv(
-            x.contiguous(),
-            affine.weight,
-            _gemv_tiles(affine.weight, is_gated=False),
-            bias=affine.bias,
-            residual=residual,
-            out=out,
-            pdl=bool(self._pdl(x)),
-        )
+    def _gemv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        tiles = _gemv_tiles(weight, is_gated=False)
+        pdl = bool(self._pdl(x))
+        product, _ = gemv(x.contiguous(), weight, tiles, bias=bias, residual=residual, out=out, pdl=pdl)
         return product
 
-    def _gemv_of_norm(self, stream: Stream, norm: Norm, affine: Affine, is_gated: bool) -> tuple[Tensor, Tensor]:
+    def _gemv_of_norm(
+        self, stream: Stream, norm: Norm, weight: Tensor, bias: Tensor | None, is_gated: bool
+    ) -> tuple[Tensor, Tensor]:
         return gemv(
             stream.hidden,
-            affine.weight,
-            _gemv_tiles(affine.weight, is_gated),
-            bias=affine.bias,
+            weight,
+            _gemv_tiles(weight, is_gated),
+            bias=bias,
             delta=stream.delta,
             norm_weight=norm.weight,
             eps=norm.eps,
@@ -239,8 +253,8 @@ def _rows(x: Tensor | Weighted) -> Tensor:
     return x.values if isinstance(x, Weighted) else x
 
 
-def _is_few(x: Tensor, weight: Tensor) -> bool:
-    return 0 < len(x) <= max_rows(weight)
+def _is_few(weight: Tensor | None, x: Tensor) -> TypeGuard[Tensor]:
+    return weight is not None and 0 < len(x) <= max_rows(weight)
 
 
 def _gemv_tiles(weight: Tensor, is_gated: bool) -> GemvTiles:

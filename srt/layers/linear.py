@@ -6,6 +6,7 @@ takes that part as its input and sums the ranks' results. Layers that read the s
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,10 +15,26 @@ from torch import Tensor, nn
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.norm import RMSNorm
 from srt.layers.ops import TORCH_OPS, Affine, LayerOps, Stream
+from srt.layers.quantization.weight import LinearWeight, Place, PlainWeight
 from srt.layers.weights import ColumnPart, WeightedModule, WeightPiece
 
 
-class ColumnParallelLinear(WeightedModule):
+class LinearLayer(WeightedModule):
+    """What all linear layers have: a weight, which the scheme of a quantised checkpoint may replace before loading, and a bias."""
+
+    weight: LinearWeight
+    bias: nn.Parameter | None
+
+    @property
+    def affine(self) -> Affine:
+        return Affine(self.weight, self.bias)
+
+    @abstractmethod
+    def places(self, path: str) -> list[Place]:
+        """Return the checkpoint's layers that make up this one; `path` is the module's path in the model."""
+
+
+class ColumnParallelLinear(LinearLayer):
     """Linear layer y = x Wᵀ + b for this rank's outputs: those of its parts, in order."""
 
     def __init__(self, in_features: int, parts: Sequence[ColumnPart], bias: bool, ops: LayerOps = TORCH_OPS) -> None:
@@ -27,27 +44,29 @@ class ColumnParallelLinear(WeightedModule):
         self.sizes = tuple(part.size for part in parts)
         """Widths of the parts within the output."""
         rows = sum(self.sizes)
-        self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
+        self.weight = PlainWeight(rows, in_features)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._ops = ops
-
-    @property
-    def affine(self) -> Affine:
-        return Affine(self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self.affine)
 
-    def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
+    def places(self, path: str) -> list[Place]:
         parent = path.rpartition(".")[0]
-        target_start = 0
+        places, target_start = [], 0
         for part in self.parts:
             name = f"{parent}.{part.name}" if parent else part.name
-            shape = (part.total, self.in_features)
-            yield WeightPiece(f"{name}.weight", shape, self, "weight", 0, part.start, part.size, target_start)
-            if self.bias is not None:
-                yield WeightPiece(f"{name}.bias", shape[:1], self, "bias", 0, part.start, part.size, target_start)
+            places.append(Place(name, part.total, self.in_features, 0, part.start, part.size, target_start))
             target_start += part.size
+        return places
+
+    def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
+        places = self.places(path)
+        yield from self.weight.pieces(places)
+        if self.bias is not None:
+            for at in places:
+                shape = (at.num_outputs,)
+                yield WeightPiece(f"{at.path}.bias", shape, self, "bias", 0, at.start, at.size, at.target_start)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -97,7 +116,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.num_kv_heads = kv_heads
 
 
-class RowParallelLinear(WeightedModule):
+class RowParallelLinear(LinearLayer):
     """Linear layer y = x Wᵀ + b of which each rank has a part of x: the ranks' products are summed, then the bias is added once."""
 
     def __init__(
@@ -107,12 +126,8 @@ class RowParallelLinear(WeightedModule):
         self._tp = tp
         self._ops = ops
         self._columns = _even_part("", in_features, tp)
-        self.weight = nn.Parameter(torch.empty(out_features, self._columns.size), requires_grad=False)
+        self.weight = PlainWeight(out_features, self._columns.size)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-
-    @property
-    def affine(self) -> Affine:
-        return Affine(self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._tp.size == 1:
@@ -133,11 +148,14 @@ class RowParallelLinear(WeightedModule):
         normed, total = formed
         return Stream(total, normed=normed)
 
+    def places(self, path: str) -> list[Place]:
+        columns = self._columns
+        return [Place(path, self.weight.shape[0], columns.total, 1, columns.start, columns.size)]
+
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
-        rows, columns = self.weight.shape[0], self._columns
-        shape = (rows, columns.total)
-        yield WeightPiece(f"{path}.weight", shape, self, "weight", 1, columns.start, columns.size, 0)
+        yield from self.weight.pieces(self.places(path))
         if self.bias is not None:
+            rows = self.weight.shape[0]
             yield WeightPiece(f"{path}.bias", (rows,), self, "bias", 0, 0, rows, 0)
 
 

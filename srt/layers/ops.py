@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from srt.layers.attention.radix_attention import RadixAttention
+from srt.layers.quantization.weight import LinearWeight
 
 if TYPE_CHECKING:
     from srt.kernels.gemm.stream_gemm import Weighted
@@ -44,8 +45,13 @@ class Norm:
 class Affine:
     """Parameters of a linear layer, x Wᵀ + b."""
 
-    weight: Tensor
+    weight: LinearWeight
     bias: Tensor | None
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """The weight, if it is a plain matrix. Fused kernels read only this; other weights multiply by themselves."""
+        return self.weight.matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +76,13 @@ class LayerOps:
         return self.norm(hidden, norm), hidden
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
-        return F.linear(x, affine.weight, affine.bias)
+        return affine.weight.multiply(x, affine.bias)
 
-    def linear_into(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x Wᵀ for a plain matrix, such as that of an output layer."""
+        return F.linear(x, weight)
+
+    def project_into(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(x, weight.t(), out=out)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from srt.layers import sampler
 from srt.layers.kernel_ops import KernelOps
 from srt.layers.logit_adjustments import adjust_logits
 from srt.layers.ops import Affine, Norm, Rotation, Stream, rotate
+from srt.layers.quantization.weight import PlainWeight
 from srt.mem_cache.memory_pool import ReqToTokenPool
 from srt.sampling.no_filter import NO_TOP_K, NO_TOP_P
 
@@ -207,14 +208,18 @@ def test_the_products_of_an_mlp_take_in_norm_activation_and_residual(
 ) -> None:
     ops = KernelOps(CUDA)
     x, norm = randn(num_rows, hidden_size), Norm(randn(hidden_size), EPS)
-    gate_up = Affine(randn(2 * inner_size, hidden_size) * hidden_size**-0.5, None)
-    down = Affine(randn(hidden_size, inner_size) * inner_size**-0.5, randn(hidden_size))
+    gate_up_matrix = randn(2 * inner_size, hidden_size) * hidden_size**-0.5
+    down_matrix = randn(hidden_size, inner_size) * inner_size**-0.5
+    gate_up, down = (
+        Affine(PlainWeight.of(gate_up_matrix), None),
+        Affine(PlainWeight.of(down_matrix), randn(hidden_size)),
+    )
     activated, hidden = ops.gated_linear_of_norm(Stream(x), norm, gate_up)
     normed = F.rms_norm(x.float(), (hidden_size,), norm.weight.float(), EPS)
-    gate, up = (normed @ gate_up.weight.float().T).chunk(2, dim=-1)
+    gate, up = (normed @ gate_up_matrix.float().T).chunk(2, dim=-1)
     assert_near(activated, F.silu(gate) * up)
     assert torch.equal(hidden, x)
-    product = x.float() + activated.float() @ down.weight.float().T
+    product = x.float() + activated.float() @ down_matrix.float().T
     assert down.bias is not None
     for affine, expected in ((down, product + down.bias.float()), (Affine(down.weight, None), product)):
         stream = ops.linear_onto(hidden.clone(), activated, affine)

@@ -35,7 +35,6 @@ from srt.kernels.build.precompile import is_precompiled
 from srt.kernels.build.shared_memory import SHARED_BYTES
 
 if TYPE_CHECKING:
-    from srt.layers.ops import Affine
     from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from srt.model_executor.forward_batch_info import ForwardBatch
     from srt.models.causal_lm import CausalLM
@@ -219,7 +218,7 @@ class ResidentLayers:
         self._norm_eps = first.input_layernorm.norm.eps
         self._head_eps = first.self_attn.head_norms[0].eps if first.self_attn.head_norms else 0.0
         self._scale_log2 = first.self_attn.attn.scale * math.log2(math.e)
-        maps = [_map_of(affine.weight) for layer in layers for affine in _affines_of(layer)]
+        maps = [_map_of(matrix) for layer in layers for matrix in _matrices_of(layer) if matrix is not None]
         self._maps = _on_device(b"".join(maps), device)
         self._strides = tuple(buffer.stride(0) for buffer in kv_pool.get_kv(0))
         tables = [
@@ -321,25 +320,27 @@ def _variant_of(
         return None
     first = layers[0].self_attn
     tensors = [tensor for layer in layers for tensor in _tensors_of(layer, kv_pool).values()]
-    tensors += [affine.weight for layer in layers for affine in _affines_of(layer)]
-    if any(tensor is not None and tensor.dtype is not torch.bfloat16 for tensor in tensors):
+    matrices = [matrix for layer in layers for matrix in _matrices_of(layer)]
+    if any(matrix is None for matrix in matrices):
+        return None
+    if any(tensor is not None and tensor.dtype is not torch.bfloat16 for tensor in tensors + matrices):
         return None
     if first.attn.head_dim != _HEAD_DIM:
         return None
     widths = (
-        first.o_proj.affine.weight.shape[0],
+        first.o_proj.weight.shape[0],
         first.attn.num_heads * _HEAD_DIM,
         first.attn.num_kv_heads * _HEAD_DIM,
-        layers[0].mlp.down_proj.affine.weight.shape[1],
+        layers[0].mlp.down_proj.weight.shape[1],
     )
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     return ResidentVariant.of(rows, widths, first.head_norms is not None, page_size, num_processors)
 
 
-def _affines_of(layer: DecoderLayer) -> list[Affine]:
-    """Return the linear layers in the order in which the kernel expects their weights."""
+def _matrices_of(layer: DecoderLayer) -> list[Tensor | None]:
+    """Return the weights of the linear layers in the order in which the kernel expects them; None for those that are no plain matrix."""
     attention, mlp = layer.self_attn, layer.mlp
-    return [attention.qkv_proj.affine, attention.o_proj.affine, mlp.gate_up_proj.affine, mlp.down_proj.affine]
+    return [linear.weight.matrix for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)]
 
 
 def _map_of(weight: Tensor) -> bytes:

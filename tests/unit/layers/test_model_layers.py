@@ -149,7 +149,8 @@ def test_kv_heads_stay_with_the_query_heads_that_use_them(size: int, kv_of_rank:
     for rank in range(size):
         layer = QKVParallelLinear(4, 8, 2, 3, False, idle_rank(rank, size))
         fill(layer, tensors, "qkv_proj")
-        q, k, v = layer.weight[:, 0].split(layer.sizes)
+        assert layer.weight.matrix is not None
+        q, k, v = layer.weight.matrix[:, 0].split(layer.sizes)
         assert q[::3].tolist() == list(range(rank * 8 // size, (rank + 1) * 8 // size))
         assert k[::3].tolist() == v[::3].tolist() == kv_of_rank[rank]
         assert (layer.num_heads, layer.num_kv_heads) == (8 // size, len(kv_of_rank[rank]))

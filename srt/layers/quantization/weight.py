@@ -1,0 +1,80 @@
+"""The weight of a linear layer as an object that knows its checkpoint tensors and how to multiply, and the one of unpacked weights."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from srt.layers.weights import WeightPiece
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One linear layer of the checkpoint, this rank's range of it, and the place of that range in a merged weight."""
+
+    path: str
+    """Path of the layer in the checkpoint: its tensors are named after it."""
+    num_outputs: int
+    num_inputs: int
+    dim: int
+    """What is split over the ranks: 0 the outputs, 1 the inputs."""
+    start: int
+    """First output or input of this rank."""
+    size: int
+    target_start: int = 0
+    """First row of the range in this rank's weight; 0 if inputs are split."""
+
+
+class LinearWeight(nn.Module):
+    """The weight [outputs, inputs] of a linear layer on this rank, stored in the form of one scheme."""
+
+    shape: tuple[int, int]
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """The weight as a plain matrix, which any kernel may read; None if it is stored in another form."""
+        return None
+
+    @abstractmethod
+    def pieces(self, places: Sequence[Place]) -> Iterator[WeightPiece]:
+        """Yield the parts of the checkpoint that fill this weight."""
+
+    def finish(self) -> None:
+        """Bring the loaded tensors into the form in which they are multiplied. Called once, after loading."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x Wᵀ + b."""
+
+
+class PlainWeight(LinearWeight):
+    """A weight of the model's dtype."""
+
+    def __init__(self, num_outputs: int, num_inputs: int) -> None:
+        super().__init__()
+        self.shape = num_outputs, num_inputs
+        self.values = nn.Parameter(torch.empty(num_outputs, num_inputs), requires_grad=False)
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> PlainWeight:
+        """Return the weight whose matrix is given."""
+        weight = cls(*matrix.shape)
+        weight.values = nn.Parameter(matrix, requires_grad=False)
+        return weight
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.values
+
+    def pieces(self, places: Sequence[Place]) -> Iterator[WeightPiece]:
+        for at in places:
+            shape = (at.num_outputs, at.num_inputs)
+            yield WeightPiece(f"{at.path}.weight", shape, self, "values", at.dim, at.start, at.size, at.target_start)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.values, bias)
