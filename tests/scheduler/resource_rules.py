@@ -104,7 +104,7 @@ class ResourceRules:
     def _check_release(self, key: str, needed: set[str]) -> None:
         held = self._held.pop(key, None)
         assert held is not None, f"{key} is to be released, and nobody has it"
-        assert key not in needed, f"{key} is to be released, and is needed"
+        assert key not in needed or key in self._wanted_at, f"{key} is to be released, and is needed"
         assert held.num_answers == self._settings.tp_size, f"{key} is to be released before all ranks have answered"
         if held.has_failed or held.is_late:
             return
@@ -144,6 +144,10 @@ class ResourceRules:
         held = self._held.get(key)
         return held is not None and len(held.ranks) == self._settings.tp_size and not held.is_late
 
+    def _is_given_up(self, held: _Held) -> bool:
+        """All ranks have answered, and it is of no use. Who needs it from now on waits until it is prepared again."""
+        return held.num_answers == self._settings.tp_size and (held.has_failed or held.is_late)
+
     def check_admission(self, choice: Choice, admission: AdmissionView) -> None:
         resource = choice.request.resource
         assert admission.resource == ("" if resource is None else resource.key), f"{choice.name}: {admission.resource}"
@@ -155,8 +159,9 @@ class ResourceRules:
         """A request comes that needs it."""
         if resource is None:
             return
-        if resource.key in self._held:
-            self._held[resource.key].used_at = self._turn + 1
+        held = self._held.get(resource.key)
+        if held is not None and not self._is_given_up(held):
+            held.used_at = self._turn + 1
         elif self._wanted_at.setdefault(resource.key, self._turn) != self._turn:
             self._again.add(resource.key)
 
