@@ -21,7 +21,7 @@ class ColumnPart:
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """A range, along one dimension, of a checkpoint tensor, and its place in a parameter of this rank."""
+    """A range, along one dimension, of a matrix or vector of a checkpoint, and its place in a parameter of this rank."""
 
     name: str
     """Name of the tensor in the checkpoint."""
@@ -36,6 +36,10 @@ class WeightPiece:
     size: int
     target_start: int
     """First index of the range in the parameter."""
+    index: int | None = None
+    """Which of the matrices that the parameter stacks the range belongs to. None: the parameter is one matrix or vector."""
+    stored_index: int | None = None
+    """Which of the matrices that the checkpoint's tensor stacks the range is read from. None: the tensor is one matrix or vector."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -44,12 +48,20 @@ class WeightPiece:
         return parameter
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the matrix or vector in the checkpoint that the range is read from."""
+        return self.shape if self.stored_index is None else self.shape[1:]
+
+    @property
     def num_elements(self) -> int:
-        return self.parameter.numel() // self.parameter.shape[self.dim] * self.size
+        return self.target().numel()
 
     def target(self) -> Tensor:
         """Return the view of the parameter that the range fills."""
-        return self.parameter.detach().narrow(self.dim, self.target_start, self.size)
+        parameter = self.parameter.detach()
+        return (parameter if self.index is None else parameter[self.index]).narrow(
+            self.dim, self.target_start, self.size
+        )
 
 
 class WeightedModule(nn.Module):

@@ -43,10 +43,12 @@ class DummyWeights:
             target.fill_(1.0)
             return
         # A vector is treated as a matrix of one row.
-        width = piece.shape[-1]
-        columns = slice(piece.start, piece.start + piece.size) if piece.dim == len(piece.shape) - 1 else slice(0, width)
-        first_row = piece.start if piece.dim < len(piece.shape) - 1 else 0
-        scale = 0.02 if len(piece.shape) == 1 else width**-0.5
+        shape = piece.stored_shape
+        width = shape[-1]
+        columns = slice(piece.start, piece.start + piece.size) if piece.dim == len(shape) - 1 else slice(0, width)
+        first_row = piece.start if piece.dim < len(shape) - 1 else 0
+        first_row += (piece.stored_index or 0) * (shape[0] if len(shape) == 2 else 1)
+        scale = 0.02 if len(shape) == 1 else width**-0.5
         offset = zlib.crc32(piece.name.encode()) + first_row * width
         self._fill_rows(target.view(-1, target.shape[-1]), offset, width, columns, self._noise_like(target, scale))
 
