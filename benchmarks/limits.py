@@ -12,6 +12,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from srt.utils.layer_spec import Experts
 from srt.utils.model_config import ModelConfig
 
 RUN = "BENCHMARK_RUN"  # of the environment: marks the lines of all commands of one run
@@ -41,15 +42,26 @@ class Shape:
     head_weights: int  # of the output layer: once for every row that samples
     kv_bytes_per_token: int
     attention_flops_per_pair: int  # for each (query token, key token)
+    expert_weights: int = 0  # of one expert in each layer that has experts, over all of these layers
+    num_experts: int = 0
+    top_k: int = 0  # experts that a token takes
 
     @classmethod
     def of(cls, folder: str, kv_cache_dtype: str = "auto") -> Shape:
         config = ModelConfig.from_folder(folder, {}, None)
-        linear = kv = pairs = 0
+        linear = kv = pairs = experts = 0
+        routing = None
         for layer in config.layers:
             one = layer.attention
             linear += config.hidden_size * one.head_dim * (2 * one.num_heads + 2 * one.num_kv_heads)
-            linear += 3 * config.hidden_size * layer.feed_forward.size
+            mlp = layer.feed_forward
+            if isinstance(mlp, Experts):
+                routing = mlp.routing
+                experts += 3 * config.hidden_size * mlp.size
+                shared_size = 0 if mlp.shared is None else mlp.shared.size
+                linear += config.hidden_size * (routing.num_experts + 3 * shared_size)
+            else:
+                linear += 3 * config.hidden_size * mlp.size
             kv += 2 * one.num_kv_heads * one.head_dim
             pairs += 4 * one.query_width
         kv_bytes = 1 if kv_cache_dtype.startswith("fp8") else BYTES
@@ -58,22 +70,34 @@ class Shape:
             head_weights=config.vocab_size * config.hidden_size,
             kv_bytes_per_token=kv * kv_bytes,
             attention_flops_per_pair=pairs,
+            expert_weights=experts,
+            num_experts=0 if routing is None else routing.num_experts,
+            top_k=0 if routing is None else routing.top_k,
         )
+
+    def distinct_experts(self, rows: int) -> float:
+        """Expected number of a layer's experts that some token of the step takes, if all are equally likely."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** rows) if self.num_experts else 0.0
 
     def decode_s(self, device: Device, rows: int, context: float) -> float:
         """A step of `rows` tokens, each behind `context` others: all weights and all KV read once, or the products."""
         return max(self.read_s(device, rows, context), self.products_s(device, rows))
 
     def read_s(self, device: Device, rows: int, context: float) -> float:
-        weights = (self.linear_weights + self.head_weights) * BYTES
+        experts = self.expert_weights * self.distinct_experts(rows)
+        weights = (self.linear_weights + self.head_weights + experts) * BYTES
         return (weights + rows * context * self.kv_bytes_per_token) / device.read_bytes_s
 
     def products_s(self, device: Device, rows: int) -> float:
-        return 2 * rows * (self.linear_weights + self.head_weights) / device.matmul_flops_s
+        return 2 * rows * (self._weights_of_a_token + self.head_weights) / device.matmul_flops_s
+
+    @property
+    def _weights_of_a_token(self) -> int:
+        return self.linear_weights + self.top_k * self.expert_weights
 
     def prefill_s(self, device: Device, rows: int, length: int) -> float:
         """Prompts of `length` tokens, causal."""
-        linear = 2 * (rows * length * self.linear_weights + rows * self.head_weights)
+        linear = 2 * (rows * length * self._weights_of_a_token + rows * self.head_weights)
         return (linear + rows * length * length / 2 * self.attention_flops_per_pair) / device.matmul_flops_s
 
 

@@ -132,21 +132,20 @@ class RowParallelLinear(LinearLayer):
     def forward(self, x: Tensor) -> Tensor:
         if self._tp.size == 1:
             return self._ops.linear(x, self.affine)
-        total = self._tp.all_reduce(self._ops.linear(x, Affine(self.weight, None)))
+        total = self._tp.all_reduce(self.summand(x))
         return total if self.bias is None else total + self.bias
 
     def onto(self, hidden: Tensor, x: Tensor, next_norm: RMSNorm | None) -> Stream:
         """Return hidden + y, prepared for `next_norm` if given. May overwrite `hidden`."""
         if self._tp.size == 1:
             return self._ops.linear_onto(hidden, x, self.affine, None if next_norm is None else next_norm.norm)
-        if self.bias is not None or next_norm is None:
+        if self.bias is not None:
             return Stream(hidden, self(x))
-        product, norm = self._ops.linear(x, self.affine), next_norm.norm
-        formed = self._tp.all_reduce_and_norm(product, hidden, norm.weight, norm.eps)
-        if formed is None:
-            return Stream(hidden, self._tp.all_reduce(product))
-        normed, total = formed
-        return Stream(total, normed=normed)
+        return sum_onto(self._tp, hidden, self.summand(x), next_norm)
+
+    def summand(self, x: Tensor) -> Tensor:
+        """Return what this rank adds to y, without the bias."""
+        return self._ops.linear(x, Affine(self.weight, None))
 
     def places(self, path: str) -> list[Place]:
         columns = self._columns
@@ -157,6 +156,17 @@ class RowParallelLinear(LinearLayer):
         if self.bias is not None:
             rows = self.weight.shape[0]
             yield WeightPiece(f"{path}.bias", (rows,), self, "bias", 0, 0, rows, 0)
+
+
+def sum_onto(tp: TensorParallel, hidden: Tensor, summand: Tensor, next_norm: RMSNorm | None) -> Stream:
+    """Return hidden plus the sum of all ranks' summands, prepared for `next_norm` if given."""
+    if next_norm is None or tp.size == 1:
+        return Stream(hidden, tp.all_reduce(summand))
+    formed = tp.all_reduce_and_norm(summand, hidden, next_norm.norm.weight, next_norm.norm.eps)
+    if formed is None:
+        return Stream(hidden, tp.all_reduce(summand))
+    normed, total = formed
+    return Stream(total, normed=normed)
 
 
 def _within_one(name: str, parts: Sequence[ColumnPart]) -> list[ColumnPart]:

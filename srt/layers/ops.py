@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from srt.layers.attention.radix_attention import RadixAttention
+from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, ExpertOps
 from srt.layers.quantization.weight import LinearWeight
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Rotation:
 
 class LayerOps:
     """The operations of decoder layers, without state. A method that takes a stream also returns the stream's sum."""
+
+    experts: ExpertOps = TORCH_EXPERT_OPS
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Return x / rms(x) * weight over the last dimension, with the root mean square in float32."""

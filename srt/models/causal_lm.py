@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class CausalLM(nn.Module):
-    """The model of any family. Layers that declare fast paths are built as those expect them, others plainly."""
+    """The model of any family. Layers that declare the fused path are built for it, others plainly."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
         self.model: Decoder | PlainDecoder
-        self.model = Decoder(config, tp, ops) if config.fast_paths else PlainDecoder(config, tp, ops)
+        self.model = Decoder(config, tp, ops) if "fused" in config.fast_paths else PlainDecoder(config, tp, ops)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops, config.scales)
 

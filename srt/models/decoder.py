@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.embedding import VocabParallelEmbedding
-from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, sum_onto
+from srt.layers.moe.mixture import Mixture
 from srt.layers.norm import RMSNorm
 from srt.layers.ops import LayerOps, Norm, Rotation, Stream
 from srt.layers.rope import RotaryEmbedding
-from srt.utils.layer_spec import FeedForward
+from srt.utils.layer_spec import Experts, FeedForward
 from srt.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -74,6 +75,18 @@ class GatedMLP(nn.Module):
         return self.down_proj.onto(hidden, activated, next_norm)
 
 
+class ExpertMLP(Mixture):
+    """A mixture of experts in the place of the MLP."""
+
+    def __init__(self, hidden_size: int, spec: Experts, tp: TensorParallel, ops: LayerOps) -> None:
+        super().__init__(hidden_size, spec, tp, ops)
+        self._tp = tp
+
+    def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
+        normed, hidden = self._ops.norm_stream(stream, norm.norm)
+        return sum_onto(self._tp, hidden, self.summand(normed), next_norm)
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP; each reads the normed stream, and its result is added to the stream."""
 
@@ -82,7 +95,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm.eps)
         self.self_attn = Attention(config, tp, ops, layer_id)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm.eps)
-        self.mlp = GatedMLP(config.hidden_size, config.layers[layer_id].feed_forward, tp, ops)
+        feed_forward = config.layers[layer_id].feed_forward
+        self._mlp_name = feed_forward.name
+        self.add_module(feed_forward.name, _mlp_of(config.hidden_size, feed_forward, tp, ops))
 
     def attend(self, stream: Stream, rotation: Rotation, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Return (the attention output, the stream's sum). The rest of the layer treats every token on its own."""
@@ -94,7 +109,13 @@ class DecoderLayer(nn.Module):
 
     def finish(self, stream: Stream, next_norm: RMSNorm | None) -> Stream:
         """Run the rest of the layer. `next_norm` is the next layer's first norm, if there is a next layer."""
-        return self.mlp(stream, self.post_attention_layernorm, next_norm)  # type: ignore[no-any-return]
+        mlp = cast("nn.Module", self._modules[self._mlp_name])
+        return mlp(stream, self.post_attention_layernorm, next_norm)  # type: ignore[no-any-return]
+
+    @property
+    def gated_mlp(self) -> GatedMLP:
+        """The MLP of a layer without experts."""
+        return cast("GatedMLP", self.mlp)
 
 
 class Decoder(nn.Module):
@@ -123,6 +144,12 @@ class Decoder(nn.Module):
         stream = last.add(*taken)
         del taken  # frees memory for the MLP, which needs the most
         return self.norm.of_stream(last.finish(stream, None))
+
+
+def _mlp_of(hidden_size: int, spec: FeedForward | Experts, tp: TensorParallel, ops: LayerOps) -> nn.Module:
+    if isinstance(spec, Experts):
+        return ExpertMLP(hidden_size, spec, tp, ops)
+    return GatedMLP(hidden_size, spec, tp, ops)
 
 
 def _of_tokens(wanted: Tensor | None, attended: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

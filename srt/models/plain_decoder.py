@@ -16,10 +16,11 @@ from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.embedding import VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from srt.layers.moe.mixture import Mixture
 from srt.layers.norm import ShardedRMSNorm, make_norm
 from srt.layers.ops import LayerOps, Rotation
 from srt.layers.rope import RotaryEmbedding, rotate_part
-from srt.utils.layer_spec import Activation, FeedForward
+from srt.utils.layer_spec import Activation, Experts, FeedForward
 from srt.utils.model_config import ModelConfig
 from srt.utils.rope_config import RopeConfig
 
@@ -89,6 +90,23 @@ class PlainMLP(nn.Module):
         return self.down_proj(self._activate(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
+class PlainExperts(Mixture):
+    """A mixture of experts in the place of the MLP."""
+
+    def __init__(self, hidden_size: int, spec: Experts, tp: TensorParallel, ops: LayerOps) -> None:
+        super().__init__(hidden_size, spec, tp, ops)
+        self._tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._tp.all_reduce(self.summand(x))
+
+
+def _mlp_of(hidden_size: int, spec: FeedForward | Experts, tp: TensorParallel, ops: LayerOps) -> nn.Module:
+    if isinstance(spec, Experts):
+        return PlainExperts(hidden_size, spec, tp, ops)
+    return PlainMLP(hidden_size, spec, tp, ops)
+
+
 def _gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
@@ -104,7 +122,7 @@ class PlainLayer(nn.Module):
         spec = self._spec = config.layers[layer_id]
         self._rope = None if spec.attention.rope is None else ropes.index(spec.attention.rope)
         self.self_attn = PlainAttention(config, tp, ops, layer_id)
-        self.mlp = PlainMLP(config.hidden_size, spec.feed_forward, tp, ops)
+        self.add_module(spec.feed_forward.name, _mlp_of(config.hidden_size, spec.feed_forward, tp, ops))
         for name in spec.norms.names:
             self.add_module(name, make_norm(config.norm, config.hidden_size, ops))
 
@@ -124,7 +142,10 @@ class PlainLayer(nn.Module):
         hidden = torch.add(hidden, delta, alpha=spec.residual_scale)
         if not spec.is_parallel:
             normed = self._norm(norms.before_feed_forward, hidden)
-        return torch.add(hidden, self._norm(norms.after_feed_forward, self.mlp(normed)), alpha=spec.residual_scale)
+        return torch.add(hidden, self._norm(norms.after_feed_forward, self._mlp(normed)), alpha=spec.residual_scale)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return cast("nn.Module", self._modules[self._spec.feed_forward.name])(x)  # type: ignore[no-any-return]
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else cast("nn.Module", self._modules[name])(x)

@@ -10,9 +10,9 @@ from typing import Final, Literal
 
 from srt.utils.rope_config import RopeConfig
 
-FastPath = Literal["resident", "compiled"]
-"""Paths that run a decode step of a layer otherwise than its modules do: "resident" is the kernel that runs all layers, "compiled" the
-code of --enable-torch-compile."""
+FastPath = Literal["fused", "compiled", "resident"]
+"""Paths that run a layer faster than `srt/models/plain_decoder.py` does: "fused" are the operations of `srt/models/decoder.py`, "compiled"
+is the code of --enable-torch-compile, "resident" the kernel that runs all layers of a decode step."""
 
 Activation = Literal["silu", "gelu_tanh"]
 HeadNorms = Literal["head", "width"]
@@ -84,6 +84,63 @@ class FeedForward:
     is_one_tensor: bool = False
     """Whether the checkpoint stores `gate` and `up` as one tensor, gate_up_proj."""
 
+    @property
+    def name(self) -> str:
+        """Name of the whole in the checkpoint."""
+        return "mlp"
+
+    @property
+    def split_sizes(self) -> list[int]:
+        """The sizes that must divide by the number of ranks."""
+        return [self.size]
+
+
+Scoring = Literal["softmax", "sigmoid"]
+ExpertLayout = Literal["gate_up_down", "w1_w3_w2", "input_output"]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How the router of a layer chooses experts for a token, and weights their results."""
+
+    num_experts: int
+    top_k: int
+    """Experts of a token."""
+    scoring: Scoring = "softmax"
+    is_renormalised: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """A gated MLP beside the experts, which every token takes."""
+
+    name: str
+    """Its name in the checkpoint."""
+    size: int
+    gate: str | None = None
+    """Name of the layer whose sigmoid weights the result. None: the weight is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: gated MLPs, of which every token takes a few."""
+
+    routing: Routing
+    size: int
+    """Outputs of `gate` and of `up` of one expert."""
+    shared: SharedExpert | None = None
+    layout: ExpertLayout = "gate_up_down"
+    """How the checkpoint stores them: a tensor for each matrix of each expert, with these names; or "input_output", two tensors."""
+    name: str = "mlp"
+    """Name of the whole in the checkpoint."""
+    router_name: str = "gate"
+
+    @property
+    def split_sizes(self) -> list[int]:
+        """The sizes that must divide by the number of ranks."""
+        return [self.size] if self.shared is None else [self.size, self.shared.size]
+
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
@@ -105,11 +162,11 @@ class LayerSpec:
     """One layer of a decoder."""
 
     attention: SelfAttention
-    feed_forward: FeedForward
+    feed_forward: FeedForward | Experts
     norms: LayerNorms = LayerNorms()
     is_parallel: bool = False
     """Whether the MLP reads what attention reads, instead of the stream after attention."""
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the stream."""
     fast_paths: tuple[FastPath, ...] = ()
-    """The paths that can run this layer. Every layer can be run by its modules."""
+    """The paths that can run this layer. The plain decoder can run every layer."""

@@ -29,7 +29,9 @@ READ_KEYS = frozenset(
     " torch_dtype bos_token_id eos_token_id num_nextn_predict_layers layer_norm_eps hidden_activation query_pre_attn_scalar"
     " attn_logit_softcapping final_logit_softcapping logit_scale embedding_multiplier logits_scaling"
     " residual_multiplier attention_multiplier no_rope_layers no_rope_layer_interval sliding_window_pattern"
-    " rope_local_base_freq use_bidirectional_attention".split()
+    " rope_local_base_freq use_bidirectional_attention num_experts num_local_experts num_experts_per_tok"
+    " moe_intermediate_size shared_expert_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers clip_qkv"
+    " qkv_bias".split()
 )
 """Keys of config.json that have an effect. Overriding any other key is refused, because it would be ignored."""
 
@@ -109,7 +111,7 @@ class ModelConfig:
     def check_tp(self, tp_size: int) -> None:
         """Raise ModelError if the layers cannot be split over `tp_size` ranks."""
         for layer in dict.fromkeys(self.layers):
-            heads, kv_heads, size = layer.attention.num_heads, layer.attention.num_kv_heads, layer.feed_forward.size
+            heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
             if heads % tp_size:
                 raise ModelError(
                     f"--tp {tp_size} does not divide the model's {heads} query heads: choose another --tp."
@@ -119,10 +121,11 @@ class ModelConfig:
                     f"--tp {tp_size} neither divides the model's {kv_heads} KV heads nor is a multiple of them:"
                     " choose another --tp."
                 )
-            if size % tp_size:
-                raise ModelError(
-                    f"--tp {tp_size} does not divide the model's intermediate size, {size}: choose another --tp."
-                )
+            for size in layer.feed_forward.split_sizes:
+                if size % tp_size:
+                    raise ModelError(
+                        f"--tp {tp_size} does not divide the model's intermediate size, {size}: choose another --tp."
+                    )
 
 
 def _read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,7 +110,21 @@ def _write_model(folder: Path, spec: CheckpointSpec, token_ids: Mapping[str, int
         for name, parameter in model.named_parameters()
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
+    if any(".experts." in name for name in weights):
+        weights = _as_published(model, weights, folder / "published")
     _write_weights(folder, weights, spec.num_shards)
+
+
+def _as_published(model: Any, weights: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
+    """Return the weights under the names and in the shapes of the family's checkpoints, which differ for experts."""
+    from safetensors.torch import load_file
+
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    model.save_pretrained(scratch)
+    published = load_file(scratch / "model.safetensors")
+    shutil.rmtree(scratch)
+    return {name: tensor for name, tensor in published.items() if name != "lm_head.weight" or name in weights}
 
 
 def _build_config(spec: CheckpointSpec, tokens: FamilyTokens, token_ids: Mapping[str, int]) -> Any:

@@ -131,6 +131,34 @@ FAMILY_TOKENS |= {
         },
     ),
 }
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+FAMILY_TOKENS |= {
+    "mixtral": _chatml_family(
+        "MixtralForCausalLM", names_head_dim=True, num_local_experts=6, num_experts_per_tok=2, sliding_window=24
+    ),
+    "qwen2_moe": _chatml_family(
+        "Qwen2MoeForCausalLM", **_EXPERTS, num_experts=8, shared_expert_intermediate_size=48, mlp_only_layers=[1]
+    ),
+    "qwen3_moe": _chatml_family(
+        "Qwen3MoeForCausalLM",
+        names_head_dim=True,
+        **_EXPERTS,
+        num_experts=8,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+    ),
+    "olmoe": _chatml_family("OlmoeForCausalLM", num_experts=8, num_experts_per_tok=3),
+    "granitemoe": _chatml_family(
+        "GraniteMoeForCausalLM",
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=1.5,
+    ),
+}
 
 _NUM_BYTES = 256
 

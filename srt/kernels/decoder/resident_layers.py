@@ -331,7 +331,7 @@ def _variant_of(
         first.o_proj.weight.shape[0],
         first.attn.num_heads * _HEAD_DIM,
         first.attn.num_kv_heads * _HEAD_DIM,
-        layers[0].mlp.down_proj.weight.shape[1],
+        layers[0].gated_mlp.down_proj.weight.shape[1],
     )
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     return ResidentVariant.of(rows, widths, first.head_norms is not None, page_size, num_processors)
@@ -339,7 +339,7 @@ def _variant_of(
 
 def _matrices_of(layer: DecoderLayer) -> list[Tensor | None]:
     """Return the weights of the linear layers in the order in which the kernel expects them; None for those that are no plain matrix."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp = layer.self_attn, layer.gated_mlp
     return [linear.weight.matrix for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)]
 
 

@@ -65,6 +65,6 @@ def _finish(layer: DecoderLayer, attended: Tensor, hidden: Tensor) -> tuple[Tens
     """Run the layer from its attention's output on, and return the stream as two summands."""
     stream = TORCH_OPS.linear_onto(hidden, attended, layer.self_attn.o_proj.affine)
     norm = layer.post_attention_layernorm.norm
-    activated, total = TORCH_OPS.gated_linear_of_norm(stream, norm, layer.mlp.gate_up_proj.affine)
-    stream = TORCH_OPS.linear_onto(total, activated, layer.mlp.down_proj.affine)
+    activated, total = TORCH_OPS.gated_linear_of_norm(stream, norm, layer.gated_mlp.gate_up_proj.affine)
+    stream = TORCH_OPS.linear_onto(total, activated, layer.gated_mlp.down_proj.affine)
     return stream.hidden, stream.delta

@@ -11,6 +11,7 @@ from srt.mem_cache.memory_pool import ADJUSTMENT_BYTES
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.host import available_memory_bytes
+from srt.utils.layer_spec import FeedForward, LayerSpec
 from srt.utils.model_config import ModelConfig
 
 CPU_SHARE = 10  # by default, each rank takes one part in 10 of the available memory
@@ -78,10 +79,22 @@ def most_graph_rows(args: ServerArgs) -> int:
 
 
 def mlp_bytes(config: ModelConfig, tp_size: int, num_tokens: int, item_size: int) -> int:
-    """Return the bytes that an MLP holds at once if its activation is not fused: the stream, its norm, gates, ups, and their product."""
-    columns = 2 * config.hidden_size + 3 * max(layer.feed_forward.size // tp_size for layer in config.layers)
+    """Return the bytes that an MLP holds at once if its activation is not fused: the stream, its norm, gates, ups, and their product.
+
+    A mixture of experts holds the activations and results of all chosen experts, and those of the shared expert beside the sum.
+    """
+    columns = 2 * config.hidden_size + max(_mlp_columns(config, layer, tp_size) for layer in config.layers)
     angles = 2 * 4 * max(layer.attention.head_dim // 2 for layer in config.layers)
     return num_tokens * (columns * item_size + angles)
+
+
+def _mlp_columns(config: ModelConfig, layer: LayerSpec, tp_size: int) -> int:
+    """Return the elements of a token that the layer's MLP holds at once, beside the stream and its norm."""
+    spec = layer.feed_forward
+    if isinstance(spec, FeedForward):
+        return 3 * (spec.size // tp_size)
+    shared = 0 if spec.shared is None else 3 * (spec.shared.size // tp_size)
+    return spec.routing.top_k * (spec.size // tp_size + config.hidden_size) + config.hidden_size + shared
 
 
 def graph_bytes(args: ServerArgs, config: ModelConfig) -> int:

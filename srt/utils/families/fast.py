@@ -1,12 +1,15 @@
-"""The fast paths of layers for which there are fused kernels: pre-norm, one full rotation, a gated MLP with silu."""
+"""The fast paths of layers for which there are fused kernels: pre-norm, one full rotation, a gated MLP or experts with silu."""
 
 from __future__ import annotations
 
-from srt.utils.layer_spec import FastPath, LayerSpec
+from srt.utils.layer_spec import FastPath, FeedForward, LayerSpec
 
 
 def fast_paths(layer: LayerSpec) -> tuple[FastPath, ...]:
-    """Return "compiled" for every layer, and "resident" for those without biases and windows."""
-    attention = layer.attention
-    has_bias = attention.qkv_bias or attention.o_bias or layer.feed_forward.bias
-    return ("compiled",) if has_bias or attention.window is not None else ("compiled", "resident")
+    """Return "fused" for every layer, "compiled" for those without experts, and "resident" if they have no biases and windows either."""
+    attention, feed_forward = layer.attention, layer.feed_forward
+    if not isinstance(feed_forward, FeedForward):
+        return ("fused",)
+    has_bias = attention.qkv_bias or attention.o_bias or feed_forward.bias
+    is_resident = not has_bias and attention.window is None
+    return ("fused", "compiled", "resident") if is_resident else ("fused", "compiled")

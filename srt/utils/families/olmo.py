@@ -1,11 +1,15 @@
-"""OLMo 2 and 3: norms after attention and MLP instead of before, and norms over the width of all queries and keys."""
+"""OLMo 2 and 3: norms after attention and MLP instead of before, and norms over the width of all queries and keys.
+
+OLMoE has the latter, experts, and norms before attention and experts, as Llama has them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from srt.utils.families.experts import routing
 from srt.utils.families.family import ConfigReader, Family
-from srt.utils.layer_spec import LayerNorms, LayerSpec
+from srt.utils.layer_spec import Experts, LayerNorms, LayerSpec
 from srt.utils.rope_config import RopeConfig
 
 _NORMS = LayerNorms(
@@ -36,6 +40,15 @@ def _olmo3_layers(config: ConfigReader) -> list[LayerSpec]:
     ]
 
 
+def _olmoe_layers(config: ConfigReader) -> list[LayerSpec]:
+    config.only("clip_qkv", None)
+    config.only("hidden_act", "silu")
+    bias = config.flag("attention_bias")
+    attention = config.attention(config.rope(), norms="width", qkv_bias=bias, o_bias=bias)
+    chosen = routing(config, is_renormalised=config.flag("norm_topk_prob"))
+    return [LayerSpec(attention, Experts(chosen, config.positive_int("intermediate_size")))] * config.num_layers
+
+
 OLMO2 = Family(
     "Olmo2ForCausalLM",
     "OLMo 2",
@@ -49,4 +62,11 @@ OLMO3 = Family(
     "those of OLMo 2; windows; two rotations",
     _olmo3_layers,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+)
+OLMOE = Family(
+    "OlmoeForCausalLM",
+    "OLMoE",
+    "experts in all layers; norms over all queries and keys",
+    _olmoe_layers,
+    defaults={"rms_norm_eps": 1e-5},
 )

@@ -6,11 +6,13 @@ from srt.utils.families.cohere2 import COHERE2
 from srt.utils.families.family import Family
 from srt.utils.families.gemma import GEMMA2, GEMMA3
 from srt.utils.families.glm4 import GLM4
-from srt.utils.families.granite import GRANITE
+from srt.utils.families.granite import GRANITE, GRANITE_MOE
 from srt.utils.families.llama import LLAMA, MISTRAL
-from srt.utils.families.olmo import OLMO2, OLMO3
+from srt.utils.families.mixtral import MIXTRAL
+from srt.utils.families.olmo import OLMO2, OLMO3, OLMOE
 from srt.utils.families.phi3 import PHI3
 from srt.utils.families.qwen import QWEN2, QWEN3
+from srt.utils.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from srt.utils.families.smollm3 import SMOLLM3
 from srt.utils.model_error import ModelError
 
@@ -30,6 +32,11 @@ FAMILIES = {
         COHERE2,
         GEMMA2,
         GEMMA3,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        OLMOE,
+        GRANITE_MOE,
     )
 }
 

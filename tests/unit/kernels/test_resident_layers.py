@@ -123,7 +123,7 @@ def test_the_kernel_is_told_where_everything_of_its_layers_and_rows_is(
     told = (Layer * 2).from_address(step.layers)
     weights = (ctypes.c_longlong * (2 * 4 * 16)).from_address(step.maps)
     for index, layer in enumerate(cast("list[DecoderLayer]", list(runner.loaded.model.model.layers))):
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp = layer.self_attn, layer.gated_mlp
         assert attention.head_norms is not None
         named = {
             "norm": layer.input_layernorm.norm.weight,

@@ -33,7 +33,7 @@ from srt.model_executor.startup.profile_pages import measure_largest_step
 from srt.model_executor.startup.trial_runner import trial_runner
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
-from srt.utils.layer_spec import FeedForward
+from srt.utils.layer_spec import Experts, FeedForward, Routing, SharedExpert
 from srt.utils.model_config import ModelConfig
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.runners import make_runner
@@ -135,6 +135,17 @@ def test_an_mlp_counts_with_its_gates_and_ups_apart_from_their_product(checkpoin
     large = replace(small, feed_forward=FeedForward(24))
     config = replace(config, hidden_size=8, layers=(small, large, small))
     assert mlp_bytes(config, 2, 10, 2) == 10 * (2 * (8 + 8 + 12 + 12 + 12) + 4 * (2 + 2))
+
+
+def test_experts_count_with_the_activations_and_results_of_all_that_a_token_takes(
+    checkpoint: CheckpointFactory,
+) -> None:
+    config = ModelConfig.from_folder(checkpoint("qwen3"))
+    layer = config.layers[0]
+    experts = Experts(Routing(num_experts=9, top_k=3), size=4, shared=SharedExpert("shared", size=6))
+    mixed = replace(layer, attention=replace(layer.attention, head_dim=4), feed_forward=experts)
+    config = replace(config, hidden_size=8, layers=(mixed, replace(mixed, feed_forward=FeedForward(4))))
+    assert mlp_bytes(config, 2, 10, 2) == 10 * (2 * (8 + 8 + 3 * (2 + 8) + 8 + 3 * 3) + 4 * (2 + 2))
 
 
 def test_admissions_count_as_far_as_one_plan_can_have_them() -> None:

@@ -67,7 +67,7 @@ def test_families_match_with_every_rope_tied_and_untied(checkpoint: CheckpointFa
 
 
 @pytest.mark.parametrize("family", sorted(set(random_checkpoint.FAMILIES) - set(FAMILIES)))
-def test_families_without_fast_paths_match_tied_and_untied(checkpoint: CheckpointFactory, family: str) -> None:
+def test_families_without_resident_layers_match_tied_and_untied(checkpoint: CheckpointFactory, family: str) -> None:
     """Four layers: among so many are all kinds. The tokens fill the windows twice."""
     for tied in (True, False):
         assert_same_logits(checkpoint(family, num_layers=4, tied=tied), f"{family}, tied: {tied}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from srt.utils.families.registry import FAMILIES
-from srt.utils.layer_spec import FeedForward, LayerSpec, NormSpec, SelfAttention
+from srt.utils.layer_spec import Experts, FeedForward, LayerSpec, NormSpec, SelfAttention
 from srt.utils.model_config import READ_KEYS, ModelConfig, ModelError
 from srt.utils.rope_config import RopeConfig
 
@@ -65,7 +65,7 @@ def test_a_config_is_read_whole(tmp_path: Path) -> None:
     config = read(tmp_path)
     assert (config.architecture, config.num_layers) == ("Qwen3ForCausalLM", 3)
     attention = SelfAttention(8, 4, 16, 0.25, RopeConfig("default", 1e6), norms="head")
-    assert config.layers == (LayerSpec(attention, FeedForward(96), fast_paths=("compiled", "resident")),) * 3
+    assert config.layers == (LayerSpec(attention, FeedForward(96), fast_paths=("fused", "compiled", "resident")),) * 3
     assert (config.torch_dtype, config.context_length, config.eos_token_ids) == ("bfloat16", 4096, (7,))
 
 
@@ -280,19 +280,64 @@ def test_a_layer_has_the_fast_paths_that_its_kernels_support(tmp_path: Path) -> 
     slides = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 64}
     config = read(tmp_path, slides)
     assert [layer.fast_paths for layer in config.layers] == [
-        ("compiled", "resident"),
-        ("compiled",),
-        ("compiled", "resident"),
+        ("fused", "compiled", "resident"),
+        ("fused", "compiled"),
+        ("fused", "compiled", "resident"),
     ]
-    assert config.fast_paths == {"compiled"}
-    assert read(tmp_path, slides, context_length=64).fast_paths == {"compiled", "resident"}
+    assert config.fast_paths == {"fused", "compiled"}
+    assert read(tmp_path, slides, context_length=64).fast_paths == {"fused", "compiled", "resident"}
     for changes in ({"architectures": ["Qwen2ForCausalLM"]}, {"architectures": ["LlamaForCausalLM"], "mlp_bias": True}):
-        assert read(tmp_path, changes).fast_paths == {"compiled"}, "there are biases"
+        assert read(tmp_path, changes).fast_paths == {"fused", "compiled"}, "there are biases"
 
 
 def test_a_window_that_the_context_never_fills_is_no_window(tmp_path: Path) -> None:
     mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 1024}
     assert windows_of(read(tmp_path, mistral, context_length=1024)) == (None, None, None)
+
+
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_experts"),
+    [
+        ({}, [True, True, True]),
+        ({"decoder_sparse_step": 2}, [False, True, False]),
+        ({"mlp_only_layers": [0]}, [False, True, True]),
+    ],
+)
+def test_layers_have_experts_where_the_config_says_so(
+    changes: dict[str, Any], has_experts: list[bool], tmp_path: Path
+) -> None:
+    config = read(tmp_path, {**QWEN3_MOE, **changes})
+    assert [isinstance(layer.feed_forward, Experts) for layer in config.layers] == has_experts
+    assert config.fast_paths == {"fused"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are only 8 experts"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers must be a list"),
+        ({"num_experts": None}, "no num_experts"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv"),
+    ],
+)
+def test_experts_that_cannot_be_right_are_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in refusal(tmp_path, {**QWEN3_MOE, **changes})
+
+
+def test_ranks_must_share_the_features_of_every_expert(tmp_path: Path) -> None:
+    config = read(tmp_path, {**QWEN3_MOE, "moe_intermediate_size": 49})
+    with pytest.raises(ModelError, match="intermediate size, 49"):
+        config.check_tp(2)
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Mixtures of experts: the router, the experts' weights, and their products. `mixture.py` puts them together."""

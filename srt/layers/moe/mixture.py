@@ -1,0 +1,63 @@
+"""A mixture of experts: every token takes the experts that the router chooses, and the shared one if there is one."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from srt.layers.moe.experts import ExpertLayers, RouterWeight
+from srt.layers.ops import LayerOps
+from srt.layers.weights import ColumnPart
+from srt.utils.layer_spec import Experts, SharedExpert
+
+
+class Mixture(nn.Module):
+    """The router, the experts and the shared expert of a layer. Each rank computes a summand of the result."""
+
+    def __init__(self, hidden_size: int, spec: Experts, tp: TensorParallel, ops: LayerOps) -> None:
+        super().__init__()
+        self._ops = ops
+        self.router = RouterWeight(hidden_size, spec.routing, spec.router_name, ops.experts)
+        self.experts = ExpertLayers(hidden_size, spec, tp, ops.experts)
+        self._shared_name, self._gate_name = "", ""
+        if spec.shared is not None:
+            self._add_shared(hidden_size, spec.shared, tp)
+
+    def _add_shared(self, hidden_size: int, shared: SharedExpert, tp: TensorParallel) -> None:
+        self._shared_name = shared.name
+        self.add_module(shared.name, SharedExpertLayers(hidden_size, shared, tp, self._ops))
+        if shared.gate is not None:
+            self._gate_name = shared.gate
+            parts = [ColumnPart(shared.gate, 1, 0, 1)]
+            self.add_module(shared.gate, ColumnParallelLinear(hidden_size, parts, False, self._ops))
+
+    def summand(self, x: Tensor) -> Tensor:
+        """Return what this rank adds to the result for the normed stream."""
+        routed: Tensor = self.experts(x, self.router(x))
+        if not self._shared_name:
+            return routed
+        shared: Tensor = self._part(self._shared_name)(x)
+        if not self._gate_name:
+            return routed + shared
+        return torch.addcmul(routed, shared, self._part(self._gate_name)(x).sigmoid())
+
+    def _part(self, name: str) -> nn.Module:
+        return cast("nn.Module", self._modules[name])
+
+
+class SharedExpertLayers(nn.Module):
+    """The gated MLP of the shared expert, of which each rank computes a summand."""
+
+    def __init__(self, hidden_size: int, spec: SharedExpert, tp: TensorParallel, ops: LayerOps) -> None:
+        super().__init__()
+        self._ops = ops
+        outputs = (("gate_proj", spec.size), ("up_proj", spec.size))
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, False, tp, ops)
+        self.down_proj = RowParallelLinear(spec.size, hidden_size, False, tp, ops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj.summand(self._ops.silu_and_mul(self.gate_up_proj(x)))

@@ -1,0 +1,58 @@
+"""The choice of experts and their products, against a loop over tokens in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, choose
+from srt.utils.layer_spec import Routing
+
+EXPERTS, TOP_K, HIDDEN, SIZE = 7, 3, 24, 10
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def token_by_token(x: Tensor, choice: Choice, weights: ExpertWeights) -> Tensor:
+    rows = []
+    for token, ids, factors in zip(x.double(), choice.ids, choice.weights.double(), strict=True):
+        row = torch.zeros(HIDDEN, dtype=torch.float64)
+        for expert, factor in zip(ids, factors, strict=True):
+            gate, up = (weights.gate_up[expert].double() @ token).split(SIZE)
+            row += factor * (weights.down[expert].double() @ (F.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 60])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_results_are_the_weighted_sums_of_the_chosen_experts(
+    num_tokens: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    x = randn(num_tokens, HIDDEN).to(dtype)
+    choice = choose(randn(num_tokens, EXPERTS), Routing(EXPERTS, TOP_K))
+    weights = ExpertWeights(randn(EXPERTS, 2 * SIZE, HIDDEN).to(dtype), randn(EXPERTS, HIDDEN, SIZE).to(dtype))
+    results = TORCH_EXPERT_OPS.multiply(x, choice, weights)
+    assert results.dtype == dtype
+    expected = token_by_token(x, choice, weights)
+    assert (results.double() - expected).norm() / expected.norm() < tolerance
+
+
+def test_no_tokens_have_no_results() -> None:
+    x, logits = torch.empty(0, HIDDEN), torch.empty(0, EXPERTS)
+    weights = ExpertWeights(randn(EXPERTS, 2 * SIZE, HIDDEN), randn(EXPERTS, HIDDEN, SIZE))
+    assert TORCH_EXPERT_OPS.multiply(x, choose(logits, Routing(EXPERTS, TOP_K)), weights).shape == (0, HIDDEN)
+
+
+def test_softmax_weights_are_those_of_all_experts_unless_they_are_renormalised() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
+    scores = logits.softmax(-1)[0]
+    plain = choose(logits, Routing(4, 2, is_renormalised=False))
+    assert plain.ids.tolist() == [[1, 2]]
+    torch.testing.assert_close(plain.weights[0], scores[[1, 2]])
+    renormalised = choose(logits, Routing(4, 2))
+    torch.testing.assert_close(renormalised.weights, logits[:, [1, 2]].softmax(-1))
