@@ -62,6 +62,21 @@ def test_a_text_is_answered_and_the_count_of_its_tokens_is_right(api: httpx.Clie
     assert again["cache_read_input_tokens"] > 0
 
 
+def test_a_text_is_counted_beyond_the_context_but_not_if_it_is_far_too_long(api: httpx.Client) -> None:
+    context = api.get("/model_info").json()["context_length"]
+    longer = {"model": "tiny", "messages": [{"role": "user", "content": "1 " * context}]}
+    assert context < api.post(COUNT, json=longer).json()["input_tokens"] <= 2 * context + 100
+    far_too_long = {"model": "tiny", "messages": [{"role": "user", "content": "1 " * 50 * context}]}
+    refusals = [
+        api.post(path, json={**far_too_long, **more}) for path, more in ((COUNT, {}), (PATH, {"max_tokens": 1}))
+    ]
+    assert [answer.status_code for answer in refusals] == [400, 400]
+    sentences = {answer.json()["error"]["message"] for answer in refusals}
+    assert sentences == {f"messages has more than {2 * context} tokens, but the model's context holds {context}."}, (
+        "both routes say the same"
+    )
+
+
 def test_answers_end_at_limits_and_stop_sequences_and_begin_where_they_are_told(api: httpx.Client) -> None:
     assert ask(api, messages=[SUM], max_tokens=2)["stop_reason"] == "max_tokens"
     stopped = ask(api, messages=[SUM], stop_sequences=[" ="])

@@ -29,7 +29,11 @@ _WRITTEN_AS = {
     "tokens": "messages",
     "text": "messages",
 }
-_TOOL_WRITTEN_AS = (("].function.parameters", "].input_schema"), ("].function.", "]."))
+_TOOL_WRITTEN_AS = (
+    ("].function.parameters", "].input_schema"),
+    ("].function.", "]."),
+    ("tool_choice (required)", "tool_choice (any)"),
+)
 
 
 async def create_message(exchange: Exchange, service: Service) -> None:
@@ -54,14 +58,16 @@ async def create_message(exchange: Exchange, service: Service) -> None:
 
 
 async def count_tokens(exchange: Exchange, service: Service) -> None:
-    """Count the tokens of the prompt that /v1/messages would make of the same fields."""
+    """Count the tokens of the prompt that /v1/messages would make of the same fields.
+
+    A text that is far too long for the model is refused, as /v1/messages refuses it: counting all of it could take a minute.
+    """
     body = CountTokensBody.parse(await exchange.read_json())
     try:
-        request = _parse(body, service, {}).request
-        ids = await service.engine().text.tokenize(request.text or "", request.add_special_tokens)
+        request = await service.engine().tokenized(_parse(body, service, {}).request)
     except RequestError as error:
         raise _in_own_words(error) from error
-    answer: TokenCount = {"input_tokens": len(ids)}
+    answer: TokenCount = {"input_tokens": len(request.input_ids or ())}
     await exchange.send_json(answer)
 
 

@@ -270,7 +270,7 @@ def test_a_count_knows_no_fields_of_the_output() -> None:
         ({"tool_choice": {"type": "robot"}}, "tool_choice.type must be one of auto, any, tool, none, not 'robot'"),
         ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name is not a known field"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name must be a string, not null"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice (required) demands a call, but the request has no tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice (any) demands a call, but the request has no tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names the tool 'f', which"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use must"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type must be one of enabled, disabled, adaptive"),
