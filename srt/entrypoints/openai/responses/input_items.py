@@ -8,6 +8,7 @@ from typing import Any
 from srt.entrypoints.openai.messages import MAX_MESSAGES
 from srt.entrypoints.openai.responses.members import Members, Schema, checked_text
 from srt.entrypoints.request_schema import bad_parameter
+from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.sampling.parameter_checks import kind_of, show
 
 Message = dict[str, Any]
@@ -116,6 +117,17 @@ def messages_of(given: str | Sequence[object]) -> list[Message]:
     for number, item in enumerate(given):
         chat.add(f"input[{number}]", item)
     return chat.messages
+
+
+def check_calls_have_outputs(messages: Sequence[Message]) -> None:
+    """Raise RequestError (400) if a call has no output behind it: a chat template would put the next answer in its place."""
+    calls: dict[str, None] = {}
+    for message in messages:
+        calls |= {call["id"]: None for call in message.get("tool_calls", ())}
+        calls.pop(message.get("tool_call_id", ""), None)
+    for call_id in calls:
+        what = "add a function_call_output with this call_id"
+        raise RequestError(400, f"No tool output found for function call {call_id[:100]}: {what}.", "input")
 
 
 def _num_parts(item: object) -> int:

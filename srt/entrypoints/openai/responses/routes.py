@@ -10,7 +10,7 @@ from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai.chat import ChatCall, parse_call
 from srt.entrypoints.openai.responses.answer import ResponseAnswer
 from srt.entrypoints.openai.responses.chat_form import chat_fields, renamed
-from srt.entrypoints.openai.responses.input_items import Message, messages_of
+from srt.entrypoints.openai.responses.input_items import Message, check_calls_have_outputs, messages_of
 from srt.entrypoints.openai.responses.output_items import new_id
 from srt.entrypoints.openai.responses.response_types import DeletedResponse, Response
 from srt.entrypoints.openai.responses.schema import ResponsesBody
@@ -35,6 +35,7 @@ async def create(exchange: Exchange, service: Service) -> None:
     if store is not None:
         store.check_new(response_id, body.background)
     messages = [*_earlier(body, service), *messages_of(body.input)]
+    check_calls_have_outputs(messages)
     try:
         call = parse_call(chat_fields(body, messages, response_id), service, "resp")
     except RequestError as error:

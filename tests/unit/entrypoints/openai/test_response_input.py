@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from srt.entrypoints.openai.messages import plain_messages
-from srt.entrypoints.openai.responses.input_items import messages_of
+from srt.entrypoints.openai.responses.input_items import check_calls_have_outputs, messages_of
 from srt.managers.tokenizer_manager.api_types import RequestError
 
 USER = {"role": "user", "content": "hi"}
@@ -147,3 +147,36 @@ MANY_PARTS = [{"role": "user", "content": [PART] * 10_000}, {**returned("f"), "o
 def test_too_few_and_too_many_items_are_refused(items: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         messages_of(items)
+
+
+@pytest.mark.parametrize(
+    ("items", "open_call"),
+    [
+        ([USER, called("f")], "f"),
+        ([called("f"), USER], "f"),
+        ([called("f"), called("g"), returned("f"), USER], "g"),
+        ([called("f"), called("g"), returned("g")], "f"),
+        ([returned("f"), called("f")], "f"),
+        ([called("f"), returned("f"), called("f")], "f"),
+    ],
+)
+def test_a_call_without_its_output_is_refused_by_its_name(items: Any, open_call: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_calls_have_outputs(messages_of(items))
+    sentence = f"No tool output found for function call call_{open_call}: add a function_call_output with this call_id."
+    assert (caught.value.status, caught.value.message, caught.value.parameter) == (400, sentence, "input")
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        "hi",
+        [returned("f")],
+        [called("f"), returned("f"), USER],
+        [called("f"), called("g"), returned("g"), returned("f")],
+        [called("f"), USER, returned("f")],
+        [called("f"), returned("f"), called("f"), returned("f")],
+    ],
+)
+def test_calls_with_outputs_are_fine_in_any_order(items: Any) -> None:
+    check_calls_have_outputs(messages_of(items))
