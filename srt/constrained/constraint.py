@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -14,9 +13,6 @@ from srt.sampling.parameter_checks import ParameterError, is_unicode, kind_of, s
 
 MAX_CONTENT_BYTES: Final = 65_536
 MAX_DEPTH: Final = 100  # of arrays and objects in each other: the library's own parser ends at 128
-# Counts changes of how constraints are turned into grammars: a grammar of another version must not be taken for this one's.
-FORMAT_VERSION: Final = 1
-_LIBRARY: Final = "llguidance"
 
 KINDS: Final = ("json_schema", "regex", "ebnf", "choice", "structural_tag")
 ANY_OBJECT: Final = '{"type":"object"}'
@@ -34,9 +30,8 @@ class Constraint:
 
     @property
     def key(self) -> str:
-        """Name of the compiled grammar: the same for every process that runs this version."""
-        parts = (version(_LIBRARY), str(FORMAT_VERSION), self.kind, self.content)
-        return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+        """A short name for what the answer must look like. `resource.resource_of` names the grammar that it becomes."""
+        return hashlib.blake2b(f"{self.kind}\0{self.content}".encode(), digest_size=16).hexdigest()
 
 
 def read_constraint(fields: Mapping[str, Any]) -> Constraint | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import version
 from typing import Final
 
 import msgspec
@@ -23,17 +24,17 @@ class GrammarContent(msgspec.Struct, frozen=True):
     begins_after: list[int] = []
 
 
+_LIBRARY_VERSION: Final = version("llguidance")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(GrammarContent)
 
 
 def resource_of(grammar: Grammar, begins_after: list[int] | None = None) -> Resource:
-    """Return the resource for a grammar. Its key is the grammar's, and another one for each `begins_after`."""
+    """Return the resource for a grammar. Its key is a hash of the content and of the library's version, which gives it its meaning."""
     content = _ENCODER.encode(GrammarContent(grammar.text, begins_after or []))
-    key = grammar.key
-    if begins_after:
-        key = hashlib.blake2b(f"{key} after {begins_after}".encode(), digest_size=16).hexdigest()
-    return Resource(KIND, key, content)
+    digest = hashlib.blake2b(f"{KIND} {_LIBRARY_VERSION} ".encode(), digest_size=16)
+    digest.update(content)
+    return Resource(KIND, digest.hexdigest(), content)
 
 
 def read_content(content: bytes) -> GrammarContent:
