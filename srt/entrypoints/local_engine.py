@@ -191,6 +191,7 @@ class LocalEngine:
         manager = await connecting
         await manager.wait_ready()
         self._service.begin(manager, startup_s)
+        manager.start_compiler()
 
     async def _make_manager(self) -> TokenizerManager:
         """Create the manager and store it at once, so that it is closed however the start ends: an unclosed socket would hang the
@@ -233,6 +234,8 @@ class LocalEngine:
     async def _disconnect(self) -> None:
         self._loop.remove_reader(self.process.fileno())
         self._died("The Runtime was shut down.")
+        if self._manager is not None:
+            await self._manager.stop_compiler()
         pending = asyncio.all_tasks() - {asyncio.current_task()}
         if pending:
             _, late = await asyncio.wait(pending, timeout=LAST_CALLS_S)

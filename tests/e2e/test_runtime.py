@@ -395,3 +395,15 @@ def test_a_start_that_is_interrupted_leaves_nothing(qwen3_checkpoint: Path) -> N
     engine.stop()
     assert all_gone([supervisor])
     engine.stop()
+
+
+def test_the_compiler_of_grammars_is_started_ahead_and_ends_with_the_runtime(endless_checkpoint: Path) -> None:
+    others = psutil.Process().children()
+    with start(endless_checkpoint) as runtime:
+        asked = runtime._engine._manager
+        assert asked is not None and asked._compiler_start is not None, "nobody has asked for a form yet"
+        assert runtime.generate(PROMPT, {"regex": "[ab]{3}", "temperature": 0})["text"].strip("ab") == ""
+        found = [one for one in psutil.Process().children() if one not in others]
+        compilers = [one for one in found if "srt.constrained.compile_process" in one.cmdline()]
+        assert len(compilers) == 1
+    assert psutil.wait_procs(compilers, timeout=END_S)[1] == []

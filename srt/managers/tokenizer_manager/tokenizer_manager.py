@@ -152,6 +152,14 @@ class TokenizerManager:
         if self._compiler is not None and self._compiler_start is None:
             self._compiler_start = asyncio.create_task(_start(self._compiler))
 
+    async def stop_compiler(self) -> None:
+        """End that process, if there is one. Requests that wait for it are refused."""
+        if self._compiler_start is not None:
+            self._compiler_start.cancel()
+            await asyncio.wait((self._compiler_start,))
+        if self._compiler is not None:
+            self._compiler.close()
+
     # ---- The engine's state
 
     @property
@@ -243,11 +251,7 @@ class TokenizerManager:
         self._deliveries.abort_all()
         self.engine_died("it was shut down")
         self.text.close()
-        if self._compiler_start is not None:
-            self._compiler_start.cancel()
-            await asyncio.wait((self._compiler_start,))
-        if self._compiler is not None:
-            self._compiler.close()
+        await self.stop_compiler()
 
     # ---- Requests
 
@@ -339,6 +343,7 @@ class TokenizerManager:
             field = error.name.partition(".")[0].partition("[")[0]
             raise RequestError(400, f"{error.name} {error.reason}.", field) from error
         except CompilerBusy as error:
+            self._check_alive()  # the compiler ends before the engine's last requests do
             raise RequestError(503, str(error), retry_after_s=_RETRY_AFTER_S) from error
 
     async def tokenized(self, request: GenerateInput) -> GenerateInput:
