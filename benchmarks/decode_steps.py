@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ import torch
 from benchmarks import limits, models
 from benchmarks.gpu_readings import watched
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.moe.expert_ops import Choice
+from srt.layers.moe.experts import RouterWeight
 from srt.model_executor.loaded_model import resolve_device
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.start_runner import start_runner
@@ -76,6 +78,29 @@ class Steps:
         return self._runner.sample(self._runner.execute(section))
 
 
+class ExpertWatch:
+    """Counts the distinct experts of a step. It keeps the choices that graphs write, which costs the step nothing."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        """Call it before graphs are captured."""
+        self._choices: defaultdict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+        for name, module in runner.loaded.model.named_modules():
+            if isinstance(module, RouterWeight):
+                module.register_forward_hook(partial(self._keep, name))
+
+    def _keep(self, name: str, module: object, inputs: object, choice: Choice) -> None:
+        del module, inputs
+        self._choices[len(choice.ids)][name] = choice.ids
+
+    def text(self, num_rows: int, shape: limits.Shape) -> str:
+        """The mean over layers for the latest step of this number of rows, beside what even routing would give."""
+        layers = self._choices[num_rows].values()
+        if not layers:
+            return ""
+        mean = sum(len(ids.unique()) for ids in layers) / len(layers)
+        return f"  experts {mean:.1f} of {shape.distinct_experts(num_rows):.1f}"
+
+
 def print_kernels(steps: Steps, num_rows: int) -> None:
     """What takes the most time; quantiles, as one kernel serves several products."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -111,11 +136,12 @@ def main() -> int:
         lengths = np.random.default_rng(1).integers(SHORTEST, LONGEST, sizes[0]).tolist()
     given = ["--max-running-requests", str(sizes[0]), "--cuda-graph-bs", *map(str, sizes)]
     args = parse_args(["--model-path", folder, *given, *server_options])
-    device, config = resolve_device(args, 0), ModelConfig.from_folder(Path(folder))
+    device, config = resolve_device(args, 0), ModelConfig.from_folder(folder, args.model_overrides())
     if options.kernels and device.type != "cuda":
         parser.error("--kernels: the profiler looks at a GPU, and there is none")
-    hardware, shape = limits.measured(), limits.Shape.of(folder, args.kv_cache_dtype)
+    hardware, shape = limits.measured(), limits.Shape.of(folder, args.kv_cache_dtype, args.model_overrides())
     runner = start_runner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
+    experts = ExpertWatch(runner)
     runner.graphs.capture_all()
     with torch.inference_mode():
         for layer in range(config.num_layers):
@@ -135,7 +161,9 @@ def main() -> int:
             with watched(device) as readings:
                 step_ms = steps.run(num_rows, options.steps) / options.steps * 1e3
             limit_ms = shape.decode_s(hardware, num_rows, context) * 1e3
-            said = f"limit {limit_ms:8.3f}  ratio {step_ms / limit_ms:.2f}{readings.text()}"
+            said = (
+                f"limit {limit_ms:8.3f}  ratio {step_ms / limit_ms:.2f}{experts.text(num_rows, shape)}{readings.text()}"
+            )
             print(f"{num_rows:4} rows of {context:7.1f} {step_ms:8.3f} ms  {said}", flush=True)
             figures.append({"rows": num_rows, "context": context, "step_ms": step_ms, "limit_ms": limit_ms})
         if options.kernels:

@@ -9,8 +9,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from srt.utils.layer_spec import Experts
 from srt.utils.model_config import ModelConfig
@@ -47,8 +49,8 @@ class Shape:
     top_k: int = 0  # experts that a token takes
 
     @classmethod
-    def of(cls, folder: str, kv_cache_dtype: str = "auto") -> Shape:
-        config = ModelConfig.from_folder(folder, {}, None)
+    def of(cls, folder: str, kv_cache_dtype: str = "auto", overrides: Mapping[str, Any] | None = None) -> Shape:
+        config = ModelConfig.from_folder(folder, overrides, None)
         linear = kv = pairs = experts = 0
         routing = None
         for layer in config.layers:

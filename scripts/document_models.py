@@ -19,7 +19,6 @@ The families that load, by the architecture that config.json names. `make docs` 
 | logits, greedy tokens | equal to those of `transformers` in float32, in chunks, in batches, behind cached prefixes |
 | layers | every kind that a family has, in small random checkpoints |
 | two ranks (`--tp 2`) | the tokens of one rank |
-| experts | on a CPU only so far: a start on a GPU is refused |
 | GPUs | families with fused kernels; the others run there without them, and were not tried on one |
 | real checkpoints | not tried, for families without fused kernels |
 

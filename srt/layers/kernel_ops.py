@@ -16,6 +16,7 @@ from srt.kernels.gemm.gated_gemm import PROMPTS, GatedGemm
 from srt.kernels.gemm.gemv import GemvTiles, gemv, max_rows
 from srt.kernels.gemm.stream_gemm import PLAIN, SMALLEST, Ending, Heads, StreamGemm, Weighted
 from srt.layers.attention.radix_attention import RadixAttention
+from srt.layers.moe.expert_kernels import ExpertKernels
 from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Stream
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class KernelOps(LayerOps):
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.experts = ExpertKernels()
         self._has_pdl = has_pdl(device)
         self._stream_gemm = StreamGemm(device) if runs_on(device, SMALLEST) else None
         self._gated_gemm = GatedGemm(device) if runs_on(device, PROMPTS) else None

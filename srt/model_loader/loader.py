@@ -22,9 +22,7 @@ from srt.model_loader.safetensors_weights import check_checkpoint
 from srt.model_loader.weight_copy import copy_weights
 from srt.models.causal_lm import CausalLM
 from srt.utils.checkpoint import read_headers
-from srt.utils.layer_spec import Experts
 from srt.utils.model_config import ModelConfig
-from srt.utils.model_error import ModelError
 
 Progress = Callable[[int, int], None]
 """Callback with the bytes of weights loaded and the bytes in all, both for this rank."""
@@ -58,8 +56,6 @@ class ModelLoader(ABC):
         `check_size` is called with the size of the parameters in bytes before anything is read or allocated.
         """
         config.check_tp(tp.size)
-        if device.type == "cuda" and any(isinstance(layer.feed_forward, Experts) for layer in config.layers):
-            raise ModelError(f"{config.architecture} has experts, which run on a CPU only so far: choose --device cpu.")
         with torch.device("meta"):
             model = CausalLM(config, tp, layer_ops(device))
         pieces = model_weight_pieces(model)

@@ -41,6 +41,7 @@ from srt.kernels.build.shared_memory import SHARED_BYTES
 from srt.kernels.elementwise.gather_decode import gather_decode_kernel, store_draws_kernel
 from srt.kernels.sampling.token_masks import BLOCK as MASK_BLOCK
 from srt.kernels.sampling.token_masks import apply_token_masks_kernel
+from tests.kernel_builds.expert_builds import expert_builds
 from tests.kernel_builds.kernel_build import HOPPER, TYPE_NAMES, KernelBuild
 from tests.kernel_builds.layer_builds import layer_builds
 
@@ -54,7 +55,7 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
     shared = SHARED_BYTES[capability]
     builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), _find_shared(), _find_shares()]
     builds += [_token_masks(bf16), _token_masks(torch.float32)]
-    builds += layer_builds()
+    builds += [*layer_builds(), *expert_builds()]
     builds.append(_decode_attention(bf16, 256, 2, shared, softcap=50.0))
     builds.append(_extend(bf16, 256, 2, shared, softcap=50.0))
     for dtype, head_dim, group in cases:

@@ -15,6 +15,7 @@ from tests.unit.kernels.interpreted import run_interpreted
         "adjust_logits",
         "decode_attention",
         "even_attention",
+        "experts",
         "extend_attention",
         "filter",
         "fused_decode",

@@ -1,0 +1,144 @@
+"""The order of a step's tokens by expert, in tiles of rows that one product of an expert computes.
+
+A pair is a choice of a token: pair p is choice p % top_k of token p // top_k. Sorted by expert, and by number within an expert, the
+pairs of an expert are neighbours. They are cut into tiles of up to `block_m` rows; a tile never has rows of two experts. How many tiles
+there are is known on the device only, so the table has room for as many as there can be, and those behind the last are empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from srt.kernels.build.jit import jit, kernel
+
+MOST_COUNTED_PAIRS: Final = 4096
+"""With more pairs, sorting is faster than counting for each pair those before it."""
+_BLOCK: Final = 32
+_CHUNK: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """The sorted pairs and the table of their tiles, on the device."""
+
+    pairs: torch.Tensor  # [pairs] i32: pair numbers, sorted
+    experts: torch.Tensor  # [tiles] i32
+    firsts: torch.Tensor  # [tiles] i32: first row of the tile among the sorted pairs
+    ends: torch.Tensor  # [tiles] i32: end of the tile's rows; not more than the first row for an empty tile
+    block_m: int
+
+    @classmethod
+    def sort(cls, ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
+        """Sort the pairs by their experts, ids [tokens, top_k] i32. Never waits for the device."""
+        num_pairs, device = ids.numel(), ids.device
+        most = num_pairs // block_m + min(num_pairs, num_experts)
+        experts, firsts, ends = (torch.empty(most, dtype=torch.int32, device=device) for _ in range(3))
+        sizes = {"NUM_EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts)}
+        sizes |= {"BLOCK_M": block_m, "BLOCK": _BLOCK}
+        if num_pairs <= MOST_COUNTED_PAIRS:
+            pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
+            count_pairs_kernel[(triton.cdiv(num_pairs, _BLOCK) + 1,)](
+                ids, pairs, experts, firsts, ends, num_pairs, most, CHUNK=_CHUNK, **sizes
+            )
+        else:
+            ordered, by_expert = torch.sort(ids.flatten(), stable=True)
+            pairs = by_expert.to(torch.int32)
+            starts = torch.searchsorted(
+                ordered, torch.arange(num_experts + 1, dtype=torch.int32, device=device), out_int32=True
+            )
+            cut_tiles_kernel[(triton.cdiv(most, _BLOCK),)](starts, experts, firsts, ends, most, **sizes)
+        return cls(pairs, experts, firsts, ends, block_m)
+
+
+@jit
+def _write_tiles(
+    starts: tl.tensor,
+    counts: tl.tensor,
+    tiles: tl.tensor,
+    experts_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    most: int,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> None:
+    """Write some tiles of the table, given the first row and the number of rows of each expert."""
+    per_expert = (counts + BLOCK_M - 1) // BLOCK_M
+    tile_ends = tl.cumsum(per_expert, axis=0)
+    found = tl.sum((tile_ends[None, :] <= tiles[:, None]).to(tl.int32), axis=1)
+    is_found = tl.arange(0, BLOCK_E)[None, :] == found[:, None]
+    start = tl.sum(tl.where(is_found, starts[None, :], 0), axis=1)
+    count = tl.sum(tl.where(is_found, counts[None, :], 0), axis=1)
+    number = tiles - tl.sum(tl.where(is_found, (tile_ends - per_expert)[None, :], 0), axis=1)
+    first = start + number * BLOCK_M
+    end = tl.where(found < NUM_EXPERTS, tl.minimum(start + count, first + BLOCK_M), first)
+    inside = tiles < most
+    tl.store(experts_ptr + tiles, tl.minimum(found, NUM_EXPERTS - 1), mask=inside)
+    tl.store(firsts_ptr + tiles, first, mask=inside)
+    tl.store(ends_ptr + tiles, end, mask=inside)
+
+
+@kernel(one_variant_for=("num_pairs", "most"))
+def count_pairs_kernel(
+    ids_ptr: tl.tensor,
+    pairs_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    num_pairs: int,
+    most: int,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """The last program writes the table of tiles. Each other one finds the places of BLOCK pairs, by counting the pairs before each."""
+    if tl.program_id(0) < tl.num_programs(0) - 1:
+        pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        own = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=NUM_EXPERTS)[:, None]
+        places = tl.zeros((BLOCK,), dtype=tl.int32)
+        for begin in range(0, num_pairs, CHUNK):
+            others = begin + tl.arange(0, CHUNK)[None, :]
+            expert = tl.load(ids_ptr + others, mask=others < num_pairs, other=NUM_EXPERTS)
+            is_before = (expert < own) | ((expert == own) & (others < pairs[:, None]))
+            places += tl.sum(is_before.to(tl.int32), axis=1)
+        tl.store(pairs_ptr + places, pairs, mask=pairs < num_pairs)
+    else:
+        experts = tl.arange(0, BLOCK_E)
+        counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
+        for begin in range(0, num_pairs, BLOCK):
+            others = begin + tl.arange(0, BLOCK)
+            expert = tl.load(ids_ptr + others, mask=others < num_pairs, other=NUM_EXPERTS)
+            counts += tl.sum((expert[None, :] == experts[:, None]).to(tl.int32), axis=1)
+        counts = tl.where(experts < NUM_EXPERTS, counts, 0)  # beyond the pairs the number is that of no expert
+        starts = tl.cumsum(counts, axis=0) - counts
+        for begin in range(0, most, BLOCK):
+            tiles = begin + tl.arange(0, BLOCK)
+            _write_tiles(starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)
+
+
+@kernel(one_variant_for=("most",))
+def cut_tiles_kernel(
+    starts_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    most: int,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each program writes BLOCK tiles of the table, given the first row of each expert and the end of the last."""
+    experts = tl.arange(0, BLOCK_E)
+    starts = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+    ends = tl.load(starts_ptr + experts + 1, mask=experts < NUM_EXPERTS, other=0)
+    tiles = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _write_tiles(starts, ends - starts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)

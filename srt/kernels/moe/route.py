@@ -1,0 +1,133 @@
+"""The router of a mixture of experts: its product, and the choice of each token's experts by it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from srt.kernels.build.jit import dot_dtype, kernel
+
+_FEW_ROWS: Final = 16
+_BLOCK_EXPERTS: Final = 16
+_BLOCK_K: Final = 256
+_ROWS_OF_A_CHOICE: Final = 4
+
+
+@kernel(one_variant_for=("num_rows",))
+def router_logits_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    num_rows: int,
+    NUM_EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
+) -> None:
+    """Program (e, t) computes the float32 logits of block e of the experts for block t of the rows."""
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    of_row, of_expert = (rows < num_rows)[:, None], (experts < NUM_EXPERTS)[None, :]
+    sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    for begin in range(0, HIDDEN, BLOCK_K):
+        k = begin + tl.arange(0, BLOCK_K)
+        inside = k < HIDDEN
+        x_at = x_ptr + rows.to(tl.int64)[:, None] * HIDDEN + k[None, :]
+        weight_at = weight_ptr + experts[None, :] * HIDDEN + k[:, None]
+        x = tl.load(x_at, mask=of_row & inside[None, :], other=0.0)
+        weight = tl.load(weight_at, mask=of_expert & inside[:, None], other=0.0)
+        sums = tl.dot(x.to(DOT), weight.to(DOT), sums, input_precision="ieee")
+    out_at = logits_ptr + rows.to(tl.int64)[:, None] * NUM_EXPERTS + experts[None, :]
+    tl.store(out_at, sums, mask=of_row & of_expert)
+
+
+@kernel(one_variant_for=("num_rows",))
+def choose_experts_kernel(
+    logits_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    num_rows: int,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_CHOICES: tl.constexpr,
+) -> None:
+    """Each program chooses the experts of BLOCK_T rows, the lower number among equals."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts, choices = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_CHOICES)[None, :]
+    of_row, is_expert = (rows < num_rows)[:, None], experts < NUM_EXPERTS
+    logits = tl.load(logits_ptr + rows[:, None] * NUM_EXPERTS + experts, mask=of_row & is_expert, other=-float("inf"))
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        largest = tl.max(tl.where(of_row, logits, 0.0), axis=1)
+        powers = tl.where(of_row & is_expert, tl.exp(logits - largest[:, None]), 0.0)
+        scores = powers / tl.where(of_row, tl.sum(powers, axis=1)[:, None], 1.0)
+    scores = tl.where(is_expert, scores, -1.0)
+    kept_ids = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.int32)
+    kept = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        best = tl.max(scores, axis=1)
+        best_id = tl.min(tl.where(scores == best[:, None], experts, NUM_EXPERTS - 1), axis=1)
+        kept_ids = tl.where(choices == choice, best_id[:, None], kept_ids)
+        kept = tl.where(choices == choice, best[:, None], kept)
+        scores = tl.where(experts == best_id[:, None], -1.0, scores)
+    if RENORMALISE:
+        kept = kept / tl.where(of_row, tl.sum(kept, axis=1)[:, None], 1.0)
+    out_at = rows[:, None] * TOP_K + choices
+    inside = of_row & (choices < TOP_K)
+    tl.store(ids_ptr + out_at, kept_ids, mask=inside)
+    tl.store(weights_ptr + out_at, kept, mask=inside)
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the float32 logits [rows, experts] for x [rows, hidden_size] and weight [experts, hidden_size], both contiguous."""
+    num_rows, (num_experts, hidden_size) = len(x), weight.shape
+    logits = torch.empty((num_rows, num_experts), dtype=torch.float32, device=x.device)
+    block_t = _FEW_ROWS if num_rows <= _FEW_ROWS else 32
+    grid = (triton.cdiv(num_experts, _BLOCK_EXPERTS), triton.cdiv(num_rows, block_t))
+    router_logits_kernel[grid](
+        x,
+        weight,
+        logits,
+        num_rows,
+        NUM_EXPERTS=num_experts,
+        HIDDEN=hidden_size,
+        BLOCK_T=block_t,
+        BLOCK_E=_BLOCK_EXPERTS,
+        BLOCK_K=_BLOCK_K * 2 // x.itemsize,
+        DOT=dot_dtype(x.dtype),
+        num_stages=3,
+    )
+    return logits
+
+
+def choose_experts(
+    logits: torch.Tensor, top_k: int, is_renormalised: bool, is_sigmoid: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (ids [rows, top_k] i32, weights [rows, top_k] f32) of the best experts, by falling score."""
+    num_rows, num_experts = logits.shape
+    ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
+    choose_experts_kernel[(triton.cdiv(num_rows, _ROWS_OF_A_CHOICE),)](
+        logits,
+        ids,
+        weights,
+        num_rows,
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        RENORMALISE=is_renormalised,
+        SIGMOID=is_sigmoid,
+        BLOCK_T=_ROWS_OF_A_CHOICE,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_CHOICES=triton.next_power_of_2(top_k),
+    )
+    return ids, weights

@@ -1,0 +1,85 @@
+"""The kernels of experts at the sizes of Qwen3-30B-A3B and Mixtral, against float32 in PyTorch; wrong ones would be noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from srt.kernels.moe.expert_gemm import multiply_experts
+from srt.layers.moe.expert_kernels import ExpertKernels
+from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights
+from srt.utils.layer_spec import Routing
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+SHAPES = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 3584)}
+MOST = 6e-3
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=CUDA, dtype=torch.bfloat16)
+
+
+def error_of(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def exactly(x: Tensor, choice: Choice, weights: ExpertWeights) -> Tensor:
+    """The result in float32, expert by expert, as all at once would need too much memory."""
+    results = torch.zeros(x.shape, device=CUDA, dtype=torch.float32)
+    for expert in choice.ids.unique().tolist():
+        tokens, choices = (choice.ids == expert).nonzero(as_tuple=True)
+        one = ExpertWeights(weights.gate_up[expert, None].float(), weights.down[expert, None].float())
+        alone = Choice(torch.zeros_like(tokens)[:, None], choice.weights[tokens, choices][:, None])
+        results.index_add_(0, tokens, TORCH_EXPERT_OPS.multiply(x[tokens].float(), alone, one))
+    return results
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 33, 64, 256, 700, 4096])
+def test_products_are_right_and_the_same_every_time(num_tokens: int, shape: str) -> None:
+    num_experts, top_k, hidden, size = SHAPES[shape]
+    kernels, routing = ExpertKernels(), Routing(num_experts, top_k)
+    weights = ExpertWeights(
+        randn(num_experts, 2 * size, hidden) * hidden**-0.5, randn(num_experts, hidden, size) * size**-0.5
+    )
+    x, router = randn(num_tokens, hidden), randn(num_experts, hidden) * hidden**-0.5
+    choice = kernels.route(x, router, routing)
+    expected_choice = TORCH_EXPERT_OPS.route(x, router, routing)
+    assert (choice.ids == expected_choice.ids).float().mean() > 0.99, "all but ties"
+    torch.testing.assert_close(choice.weights, expected_choice.weights, rtol=1e-3, atol=1e-5)
+    expected, got = exactly(x, choice, weights), kernels.multiply(x, choice, weights)
+    assert error_of(got, expected) < MOST
+    assert all(torch.equal(kernels.multiply(x, choice, weights), got) for _ in range(10))
+
+    shifted = Choice((choice.ids + 1) % num_experts, choice.weights)
+    assert error_of(kernels.multiply(x, shifted, weights), expected) > 0.5, "an expert's rows shifted by one"
+    lost = choice.weights.clone()
+    lost[:, -1] = 0.0
+    assert error_of(kernels.multiply(x, replace(choice, weights=lost), weights), expected) > 2 * MOST, "a weight lost"
+
+
+@pytest.mark.parametrize("num_tokens", [4, 64, 1000])
+def test_a_graph_serves_any_choice(num_tokens: int) -> None:
+    num_experts, top_k, hidden, size = 32, 4, 512, 256
+    gate_up, down = randn(num_experts, 2 * size, hidden) * hidden**-0.5, randn(num_experts, hidden, size) * size**-0.5
+    x, weights = randn(num_tokens, hidden), torch.rand(num_tokens, top_k, device=CUDA)
+    ids = torch.zeros(num_tokens, top_k, device=CUDA, dtype=torch.int32)
+    multiply_experts(x, ids, weights, gate_up, down)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = multiply_experts(x, ids, weights, gate_up, down)
+    for most in (1, 5, num_experts):
+        ids.copy_(torch.rand(num_tokens, max(most, top_k), device=CUDA).argsort(dim=-1)[:, :top_k] % most)
+        graph.replay()
+        assert torch.equal(captured, multiply_experts(x, ids, weights, gate_up, down))
+        assert error_of(captured, exactly(x, Choice(ids, weights), ExpertWeights(gate_up, down))) < MOST

@@ -1,0 +1,113 @@
+"""The kernels of experts, for the shape of Qwen3-30B-A3B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from srt.kernels.build.jit import dot_dtype
+from srt.kernels.moe.expert_gemm import (
+    ExpertGemmTiles,
+    ProductTiles,
+    expert_downs_kernel,
+    expert_gates_kernel,
+    sum_choices_kernel,
+)
+from srt.kernels.moe.expert_tiles import count_pairs_kernel, cut_tiles_kernel
+from srt.kernels.moe.route import choose_experts_kernel, router_logits_kernel
+from tests.kernel_builds.kernel_build import TYPE_NAMES, KernelBuild
+
+EXPERTS, TOP_K, SIZE, HIDDEN = 128, 8, 768, 2048
+_TABLE = dict.fromkeys(("ids_ptr", "pairs_ptr", "experts_ptr", "firsts_ptr", "ends_ptr", "starts_ptr"), "*i32")
+
+
+def expert_builds() -> list[KernelBuild]:
+    """The products for every size of tiles, in bfloat16 and, for few rows, in float32."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    builds = [_router_logits(bf16), _router_logits(fp32), *_choices(), *_tables(), _sum(bf16)]
+    for dtype, tokens in ((bf16, 1), (bf16, 64), (bf16, 256), (bf16, 512), (bf16, 8192), (fp32, 1), (fp32, 8192)):
+        tiles = ExpertGemmTiles.choose(tokens * TOP_K, EXPERTS, dtype.itemsize)
+        builds += [_gates(dtype, tokens, tiles), _downs(dtype, tokens, tiles)]
+    return builds
+
+
+def _router_logits(dtype: torch.dtype) -> KernelBuild:
+    name = TYPE_NAMES[dtype]
+    return KernelBuild(
+        f"router_logits[{name}]",
+        router_logits_kernel,
+        {"x_ptr": f"*{name}", "weight_ptr": f"*{name}", "logits_ptr": "*fp32", "num_rows": "i32"},
+        {
+            "NUM_EXPERTS": EXPERTS,
+            "HIDDEN": HIDDEN,
+            "BLOCK_T": 32,
+            "BLOCK_E": 16,
+            "BLOCK_K": 512 // dtype.itemsize,
+            "DOT": dot_dtype(dtype),
+        },
+        {"num_stages": 3},
+    )
+
+
+def _choices() -> list[KernelBuild]:
+    types = {"logits_ptr": "*fp32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "num_rows": "i32"}
+    sizes = {"NUM_EXPERTS": EXPERTS, "TOP_K": TOP_K, "BLOCK_T": 4, "BLOCK_E": 128, "BLOCK_CHOICES": 8}
+    return [
+        KernelBuild(
+            f"choose_experts[{name}]",
+            choose_experts_kernel,
+            types,
+            {**sizes, "RENORMALISE": True, "SIGMOID": name == "sigmoid"},
+        )
+        for name in ("softmax", "sigmoid")
+    ]
+
+
+def _tables() -> list[KernelBuild]:
+    builds = []
+    for kernel in (count_pairs_kernel, cut_tiles_kernel):
+        types = {name: kind for name, kind in _TABLE.items() if name in kernel.arg_names}
+        types |= {name: "i32" for name in ("num_pairs", "most") if name in kernel.arg_names}
+        constants = {"NUM_EXPERTS": EXPERTS, "BLOCK_E": 128, "BLOCK_M": 16, "BLOCK": 32, "CHUNK": 256}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        builds.append(KernelBuild(f"{kernel.__name__.removesuffix('_kernel')}[]", kernel, types, constants))
+    return builds
+
+
+def _sum(dtype: torch.dtype) -> KernelBuild:
+    name = TYPE_NAMES[dtype]
+    types = {"results_ptr": f"*{name}", "out_ptr": f"*{name}"}
+    return KernelBuild(
+        f"sum_choices[{name}]", sum_choices_kernel, types, {"TOP_K": TOP_K, "HIDDEN": HIDDEN, "BLOCK": 1024}
+    )
+
+
+def _gates(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles) -> KernelBuild:
+    return _product("expert_gates", expert_gates_kernel, dtype, tokens, tiles.block_m, tiles.gates, {"TOP_K": TOP_K})
+
+
+def _downs(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles) -> KernelBuild:
+    return _product("expert_downs", expert_downs_kernel, dtype, tokens, tiles.block_m, tiles.downs, {})
+
+
+def _product(
+    label: str, kernel: Any, dtype: torch.dtype, tokens: int, block_m: int, tiles: ProductTiles, more: dict[str, int]
+) -> KernelBuild:
+    name = TYPE_NAMES[dtype]
+    types = {**dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), f"*{name}"), **_TABLE, "factors_ptr": "*fp32"}
+    return KernelBuild(
+        f"{label}[{name}, {tokens} tokens]",
+        kernel,
+        {argument: kind for argument, kind in types.items() if argument in kernel.arg_names},
+        {
+            **more,
+            "SIZE": SIZE,
+            "HIDDEN": HIDDEN,
+            "BLOCK_M": block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+            "DOT": dot_dtype(dtype),
+        },
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+    )

@@ -1,0 +1,85 @@
+"""The kernels of experts in Triton's interpreter, against their operations in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from srt.kernels.moe import expert_gemm, expert_tiles
+from srt.kernels.moe.expert_gemm import ExpertGemmTiles, ProductTiles, multiply_experts
+from srt.kernels.moe.expert_tiles import ExpertTiles
+from srt.layers.moe.expert_kernels import ExpertKernels
+from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, choose
+from srt.utils.layer_spec import Routing
+
+TYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1.5e-2)]
+SMALL = ExpertGemmTiles(16, ProductTiles(16, 32, 4, 1), ProductTiles(32, 16, 4, 1))
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def error_of(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "scoring", "is_renormalised"),
+    [(1, 16, "softmax", True), (5, 6, "softmax", False), (18, 6, "sigmoid", True)],
+)
+def test_tokens_get_their_best_experts(num_rows: int, num_experts: int, scoring: str, is_renormalised: bool) -> None:
+    routing = Routing(num_experts, 3, scoring, is_renormalised)  # type: ignore[arg-type]  # a parameter's string
+    x, weight = torch.randn(num_rows, 40), torch.randn(num_experts, 40)
+    got, expected = (ops.route(x, weight, routing) for ops in (ExpertKernels(), TORCH_EXPERT_OPS))
+    assert torch.equal(got.ids.long(), expected.ids)
+    torch.testing.assert_close(got.weights, expected.weights)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "most_counted"),
+    [(1, expert_tiles.MOST_COUNTED_PAIRS), (40, expert_tiles.MOST_COUNTED_PAIRS), (40, 0)],
+)
+def test_tiles_hold_every_pair_once_beside_those_of_its_expert(
+    num_tokens: int, most_counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts 0 and 4 have no tokens, and expert 2 has most."""
+    monkeypatch.setattr(expert_tiles, "MOST_COUNTED_PAIRS", most_counted)
+    ids = torch.tensor([1, 2, 2, 3, 2, 5, 6])[torch.randint(7, (num_tokens, 2))].int()
+    tiles = ExpertTiles.sort(ids, 7, block_m=16)
+    assert tiles.pairs.tolist() == ids.flatten().argsort(stable=True).tolist()
+    covered: list[int] = []
+    for expert, first, end in zip(*(part.tolist() for part in (tiles.experts, tiles.firsts, tiles.ends)), strict=True):
+        assert end - first <= 16
+        rows = list(range(first, end))
+        assert all(ids.flatten()[tiles.pairs[row]] == expert for row in rows)
+        covered += rows
+    assert covered == list(range(2 * num_tokens))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
+def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, tolerance: float) -> None:
+    """Neither the features of an expert nor the hidden size fill the last tile."""
+    x = torch.randn(14, 40).to(dtype)
+    weights = ExpertWeights(torch.randn(5, 2 * 20, 40).to(dtype), torch.randn(5, 40, 20).to(dtype))
+    choice = choose(torch.randn(14, 5), Routing(5, 2))
+    wide = ExpertWeights(weights.gate_up.float(), weights.down.float())
+    expected = TORCH_EXPERT_OPS.multiply(x.float(), choice, wide)
+
+    def product(ids: Tensor, factors: Tensor) -> Tensor:
+        return multiply_experts(x, ids.int(), factors, weights.gate_up, weights.down, SMALL)
+
+    assert error_of(product(choice.ids, choice.weights), expected) < tolerance
+    assert torch.equal(product(choice.ids, choice.weights), product(choice.ids, choice.weights))
+    assert error_of(product((choice.ids + 1) % 5, choice.weights), expected) > 0.1, "an expert's rows shifted by one"
+    lost = choice.weights.clone()
+    lost[-1, -1] = 0.0
+    assert error_of(product(choice.ids, lost), expected) > 2 * tolerance, "a weight of the choice lost"
+    assert ExpertKernels().multiply(x[:0], Choice(choice.ids[:0], choice.weights[:0]), weights).shape == (0, 40)
+
+
+def test_tiles_are_chosen_for_every_number_of_rows() -> None:
+    chosen = [expert_gemm.ExpertGemmTiles.choose(8 * rows, 128, 2).block_m for rows in (1, 64, 256, 600, 8192)]
+    assert chosen == [16, 16, 32, 64, 128]
