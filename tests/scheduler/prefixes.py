@@ -39,6 +39,7 @@ class Prefixes:
         self._statistics = statistics
         self._worker = worker
         self._left: set[int] = set()  # hashes of what was left since anything was evicted
+        self._just_left: set[int] = set()  # the same since the tick began
         self._left_at: NDArray[np.int64] = np.zeros(settings.num_pages, np.int64)  # by page
         self._turn = 0
         self._waited_at = 0  # the last turn with somebody waiting
@@ -50,6 +51,8 @@ class Prefixes:
     def begin(self, core: SchedulerCore) -> None:
         """A tick. Who has left since the last is known."""
         self._turn += 1
+        self._left |= self._just_left
+        self._just_left.clear()
         self._forget_evicted(core)
 
     def leave(self, slot: int, request: Request) -> None:
@@ -57,7 +60,7 @@ class Prefixes:
         if not self._settings.caches:
             return
         hashes = self._hashes_of(slot, request)
-        self._left.update(hashes.tolist())
+        self._just_left.update(hashes.tolist())
         if self._settings.num_pages <= MOST_PAGES:
             self._note_time(slot, hashes)
 
@@ -76,6 +79,8 @@ class Prefixes:
                 self._count(admission)
         if not self._settings.caches:
             return
+        if len(plans) < 2:  # of several, the first may have come before a slot was left
+            self._left |= self._just_left
         is_evicting = self._forget_evicted(core)
         if plans and plans[0].sections[0].admissions and not is_evicting:
             self._check_admissions(kept, plans[0])
@@ -125,6 +130,7 @@ class Prefixes:
         self._num_evicted, self._num_failed = core.memory.tree.num_evicted, num_failed
         if before != (self._num_evicted, num_failed):
             self._left.clear()
+            self._just_left.clear()
         if before[1] != num_failed:
             self._waited_at = self._turn
         return before[0] != self._num_evicted
