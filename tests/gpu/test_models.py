@@ -159,6 +159,7 @@ def logits_of(runner: ModelRunner, prompt: list[int], chunk: int, page_size: int
         assert isinstance(decoded, DecodeOutput)
         rows.append(decoded.logits[0].float().cpu().clone())  # the next step overwrites them
         runner.sample(decoded)
+    torch.cuda.synchronize()  # the last draws are stored in memory that the next runner may be given
     return torch.stack(rows)
 
 
