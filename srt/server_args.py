@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from srt.utils.quantization import QUANTIZATIONS
 from srt.version import __version__
 
 
@@ -63,6 +64,12 @@ class ServerArgs:
     )
     dtype: str = option(
         "auto", "data type of weights and activations", group=MODEL, choices=("auto", "float32", "bfloat16", "float16")
+    )
+    quantization: str | None = option(
+        None,
+        "fp8: quantise the layers' weights while they are loaded; other values must be what the checkpoint is",
+        group=MODEL,
+        choices=QUANTIZATIONS,
     )
     context_length: int | None = option(
         None, "most tokens of prompt and output together (default: the model's own limit)", group=MODEL
@@ -403,7 +410,7 @@ class ServerArgs:
 
 # Options of SGLang that are not supported yet: refused as such, rather than as unknown options.
 UNSUPPORTED = frozenset(
-    "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port quantization tokenizer_mode"
+    "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode"
     " skip_tokenizer_init trust_remote_code is_embedding allow_auto_truncate"
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -40,6 +40,12 @@ class WeightPiece:
     """Which of the matrices that the parameter stacks the range belongs to. None: the parameter is one matrix or vector."""
     stored_index: int | None = None
     """Which of the matrices that the checkpoint's tensor stacks the range is read from. None: the tensor is one matrix or vector."""
+    is_scale: bool = field(default=False, kw_only=True)
+    """Whether the checkpoint's tensor may lack dimensions of 1."""
+    is_optional: bool = field(default=False, kw_only=True)
+    """Whether the checkpoint may lack the tensor; the range is then zero."""
+    quantise: Callable[[int, Tensor], None] | None = field(default=None, kw_only=True)
+    """Stores rows that are read, given the row of the parameter where the first one belongs; None: they are stored as they are."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -81,6 +87,8 @@ def model_weight_pieces(model: nn.Module) -> list[WeightPiece]:
         for piece in module.weight_pieces(path)
     ]
     written = {id(piece.parameter) for piece in pieces}
+    # What quantises rows while they are read writes their scales too.
+    written |= {id(scales) for piece in pieces if piece.quantise is not None for scales in piece.owner.parameters()}
     orphans = [name for name, parameter in model.named_parameters() if id(parameter) not in written]
     assert not orphans, f"no checkpoint tensor is named for {orphans}"
     return pieces

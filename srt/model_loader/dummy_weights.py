@@ -6,8 +6,9 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from srt.layers.quantization.weight import LinearWeight
 from srt.layers.weights import WeightPiece
 
 PERIOD = 1_048_573
@@ -42,6 +43,12 @@ class DummyWeights:
         if piece.name.endswith("norm.weight"):
             target.fill_(1.0)
             return
+        if isinstance(piece.owner, LinearWeight) and piece.is_scale:
+            target.fill_(piece.owner.dummy_scale())
+            return
+        if piece.quantise is not None:
+            self._quantise(piece, target)
+            return
         # A vector is treated as a matrix of one row.
         shape = piece.stored_shape
         width = shape[-1]
@@ -49,8 +56,19 @@ class DummyWeights:
         first_row = piece.start if piece.dim < len(shape) - 1 else 0
         first_row += (piece.stored_index or 0) * (shape[0] if len(shape) == 2 else 1)
         scale = 0.02 if len(shape) == 1 else width**-0.5
+        if target.dtype is torch.float8_e4m3fn:
+            scale = 1.0  # there is a scale beside the weight
         offset = zlib.crc32(piece.name.encode()) + first_row * width
         self._fill_rows(target.view(-1, target.shape[-1]), offset, width, columns, self._noise_like(target, scale))
+
+    def _quantise(self, piece: WeightPiece, target: Tensor) -> None:
+        """Fill a weight that is quantised while it is loaded."""
+        assert piece.quantise is not None
+        rows, columns = target.shape
+        plain = nn.Linear(columns, rows, bias=False, device=target.device, dtype=torch.bfloat16)
+        same = WeightPiece(piece.name, piece.shape, plain, "weight", piece.dim, piece.start, piece.size, 0)
+        self._fill_piece(same)
+        piece.quantise(piece.target_start if piece.dim == 0 else 0, plain.weight.detach())
 
     def _fill_rows(self, target: Tensor, offset: int, width: int, columns: slice, noise: Tensor) -> None:
         """Fill `target` with `columns` of rows that are `width` wide, starting at element `offset` of the stream."""
@@ -65,5 +83,9 @@ class DummyWeights:
     def _noise_like(self, target: Tensor, scale: float) -> Tensor:
         key = (scale, target.dtype, target.device)
         if key not in self._scaled:
-            self._scaled[key] = (self._noise * scale).to(target.dtype).to(target.device)
+            is_packed = (
+                target.dtype is torch.int32
+            )  # any bits are numbers: those of the noise, without signs and exponents
+            noise = (self._noise * PERIOD).int() * -1640531535 if is_packed else (self._noise * scale).to(target.dtype)
+            self._scaled[key] = noise.to(target.device)
         return self._scaled[key]

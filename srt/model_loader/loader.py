@@ -16,6 +16,7 @@ from torch import nn
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.ops_choice import layer_ops
+from srt.layers.quantization.weight import LinearWeight
 from srt.layers.weights import WeightPiece, model_weight_pieces
 from srt.model_loader.dummy_weights import DummyWeights
 from srt.model_loader.safetensors_weights import check_checkpoint
@@ -59,11 +60,14 @@ class ModelLoader(ABC):
         with torch.device("meta"):
             model = CausalLM(config, tp, layer_ops(device))
         pieces = model_weight_pieces(model)
-        check_size(sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize)
+        check_size(_num_bytes(model, dtype))
         fill = self.prepare(config, Path(folder), pieces)
         materialize(model, dtype, device)
         _clear_padding(pieces)
         fill(progress)
+        for module in model.modules():
+            if isinstance(module, LinearWeight):
+                module.finish()
         return model.eval()
 
     @abstractmethod
@@ -77,7 +81,8 @@ class SafetensorsLoader(ModelLoader):
     def prepare(self, config: ModelConfig, folder: Path, pieces: list[WeightPiece]) -> Callable[[Progress], None]:
         headers = read_headers(folder)
         check_checkpoint(folder, config, headers, pieces)
-        return lambda progress: copy_weights(headers, pieces, pieces[0].parameter.device, progress)
+        stored = [piece for piece in pieces if piece.name in headers]
+        return lambda progress: copy_weights(headers, stored, stored[0].parameter.device, progress)
 
 
 class DummyLoader(ModelLoader):
@@ -87,7 +92,8 @@ class DummyLoader(ModelLoader):
         self._seed = seed
 
     def prepare(self, config: ModelConfig, folder: Path, pieces: list[WeightPiece]) -> Callable[[Progress], None]:
-        return lambda progress: DummyWeights(self._seed).fill(pieces, progress)
+        stored = [piece for piece in pieces if not piece.is_optional]
+        return lambda progress: DummyWeights(self._seed).fill(stored, progress)
 
 
 def get_model_loader(config: LoadConfig) -> ModelLoader:
@@ -102,24 +108,42 @@ def get_model_loader(config: LoadConfig) -> ModelLoader:
 def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Allocate every parameter of a model built on the meta device on `device`, uninitialised, and move its buffers there.
 
-    Modules that share a parameter still share it afterwards.
+    Parameters get `dtype`, but for those of quantised weights that have types of their own. Modules that share a parameter still share
+    it afterwards.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             twin = made.get(id(parameter))
             if twin is None:
-                twin = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+                own = _dtype_of(module, name, dtype)
+                twin = nn.Parameter(torch.empty(parameter.shape, dtype=own, device=device), requires_grad=False)
                 made[id(parameter)] = twin
             setattr(module, name, twin)
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
 
 
+def _num_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Return the size of the parameters once they are allocated. Shared ones count once."""
+    sizes = {
+        id(parameter): parameter.numel() * _dtype_of(module, name, dtype).itemsize
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    return sum(sizes.values())
+
+
+def _dtype_of(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    return module.own_dtypes.get(name, dtype) if isinstance(module, LinearWeight) else dtype
+
+
 def _clear_padding(pieces: list[WeightPiece]) -> None:
     """Zero the parameters that the checkpoint does not fill completely: rows beyond the vocabulary must give finite logits."""
     filled: dict[int, int] = {}
     for piece in pieces:
+        if piece.is_optional:
+            piece.parameter.zero_()
         filled[id(piece.parameter)] = filled.get(id(piece.parameter), 0) + piece.num_elements
     for piece in pieces:
         if filled[id(piece.parameter)] < piece.parameter.numel():

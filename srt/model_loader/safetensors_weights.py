@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from srt.layers.weights import WeightPiece
 from srt.model_loader.kv_scales import is_kv_scale
-from srt.utils.checkpoint import ITEM_BYTES, TensorHeader, some
+from srt.utils.checkpoint import FLOATS, TensorHeader, some
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 
@@ -17,18 +19,17 @@ def check_checkpoint(
     folder: Path, config: ModelConfig, headers: Mapping[str, TensorHeader], pieces: Sequence[WeightPiece]
 ) -> None:
     """Raise ModelError, naming tensors, unless the checkpoint holds exactly what the model needs."""
-    shapes = {piece.name: piece.shape for piece in pieces}
-    missing = [name for name in shapes if name not in headers]
-    surplus = [name for name in headers if name not in shapes and not is_benign(name, config)]
+    needed = {piece.name: piece for piece in pieces}
+    missing = [name for name, piece in needed.items() if name not in headers and not piece.is_optional]
+    surplus = [name for name in headers if name not in needed and not is_benign(name, config)]
+    present = {name: (piece, headers[name]) for name, piece in needed.items() if name in headers}
     misshapen = [
-        f"{name} {list(headers[name].shape)} instead of {list(shape)}"
-        for name, shape in shapes.items()
-        if name in headers and headers[name].shape != shape
+        f"{name} {list(header.shape)} instead of {list(piece.shape)}"
+        for name, (piece, header) in present.items()
+        if not _fits(piece, header)
     ]
     unreadable = [
-        f"{name} ({headers[name].dtype})"
-        for name in shapes
-        if name in headers and headers[name].dtype not in ITEM_BYTES
+        f"{name} ({header.dtype})" for name, (piece, header) in present.items() if not _is_readable(piece, header)
     ]
     complaints = (
         ("it lacks", missing),
@@ -41,12 +42,28 @@ def check_checkpoint(
         raise ModelError(f"The checkpoint {folder} does not fit {config.architecture}: {'; '.join(found)}.")
 
 
+def _fits(piece: WeightPiece, header: TensorHeader) -> bool:
+    if piece.is_scale:
+        return [n for n in header.shape if n != 1] == [n for n in piece.shape if n != 1]
+    return header.shape == piece.shape
+
+
+def _is_readable(piece: WeightPiece, header: TensorHeader) -> bool:
+    """Return whether the tensor's type can be stored in the piece's parameter without a change of meaning."""
+    dtype = piece.parameter.dtype
+    if dtype is torch.float8_e4m3fn and piece.quantise is None:
+        return header.dtype == "F8_E4M3"
+    return header.dtype in ("I32", "I64") if dtype is torch.int32 else header.dtype in FLOATS
+
+
 def is_benign(name: str, config: ModelConfig) -> bool:
     """Return whether this tensor, which the model does not use, is one that checkpoints commonly contain."""
     if name.endswith("rotary_emb.inv_freq"):
         return True  # computed from the configuration
     if is_kv_scale(name):
         return True  # read separately by an fp8 KV memory
+    if name.endswith(".weight_shape"):
+        return config.weight_formats.method == "compressed-tensors"  # the shape of an unpacked weight
     if name == "lm_head.weight":
         return config.tie_word_embeddings  # a copy of the embedding: start-up refuses one that differs
     if re.match(r"(model\.)?mtp(_layers)?\.", name):

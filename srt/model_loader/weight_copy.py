@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -23,7 +24,15 @@ from srt.utils.model_error import ModelError
 
 BLOCK_BYTES = 16 << 20
 MOST_THREADS = 8
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,7 @@ class _Block:
     width: int  # elements per row
     columns: slice  # the columns that this rank needs
     target: torch.Tensor  # [rows, columns]
+    quantise: Callable[[torch.Tensor], None] | None  # stores the rows, unless they are stored as they are
 
 
 def copy_weights(
@@ -85,6 +95,7 @@ def _blocks_of(piece: WeightPiece, header: TensorHeader, data_start: int) -> Ite
     if piece.dim == 1:
         first_row, num_rows, columns = 0, shape[0], slice(piece.start, piece.start + piece.size)
     target = piece.target().view(num_rows, -1) if len(shape) == 1 else piece.target()
+    target_row = 0 if piece.dim == 1 else piece.target_start
     row_bytes = width * ITEM_BYTES[header.dtype]
     first_row += (piece.stored_index or 0) * shape[0]
     rows_at_once = max(1, BLOCK_BYTES // row_bytes)
@@ -98,6 +109,7 @@ def _blocks_of(piece: WeightPiece, header: TensorHeader, data_start: int) -> Ite
             width,
             columns,
             target[begin : begin + count],
+            None if piece.quantise is None else partial(piece.quantise, target_row + begin),
         )
 
 
@@ -132,7 +144,10 @@ class _Copier:
         stored = self._buffers[turn][: block.num_bytes]
         _read(block, stored)
         rows = stored.view(block.dtype).view(-1, block.width).to(self._device, non_blocking=True)
-        block.target.copy_(rows[:, block.columns])
+        if block.quantise is None:
+            block.target.copy_(rows[:, block.columns])
+        else:
+            block.quantise(rows[:, block.columns])
         if uploaded is not None:
             uploaded.record()
 

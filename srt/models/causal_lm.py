@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.embedding import ParallelLMHead
 from srt.layers.ops import LayerOps
+from srt.layers.quantization.formats import use_formats
 from srt.models.decoder import Decoder
 from srt.models.plain_decoder import PlainDecoder
 from srt.utils.model_config import ModelConfig
@@ -26,6 +27,7 @@ class CausalLM(nn.Module):
         self.model = Decoder(config, tp, ops) if "fused" in config.fast_paths else PlainDecoder(config, tp, ops)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops, config.scales)
+        use_formats(self, config.weight_formats)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         """Return hidden states [tokens with output, hidden_size], the same on every rank; `lm_head` turns them into logits.

@@ -33,8 +33,10 @@ HUB_PATTERNS = (
 )
 """Files read from a folder and downloaded from a hub repository: no .bin duplicates of the weights, no training state."""
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Sizes of the loadable element types, by their safetensors name."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Element types, by their safetensors name, that are converted to the model's."""
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
+"""Sizes of the loadable element types."""
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 COMPARED_BYTES = 1 << 18  # read at a time: both tensors' parts fit in a core's cache
@@ -142,12 +144,22 @@ def read_headers(folder: str | Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def estimate_weight_bytes(folder: str | Path, dtype: str | None = None) -> int:
-    """Return the size of the weights over all ranks: as stored, or converted to `dtype` (float32, bfloat16, float16)."""
+def estimate_weight_bytes(folder: str | Path, dtype: str | None = None, quantises: bool = False) -> int:
+    """Return the size of the weights over all ranks: as stored, or with floats converted to `dtype` (float32, bfloat16, float16).
+
+    If --quantization `quantises` them, the matrices of layers take a byte for each element.
+    """
     headers = read_headers(folder).values()
     if dtype is None:
         return sum(header.num_bytes for header in headers)
-    return sum(header.num_elements for header in headers) * (4 if dtype == "float32" else 2)
+    item_bytes = 4 if dtype == "float32" else 2
+
+    def size_of(header: TensorHeader) -> int:
+        if header.dtype not in FLOATS:
+            return header.num_bytes  # packed, and not converted
+        return header.num_elements * (1 if quantises and header.name.endswith("_proj.weight") else item_bytes)
+
+    return sum(map(size_of, headers))
 
 
 def is_copy(one: TensorHeader, other: TensorHeader) -> bool:

@@ -9,17 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from srt.utils.config_values import mapping, names, positive_int, shown, token_ids
+from srt.utils.config_values import names, positive_int, shown, token_ids
 from srt.utils.families.family import ConfigReader, Family
 from srt.utils.families.registry import family_of
-from srt.utils.layer_spec import FastPath, LayerSpec, NormSpec, Scales
+from srt.utils.layer_spec import Experts, FastPath, LayerSpec, NormSpec, Scales
 from srt.utils.model_error import ModelError as ModelError
+from srt.utils.quantization import WeightFormats, read_formats
 from srt.utils.rope_config import rope_parameters
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-KV_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
-"""The only quantization that is read: fp8 keys and values, with one scale per layer in the checkpoint."""
 
 READ_KEYS = frozenset(
     "architectures model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
@@ -57,14 +55,23 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     num_mtp_layers: int
     """Extra layers for multi-token prediction that the checkpoint may hold; they are not loaded."""
+    weight_formats: WeightFormats
+    """How the checkpoint's linear layers are stored."""
     sampling_defaults: dict[str, float | int]
     """Defaults from generation_config.json for requests: any of temperature, top_k, top_p, min_p, repetition_penalty."""
 
     @classmethod
     def from_folder(
-        cls, path: str | Path, overrides: Mapping[str, Any] | None = None, context_length: int | None = None
+        cls,
+        path: str | Path,
+        overrides: Mapping[str, Any] | None = None,
+        context_length: int | None = None,
+        quantization: str | None = None,
     ) -> ModelConfig:
-        """Read the folder, with `overrides` replacing keys of config.json; ModelError for anything wrong or unsupported."""
+        """Read the folder, with `overrides` replacing keys of config.json; ModelError for anything wrong or unsupported.
+
+        `quantization` is the value of --quantization.
+        """
         folder = Path(path)
         raw = _read_config(folder, overrides or {})
         generation = _read_json(folder / "generation_config.json", required=False)
@@ -73,7 +80,7 @@ class ModelConfig:
         layers = family.read_layers(reader)
         context_length = _context_length(context_length, reader.max_position_embeddings, layers)
         layers = [_without_useless_window(layer, context_length) for layer in layers]
-        config = cls(
+        return cls(
             architecture=family.architecture,
             model_type=str(raw.get("model_type") or ""),
             hidden_size=reader.hidden_size,
@@ -89,10 +96,9 @@ class ModelConfig:
             eos_token_ids=token_ids("generation_config.json", generation, "eos_token_id")
             or token_ids("config.json", raw, "eos_token_id"),
             num_mtp_layers=positive_int(raw, "num_nextn_predict_layers") if raw.get("num_nextn_predict_layers") else 0,
+            weight_formats=_weight_formats(raw, quantization, layers),
             sampling_defaults=_sampling_defaults(generation),
         )
-        _refuse_quantized_weights(mapping(raw, "quantization_config"))
-        return config
 
     @property
     def num_layers(self) -> int:
@@ -100,8 +106,9 @@ class ModelConfig:
 
     @property
     def fast_paths(self) -> set[FastPath]:
-        """The fast paths that can run all layers."""
-        return set.intersection(*(set(layer.fast_paths) for layer in self.layers))
+        """The fast paths that can run all layers. Those that read plain matrices cannot run quantised weights."""
+        paths = set.intersection(*(set(layer.fast_paths) for layer in self.layers))
+        return paths if self.weight_formats.is_plain else paths - {"compiled", "resident"}
 
     def config_hash(self) -> str:
         """Return a hash of all fields above, which processes compare in the handshake to be sure that they run the same model."""
@@ -198,6 +205,16 @@ def _dtype(raw: Mapping[str, Any]) -> str:
     return name
 
 
+def _weight_formats(raw: Mapping[str, Any], quantization: str | None, layers: Sequence[LayerSpec]) -> WeightFormats:
+    formats = read_formats(raw, quantization)
+    if not formats.is_plain and any(isinstance(layer.feed_forward, Experts) for layer in layers):
+        raise ModelError(
+            f"Quantised experts are not supported yet ({formats.method}): choose an unquantised checkpoint of the model, without"
+            " --quantization."
+        )
+    return formats
+
+
 def _first(ids: tuple[int, ...]) -> int | None:
     return ids[0] if ids else None
 
@@ -223,25 +240,3 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
     if defaults.get("top_k") == 0:
         defaults["top_k"] = -1  # 0 means "no filter" in transformers
     return defaults
-
-
-def _refuse_quantized_weights(quantization: Mapping[str, Any]) -> None:
-    """Raise ModelError for quantized weights; accept scales for an fp8 KV memory, as compressed-tensors writes them."""
-    if not quantization:
-        return
-    method = quantization.get("quant_method", "")
-    if method != "compressed-tensors":
-        raise ModelError(f"Quantized checkpoints are not supported (config.json: quantization_config {shown(method)}).")
-    for part in ("config_groups", "sparsity_config", "transform_config"):
-        content = mapping(quantization, part)
-        is_dense = part == "sparsity_config" and content.get("format") == "dense"  # measured, weights unchanged
-        if content and not is_dense:
-            raise ModelError(f"Quantized weights are not supported (config.json: {part} of quantization_config).")
-    scheme = mapping(quantization, "kv_cache_scheme")
-    for key, readable in KV_SCHEME.items():
-        value = scheme.get(key)
-        has_default = key not in ("type", "num_bits")
-        if value != readable and not (value is None and has_default):
-            raise ModelError(
-                f"config.json: {key} {shown(value)} in kv_cache_scheme of quantization_config is not supported, only {readable!r}."
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +34,17 @@ class LinearWeight(nn.Module):
     """The weight [outputs, inputs] of a linear layer on this rank, stored in the form of one scheme."""
 
     shape: tuple[int, int]
+    own_dtypes: Mapping[str, torch.dtype] = {}
+    """Types of the parameters that do not have the model's."""
 
     @property
     def matrix(self) -> Tensor | None:
         """The weight as a plain matrix, which any kernel may read; None if it is stored in another form."""
         return None
+
+    def dummy_scale(self) -> float:
+        """Return the scale by which random stored numbers become weights of the usual size."""
+        return 1.0
 
     @abstractmethod
     def pieces(self, places: Sequence[Place]) -> Iterator[WeightPiece]:

@@ -117,16 +117,17 @@ def check_model(args: ServerArgs) -> Path:
             "--mem-fraction-static is a share of a GPU's memory: on a CPU, set the size of the KV memory with --max-total-tokens."
         )
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
-    config = ModelConfig.from_folder(folder, args.model_overrides(), args.context_length)
+    config = ModelConfig.from_folder(folder, args.model_overrides(), args.context_length, args.quantization)
     config.check_tp(args.tp_size)
     if args.enable_torch_compile and "compiled" not in config.fast_paths:
         raise StartError(
-            f"--enable-torch-compile cannot compile the layers of {config.architecture}: leave the option out."
+            f"--enable-torch-compile cannot compile the{'' if config.weight_formats.is_plain else ' quantised'} layers of"
+            f" {config.architecture}: leave the option out."
         )
     if args.sampling_defaults == "model":
         check_sampling_defaults(config)
     if args.load_format != "dummy":
-        check_memory(folder, config.torch_dtype if args.dtype == "auto" else args.dtype, args)
+        check_memory(folder, config, args)
         check_tied_head(folder, config)
     return folder
 
@@ -141,9 +142,11 @@ def with_device_defaults(args: ServerArgs) -> ServerArgs:
     return replace(args, chunked_prefill_size=next(chunk for limit, chunk in GPU_CHUNKS if memory.total < limit))
 
 
-def check_memory(folder: Path, dtype: str, args: ServerArgs) -> None:
+def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
     """Raise StartError for weights that do not fit: on a CPU all ranks share the host's memory, else each GPU holds its rank's part."""
-    needed = estimate_weight_bytes(folder, dtype)  # reads the headers, so a broken file is found here on any device
+    dtype = config.torch_dtype if args.dtype == "auto" else args.dtype
+    # This reads the headers, so a broken file is found here on any device.
+    needed = estimate_weight_bytes(folder, dtype, quantises=args.quantization == "fp8")
     if not runs_on_cpu(args):
         memory = gpu_memory(args.base_gpu_id)
         if memory is not None and needed / args.tp_size > memory.total:

@@ -177,7 +177,7 @@ def test_a_longer_context_is_allowed_where_the_rope_was_made_for_it(
     [
         ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
         ({"architectures": []}, ["architectures"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["quantization_config", "bitsandbytes", "gptq"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "1 layers of 3"]),
         ({"layer_types": ["linear_attention"]}, ["linear_attention"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
@@ -218,6 +218,41 @@ KV_ONLY: dict[str, Any] = {
 }
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+INT4: dict[str, Any] = {
+    "targets": ["Linear"],
+    "format": "pack-quantized",
+    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+}
+
+
+def test_a_layer_has_the_format_of_its_group_unless_it_is_ignored(tmp_path: Path) -> None:
+    eight = {**INT4, "targets": ["re:.*down_proj"], "weights": {**INT4["weights"], "num_bits": 8}}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": INT4, "group_1": eight},
+        "ignore": ["lm_head", "re:.*layers.0.*", "model.layers.1.mlp.down_proj"],
+    }
+    config = read(tmp_path, {"quantization_config": quantization})
+    bits = {
+        name: None if form is None else form.num_bits
+        for name in ("0.mlp.up_proj", "1.mlp.up_proj", "1.mlp.down_proj", "2.mlp.down_proj")
+        for form in [config.weight_formats.format_of(f"model.layers.{name}")]
+    }
+    assert bits == {"0.mlp.up_proj": None, "1.mlp.up_proj": 4, "1.mlp.down_proj": None, "2.mlp.down_proj": 8}
+    assert config.fast_paths == {"fused"}, "the others read plain matrices"
+
+
+def test_the_option_must_name_what_the_checkpoint_is(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"quantization_config": GPTQ})
+    assert ModelConfig.from_folder(folder, quantization="gptq") == ModelConfig.from_folder(folder)
+    with pytest.raises(ModelError, match="--quantization awq: the checkpoint is quantised with gptq"):
+        ModelConfig.from_folder(folder, quantization="awq")
+    plain = write(tmp_path, {})
+    with pytest.raises(ModelError, match="--quantization gptq: the checkpoint is not quantised"):
+        ModelConfig.from_folder(plain, quantization="gptq")
+
+
 def test_a_quantization_of_keys_and_values_alone_is_let_through(tmp_path: Path) -> None:
     plain = read(tmp_path)
     assert read(tmp_path, {"quantization_config": KV_ONLY}) == plain
@@ -228,8 +263,18 @@ def test_a_quantization_of_keys_and_values_alone_is_let_through(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"quant_method": "fp8"}, "quantization_config 'fp8'"),
+        ({"quant_method": "hqq"}, "quantization_config 'hqq'"),
         ({"config_groups": {"group_0": {"targets": ["Linear"]}}}, "config_groups"),
+        ({"config_groups": {"group_0": INT4 | {"format": "int-quantized"}}}, "'int-quantized'"),
+        ({"config_groups": {"group_0": INT4 | {"input_activations": {"num_bits": 8}}}}, "input_activations"),
+        ({"ignore": ["re:("], "config_groups": {"group_0": INT4}}, "'re:(' in"),
+        ({**GPTQ, "bits": 3}, "bits 3 in"),
+        ({**GPTQ, "group_size": 16}, "group_size 16 in"),
+        ({**GPTQ, "lm_head": True}, "lm_head True in"),
+        ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic {'+:.*down.*'"),
+        ({**GPTQ, "quant_method": "awq", "version": "gemv"}, "version 'gemv' in"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, "weight_block_size [64, 128] in"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' in"),
         ({"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
         ({"kv_cache_scheme": None}, "type None in kv_cache_scheme"),

@@ -1,0 +1,196 @@
+"""Quantised checkpoints against the plain ones that they stand for, in float32, on one rank and on two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.layers.linear import LinearLayer
+from srt.layers.quantization.weight import LinearWeight, Place, PlainWeight
+from srt.layers.weights import WeightPiece
+from srt.model_loader.loader import LoadConfig, get_model_loader
+from srt.utils.model_config import ModelConfig
+from srt.utils.model_error import ModelError
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.dense_attention import dense_batch
+from tests.support.quantised_checkpoint import WEIGHT_ONLY, WITH_INPUTS, Quantisation, write_quantised
+from tests.support.ranks import CPU, idle_rank, run_ranks, single_rank
+
+
+def load(folder: Path, tp: TensorParallel, quantization: str | None = None, load_format: Any = "auto") -> Any:
+    config = ModelConfig.from_folder(folder, quantization=quantization)
+    loader = get_model_loader(LoadConfig(load_format=load_format))
+    return loader.load_model(config, folder, tp, torch.float32, CPU, lambda done, total: None)
+
+
+@torch.inference_mode()
+def logits_of(model: Any) -> Tensor:
+    ids = torch.randint(model.lm_head.vocab_size, (24,), generator=torch.Generator().manual_seed(1))
+    logits: Tensor = model.lm_head.logits(model(ids, torch.arange(24), dense_batch()))
+    return logits
+
+
+def check_two_ranks(folder: Path, rendezvous: Path, expected: Tensor, error: float) -> None:
+    parts = run_ranks(2, rendezvous, lambda tp: logits_of(load(folder, tp)))
+    torch.testing.assert_close(torch.cat(parts, dim=-1), expected, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("name", WEIGHT_ONLY)
+def test_stored_weights_multiply_like_those_that_they_stand_for(
+    name: str, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    stored, meant = write_quantised(checkpoint("qwen3"), tmp_path, WEIGHT_ONLY[name])
+    model = load(stored, single_rank())
+    dense = load(meant, single_rank())
+    expected, ours = logits_of(dense), logits_of(model)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert sum(p.nbytes for p in model.model.layers.parameters()) < 0.5 * sum(
+        p.nbytes for p in dense.model.layers.parameters()
+    )
+    check_two_ranks(stored, tmp_path, expected, 1e-4)
+
+
+class RoundedInputs(LinearWeight):
+    """A matrix whose inputs are rounded to e4m3 in the obvious way."""
+
+    def __init__(self, matrix: Tensor, block: int | None, scale: float | None) -> None:
+        super().__init__()
+        self._matrix, self._block, self._scale = matrix, block, scale
+
+    def pieces(self, places: Sequence[Place]) -> Iterator[WeightPiece]:
+        return iter(())
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        rounded = torch.empty_like(x)
+        for row in range(len(x)):
+            for first in range(0, x.shape[1], self._block or x.shape[1]):
+                part = slice(first, first + (self._block or x.shape[1]))
+                scale = self._scale or float(x[row, part].abs().max()) / 448
+                rounded[row, part] = (x[row, part] / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+        return torch.nn.functional.linear(rounded, self._matrix, bias)
+
+
+def round_inputs(model: Any, how: Quantisation, block: int | None) -> None:
+    for layer in model.modules():
+        if isinstance(layer, LinearLayer):
+            assert isinstance(layer.weight, PlainWeight)
+            layer.weight = RoundedInputs(layer.weight.matrix, block, how.static_scale)
+
+
+@pytest.mark.parametrize("name", WITH_INPUTS)
+def test_quantised_inputs_are_those_of_the_obvious_rounding(
+    name: str, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    """An input between two e4m3 numbers may be rounded either way, so logits are near on the whole rather than each by itself."""
+    how = WITH_INPUTS[name]
+    # Two ranks cut the blocks of keys and values, whose heads are of 64.
+    folder = checkpoint("qwen3", hidden_size=256, head_dim=64, intermediate_size=512)
+    stored, meant = write_quantised(folder, tmp_path, how)
+    dense = load(meant, single_rank())
+    plain = logits_of(dense)
+    round_inputs(dense, how, 128 if name == "fp8 blocks" else None)
+    expected, ours = logits_of(dense), logits_of(load(stored, single_rank()))
+    assert distance(ours, expected) < 0.2 * distance(plain, expected)
+    parts = run_ranks(2, tmp_path, lambda tp: logits_of(load(stored, tp)))
+    if name in ("fp8 static", "fp8 blocks"):  # else each rank rounds its part of a row by its own largest input
+        assert distance(torch.cat(parts, dim=-1), expected) < 0.2 * distance(plain, expected)
+    else:
+        assert distance(torch.cat(parts, dim=-1), expected) < 2 * distance(plain, expected)
+
+
+def test_a_plain_checkpoint_is_quantised_while_it_is_loaded(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    """The same as a checkpoint that was quantised by channel before."""
+    plain = checkpoint("qwen2", tied=False)
+    stored, _ = write_quantised(plain, tmp_path, WITH_INPUTS["fp8 channels and tokens"])
+    ours, expected = load(plain, single_rank(), "fp8"), load(stored, single_rank())
+    assert ours.state_dict().keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(ours.state_dict()[name].float(), tensor.float()), name
+    parts = run_ranks(2, tmp_path, lambda tp: logits_of(load(plain, tp, "fp8")))
+    unquantised = logits_of(load(plain, single_rank()))
+    assert distance(torch.cat(parts, dim=-1), unquantised) < 1.5 * distance(logits_of(expected), unquantised)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 static", "fp8 blocks", "gptq", "awq", "packed int4 with zeros", "packed int4 ordered"]
+)
+def test_dummy_weights_of_every_format_give_finite_logits(
+    name: str, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    stored, _ = write_quantised(checkpoint("qwen3"), tmp_path, {**WEIGHT_ONLY, **WITH_INPUTS}[name])
+    (stored / "model.safetensors").unlink()
+    logits = logits_of(load(stored, single_rank(), load_format="dummy"))
+    assert torch.isfinite(logits).all()
+    assert 0.05 < logits.std() < 50
+
+
+def refusal(folder: Path, tp: TensorParallel | None = None, quantization: str | None = None) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(folder, tp or single_rank(), quantization)
+    sentence = str(caught.value)
+    assert sentence.endswith(".")
+    return sentence
+
+
+def changed_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_broken_quantised_checkpoints_are_refused_in_a_sentence(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    layer = "model.layers.0.mlp.down_proj"
+
+    def stored(name: str) -> Path:
+        folder = tmp_path / name.replace(" ", "-") / str(len(list(tmp_path.iterdir())))
+        return write_quantised(checkpoint("qwen3"), folder, {**WEIGHT_ONLY, **WITH_INPUTS}[name])[0]
+
+    no_zeros = changed_tensors(stored("awq"), lambda tensors: tensors.pop(f"{layer}.qzeros"))
+    assert f"lacks {layer}.qzeros" in refusal(no_zeros)
+    no_scale = changed_tensors(stored("fp8 dynamic"), lambda tensors: tensors.pop(f"{layer}.weight_scale"))
+    assert f"lacks {layer}.weight_scale" in refusal(no_scale)
+    negative = changed_tensors(
+        stored("fp8 dynamic"), lambda tensors: tensors.update({f"{layer}.weight_scale": torch.tensor(-1.0)})
+    )
+    assert f"scale of {layer} that is negative" in refusal(negative)
+    wrong = changed_tensors(stored("gptq"), lambda tensors: tensors.update({f"{layer}.scales": torch.ones(3, 64)}))
+    assert f"wrong shape is {layer}.scales [3, 64] instead of [4, 64]" in refusal(wrong)
+    infinite = changed_tensors(
+        stored("gptq"), lambda tensors: tensors.update({f"{layer}.scales": torch.full((4, 64), float("inf"))})
+    )
+    assert f"scale of {layer} that is not finite" in refusal(infinite)
+    plain_matrix = changed_tensors(
+        stored("fp8 dynamic"), lambda tensors: tensors.update({f"{layer}.weight": torch.ones(64, 128)})
+    )
+    assert f"{layer}.weight (F32)" in refusal(plain_matrix)
+
+
+def test_what_ranks_cannot_split_is_refused_in_a_sentence(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    narrow = checkpoint("qwen3", intermediate_size=96, num_kv_heads=4)
+    stored, _ = write_quantised(narrow, tmp_path / "gptq", WEIGHT_ONLY["gptq"])
+    assert "--tp cuts a group of 32 weights of model.layers.0.mlp.down_proj" in refusal(stored, idle_rank(0, 2))
+    stored, _ = write_quantised(narrow, tmp_path / "fp8", WITH_INPUTS["fp8 blocks"])
+    assert "--tp cuts a block of 128 inputs of model.layers.0.self_attn.o_proj" in refusal(stored, idle_rank(0, 4))
+    wide = replace(WEIGHT_ONLY["gptq"], config={**WEIGHT_ONLY["gptq"].config, "group_size": 64})
+    stored, _ = write_quantised(narrow, tmp_path / "wide", wide)
+    assert "Groups of 64 weights do not divide the 96 inputs of model.layers.0.mlp.down_proj" in refusal(stored)
+
+
+def test_merged_layers_in_different_formats_are_refused(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    how = WEIGHT_ONLY["gptq"]
+    mixed = replace(how, config={**how.config, "dynamic": {"-:.*k_proj": {}}}, skip=("k_proj",))
+    stored, _ = write_quantised(checkpoint("qwen3"), tmp_path, mixed)
+    assert "q_proj and model.layers.0.self_attn.k_proj in different formats" in refusal(stored)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
