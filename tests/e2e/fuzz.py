@@ -99,7 +99,7 @@ def fuzz(url: str, num_cases: int, seed: int) -> Report:
     num_raw = int(num_cases * RAW_SHARE)
     _by_description(url, num_cases - num_raw, seed, report)
     _by_bytes(url, num_raw, random.Random(seed), report)
-    _check_afterwards(url, report)
+    check_afterwards(url, report)
     return report
 
 
@@ -329,7 +329,7 @@ def _exchange(host: str, port: int, sent: bytes) -> bytes:
 # ---- Afterwards
 
 
-def _check_afterwards(url: str, report: Report) -> None:
+def check_afterwards(url: str, report: Report) -> None:
     generated = httpx.get(url + "/health_generate", timeout=PATIENCE_S)
     if generated.status_code != 200:
         report.fail(f"afterwards /health_generate answers {generated.status_code} {generated.text}")

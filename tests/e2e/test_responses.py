@@ -14,6 +14,7 @@ import pytest
 
 from recipes.tiny.evaluate import draw_cases
 from tests.e2e.conftest import Server
+from tests.e2e.stored_fuzz import fuzz_stored
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.e2e
@@ -148,6 +149,13 @@ def test_a_response_is_generated_in_the_background(api: openai.OpenAI, storing: 
     assert api.responses.cancel(endless.id).status == "cancelled"
     wait_idle(storing)
     assert api.responses.retrieve(endless.id).status == "cancelled"
+
+
+def test_stored_responses_are_what_their_clients_made_of_them(storing: Server) -> None:
+    report = fuzz_stored(storing.url, num_cases=120, seed=3)
+    print(report)
+    assert report.failures == []
+    assert report.statuses[200] > 40, "most cases are answered"
 
 
 def test_a_client_that_leaves_ends_its_request(api: openai.OpenAI, storing: Server) -> None:
