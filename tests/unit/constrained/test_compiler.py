@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,51 +22,13 @@ from srt.constrained.job_messages import Answer
 from srt.constrained.matcher import Grammars
 from srt.constrained.vocabulary import Vocabulary
 from srt.sampling.parameter_checks import ParameterError
+from tests.support.hostile_constraints import HOSTILE, chain
 from tests.support.server_process import ROOT
 from tests.unit.constrained.conftest import EOS_IDS, PADDED_SIZE, TINY
 
 GRACE_S = 1.5  # for the messages and a machine that does other things
 
 PLAIN = Constraint("regex", "[0-9]{3}")
-
-
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(depth):
-        schema = {"items": schema}
-    return schema
-
-
-def chain(rules: int) -> str:
-    return "start: r0\n" + "".join(f"r{i}:r{i + 1}\n" for i in range(rules)) + f'r{rules}:"z"\n'
-
-
-HOSTILE: dict[str, dict[str, Any]] = {
-    "a million characters": {"json_schema": {"type": "string", "maxLength": 10**6}},
-    "a million items of a million characters": {
-        "json_schema": {"type": "array", "items": {"type": "string", "maxLength": 10**6}, "maxItems": 10**6}
-    },
-    "nesting of 1,000": {"json_schema": nested(1000)},
-    "the deepest nesting that is read": {"json_schema": nested(99)},
-    "an enum of 10,000": {"json_schema": {"enum": list(range(10_000))}},
-    "a choice of 8,000": {"structured_outputs": {"choice": [f"x{i}" for i in range(8000)]}},
-    "an exponential expression": {"regex": "(((a{100}){100}){100}){100}"},
-    "many states": {"regex": "(?:[ab]*a[ab]{14}){3}"},
-    "many optional parts": {"regex": "(a|b|c){1,5000}(x?){5000}x{5000}"},
-    "nested groups": {"regex": "(" * 10_000 + "a" + ")" * 10_000},
-    "5,000 rules": {"ebnf": chain(4999)},
-    "3,300 rules in the other language": {
-        "ebnf": "root ::= r0\n" + "".join(f'r{i}::="a"r{i + 1}\n' for i in range(3300)) + 'r3300::="z"\n'
-    },
-    "left recursion without end": {"ebnf": 'start: a\na: a a | a | "x"\n'},
-    "5,000 brackets": {"ebnf": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
-    "a pattern that explodes": {
-        "json_schema": {"type": "string", "pattern": "^(?:(?:.*a){20}.*b){20}$", "minLength": 5000}
-    },
-    "patterns that must be compared": {
-        "json_schema": {"type": "object", "patternProperties": {f"^(a|b)*{c}.{{20}}$": {} for c in "abcd"}}
-    },
-}
 
 
 @contextlib.asynccontextmanager
