@@ -67,12 +67,15 @@ class RadixNode:
 class Extension:
     """The result of handing pages to the tree."""
 
-    __slots__ = ("end", "given_up", "not_taken")
+    __slots__ = ("end", "given_up", "kept", "not_taken", "other")
 
-    def __init__(self, end: RadixNode, given_up: bytes, not_taken: bytes) -> None:
+    def __init__(self, end: RadixNode, given_up: bytes, not_taken: bytes, kept: bytes, other: bytes) -> None:
         self.end = end  # the node that is pinned now instead of the caller's
         self.given_up = given_up  # pages that the tree replaced by the caller's; the caller must free them
         self.not_taken = not_taken  # pages that remain the caller's
+        # Where the tree had pages for the same ids already:
+        self.kept = kept  # those that it has now
+        self.other = other  # those that hold the same, given up or not taken, in the same order
 
 
 class RadixCache:
@@ -114,9 +117,9 @@ class RadixCache:
         self._pin(node)
         return node, b"".join(found)
 
-    def match(self, ids: bytes, salt: str, max_pages: int) -> int:
-        """Return the number of pages that `pin_prefix` would find, without changing anything."""
-        node, position = self.root, 0
+    def find(self, ids: bytes, salt: str, max_pages: int) -> bytes:
+        """Return the pages that `pin_prefix` would find, without changing anything."""
+        node, position, found = self.root, 0, list[bytes]()
         while position < max_pages:
             child = node.children.get(self._key(node, salt, ids, position))
             if child is None:
@@ -124,9 +127,11 @@ class RadixCache:
             same = self._common_pages(child, ids, position, max_pages)
             position += same
             if same < child.num_pages:
+                found.append(child.pages[: same * ITEM])
                 break
+            found.append(child.pages)
             node = child
-        return position
+        return b"".join(found)
 
     def note_hit(self, node: RadixNode) -> None:
         """Count a hit on the prefix that ends at `node`, which the caller has pinned: a request did not have to compute it."""
@@ -143,6 +148,7 @@ class RadixCache:
         Without that exchange the call would lower the number of pages that are free or can be evicted.
         """
         position, count, given_up, not_taken = 0, len(pages) // ITEM, NO_PAGES, NO_PAGES
+        kept, other = NO_PAGES, NO_PAGES
         while position < count:
             key = self._key(node, salt, ids, position)
             child = node.children.get(key)
@@ -155,12 +161,15 @@ class RadixCache:
             doubles = pages[position * ITEM : (position + same) * ITEM]
             if child.pins:
                 not_taken += doubles
+                other += doubles
             else:
                 given_up += child.pages
+                other += child.pages
                 child.pages = doubles
+            kept += child.pages
             self._add_pin(child)
             node, position = child, position + same
-        return Extension(node, given_up, not_taken)
+        return Extension(node, given_up, not_taken, kept, other)
 
     def unpin(self, node: RadixNode) -> None:
         """Release one pin of this node; its whole path counts as just used."""
@@ -367,5 +376,5 @@ class NoPrefixCache(RadixCache):
     def pin_prefix(self, ids: bytes, salt: str, max_pages: int) -> tuple[RadixNode, bytes]:
         return super().pin_prefix(ids, salt, 0)
 
-    def match(self, ids: bytes, salt: str, max_pages: int) -> int:
-        return 0
+    def find(self, ids: bytes, salt: str, max_pages: int) -> bytes:
+        return NO_PAGES

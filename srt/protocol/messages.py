@@ -285,7 +285,11 @@ class Admission(Wire, frozen=True):
 
 
 class PageDelta(Wire, frozen=True):
-    """Pages to append to rows of one page group's table: `counts[i]` pages for `slots[i]`; `pages` holds all of them end to end."""
+    """Pages to append to rows of one page group's table: `counts[i]` pages for `slots[i]`; `pages` holds all of them end to end.
+
+    A group with a window has the same slots, in the same order, and new pages for the same columns. The first pages of a request begin
+    at the column of the first position that the first computed one sees. Pages behind the window are given to others without a word.
+    """
 
     slots: Int32Array
     counts: Int32Array
@@ -352,6 +356,9 @@ class WorkerHello(Wire, frozen=True, tag=60):
     num_stages: int = 1  # pipeline stages: a row is in at most one of `num_stages` consecutive steps
     num_graphs: int = 0  # CUDA graphs that `capture` can still add to make steps quicker
     most_resources: int = 256  # that the worker holds at a time, prepared or being prepared
+    # The page groups beside the first, whose layers see only the last tokens. `num_pages` is that of the first group.
+    windows: list[int] = []  # tokens that a token sees, its own included, by group
+    window_pages: list[int] = []  # pages by group
 
 
 class RowLogprobs(Wire, frozen=True):
@@ -396,9 +403,9 @@ class WorkDone(Wire, frozen=True, tag=63):
     """A rank's notice that a WorkPlan is done.
 
     `inspect` reports `tables_hash`, the hex of an 8-byte blake2b. It covers every slot admitted since the last reset, in ascending
-    order: slot, page count and the pages of its latest admission as little-endian int32, read back from the device's table. The
-    scheduler computes the same from what it sent. `num_slots_seen` counts those slots. `capture` reports `num_left`, unchanged while
-    code for the next graph is still being compiled.
+    order: slot, page count and the pages of its latest admission, group after group, as little-endian int32, read back from the
+    device's tables. The scheduler computes the same from what it sent. `num_slots_seen` counts those slots. `capture` reports
+    `num_left`, unchanged while code for the next graph is still being compiled.
     """
 
     step: int

@@ -46,6 +46,7 @@ MODULES = (
     "srt.managers.scheduler.worker_stream",
     "srt.mem_cache.allocator",
     "srt.mem_cache.radix_cache",
+    "srt.mem_cache.window_pages",
     "srt.protocol.arrays",
 )
 # Not compiled, but read by the compiler: the types that compiled code takes from them are checked and converted as written there.

@@ -20,6 +20,7 @@ from srt.managers.scheduler.step_times import StepTimes
 from srt.managers.scheduler.waiting import LongestPrefixQueue, WaitingQueue
 from srt.managers.scheduler.worker_stream import WorkerStream
 from srt.mem_cache.radix_cache import ITEM
+from srt.mem_cache.window_pages import WindowPages
 from srt.protocol.arrays import CODES, FLOAT32
 from srt.protocol.messages import ControlReply, Load, Scalar, SchedulerHello, WorkerHello
 from srt.protocol.views import RequestView
@@ -49,6 +50,7 @@ class SchedulerCore:
             self.slots,
             prefix_cache=not args.disable_radix_cache,
             by_frequency=args.radix_eviction_policy == "lfu",
+            windows=_windows(hello),
         )
         is_lpm = args.schedule_policy == "lpm"
         self._queue = LongestPrefixQueue(self.memory.num_cached) if is_lpm else WaitingQueue()
@@ -151,6 +153,11 @@ class SchedulerCore:
             "prompt_token_ns": round(1000 * self._step_times.per_token),
         }
         return values | self.counters.values()
+
+
+def _windows(hello: WorkerHello) -> list[WindowPages]:
+    groups = zip(hello.windows, hello.window_pages, strict=True)
+    return [WindowPages(size, num, hello.page_size, hello.num_pages, hello.num_slots) for size, num in groups]
 
 
 def _what_is_broken(message: RequestView, requests: list[Request]) -> str | None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from srt.managers.scheduler.request import Request
 from srt.mem_cache.radix_cache import ITEM
+from srt.mem_cache.window_pages import WindowPages
 from srt.protocol.arrays import INT32, int32_bytes
 from srt.protocol.messages import Int64Array, PageDelta, StepPlan, int32_array
 from srt.protocol.views import AdmissionView
@@ -87,9 +88,30 @@ class Draft:
             self.page_counts.append(len(pages) // ITEM)
             self.pages.append(pages)
 
-    def page_delta(self) -> PageDelta:
+    def page_deltas(self, windows: list[WindowPages]) -> list[PageDelta]:
+        """Return the new pages of each group. Those of a window group are for the same slots, in the same order."""
         if not self.pages:
-            return NO_PAGE_DELTA
+            return [NO_PAGE_DELTA] * (1 + len(windows))
         slots = np.frombuffer(int32_bytes(self.page_slots), INT32)
         counts = np.frombuffer(int32_bytes(self.page_counts), INT32)
-        return PageDelta(slots, counts, np.frombuffer(b"".join(self.pages), INT32))
+        deltas = [PageDelta(slots, counts, np.frombuffer(b"".join(self.pages), INT32))]
+        for window in windows:
+            pages = [window.pop_untold(slot) for slot in self.page_slots]
+            counts = np.frombuffer(int32_bytes([len(some) // ITEM for some in pages]), INT32)
+            deltas.append(PageDelta(slots, counts, np.frombuffer(b"".join(pages), INT32)))
+        return deltas
+
+
+def admission_of(request: Request, num_cached: int) -> AdmissionView:
+    """Return the admission of a request that has its slot, with `num_cached` tokens in the prefix cache."""
+    progress = request.progress
+    return AdmissionView(
+        progress.slot,
+        progress.id_bytes,
+        request.prompt_len,
+        num_cached,
+        request.seed,
+        request.sampling,
+        progress.logprobs,
+        "" if request.resource is None else request.resource.key,
+    )

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from srt.managers.scheduler.counters import Counters
 from srt.managers.scheduler.forecast import OutputForecast
 from srt.managers.scheduler.kv_memory import KvMemory
-from srt.managers.scheduler.plan_draft import Draft, NextPage, Planned
+from srt.managers.scheduler.plan_draft import Draft, NextPage, Planned, admission_of
 from srt.managers.scheduler.preempted import PreemptedRequests
 from srt.managers.scheduler.ranking import Ranking
 from srt.managers.scheduler.request import Request, Status
@@ -34,7 +34,6 @@ from srt.managers.scheduler.waiting import WaitingQueue
 from srt.mem_cache.radix_cache import ITEM, RadixNode
 from srt.protocol.arrays import INT32, int32_bytes
 from srt.protocol.messages import Admission, Int32Array, Int64Array, PlanSection, StepPlan, int32_array
-from srt.protocol.views import AdmissionView
 
 UNLIMITED: Final = 1 << 40
 NO_SLOTS: Int64Array = np.zeros(0, np.int64)
@@ -159,6 +158,8 @@ class Planner:
         """
         self._now = now
         self._forget_ended()
+        if self._memory.windows and self._memory.give_back_passed(self._max_row_tokens == 1):
+            self._no_room_for = None
         on_trial = self.trials.find_on_trial()
         if on_trial is not None:
             return self._plan_trial(step, on_trial)
@@ -208,7 +209,7 @@ class Planner:
         self._make_room_beside(request, lambda: self._slots.num_free > 0 and memory.has_room(expected, 0))
         node, cached = memory.pin_prefix(request)
         self._start(request, node, cached, expected)
-        draft.admissions.append(self._admission(request, len(cached) // ITEM * memory.page_size))
+        draft.admissions.append(admission_of(request, len(cached) // ITEM * memory.page_size))
         self._plan_chunk(draft, request)
 
     def _make_room_beside(self, request: Request, is_enough: Callable[[], bool]) -> None:
@@ -243,14 +244,14 @@ class Planner:
             return False
         lower.sort(key=_order, reverse=True)
         expected = self._expected_tokens(request)
-        missing = self._memory.pages_for(expected) - self._memory.num_cached(request) // self._memory.page_size
-        missing -= self._memory.num_available - self._memory.num_promised
+        missing = self._memory.missing_for(request, expected)  # by group
         needs_slot = self._slots.num_free == 0
         victims: list[Request] = []
-        while lower and (missing > 0 or (needs_slot and not victims)):
+        while lower and (max(missing) > 0 or (needs_slot and not victims)):
             victims.append(lower.pop(0))
-            missing -= self._memory.held_by(victims[-1].progress.slot)
-        if missing > 0:
+            held = self._memory.held_by(victims[-1].progress.slot)
+            missing = [lacking - freed for lacking, freed in zip(missing, held, strict=True)]
+        if max(missing) > 0:
             return False
         for victim in victims:
             self._preempt(victim)
@@ -461,7 +462,7 @@ class Planner:
                 return
             self._queue.pop()
             self._start(request, node, cached, expected)
-            draft.admissions.append(self._admission(request, num_cached * memory.page_size))
+            draft.admissions.append(admission_of(request, num_cached * memory.page_size))
             self._plan_chunk(draft, request, behind)
 
     def _expected_tokens(self, request: Request) -> int:
@@ -507,19 +508,6 @@ class Planner:
         self._counters.num_prompt_tokens += progress.num_known
         self._counters.num_cached_tokens += num_cached
 
-    def _admission(self, request: Request, num_cached: int) -> AdmissionView:
-        progress = request.progress
-        return AdmissionView(
-            progress.slot,
-            progress.id_bytes,
-            request.prompt_len,
-            num_cached,
-            request.seed,
-            request.sampling,
-            progress.logprobs,
-            "" if request.resource is None else request.resource.key,
-        )
-
     def _publish(self, draft: Draft) -> None:
         """Insert the pages that the finished draft computes into the prefix cache, and let the prompts that it completes decode next."""
         finished: list[int] = []
@@ -553,7 +541,7 @@ class Planner:
             slots.planned_at[decodes] = step
         section = PlanSection(
             cast("list[Admission]", draft.admissions),  # their type on the wire
-            [draft.page_delta()],
+            draft.page_deltas(self._memory.windows),
             columns[0],
             columns[1],
             columns[2],

@@ -506,7 +506,7 @@ class Scheduler:
             if not self._is_here(client):
                 continue
             effects.append(ToWorkers(WorkPlan(core.stream.next_step, "inspect")))
-            core.stream.submit_inspection(Inspection(client, call, core.slots.tables_hash()))
+            core.stream.submit_inspection(Inspection(client, call, core.memory.tables_hash()))
         self._asked_deep.clear()
         if now >= self._compiling_until_s and (core.stream.wants_capture or self._may_capture(core, now)):
             effects.append(ToWorkers(WorkPlan(core.stream.next_step, "capture")))

@@ -171,10 +171,11 @@ class SlotTable:
         ranges = zip(starts.tolist(), counts.tolist(), strict=True)
         return np.concatenate([self._outputs[start : start + count] for start, count in ranges])
 
-    def tables_hash(self) -> str:
-        """Return the digest of the page tables that the workers must have once they have done everything that was sent."""
+    def tables_hash(self, others: list[list[bytes]]) -> str:
+        """Return the digest of all page tables as sent; `others` are the pages in the other groups, by slot."""
         slots = [slot for slot in range(self.num_slots) if self._was_admitted[slot]]
-        return tables_hash({slot: np.frombuffer(self.pages[slot], np.int32) for slot in slots})
+        pages = {slot: b"".join([self.pages[slot], *[other[slot] for other in others]]) for slot in slots}
+        return tables_hash({slot: np.frombuffer(numbers, np.int32) for slot, numbers in pages.items()})
 
     def used_slots(self) -> list[int]:
         return [int(slot) for slot in np.flatnonzero(self.incarnation)]

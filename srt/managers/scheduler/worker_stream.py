@@ -199,6 +199,8 @@ class Handshake:
             "num_stages",
             "num_graphs",
             "most_resources",
+            "windows",
+            "window_pages",
         ):
             ours, theirs = getattr(self._hellos[first], field_name), getattr(hello, field_name)
             if ours != theirs:
