@@ -174,14 +174,14 @@ MORE_MUTATIONS = (
     Mutation(
         "pages leak when a prompt is aborted",
         "managers/scheduler/kv_memory.py",
-        "self._allocator.free(hold.own_copies + slots",
-        "request.progress.prompt_done and self._allocator.free(hold.own_copies + slots",
+        "self._free(hold.own_copies + slots",
+        "request.progress.prompt_done and self._free(hold.own_copies + slots",
     ),
     Mutation(
         "own copies forgotten",
         "managers/scheduler/kv_memory.py",
-        "self._allocator.free(hold.own_copies + slots",
-        "self._allocator.free(slots",
+        "self._free(hold.own_copies + slots",
+        "self._free(slots",
     ),
     Mutation(
         "page in the tree before it is full",
@@ -517,7 +517,7 @@ MORE_MUTATIONS = (
     Mutation(
         "all are displaced whose place may be taken",
         "managers/scheduler/planner.py",
-        "while lower and (missing > 0 or (needs_slot and not victims)):",
+        "while lower and (max(missing) > 0 or (needs_slot and not victims)):",
         "while lower:",
     ),
     Mutation(

@@ -93,7 +93,12 @@ RESOURCE_MUTATIONS = (
         "            del self._entries[key], self._unasked[key]",
         "            pass",
     ),
-    Mutation("admitted without the key", _PLANNER, '"" if request.resource is None else request.resource.key', '""'),
+    Mutation(
+        "admitted without the key",
+        "managers/scheduler/plan_draft.py",
+        '"" if request.resource is None else request.resource.key',
+        '""',
+    ),
     Mutation(
         "ended ones wait on",
         _PLANNER,
