@@ -161,6 +161,8 @@ class Room:
         self._prefixes.judge(core, stayed, plans, have_all_stayed=not gone)
         if not plans or before.is_of_trial or core.planner.trials.are_some_left:
             return False
+        if self._settings.window_pages:  # it may be the window's pages that are lacking
+            return not gone
         kept = [seat for seat in before.seats if seat not in gone]
         is_admitting = any(plan.sections[0].admissions for plan in plans)
         if is_admitting:
@@ -322,7 +324,7 @@ class Room:
         is_held[self._held(kept)] = True
         room = self._settings.num_pages - int(is_held.sum()) - self._promised(kept)
         for plan in plans:
-            (delta,) = plan.sections[0].pages
+            delta = plan.sections[0].pages[0]
             ends = np.cumsum(delta.counts).tolist()
             starts = dict(zip(delta.slots.tolist(), [0, *ends], strict=False))
             for admission in plan.sections[0].admissions:

@@ -133,7 +133,8 @@ class Server:
         sizes = (s.page_size, s.num_pages, s.num_slots, s.max_request_tokens, s.vocab_size)
         for rank in range(s.tp_size):
             counts = (s.row_tokens, s.num_stages, s.num_graphs, s.most_resources)
-            hello = WorkerHello(rank, PROTOCOL, "config", "float32", *sizes, *counts)
+            groups = ([s.window_tokens], [s.window_pages]) if s.window_pages else ([], [])
+            hello = WorkerHello(rank, PROTOCOL, "config", "float32", *sizes, *counts, *groups)
             self._from_rank(rank, s.delay, hello)
         self._world.statistics["rule: ranks that differ are no replica"] += 1
         check_handshake(s, self._world.calls_rng, hello)
@@ -375,6 +376,7 @@ class Server:
             self._room.check_figures(core)
             self._fairness.check_load(core, self._told_load, world.now)
             self._worker.check_written([bytes(node.pages) for node in core.memory.tree.nodes()])
+            self._worker.check_windows(core)
             self._fairness.check_all(self._scheduler, core, may_be_sent, world.now)
 
     def _check_waiting(self, core: SchedulerCore, plans: list[StepPlan], *, is_calm: bool) -> None:
@@ -388,7 +390,7 @@ class Server:
             self._world.statistics["rule: who is there is worked on"] += 1
             left = [r for r in self._requests() if r.progress.status is not Status.ENDED and self.resources.is_ready(r)]
             assert not left, f"nothing is under way, and request {left[0].key} is there"
-        if is_calm and planner.num_waiting and core.slots.num_free:
+        if is_calm and planner.num_waiting and core.slots.num_free and not self._settings.window_pages:
             waiting = [
                 r for r in self._requests() if r.progress.status is Status.WAITING and self.resources.is_ready(r)
             ]

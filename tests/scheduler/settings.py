@@ -73,6 +73,8 @@ class Settings:
     drains: bool = False  # at some time nothing new is taken any more
     num_graphs: int = 0
     missing_share: float = 0.0  # of the steps, which miss a graph
+    window_tokens: int = 0  # that some layers see: they have a page group of their own
+    window_pages: int = 0  # of that group; 0: all layers see everything
 
     @classmethod
     def draw(cls, rng: random.Random, graphs: random.Random) -> Settings:

@@ -169,6 +169,9 @@ class World:
         self.statistics["rule: nothing is left at the end"] += 1
         for name, value in wanted.items():
             assert after[name] == value, f"at the end {name} is {after[name]} instead of {value}"
+        core = self.server._scheduler._core
+        for pages in core.memory.windows if core is not None else ():
+            assert (pages.num_available, pages.num_evictable) == (pages.num_pages, 0), "a window keeps pages at the end"
         self.server.count()
 
     def _ask(self, make: Callable[[int], FromFrontend]) -> ControlReply:
