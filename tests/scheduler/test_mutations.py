@@ -12,6 +12,7 @@ from tests.scheduler.frontend_mutations import FRONTEND_MUTATIONS
 from tests.scheduler.mutations import MORE_MUTATIONS, MUTATIONS, REPLACEMENT_MUTATIONS, Mutation
 from tests.scheduler.plant import MOST_WORLDS, SIMULATED, find, first_worlds, look, run_with
 from tests.scheduler.resource_mutations import RESOURCE_MUTATIONS
+from tests.scheduler.window_mutations import WINDOW_MUTATIONS
 
 MORE = (*MORE_MUTATIONS, *CONTROL_MUTATIONS, *FRONTEND_MUTATIONS, *RESOURCE_MUTATIONS)
 
@@ -48,7 +49,7 @@ def check_found(mutation: Mutation, folder: Path) -> None:
 
 
 def test_every_bug_can_still_be_planted() -> None:
-    for mutation in (*SIMULATED, *REPLACEMENT_MUTATIONS):
+    for mutation in (*SIMULATED, *REPLACEMENT_MUTATIONS, *WINDOW_MUTATIONS):
         compile(mutation.text(), mutation.file, "exec")
 
 
