@@ -2,6 +2,9 @@
 
 Flat location of a position: ``page_table[slot, position // page_size] * page_size + position % page_size``.
 Pages 0 … num_pages - 1 belong to requests; page `num_pages` is the dummy page, where padding rows read and write.
+
+Layers that see only the last tokens have pages and tables of their own, group by group (`srt/utils/page_groups.py`). There, entries of
+positions behind the window are outdated: their pages may be another request's.
 """
 
 from __future__ import annotations
@@ -88,7 +91,8 @@ ADJUSTMENT_BYTES: Final = 8 * MAX_BIASES + 4 * MAX_STOPS + 44  # per slot
 class ReqToTokenPool:
     """The tables from which a batch is gathered, one row per slot; slot `num_slots` is the dummy of padding rows.
 
-    `page_table` [slots + 1, max_pages] int32: the slot's pages in order; entries after its last page are undefined.
+    `page_tables` [groups, slots + 1, max_pages] int32: the slot's pages in order; entries after its last page are undefined.
+    `page_table` is that of the first group.
     `token_table` [slots + 1, max_request_tokens + 1] int32: the slot's prompt and sampled tokens by position.
     `seq_lens` [slots + 1] int64: positions whose keys and values are computed, counting the steps enqueued so far.
     `draws`: sampling parameters of each slot; `adjustments`: changes to its logits before drawing.
@@ -97,14 +101,25 @@ class ReqToTokenPool:
     """
 
     def __init__(
-        self, num_slots: int, max_request_tokens: int, num_pages: int, page_size: int, device: torch.device
+        self,
+        num_slots: int,
+        max_request_tokens: int,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        windows: Sequence[int] = (),
+        window_pages: Sequence[int] = (),
     ) -> None:
+        """`windows` and `window_pages` are the windows and the numbers of pages of the groups after the first."""
         self.num_slots = num_slots
         self.num_pages = num_pages
+        self.windows, self.window_pages = tuple(windows), tuple(window_pages)
         self.page_size = page_size
         self.max_pages = -(-(max_request_tokens + 1) // page_size)
         rows = num_slots + 1
-        self.page_table = torch.full((rows, self.max_pages), num_pages, dtype=torch.int32, device=device)
+        self.page_tables = torch.empty((1 + len(self.windows), rows, self.max_pages), dtype=torch.int32, device=device)
+        self._clear_page_tables()
+        self.page_table = self.page_tables[0]
         self.token_table = torch.zeros((rows, max_request_tokens + 1), dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.draws = DrawTables(*(torch.empty(rows, dtype=kind, device=device) for kind in DRAW_DTYPES))
@@ -115,9 +130,13 @@ class ReqToTokenPool:
     def dummy_slot(self) -> int:
         return self.num_slots
 
-    def locations(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def group_of(self, window: int | None) -> int:
+        """Return the page group of layers with this window."""
+        return 1 + self.windows.index(window) if window in self.windows else 0
+
+    def locations(self, slots: torch.Tensor, positions: torch.Tensor, group: int = 0) -> torch.Tensor:
         """Return the flat KV locations (int64) of these positions of these slots; the two broadcast against each other."""
-        pages = self.page_table[slots, positions // self.page_size].long()
+        pages = self.page_tables[group][slots, positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size
 
     def tokens(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -130,16 +149,25 @@ class ReqToTokenPool:
         for table, values in zip(self.draws, draws, strict=True):
             table[slots] = values
 
-    def write_pages(self, slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
-        """Set entry `columns[i]` of the page table of slot `slots[i]` to `pages[i]`. All are int64."""
-        self.page_table[slots, columns] = pages.to(torch.int32)
+    def write_pages(
+        self, slots: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor, groups: torch.Tensor | None = None
+    ) -> None:
+        """Set entry `columns[i]` of the page table of slot `slots[i]` to `pages[i]`, in group `groups[i]` or the first. All are int64."""
+        if groups is None or not len(groups):
+            self.page_table[slots, columns] = pages.to(torch.int32)
+        else:
+            self.page_tables[groups, slots, columns] = pages.to(torch.int32)
 
     def write_tokens(self, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> None:
         self.token_table[slots, positions] = ids.to(torch.int32)
 
+    def _clear_page_tables(self) -> None:
+        for table, count in zip(self.page_tables, (self.num_pages, *self.window_pages), strict=True):
+            table.fill_(count)  # the dummy page
+
     def clear(self) -> None:
         """Restore the initial state."""
-        self.page_table.fill_(self.num_pages)
+        self._clear_page_tables()
         self.token_table.zero_()
         self.seq_lens.zero_()
         self.draws.clear()
@@ -154,7 +182,7 @@ class KVHeads(NamedTuple):
 
 
 class MHATokenToKVPool:
-    """Keys and values of all layers by flat location: `num_pages` pages, followed by the dummy page.
+    """Keys and values of all layers by flat location: the pages of the layer's group, followed by the dummy page.
 
     In float8_e4m3fn they are stored divided by their layer's `k_scales` and `v_scales`; with other dtypes the scales are 1.
     """
@@ -167,16 +195,20 @@ class MHATokenToKVPool:
         dtype: torch.dtype,
         device: torch.device,
         scales: tuple[list[float], list[float]] | None = None,
+        groups: Sequence[int] | None = None,
+        window_pages: Sequence[int] = (),
     ) -> None:
-        """`heads` has an entry for each layer."""
+        """`heads` and `groups` have an entry for each layer; the default is one group. `num_pages` are those of the first group."""
         self.num_pages = num_pages
+        self.group_of = [0] * len(heads) if groups is None else list(groups)  # by layer
         self.page_size = page_size
         self.dtype = dtype
         self.k_scales, self.v_scales = scales or ([1.0] * len(heads), [1.0] * len(heads))
-        locations = (num_pages + 1) * page_size
+        locations = [(count + 1) * page_size for count in (num_pages, *window_pages)]
+        sizes = [locations[group] for group in self.group_of]
         # Initialised to zero, because a masked score still multiplies the value at its location.
-        self.k_buffer = [_zeros((locations, *one), dtype, device) for one in heads]
-        self.v_buffer = [_zeros((locations, *one), dtype, device) for one in heads]
+        self.k_buffer = [_zeros((size, *one), dtype, device) for size, one in zip(sizes, heads, strict=True)]
+        self.v_buffer = [_zeros((size, *one), dtype, device) for size, one in zip(sizes, heads, strict=True)]
 
     @staticmethod
     def bytes_per_token(heads: Sequence[KVHeads], dtype: torch.dtype) -> int:

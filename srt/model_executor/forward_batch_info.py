@@ -86,8 +86,19 @@ class ForwardBatch:
     token_to_kv_pool: MHATokenToKVPool
     attn_backend: LayerAttention
 
+    window_locations: tuple[torch.Tensor, ...] = ()
+    """As `out_cache_loc`, in the page groups after the first."""
+
     output_tokens: torch.Tensor | None = None
     """[N] int64: indices of the tokens whose hidden states are needed. The last layer drops the others after its attention. None: all."""
+
+    def locations_of(self, layer_id: int) -> torch.Tensor:
+        """Return the flat KV location of each token in the layer's memory."""
+        group = self.token_to_kv_pool.group_of[layer_id]
+        return self.window_locations[group - 1] if group else self.out_cache_loc
+
+    def page_table_of(self, layer_id: int) -> torch.Tensor:
+        return self.req_to_token_pool.page_tables[self.token_to_kv_pool.group_of[layer_id]]
 
     @property
     def num_decode_rows(self) -> int:
@@ -131,6 +142,9 @@ class ForwardBatch:
             req_to_token_pool=pool,
             token_to_kv_pool=token_to_kv_pool,
             attn_backend=attn_backend,
+            window_locations=tuple(
+                pool.locations(slots, positions, group) for group in range(1, 1 + len(pool.windows))
+            ),
         )
 
     @classmethod

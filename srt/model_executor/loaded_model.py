@@ -24,6 +24,7 @@ from srt.models.causal_lm import CausalLM
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
+from srt.utils.page_groups import MemoryShares, PageGroups
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -62,8 +63,23 @@ class LoadedModel:
         return [KVHeads(one.kv_heads_per_rank(self.tp.size), one.head_dim) for one in attentions]
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        return MHATokenToKVPool.bytes_per_token(self.kv_heads, self.kv_dtype)
+    def page_groups(self) -> PageGroups:
+        return PageGroups.of(self.config.layers)
+
+    @property
+    def memory_shares(self) -> MemoryShares:
+        """How the KV memory is divided between the page groups."""
+        groups, heads = self.page_groups, self.kv_heads
+        layers = [
+            [one for one, of in zip(heads, groups.of_layer, strict=True) if of == group] for group in range(groups.num)
+        ]
+        return MemoryShares(
+            tuple(MHATokenToKVPool.bytes_per_token(some, self.kv_dtype) for some in layers),
+            groups.windows,
+            self.config.context_length,
+            self.args.prefill_chunk,
+            self.args.page_size,
+        )
 
 
 def load_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from srt.layers.logits_processor import LogitsProcessorOutput, Logprobs
@@ -40,7 +41,7 @@ class ModelRunner:
 
     def _new_planner(self) -> StepPlanner:
         state = self.state
-        return StepPlanner(state.num_slots, state.num_pages, state.page_size)
+        return StepPlanner(state.num_slots, state.num_pages, state.page_size, state.windows, state.window_pages)
 
     def launch(self, section: PlanSection) -> StepOutput:
         """Run both halves of a step. The caller must be in inference mode.
@@ -76,8 +77,11 @@ class ModelRunner:
 
     def inspect(self) -> dict[str, Scalar]:
         """Return a hash of the page table, as WorkDone defines it, the number of slots in it, and the number of compiled decode steps."""
-        table = self.state.req_to_token_pool.page_table.cpu().numpy()
-        pages = {slot: table[slot, :count] for slot, count in self._planner.slots.num_pages_of_admitted().items()}
+        tables, slots = self.state.req_to_token_pool.page_tables.cpu().numpy(), self._planner.slots
+        pages = {
+            slot: np.concatenate([table[slot, slots.first_column(n, slot) : end] for n, table in enumerate(tables)])
+            for slot, end in slots.num_pages_of_admitted().items()
+        }
         values: dict[str, Scalar] = {"tables_hash": tables_hash(pages), "num_slots_seen": len(pages)}
         if self._decode_runner is not None and self._decode_runner.compiled is not None:
             values["num_compiled_steps"] = self._decode_runner.compiled.num_steps

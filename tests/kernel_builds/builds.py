@@ -39,6 +39,7 @@ from srt.kernels.attention.write_kv import write_kv_kernel
 from srt.kernels.build.jit import block_dim
 from srt.kernels.build.shared_memory import SHARED_BYTES
 from srt.kernels.elementwise.gather_decode import gather_decode_kernel, store_draws_kernel
+from srt.kernels.elementwise.gather_window import gather_window_kernel
 from srt.kernels.sampling.token_masks import BLOCK as MASK_BLOCK
 from srt.kernels.sampling.token_masks import apply_token_masks_kernel
 from tests.kernel_builds.expert_builds import expert_builds
@@ -53,7 +54,14 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
     bf16 = torch.bfloat16
     cases = [(bf16, 64, 4), (bf16, 128, 5), (bf16, 256, 2), (torch.float16, 128, 1), (torch.float32, 128, 4)]
     shared = SHARED_BYTES[capability]
-    builds: list[KernelBuild] = [_gather_pages(), _gather_decode(), _store_draws(), _find_shared(), _find_shares()]
+    builds: list[KernelBuild] = [
+        _gather_pages(),
+        _gather_decode(),
+        _gather_window(),
+        _store_draws(),
+        _find_shared(),
+        _find_shares(),
+    ]
     builds += [_token_masks(bf16), _token_masks(torch.float32)]
     builds += [*layer_builds(), *expert_builds()]
     builds.append(_decode_attention(bf16, 256, 2, shared, softcap=50.0))
@@ -91,11 +99,27 @@ def _gather_pages() -> KernelBuild:
         name="gather_pages[]",
         kernel=gather_pages_kernel,
         types={
-            **dict.fromkeys(("page_table_ptr", "indptr_ptr", "out_ptr"), "*i32"),
+            **dict.fromkeys(("page_table_ptr", "indptr_ptr", "firsts_ptr", "out_ptr"), "*i32"),
             "slots_ptr": "*i64",
             "page_table_stride": "i32",
         },
-        constants={"BLOCK": 256},
+        constants={"HAS_FIRSTS": True, "BLOCK": 256},
+    )
+
+
+def _gather_window() -> KernelBuild:
+    integers = ("row_slots", "page_words", "last", "positions", "locations")
+    counts = ("num_rows", "dummy_slot", "page_table_stride", "page_words_stride")
+    return KernelBuild(
+        name="gather_window[]",
+        kernel=gather_window_kernel,
+        types={
+            **dict.fromkeys((f"{name}_ptr" for name in integers), "*i64"),
+            "page_table_ptr": "*i32",
+            **dict.fromkeys(counts, "i32"),
+        },
+        constants={"PAGE_SIZE": 16, "PAGE_BITS": 28, "NUMBER_BITS": 35, "RING": 8, "BLOCK": 32},
+        options={"num_warps": 1},
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.startup.warm_up import with_windows
 from srt.model_executor.step.step_output import SampledRows
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, RowLogprobs, SamplingSpec, int32_array
 
@@ -51,7 +52,7 @@ class PlanDriver:
         self.chunk = chunk
         self.share = share
         self.steps: list[tuple[int, int]] = []  # extend rows, decode rows
-        self._free_pages = list(range(runner.state.num_pages))
+        self._free_pages = list(range(min(runner.state.num_pages, *runner.state.window_pages, 1 << 30)))
         random.Random(0).shuffle(self._free_pages)
         self._free_slots = list(range(runner.state.num_slots))
         self._ended: list[Job] = []
@@ -147,7 +148,9 @@ class PlanDriver:
 
 
 def run_section(runner: ModelRunner, section: PlanSection) -> SampledRows:
-    return runner.sample(runner.execute(section)).result()
+    """Run a section with the pages of one group; the groups of windows get the same pages."""
+    grouped = with_windows(section, runner.state.windows, runner.state.page_size)
+    return runner.sample(runner.execute(grouped)).result()
 
 
 def idle_section() -> PlanSection:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
 from srt.layers.attention.base import AttentionBackend
@@ -71,9 +73,15 @@ def wrongly_planned(spec: AttentionSpec, device: torch.device, wrong: str) -> At
             super().plan_extend(replace(batch, extend_prefix_lens_cpu=batch.extend_prefix_lens_cpu + more))
 
         def _gather(
-            self, batch: ForwardBatch, slots: torch.Tensor, rows: flashinfer_backend._PageRows, out: torch.Tensor
+            self,
+            batch: ForwardBatch,
+            slots: torch.Tensor,
+            rows: flashinfer_backend._PageRows,
+            out: torch.Tensor,
+            window: int | None,
+            positions: NDArray[np.int64],
         ) -> None:
-            super()._gather(batch, slots, rows, out)
+            super()._gather(batch, slots, rows, out, window, positions)
             if wrong == "wrong page":
                 out[1] = out[0]
 

@@ -74,6 +74,8 @@ def _attend_block(
     positions = block + tl.arange(0, BLOCK_N)
     if MASKED:
         live = positions < end
+        if HAS_WINDOW:  # pages behind the window may be another request's
+            live = live & (positions > tl.min(query_positions, 0) - window)
         pages = tl.load(pages_ptr + positions // PAGE_SIZE, mask=live, other=0).to(tl.int64)
         kv_mask = live[:, None] & (dims < HEAD_DIM)[None, :]
     else:

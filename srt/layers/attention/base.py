@@ -155,9 +155,9 @@ class AttentionBackend(ABC):
         return qkv
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
-        """Store the step's keys and values at `batch.out_cache_loc`, in the memory's dtype."""
+        """Store the step's keys and values where the batch says, in the memory's dtype."""
         batch.token_to_kv_pool.set_kv(
-            layer.layer_id, batch.out_cache_loc, layer.split_kv_heads(k), layer.split_kv_heads(v)
+            layer.layer_id, batch.locations_of(layer.layer_id), layer.split_kv_heads(k), layer.split_kv_heads(v)
         )
 
     def forward(

@@ -59,7 +59,7 @@ class FlashInferBackend(AttentionBackend):
         }
         self._decodes: dict[int | None, _Ring[Any]] = {}  # wrappers of eager decodes, made when first needed
         self._graph_decodes: dict[int, dict[int | None, Any]] = {}  # by the graph's rows
-        self._graph_pages = torch.empty(0, dtype=torch.int32, device=device)
+        self._graph_pages: dict[int | None, torch.Tensor] = {}
         self._graph_ints: dict[int | None, torch.Tensor] = {}
         self._graph_pins: _Ring[torch.Tensor] = _Ring([])
         self._active_decodes: dict[int | None, Any] = {}
@@ -88,9 +88,10 @@ class FlashInferBackend(AttentionBackend):
                 ring.enqueued()
         else:
             rows = _page_rows(prefix_lens + counts, self._spec.page_size)
-            pages = torch.empty(rows.total, dtype=torch.int32, device=self._device)
-            self._gather(batch, batch.req_pool_indices[: batch.num_extend_rows], rows, pages)
+            slots = batch.req_pool_indices[: batch.num_extend_rows]
             for window, ring in self._prefills.items():
+                pages = torch.empty(rows.total, dtype=torch.int32, device=self._device)
+                self._gather(batch, slots, rows, pages, window, prefix_lens)
                 ring.advance().plan_paged(self._spec, window, _indptr(counts), rows, pages)
                 ring.enqueued()
 
@@ -122,11 +123,12 @@ class FlashInferBackend(AttentionBackend):
         first = batch.num_extend_rows
         if not self._decodes:
             self._decodes = {window: _Ring([self._new_decode() for _ in range(RING)]) for window in self._spec.windows}
-        rows = _page_rows(batch.seq_lens_cpu[first:], self._spec.page_size)
-        pages = torch.empty(rows.total, dtype=torch.int32, device=self._device)
-        self._gather(batch, batch.req_pool_indices[first:], rows, pages)
+        lengths = batch.seq_lens_cpu[first:]
+        rows = _page_rows(lengths, self._spec.page_size)
         self._active_decodes = {}
         for window, ring in self._decodes.items():
+            pages = torch.empty(rows.total, dtype=torch.int32, device=self._device)
+            self._gather(batch, batch.req_pool_indices[first:], rows, pages, window, lengths - 1)
             self._active_decodes[window] = wrapper = ring.advance()
             _plan_decode(wrapper, self._spec, window, rows, pages)
             ring.enqueued()
@@ -144,7 +146,9 @@ class FlashInferBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         most = max_bs * -(-self._spec.max_context // self._spec.page_size)
-        self._graph_pages = torch.empty(most, dtype=torch.int32, device=self._device)
+        self._graph_pages = {
+            window: torch.empty(most, dtype=torch.int32, device=self._device) for window in self._spec.windows
+        }
         pins = [torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(RING)]
         self._graph_pins = _Ring(pins)
         self._graph_ints = {
@@ -154,7 +158,7 @@ class FlashInferBackend(AttentionBackend):
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
         num_rows = batch.batch_size
         if num_rows not in self._graph_decodes:
-            wrappers = {window: self._new_decode(num_rows) for window in self._spec.windows}
+            wrappers = {window: self._new_decode(num_rows, window) for window in self._spec.windows}
             for window, wrapper in wrappers.items():
                 # Every replay is planned anew, so graphs of all sizes share what their plans are written to.
                 wrapper._int_workspace_buffer = self._graph_ints[window]
@@ -164,14 +168,14 @@ class FlashInferBackend(AttentionBackend):
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
         rows = _page_rows(batch.seq_lens_cpu, self._spec.page_size)
         self._active_decodes = self._graph_decodes[batch.batch_size]
-        pages = self._graph_pages[: rows.total]
-        self._gather(batch, batch.req_pool_indices, rows, pages)
         for window, wrapper in self._active_decodes.items():
+            pages = self._graph_pages[window][: rows.total]
+            self._gather(batch, batch.req_pool_indices, rows, pages, window, batch.seq_lens_cpu - 1)
             wrapper._pin_memory_int_workspace_buffer = self._graph_pins.advance()
             _plan_decode(wrapper, self._spec, window, rows, pages)
             self._graph_pins.enqueued()
 
-    def _new_decode(self, graph_rows: int | None = None) -> Any:
+    def _new_decode(self, graph_rows: int | None = None, window: int | None = None) -> Any:
         if graph_rows is None:
             return BatchDecodeWithPagedKVCacheWrapper(self._workspace, use_tensor_cores=True, backend="fa2")
         return BatchDecodeWithPagedKVCacheWrapper(
@@ -179,13 +183,33 @@ class FlashInferBackend(AttentionBackend):
             use_cuda_graph=True,
             use_tensor_cores=True,
             paged_kv_indptr_buffer=torch.empty(graph_rows + 1, dtype=torch.int32, device=self._device),
-            paged_kv_indices_buffer=self._graph_pages,
+            paged_kv_indices_buffer=self._graph_pages[window],
             paged_kv_last_page_len_buffer=torch.empty(graph_rows, dtype=torch.int32, device=self._device),
             backend="fa2",
         )
 
-    def _gather(self, batch: ForwardBatch, slots: torch.Tensor, rows: _PageRows, out: torch.Tensor) -> None:
-        gather_pages(batch.req_to_token_pool.page_table, slots, self._uploads.upload(rows.indptr), rows.most_pages, out)
+    def _gather(
+        self,
+        batch: ForwardBatch,
+        slots: torch.Tensor,
+        rows: _PageRows,
+        out: torch.Tensor,
+        window: int | None,
+        positions: NDArray[np.int64],
+    ) -> None:
+        """Concatenate the rows' pages for layers with this window. `positions` are those of the rows' first queries.
+
+        The kernels may read pages behind the window, though what they read there does not count. Such pages may be another request's, so
+        the row's first page of the window stands in for them.
+        """
+        tables, indptr = batch.req_to_token_pool, self._uploads.upload(rows.indptr)
+        if window is None or not tables.group_of(window):
+            gather_pages(tables.page_table, slots, indptr, rows.most_pages, out)
+            return
+        columns = np.maximum(positions - window + 1, 0) // tables.page_size
+        firsts = self._uploads.upload(columns.astype(np.int32))
+        table = tables.page_tables[tables.group_of(window)]
+        gather_pages(table, slots, indptr, rows.most_pages, out, firsts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +321,7 @@ class _Uploads:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ring = _Ring([torch.empty(1 << 16, dtype=torch.int32, pin_memory=True) for _ in range(2 * RING)])
+        self._ring = _Ring([torch.empty(1 << 16, dtype=torch.int32, pin_memory=True) for _ in range(8 * RING)])
 
     def upload(self, values: NDArray[np.int32]) -> torch.Tensor:
         pinned = self._ring.advance()[: len(values)]

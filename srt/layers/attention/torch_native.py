@@ -27,7 +27,7 @@ MASKED_QUERIES = 512  # a chunk after a prefix is computed in pieces of this man
 
 @dataclass(frozen=True, slots=True)
 class _TokenGroup:
-    """Rows of one token each, padded to one length. Padding repeats the row's own position 0, so no row can see another's."""
+    """Rows of one token each, padded to one length. Padding repeats the first position that the row sees, so no row can see another's."""
 
     tokens: torch.Tensor | None  # [rows] int64: which tokens of q; None: all of them in order
     num_rows: int
@@ -121,13 +121,14 @@ def _group_rows(
     doublings = np.ceil(np.log2(np.maximum(ends - starts, SHORTEST_PADDING)))
     kinds = np.unique(doublings)
     if len(kinds) == 1:
-        return [_pad_rows(batch, rows, None if all_tokens else tokens, starts, ends)]
+        return [_pad_rows(batch, window, rows, None if all_tokens else tokens, starts, ends)]
     members = [np.flatnonzero(doublings == kind) for kind in kinds]
-    return [_pad_rows(batch, rows[m], tokens[m], starts[m], ends[m]) for m in members]
+    return [_pad_rows(batch, window, rows[m], tokens[m], starts[m], ends[m]) for m in members]
 
 
 def _pad_rows(
     batch: ForwardBatch,
+    window: int | None,
     rows: NDArray[np.int64],
     tokens: NDArray[np.int64] | None,
     starts: NDArray[np.int64],
@@ -139,12 +140,13 @@ def _pad_rows(
     length = int(lengths.max())
     row_index = torch.from_numpy(rows).to(device)
     positions = torch.arange(length, device=device).expand(len(rows), length)
+    firsts = torch.from_numpy(starts).to(device).unsqueeze(1)
     if starts.any():
-        positions = positions + torch.from_numpy(starts).to(device).unsqueeze(1)
+        positions = positions + firsts
     bias = None
     if lengths.min() != length:
         padding = positions >= batch.seq_lens[row_index].unsqueeze(1)
-        positions = positions.masked_fill(padding, 0)
+        positions = torch.where(padding, firsts, positions)
         bias = torch.zeros(padding.shape, device=device).masked_fill_(padding, float("-inf"))
         bias = bias.view(len(rows), 1, 1, length)
     slots = batch.req_pool_indices[row_index].unsqueeze(1)
@@ -152,7 +154,7 @@ def _pad_rows(
         tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
         num_rows=len(rows),
         length=length,
-        kv_index=_kv_index(batch, slots, positions),
+        kv_index=_kv_index(batch, window, slots, positions),
         bias=bias,
     )
 
@@ -163,7 +165,7 @@ def _plan_chunk(batch: ForwardBatch, row: int, first: int, window: int | None) -
     start = 0 if window is None else max(0, prefix - window + 1)
     end = prefix + count
     keys = torch.arange(start, end, device=device).unsqueeze(0)
-    kv_index = _kv_index(batch, batch.req_pool_indices[row].view(1, 1), keys)
+    kv_index = _kv_index(batch, window, batch.req_pool_indices[row].view(1, 1), keys)
     if prefix == 0 and (window is None or count <= window):
         return _Chunk(first, count, end, kv_index, [_Piece(0, count, count, None)])
     pieces = []
@@ -178,13 +180,13 @@ def _plan_chunk(batch: ForwardBatch, row: int, first: int, window: int | None) -
     return _Chunk(first, count, end - start, kv_index, pieces)
 
 
-def _kv_index(batch: ForwardBatch, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _kv_index(batch: ForwardBatch, window: int | None, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return indices into the memory viewed as [locations * kv_heads, head_dim] for positions [rows, length], as [row, head, position].
 
     In this order one gather yields the layout that attention reads.
     """
-    num_heads = batch.token_to_kv_pool.k_buffer[0].shape[1]
-    locations = batch.req_to_token_pool.locations(slots, positions)
+    num_heads, tables = batch.token_to_kv_pool.k_buffer[0].shape[1], batch.req_to_token_pool
+    locations = tables.locations(slots, positions, tables.group_of(window))
     heads = torch.arange(num_heads, device=locations.device).view(1, num_heads, 1)
     return (locations.unsqueeze(1) * num_heads + heads).view(-1)
 

@@ -276,7 +276,7 @@ class TritonAttentionBackend(AttentionBackend):
             eps,
             cos,
             sin,
-            batch.out_cache_loc,
+            batch.locations_of(layer.layer_id),
             kv,
             batch.req_pool_indices,
             batch.seq_lens,
@@ -318,14 +318,15 @@ class TritonAttentionBackend(AttentionBackend):
         self.plan_decode(batch)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
-        write_kv(layer.split_kv_heads(k), layer.split_kv_heads(v), batch.out_cache_loc, _paged_kv(layer, batch))
+        locations = batch.locations_of(layer.layer_id)
+        write_kv(layer.split_kv_heads(k), layer.split_kv_heads(v), locations, _paged_kv(layer, batch))
 
 
 def _paged_kv(layer: AttentionLayer, batch: ForwardBatch) -> PagedKV:
     pool, tables = batch.token_to_kv_pool, batch.req_to_token_pool
     return PagedKV(
         *pool.get_kv(layer.layer_id),
-        tables.page_table,
+        batch.page_table_of(layer.layer_id),
         tables.page_size,
         pool.k_scales[layer.layer_id],
         pool.v_scales[layer.layer_id],

@@ -335,6 +335,8 @@ def hello_of(rank: int, page_size: int, runner: ModelRunner) -> WorkerHello:
         max_request_tokens=state.max_request_tokens,
         vocab_size=loaded.config.vocab_size,
         num_graphs=runner.graphs.num_left,
+        windows=list(state.windows),
+        window_pages=list(state.window_pages),
     )
 
 

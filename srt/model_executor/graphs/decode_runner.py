@@ -384,6 +384,7 @@ class DecodeRunner:
             input_ids=buffers.input_ids[:size],
             positions=buffers.positions[:size],
             out_cache_loc=buffers.out_cache_loc[:size],
+            window_locations=tuple(locations[:size] for locations in buffers.window_locations),
             req_pool_indices=buffers.row_slots[:size],
             seq_lens=buffers.seq_lens[:size],
         )

@@ -25,13 +25,13 @@ class PieceInputs:
         def fill(count: int, value: int = 0) -> torch.Tensor:
             return torch.full((count,), value, dtype=torch.int64, device=device)
 
-        self._dummy_location = tables.num_pages * tables.page_size
+        self._dummy_locations = [pages * tables.page_size for pages in (tables.num_pages, *tables.window_pages)]
         self.input_ids = fill(most_tokens)
         self.positions = fill(most_tokens)
-        self.out_cache_loc = fill(most_tokens, self._dummy_location)
+        self.out_cache_loc, *self.window_locations = (fill(most_tokens, one) for one in self._dummy_locations)
         self.output_tokens = fill(tables.num_slots)
         self._zeros = fill(max(most_tokens, tables.num_slots))
-        self._dummies = fill(most_tokens, self._dummy_location)
+        self._dummies = [fill(most_tokens, one) for one in self._dummy_locations]
         extends, decodes = (min(tables.num_slots, most) for most in (MOST_WHOLE_EXTENDS, MOST_WHOLE_DECODES))
         self.rows = AnyRows(*(fill(count) for count in (extends, extends, extends, decodes, decodes)))
 
@@ -49,7 +49,10 @@ class PieceInputs:
         _lay(outputs, len(outputs), self._zeros, self.output_tokens)
         _lay(batch.input_ids, num_first, self._zeros, self.input_ids[:size])
         _lay(batch.positions, num_first, self._zeros, self.positions[:size])
-        _lay(batch.out_cache_loc, num_first, self._dummies, self.out_cache_loc[:size])
+        sources = (batch.out_cache_loc, *batch.window_locations)
+        targets = (self.out_cache_loc, *self.window_locations)
+        for source, dummies, target in zip(sources, self._dummies, targets, strict=True):
+            _lay(source, num_first, dummies, target[:size])
 
     def populate_rows(self, batch: ForwardBatch, size: int) -> None:
         """Copy the batch's extend rows to the beginning and its decode rows to the end, in the order of their tokens."""
@@ -65,7 +68,8 @@ class PieceInputs:
         """Fill everything with padding, for a run that leaves the tables unchanged."""
         self.input_ids[:size].zero_()
         self.positions[:size].zero_()
-        self.out_cache_loc[:size].fill_(self._dummy_location)
+        for target, dummy in zip((self.out_cache_loc, *self.window_locations), self._dummy_locations, strict=True):
+            target[:size].fill_(dummy)
         self.output_tokens.zero_()
         for lens in (self.rows.extend_lens, self.rows.decode_lens):
             lens.zero_()

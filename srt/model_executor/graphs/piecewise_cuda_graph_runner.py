@@ -71,7 +71,7 @@ class _StandIn(LayerAttention):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> torch.Tensor:
         keys, values = layer.split_kv_heads(k), layer.split_kv_heads(v)
-        batch.token_to_kv_pool.set_kv(layer.layer_id, batch.out_cache_loc, keys, values)
+        batch.token_to_kv_pool.set_kv(layer.layer_id, batch.locations_of(layer.layer_id), keys, values)
         return self.attend(q, k, v, layer, batch)
 
 
@@ -338,6 +338,7 @@ class PiecewiseCudaGraphRunner:
             input_ids=inputs.input_ids[:size],
             positions=inputs.positions[:size],
             out_cache_loc=inputs.out_cache_loc[:size],
+            window_locations=tuple(locations[:size] for locations in inputs.window_locations),
             attn_backend=attention,
             output_tokens=inputs.output_tokens[:size],
         )

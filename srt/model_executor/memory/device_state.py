@@ -30,6 +30,16 @@ class DeviceState:
         return self.req_to_token_pool.num_pages
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of the page groups after the first."""
+        return self.req_to_token_pool.windows
+
+    @property
+    def window_pages(self) -> tuple[int, ...]:
+        """The numbers of pages of these groups."""
+        return self.req_to_token_pool.window_pages
+
+    @property
     def page_size(self) -> int:
         return self.req_to_token_pool.page_size
 
@@ -43,10 +53,13 @@ class DeviceState:
         return sum(memory.nbytes for memory in (*pool.k_buffer, *pool.v_buffer))
 
 
-def init_memory_pool(loaded: LoadedModel, num_pages: int, max_request_tokens: int) -> DeviceState:
-    """Allocate the tables and the KV memory of `num_pages` pages, for requests of up to `max_request_tokens` tokens."""
+def init_memory_pool(loaded: LoadedModel, nums_pages: list[int], max_request_tokens: int) -> DeviceState:
+    """Allocate the tables and the KV memory, with so many pages in each group, for requests of up to `max_request_tokens` tokens."""
     args, config, device = loaded.args, loaded.config, loaded.device
-    tables = ReqToTokenPool(args.max_running_requests, max_request_tokens, num_pages, args.page_size, device)
+    groups, (num_pages, *window_pages) = loaded.page_groups, nums_pages
+    tables = ReqToTokenPool(
+        args.max_running_requests, max_request_tokens, num_pages, args.page_size, device, groups.windows, window_pages
+    )
     kv_pool = MHATokenToKVPool(
         num_pages,
         args.page_size,
@@ -54,6 +67,8 @@ def init_memory_pool(loaded: LoadedModel, num_pages: int, max_request_tokens: in
         loaded.kv_dtype,
         device,
         loaded.kv_scales,
+        groups.of_layer,
+        window_pages,
     )
     sampler = Sampler(loaded.tp, config.vocab_size, loaded.model.lm_head.shard_start, tables)
     return DeviceState(tables, kv_pool, sampler, max_request_tokens)

@@ -13,6 +13,7 @@ from srt.utils.errors import StartError
 from srt.utils.host import available_memory_bytes
 from srt.utils.layer_spec import FeedForward, LayerSpec
 from srt.utils.model_config import ModelConfig
+from srt.utils.page_groups import MemoryShares
 
 CPU_SHARE = 10  # by default, each rank takes one part in 10 of the available memory
 CPU_MOST_BYTES = 4 << 30  # but no more than this
@@ -30,7 +31,7 @@ ADMITTED_TOKENS = (
 
 
 def profile_max_num_token(
-    args: ServerArgs, device: torch.device, bytes_per_token: int, other_bytes: int = 0, num_tokens: int = 0
+    args: ServerArgs, device: torch.device, shares: MemoryShares, other_bytes: int = 0, num_tokens: int = 0
 ) -> int:
     """Return the number of tokens that fit on this rank after the weights are loaded: --max-total-tokens, else what memory allows.
 
@@ -43,11 +44,11 @@ def profile_max_num_token(
         unasked = min(available // CPU_SHARE, CPU_MOST_BYTES)
         is_asked = num_tokens or args.max_total_tokens is not None
         # The kernel provides pages at first use, so the ranks do not see each other's yet.
-        fits = (available // args.tp_size if is_asked else unasked) // bytes_per_token
+        fits = shares.tokens_in(available // args.tp_size if is_asked else unasked)
     else:
         free, total = torch.cuda.mem_get_info(device)
-        fits = kv_bytes(args, free, total, other_bytes) // bytes_per_token
-        spare = int(total * CUDA_SLACK / 2) // bytes_per_token
+        fits = shares.tokens_in(kv_bytes(args, free, total, other_bytes))
+        spare = int(total * CUDA_SLACK / 2) // sum(shares.bytes_per_token)
     if num_tokens > fits + spare:
         raise StartError(
             f"The replaced worker had KV memory for {num_tokens} tokens, but only {max(0, fits)} fit now: another process has taken"
@@ -59,7 +60,7 @@ def profile_max_num_token(
         return max(0, fits)
     if args.max_total_tokens > fits:
         raise StartError(
-            f"--max-total-tokens {args.max_total_tokens} needs {args.max_total_tokens * bytes_per_token / 1e9:.1f} GB of KV memory,"
+            f"--max-total-tokens {args.max_total_tokens} needs {shares.bytes_of(args.max_total_tokens) / 1e9:.1f} GB of KV memory,"
             f" but only {max(0, fits)} tokens fit: choose fewer."
         )
     return args.max_total_tokens
@@ -132,14 +133,17 @@ def out_of_step_memory(num_tokens: int, num_slots: int, device: torch.device) ->
     )
 
 
-def table_bytes(num_slots: int, max_request_tokens: int, page_size: int) -> int:
-    """Return the bytes of the tables for `num_slots` slots: an entry for each token and page, and adjustments."""
-    return num_slots * (4 * (max_request_tokens + max_request_tokens // page_size) + ADJUSTMENT_BYTES)
+def table_bytes(num_slots: int, max_request_tokens: int, page_size: int, num_groups: int = 1) -> int:
+    """Return the bytes of the tables for `num_slots` slots: an entry for each token, and for each page in each group, and adjustments."""
+    num_pages = num_groups * (max_request_tokens // page_size)
+    return num_slots * (4 * (max_request_tokens + num_pages) + ADJUSTMENT_BYTES)
 
 
-def check_tables(num_slots: int, max_request_tokens: int, page_size: int, device: torch.device) -> None:
+def check_tables(
+    num_slots: int, max_request_tokens: int, page_size: int, device: torch.device, num_groups: int = 1
+) -> None:
     """Raise StartError if the tables for `num_slots` slots do not fit."""
-    needed = table_bytes(num_slots, max_request_tokens, page_size)
+    needed = table_bytes(num_slots, max_request_tokens, page_size, num_groups)
     available = available_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > available:
         raise StartError(

@@ -25,20 +25,21 @@ from srt.model_executor.startup.warm_up import run_to_the_end
 from srt.protocol.messages import PlanSection
 
 
-def profile_num_pages(loaded: LoadedModel, num_tokens: int) -> int:
-    """Return the number of pages that all ranks can hold beside the largest step; StartError if that step or a page does not fit.
+def profile_num_pages(loaded: LoadedModel, num_tokens: int) -> list[int]:
+    """Return the numbers of pages, by group, that all ranks can hold beside the largest step; StartError if that or a page does not fit.
 
     `num_tokens`, unless 0, is the number of tokens that the worker before this one had; it must fit again.
     """
-    args, device, token_bytes = loaded.args, loaded.device, loaded.kv_bytes_per_token
+    args, device, shares = loaded.args, loaded.device, loaded.memory_shares
     num_slots, page_size = args.max_running_requests, args.page_size
     with loaded.memory.region("buffers"):
         other_bytes = _measure_other_bytes(loaded) if device.type == "cuda" else 0
-    most_tokens = profile_max_num_token(args, device, token_bytes, other_bytes, num_tokens)
+    most_tokens = profile_max_num_token(args, device, shares, other_bytes, num_tokens)
     num_pages = loaded.tp.min_int(most_tokens // page_size)
-    check_pages(num_pages, args, token_bytes, other_bytes)
-    check_tables(num_slots, min(loaded.config.context_length, num_pages * page_size), page_size, device)
-    return num_pages
+    check_pages(num_pages, args, sum(shares.bytes_per_token), other_bytes)
+    longest = min(loaded.config.context_length, num_pages * page_size)
+    check_tables(num_slots, longest, page_size, device, loaded.page_groups.num)
+    return shares.pages(num_pages * page_size)
 
 
 def _measure_other_bytes(loaded: LoadedModel) -> int:
@@ -47,7 +48,7 @@ def _measure_other_bytes(loaded: LoadedModel) -> int:
     return (
         measure_largest_step(loaded)
         + num_slots * head.shard_size * head.weight.itemsize  # the decodes' logits
-        + table_bytes(num_slots, longest, loaded.args.page_size)
+        + table_bytes(num_slots, longest, loaded.args.page_size, loaded.page_groups.num)
         + admission_bytes(num_slots, longest)
         + graph_bytes(loaded.args, loaded.config)
     )

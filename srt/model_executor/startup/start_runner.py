@@ -62,9 +62,9 @@ def build_runner(
     args, device = loaded.args, loaded.device
     max_compiled = min(args.torch_compile_max_bs, args.max_running_requests) if args.enable_torch_compile else 0
     compiled = CompiledForward(loaded.model, max_compiled) if max_compiled else None
-    num_pages = profile_num_pages(loaded, num_tokens)
+    nums_pages = profile_num_pages(loaded, num_tokens)
     with loaded.memory.region("kv_cache"):
-        state = init_memory_pool(loaded, num_pages, min(loaded.config.context_length, num_pages * args.page_size))
+        state = init_memory_pool(loaded, nums_pages, min(loaded.config.context_length, nums_pages[0] * args.page_size))
     if capture is None and device.type == "cuda" and not args.disable_cuda_graph:
         capture = GraphCapture(device)
     with loaded.memory.region("buffers"):

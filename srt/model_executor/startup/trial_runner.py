@@ -10,6 +10,6 @@ from srt.model_executor.step.step_sampler import StepSampler
 
 
 def trial_runner(loaded: LoadedModel) -> ModelRunner:
-    """Create a runner with tables of full size, a KV memory of one page, and no graphs. The caller drops it after a few steps."""
-    state = init_memory_pool(loaded, 1, loaded.config.context_length)
+    """Create a runner with tables of full size, one page in each group, and no graphs. The caller drops it after a few steps."""
+    state = init_memory_pool(loaded, [1] * loaded.page_groups.num, loaded.config.context_length)
     return ModelRunner(loaded, state, StepSampler(loaded, state), StepGraphs(loaded))

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from srt.protocol.messages import Admission, Int32Array, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
+from srt.utils.page_groups import first_column
 
 if TYPE_CHECKING:
     from srt.model_executor.model_runner import ModelRunner
@@ -50,8 +52,26 @@ def run_requests(runner: ModelRunner, requests: Iterator[list[PlanSection]]) -> 
 
 
 def run_to_the_end(runner: ModelRunner, section: PlanSection) -> None:
-    """Run a step, and wait until its ids are on the host."""
-    runner.sample(runner.execute(section)).result()
+    """Run a step, and wait until its ids are on the host. All page groups get the pages that the section has for the first."""
+    state = runner.state
+    runner.sample(runner.execute(with_windows(section, state.windows, state.page_size))).result()
+
+
+def with_windows(section: PlanSection, windows: Sequence[int], page_size: int) -> PlanSection:
+    """Return the section, which has the pages of one group, with the same pages in the groups of these windows."""
+    (first,) = section.pages
+    cached = {admission.slot: admission.cached for admission in section.admissions}
+    deltas = [first]
+    for window in windows:
+        hidden = [first_column(cached.get(slot, 0), window, page_size) for slot in first.slots.tolist()]
+        ends = np.cumsum(first.counts)
+        pieces = [
+            first.pages[end - count + behind : end]
+            for end, count, behind in zip(ends.tolist(), first.counts.tolist(), hidden, strict=True)
+        ]
+        counts = int32_array([len(piece) for piece in pieces])
+        deltas.append(PageDelta(first.slots, counts, np.concatenate([int32_array(), *pieces])))
+    return structs.replace(section, pages=deltas)
 
 
 def warm_up_requests(device_type: str, max_request_tokens: int, page_size: int) -> Iterator[list[PlanSection]]:

@@ -27,17 +27,19 @@ class GraphInputBuffers:
         self.max_rows = max_rows
         self._tables = tables
         self._mailbox = PageMailbox(draw_store, max_rows, device)
+        self._window_mailboxes = [PageMailbox(draw_store, max_rows, device) for _ in tables.windows]
         self._last_store = draw_store.last
         self.row_slots = torch.full((max_rows,), tables.dummy_slot, dtype=torch.int64, device=device)
         self.input_ids, self.positions, self.out_cache_loc, self.seq_lens = (
             torch.zeros(max_rows, dtype=torch.int64, device=device) for _ in range(4)
         )
+        self.window_locations = [torch.zeros(max_rows, dtype=torch.int64, device=device) for _ in tables.windows]
         self.draws = DrawTables(*(torch.empty(max_rows, dtype=table.dtype, device=device) for table in tables.draws))
         self.draws.clear()
         self._staging = [_Staging(max_rows, device) for _ in range(1 if device.type == "cpu" else window + 1)]
         self._next = 0
         self._staged_slots: Ints | None = None  # the contents of `row_slots`
-        self._gather = _gather_operation(device)
+        self._gather, self._gather_window = _gather_operations(device)
 
     def stage(self, slots: Ints, new_pages: NewPages | None) -> bool:
         """Send the next step's slots and new pages. Returns whether the slots were copied, which they are only if they have changed.
@@ -45,7 +47,9 @@ class GraphInputBuffers:
         The caller must not write to `slots` afterwards, because the same array is taken to have the same contents.
         """
         if new_pages is not None:
-            self._mailbox.write(new_pages)
+            self._mailbox.write(new_pages.rows, new_pages.pages)
+            for mailbox, pages in zip(self._window_mailboxes, new_pages.window_pages, strict=True):
+                mailbox.write(new_pages.rows, pages)
         told, self._staged_slots = self._staged_slots, slots
         if slots is told or (told is not None and slots.tobytes() == told.tobytes()):
             return False
@@ -61,8 +65,10 @@ class GraphInputBuffers:
     def enter_pages(self, slots: Ints, seq_lens: Ints, new_pages: NewPages) -> None:
         """Write the new pages to the page table now, for backends that read it before `gather`, which writes them again."""
         rows, device = np.array(new_pages.rows), self.row_slots.device
-        columns = (seq_lens[rows] - 1) // self._tables.page_size
-        entered = torch.from_numpy(np.stack((slots[rows], columns, np.array(new_pages.pages))))
+        pages, num_groups = [new_pages.pages, *new_pages.window_pages], 1 + len(new_pages.window_pages)
+        columns, groups = (seq_lens[rows] - 1) // self._tables.page_size, np.repeat(np.arange(num_groups), len(rows))
+        entries = np.tile(slots[rows], num_groups), np.tile(columns, num_groups), np.concatenate(pages), groups
+        entered = torch.from_numpy(np.stack(entries))
         if device.type == "cuda":
             entered = entered.pin_memory()  # an unpinned copy might wait for the device
         self._tables.write_pages(*entered.to(device, non_blocking=True))
@@ -86,6 +92,20 @@ class GraphInputBuffers:
             out,
             self.draws.first(num_rows),
         )
+        for mailbox, locations, table in zip(
+            self._window_mailboxes, self.window_locations, tables.page_tables[1:], strict=True
+        ):
+            self._gather_window(
+                self.row_slots[rows],
+                mailbox.words,
+                self._last_store,
+                table,
+                self.positions[rows],
+                tables.dummy_slot,
+                tables.page_size,
+                (PAGE_BITS, NUMBER_BITS),
+                locations[rows],
+            )
 
 
 class _Staging:
@@ -108,13 +128,36 @@ class _Staging:
             self._copied.record(self._stream)
 
 
-def _gather_operation(device: torch.device) -> Callable[..., None]:
+def _gather_operations(device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:
     if device.type != "cuda":
-        return gather_decode_reference
+        return gather_decode_reference, gather_window_reference
     # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.kernels.elementwise.gather_decode import gather_decode
+    from srt.kernels.elementwise.gather_window import gather_window
 
-    return gather_decode
+    return gather_decode, gather_window
+
+
+def gather_window_reference(
+    row_slots: torch.Tensor,
+    page_words: torch.Tensor,
+    last_store: torch.Tensor,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    dummy_slot: int,
+    page_size: int,
+    word_bits: tuple[int, int],
+    out: torch.Tensor,
+) -> None:
+    """Do what the kernel `gather_window` does, in plain PyTorch."""
+    columns, (page_bits, number_bits) = positions // page_size, word_bits
+    number = int(last_store) + 1
+    words = page_words[number % len(page_words), : len(row_slots)]
+    begins = (row_slots != dummy_slot) & (words >> page_bits == number % (1 << number_bits))
+    pages = page_table[row_slots, columns].long()
+    pages = torch.where(begins, words & ((1 << page_bits) - 1), pages)
+    page_table[row_slots, columns] = pages.to(torch.int32)
+    out.copy_(pages * page_size + positions % page_size)
 
 
 def gather_decode_reference(

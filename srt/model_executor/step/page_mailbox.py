@@ -11,7 +11,6 @@ from typing import Final
 import torch
 
 from srt.model_executor.step.draw_store import RING, DrawStore
-from srt.model_executor.step.slot_mirror import NewPages
 
 PAGE_BITS: Final = 28
 NUMBER_BITS: Final = 35  # of a store's number, which wraps around after half a year
@@ -30,12 +29,12 @@ class PageMailbox:
         self._entries = [memoryview(entry) for entry in self.words.numpy()]
         self._store = store
 
-    def write(self, pages: NewPages) -> None:
-        """Write the pages for the step that ends with the next store to be launched."""
+    def write(self, rows: list[int], pages: list[int]) -> None:
+        """Write the pages of these rows for the step that ends with the next store to be launched."""
         number = self._store.next_number
         assert self._store.has_run(number - RING), (
             f"the step that ends with store {number - RING} may still read its pages"
         )
         entry, begun = self._entries[number % RING], number % (1 << NUMBER_BITS) << PAGE_BITS
-        for row, page in zip(pages.rows, pages.pages, strict=True):
+        for row, page in zip(rows, pages, strict=True):
             entry[row] = begun | page

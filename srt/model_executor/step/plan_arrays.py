@@ -33,7 +33,8 @@ class PlanArrays(Generic[A]):
     id_slots: A  # known ids of the admitted, one entry each
     id_positions: A
     ids: A
-    page_slots: A  # new pages, one entry each
+    page_groups: A  # of new pages, one entry each; empty if there is one group
+    page_slots: A
     page_columns: A
     pages: A
     rows: RowArrays[A]
@@ -62,7 +63,7 @@ def write_tables(plan: PlanArrays[torch.Tensor], tables: ReqToTokenPool) -> None
     if len(plan.adjustments.slots):
         tables.adjustments.admit(plan.adjustments)
     if len(plan.pages):
-        tables.write_pages(plan.page_slots, plan.page_columns, plan.pages)
+        tables.write_pages(plan.page_slots, plan.page_columns, plan.pages, plan.page_groups)
 
 
 class Staging:

@@ -29,6 +29,7 @@ class NewPages(NamedTuple):
 
     rows: list[int]
     pages: list[int]
+    window_pages: Sequence[list[int]] = ()  # likewise, in the page groups after the first
 
 
 class _Due(NamedTuple):
@@ -38,12 +39,13 @@ class _Due(NamedTuple):
     slots: bytes
     counts: bytes
 
-    def is_all_of(self, delta: PageDelta) -> bool:
-        """Return whether the delta gives one page to each of these rows and to no other."""
-        return (
+    def is_all_of(self, deltas: list[PageDelta]) -> bool:
+        """Return whether each of the deltas gives one page to each of these rows and to no other."""
+        return all(
             delta.slots.tobytes() == self.slots
             and delta.counts.tobytes() == self.counts
             and len(delta.pages) == len(self.rows)
+            for delta in deltas
         )
 
 
@@ -99,8 +101,17 @@ class DecodeRows:
 class SlotMirror:
     """Follows the plans in order and knows each slot's length and pages. Raises AssertionError for a plan that contradicts this."""
 
-    def __init__(self, num_slots: int, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        windows: Sequence[int] = (),
+        window_pages: Sequence[int] = (),
+    ) -> None:
+        """`windows` and `window_pages` are those of the page groups after the first."""
         self._num_slots = num_slots
+        self._windows, self._window_pages = windows, window_pages
         self._num_all_pages = num_pages
         self._page_size = page_size
         self._lengths: Ints = np.zeros(num_slots, np.int64)
@@ -123,6 +134,26 @@ class SlotMirror:
         self.slot_logprobs.pop(slot, None)
         if admission.logprobs.output or admission.logprobs.prompt_start >= 0:
             self.slot_logprobs[slot] = SlotLogprobs(admission.prompt_len, admission.logprobs)
+
+    def append_window_pages(self, group: int, delta: PageDelta, first: PageDelta) -> tuple[Ints, Ints]:
+        """Do what `append_pages` does for a later group. `first` is the delta of the first group, which was added already."""
+        assert int(delta.counts.sum()) == len(delta.pages), f"{delta.counts.sum()} pages, {len(delta.pages)} numbers"
+        assert np.array_equal(delta.slots, first.slots), f"pages of group {group} for {delta.slots}, not {first.slots}"
+        least, most, count = delta.pages.min(initial=0), delta.pages.max(initial=0), self._window_pages[group - 1]
+        assert least >= 0 and most < count, f"pages {least} to {most} of {count} in group {group}"
+        slots = delta.slots.astype(np.int64)
+        ends = self._room[slots] // self._page_size
+        begins = np.maximum(ends - first.counts, self._first_columns(group, slots))
+        assert np.array_equal(ends - begins, delta.counts), (
+            f"{delta.counts} pages in group {group}, not {ends - begins}"
+        )
+        ranges = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
+        return np.repeat(slots, delta.counts), np.concatenate([*ranges, np.zeros(0, np.int64)]).astype(np.int64)
+
+    def _first_columns(self, group: int, slots: Ints) -> Ints:
+        """Return the column of the first page of each of these slots that the workers know in this group."""
+        firsts: Ints = np.maximum(self._num_cached[slots] - self._windows[group - 1] + 1, 0) // self._page_size
+        return firsts
 
     def append_pages(self, delta: PageDelta) -> tuple[Ints, Ints]:
         """Add the delta's pages, and return for each page its slot and its index within the slot."""
@@ -158,8 +189,8 @@ class SlotMirror:
         until = self._room[slots] - lengths
         return DecodeRows(slots, lengths, until, self._page_size) if until.min(initial=0) >= 0 else None
 
-    def advance_decodes(self, rows: DecodeRows, delta: PageDelta | None) -> bool:
-        """Advance the rows and their slots by one position, if the delta has pages for exactly the rows that begin one, in their order.
+    def advance_decodes(self, rows: DecodeRows, deltas: list[PageDelta]) -> bool:
+        """Advance the rows and their slots by one position, if each delta has pages for exactly the rows that begin one, in their order.
 
         Otherwise return False and change nothing. Only this method may have changed the slots since the rows were looked up.
         """
@@ -168,12 +199,15 @@ class SlotMirror:
         )
         due = rows.due()
         new_pages = None
-        if due.rows or (delta is not None and len(delta.slots)):
-            if delta is None or not due.is_all_of(delta):
+        if due.rows or (deltas and len(deltas[0].slots)):
+            if not deltas or not due.is_all_of(deltas):
                 return False
-            new_pages = NewPages(due.rows, delta.pages.tolist())
-            if min(new_pages.pages) < 0 or max(new_pages.pages) >= self._num_all_pages:
+            pages, *others = [delta.pages.tolist() for delta in deltas]
+            if min(pages) < 0 or max(pages) >= self._num_all_pages:
                 return False
+            if any(min(some) < 0 or max(some) >= n for some, n in zip(others, self._window_pages, strict=True)):
+                return False
+            new_pages = NewPages(due.rows, pages, others)
         rows.new_pages = new_pages
         rows.num_steps += 1
         self._ahead = rows
@@ -204,3 +238,7 @@ class SlotMirror:
         self.catch_up()
         slots: Sequence[int] = np.flatnonzero(self._was_admitted).tolist()
         return {slot: int(self._room[slot]) // self._page_size for slot in slots}
+
+    def first_column(self, group: int, slot: int) -> int:
+        """Return the column of the slot's first page that plans have had in this group."""
+        return int(self._first_columns(group, np.array([slot]))[0]) if group else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,8 +80,16 @@ class _Standing:
 class StepPlanner:
     """Plans steps from the host's record of the slots, which it owns. Must receive all plans in order."""
 
-    def __init__(self, num_slots: int, num_pages: int, page_size: int) -> None:
-        self.slots = SlotMirror(num_slots, num_pages, page_size)
+    def __init__(
+        self,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        windows: Sequence[int] = (),
+        window_pages: Sequence[int] = (),
+    ) -> None:
+        self.slots = SlotMirror(num_slots, num_pages, page_size, windows, window_pages)
+        self._num_groups = 1 + len(windows)
         self._sampling = SamplingTable(num_slots)
         self._standing: _Standing | None = None  # the rows of the last step, if all of them decoded
 
@@ -88,13 +97,12 @@ class StepPlanner:
         """Plan a section that admits no request and in which every row decodes. For any other section return None and change nothing."""
         if section.admissions or len(section.extend_slots) or not len(section.decode_slots):
             return None
-        assert len(section.pages) <= 1, f"the plan has {len(section.pages)} page groups, but all layers share one"
+        self._check_groups(section.pages)
         sent = section.decode_slots.tobytes()
         standing, self._standing = self._standing, None
         if standing is None or standing.sent != sent:
             standing = self._look_up(sent, section.decode_slots.astype(np.int64))
-        delta = section.pages[0] if section.pages else None
-        if standing is None or not self.slots.advance_decodes(standing.rows, delta):
+        if standing is None or not self.slots.advance_decodes(standing.rows, section.pages):
             return None
         standing.advance()
         self._standing = standing
@@ -140,7 +148,7 @@ class StepPlanner:
             self.slots.admit(admission)
             if self._sampling.admit(admission):
                 adjusted.append(admission.slot)
-        page_slots, page_columns, pages = self._append_pages(section.pages)
+        page_groups, page_slots, page_columns, pages = self._append_pages(section.pages)
         rows = self._advance(section)
         rows_of_device = row_arrays(rows)
         prompt_logprobs, output_logprobs = self._plan_logprobs(rows, rows_of_device.extend_first)
@@ -156,6 +164,7 @@ class StepPlanner:
             admitted_draws=self._sampling.draws_of(admitted_slots),
             adjustments=self._sampling.adjustments_of(adjusted),
             **_ids_of(admitted),
+            page_groups=page_groups,
             page_slots=page_slots,
             page_columns=page_columns,
             pages=pages,
@@ -169,12 +178,27 @@ class StepPlanner:
         kind = SamplingKind.OTHER if output_logprobs.segments else self._sampling.kind_of(sampling_slots)
         return HostStep(rows, arrays, kind, prompt_logprobs, output_logprobs)
 
-    def _append_pages(self, deltas: list[PageDelta]) -> tuple[Ints, Ints, Ints]:
+    def _append_pages(self, deltas: list[PageDelta]) -> tuple[Ints, Ints, Ints, Ints]:
+        """Add the new pages to the record, and return their groups, slots, columns and numbers. One group needs no groups."""
+        none = np.zeros(0, np.int64)
+        self._check_groups(deltas)
         if not deltas:
-            return (np.zeros(0, np.int64),) * 3
-        assert len(deltas) == 1, f"the plan has {len(deltas)} page groups, but all layers share one"
+            return none, none, none, none
         slots, columns = self.slots.append_pages(deltas[0])
-        return slots, columns, deltas[0].pages.astype(np.int64)
+        if len(deltas) == 1:
+            return none, slots, columns, deltas[0].pages.astype(np.int64)
+        entries = [(slots, columns)]
+        entries += [self.slots.append_window_pages(n, delta, deltas[0]) for n, delta in enumerate(deltas) if n]
+        return (
+            np.repeat(np.arange(len(deltas)), [len(delta.pages) for delta in deltas]),
+            np.concatenate([slots for slots, _ in entries]),
+            np.concatenate([columns for _, columns in entries]),
+            np.concatenate([delta.pages for delta in deltas]).astype(np.int64),
+        )
+
+    def _check_groups(self, deltas: list[PageDelta]) -> None:
+        is_right = len(deltas) in (0, self._num_groups)
+        assert is_right, f"the plan has {len(deltas)} page groups, but the layers have {self._num_groups}"
 
     def _advance(self, section: PlanSection) -> HostRows:
         seq_lens = self.slots.advance(section)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from srt.kernels.elementwise.gather_decode import gather_decode, store_draws
+from srt.kernels.elementwise.gather_window import gather_window
 from srt.mem_cache.memory_pool import DrawTables
 from srt.model_executor.step.draw_store import store_draws_reference
-from srt.model_executor.step.input_buffers import gather_decode_reference
+from srt.model_executor.step.input_buffers import gather_decode_reference, gather_window_reference
 from srt.model_executor.step.page_mailbox import NUMBER_BITS, PAGE_BITS
 from srt.sampling.no_filter import NO_TOP_K
 
@@ -83,6 +84,21 @@ def test_rows_are_gathered_pages_entered_and_lengths_grown_but_for_the_dummy(
     assert int(lens[-1]) == 0, "the dummy slot has grown"
     assert torch.equal(pages[-1], before.pages[-1]), "the dummy slot was given a page"
     assert not torch.equal(lens, before.lens) or set(rows) == {8}
+
+
+@pytest.mark.parametrize("rows", [[3], [5, 1, 8, 8, 8, 8], [0, 1, 2, 3, 4, 5, 6, 7] + [8] * 40])
+def test_rows_find_their_places_in_a_window_group(rows: list[int]) -> None:
+    row_slots, last, page_size = torch.tensor(rows), torch.tensor([6]), 4
+    new_pages = [60 + row if row % 2 == 0 else -1 for row in range(len(rows))]
+    words, positions = words_of(new_pages, 7, len(rows) + 2), Tables(page_size).lens[row_slots]
+    found = []
+    for function in (gather_window, gather_window_reference):
+        pages, out = Tables(page_size).pages, torch.full((len(rows),), -7)
+        function(row_slots, words, last, pages, positions, NUM_SLOTS - 1, page_size, (PAGE_BITS, NUMBER_BITS), out)
+        found.append((pages, out))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][0], Tables(page_size).pages), "no page was entered"
 
 
 MOST_ROWS, DUMMY = 600, 600

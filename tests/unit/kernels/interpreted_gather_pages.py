@@ -18,6 +18,13 @@ def test_pages_of_rows_follow_each_other() -> None:
     assert (out[857:] == -1).all()
 
 
+def test_the_first_page_of_a_window_stands_in_for_those_before_it() -> None:
+    page_table = torch.arange(20, dtype=torch.int32).view(2, 10)
+    out, indptr = torch.full((7,), -1, dtype=torch.int32), torch.tensor([0, 4, 7], dtype=torch.int32)
+    gather_pages(page_table, torch.tensor([1, 0]), indptr, 4, out, torch.tensor([2, 0], dtype=torch.int32))
+    assert out.tolist() == [12, 12, 12, 13, 0, 1, 2]
+
+
 def test_no_rows_gather_nothing() -> None:
     out = torch.full((3,), -1, dtype=torch.int32)
     none = torch.empty(0, dtype=torch.int64)

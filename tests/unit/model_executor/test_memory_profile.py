@@ -35,6 +35,7 @@ from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.layer_spec import Experts, FeedForward, Routing, SharedExpert
 from srt.utils.model_config import ModelConfig
+from srt.utils.page_groups import MemoryShares
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.runners import make_runner
 
@@ -56,7 +57,7 @@ def test_a_cpu_worker_takes_a_tenth_of_the_memory_and_at_most_four_gib(
 ) -> None:
     monkeypatch.setattr(memory_profile, "available_memory_bytes", lambda: available_gb << 30)
     args = ServerArgs(model_path="x", max_total_tokens=max_total_tokens)
-    assert profile_max_num_token(args, CPU, bytes_per_token=1000) == expected
+    assert profile_max_num_token(args, CPU, MemoryShares((1000,))) == expected
 
 
 def test_more_tokens_than_memory_holds_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,14 +66,14 @@ def test_more_tokens_than_memory_holds_are_refused_with_the_figures(monkeypatch:
     with pytest.raises(
         StartError, match=r"--max-total-tokens 5000000 needs 5.0 GB of KV memory, but only 1073741 tokens fit"
     ):
-        profile_max_num_token(args, CPU, bytes_per_token=1000)
+        profile_max_num_token(args, CPU, MemoryShares((1000,)))
 
 
 def test_ranks_share_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "available_memory_bytes", lambda: 1_000_000_000)
     args = ServerArgs(model_path="x", max_total_tokens=600_000, tp_size=2)
     with pytest.raises(StartError, match=r"only 500000 tokens fit"):
-        profile_max_num_token(args, CPU, bytes_per_token=1000)
+        profile_max_num_token(args, CPU, MemoryShares((1000,)))
 
 
 def test_a_worker_that_is_replaced_has_as_much_as_the_one_before_or_says_why_not(
@@ -81,9 +82,9 @@ def test_a_worker_that_is_replaced_has_as_much_as_the_one_before_or_says_why_not
     args = ServerArgs(model_path="x", tp_size=2)
     for available in (40 << 30, 2_000_000_000):  # of which a tenth would be more, or less
         monkeypatch.setattr(memory_profile, "available_memory_bytes", lambda available=available: available)
-        assert profile_max_num_token(args, CPU, bytes_per_token=1000, num_tokens=1_000_000) == 1_000_000
+        assert profile_max_num_token(args, CPU, MemoryShares((1000,)), num_tokens=1_000_000) == 1_000_000
     with pytest.raises(StartError, match=r"had KV memory for 1000001 tokens, but only 1000000 fit"):
-        profile_max_num_token(args, CPU, bytes_per_token=1000, num_tokens=1_000_001)
+        profile_max_num_token(args, CPU, MemoryShares((1000,)), num_tokens=1_000_001)
 
 
 def test_tables_that_do_not_fit_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import torch
 from srt.layers.sampler import Draws
 from srt.model_executor.step.draw_store import RING, DrawStore
 from srt.model_executor.step.page_mailbox import NUMBER_BITS, PAGE_BITS, PageMailbox
-from srt.model_executor.step.slot_mirror import NewPages
 
 CPU = torch.device("cpu")
 MAX_ROWS = 5
@@ -47,7 +46,7 @@ def test_a_step_finds_its_own_pages_and_none_of_another_step(last: int) -> None:
     for _ in range(5 * RING):
         begun = {row: rng.randrange(1 << PAGE_BITS) for row in range(MAX_ROWS) if rng.random() < 0.4}
         if begun:
-            board.write(NewPages(list(begun), list(begun.values())))
+            board.write(list(begun), list(begun.values()))
         assert pages_of_next_step(store, board) == begun
         num_begun += len(begun)
         finish_step(store)
@@ -59,10 +58,10 @@ def test_pages_that_a_step_may_still_read_are_not_overwritten() -> None:
     store = DrawStore(words, last, lambda *tensors: True, lambda: False)  # a device that has not begun
     board = PageMailbox(store, MAX_ROWS, CPU)
     for page in range(RING):
-        board.write(NewPages([0], [page]))
+        board.write([0], [page])
         finish_step(store)
     with pytest.raises(AssertionError, match="the step that ends with store 1 may still read its pages"):
-        board.write(NewPages([0], [9]))
+        board.write([0], [9])
     assert [word & 0xF for word in board.words[:, 0].tolist()] == [7, 0, 1, 2, 3, 4, 5, 6]
     words[1, 0] = 1 << 32  # it has done the first
-    board.write(NewPages([0], [9]))
+    board.write([0], [9])
