@@ -22,7 +22,8 @@ The families that load, by the architecture that config.json names. `make docs` 
 | GPUs | families with fused kernels; the others run there without them, and were not tried on one |
 | real checkpoints | not tried, for families without fused kernels |
 
-Windows are computed as such, but the KV memory keeps all positions.
+Layers with a window keep only what it shows, if other layers of the model have none
+([how](decisions/page-groups.md)).
 
 | models | architecture | what its layers have | fused kernels |
 |---|---|---|---|
