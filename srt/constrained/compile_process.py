@@ -4,6 +4,9 @@ A frontend starts it with a socket as its standard input (`compiler.py`). It loa
 fork of itself, which may take LIMIT_S seconds and MEMORY_BYTES. The library cannot be interrupted and can crash, so a fork ends by an
 alarm of its own or by the crash, and nothing else is lost. This process has one thread and no torch, so forking it is safe. It ends at
 the end of file on its input, which comes when the frontend has ended, however that was; its forks end with it or by their alarms.
+
+One fork is made ahead of its constraint. It tries a small schema of its own meanwhile, so that the pages of memory which every trial
+writes to are its own already: otherwise copying them took as long as the trial.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import gc
 import os
 import random
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -46,7 +50,10 @@ _TRIED_TOKENS: Final = 16
 _QUICK_S: Final = 0.05  # most constraints take less; one that takes more gives way to them and to the frontend
 _NICENESS: Final = 10
 _BUSY_SHARE: Final = 0.25  # a fork that had less of a core than this when its time was over was not at fault
-_REFUSED, _OUT_OF_MEMORY = 3, 4  # exit codes of a fork
+_OUT_OF_MEMORY: Final = 4  # exit code of a fork
+_HEAD: Final = struct.Struct("<I?")  # of a fork's answer: bytes of the text, and whether it is a refusal
+_SMALL: Final = Constraint("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}}}')
+NO_JOB: Final = -1
 
 
 def try_constraint(constraint: Constraint, vocabulary: Vocabulary) -> str:
@@ -104,45 +111,71 @@ def _draw_some(grammars: Grammars, key: str) -> None:
 
 @dataclass(slots=True)
 class _Fork:
-    number: int  # of its job
     pid: int
-    output: int  # the reading end of its pipe
-    started_s: float
+    job: int  # where its job is written
+    output: int  # where its answer is read
+    number: int = NO_JOB
+    started_s: float = 0.0
     gives_way: bool = False
     data: bytearray = field(default_factory=bytearray)
 
+    def begin(self, job: Job) -> None:
+        self.number, self.started_s = job.number, time.monotonic()
+        with contextlib.suppress(BrokenPipeError), os.fdopen(self.job, "wb") as stream:  # its end says how it died
+            stream.write(msgspec.msgpack.encode(job))
 
-def _start_fork(job: Job, vocabulary: Vocabulary) -> _Fork:
-    reading, writing = os.pipe()
+    def answer(self) -> Answer | None:
+        """Return its answer, if that has arrived whole."""
+        if len(self.data) < _HEAD.size:
+            return None
+        size, is_refused = _HEAD.unpack_from(self.data)
+        if len(self.data) < _HEAD.size + size:
+            return None
+        said = self.data[_HEAD.size :].decode()
+        return Answer(self.number, refusal=said) if is_refused else Answer(self.number, grammar=said)
+
+
+def _start_fork(vocabulary: Vocabulary) -> _Fork:
+    job_end, job = os.pipe()
+    output, output_end = os.pipe()
     pid = os.fork()
     if pid:
-        os.close(writing)
-        return _Fork(job.number, pid, reading, time.monotonic())
+        os.close(job_end)
+        os.close(output_end)
+        return _Fork(pid, job, output)
     try:
-        _run_fork(job, vocabulary, writing)
+        os.close(job)
+        _run_fork(job_end, vocabulary, output_end)
     except BaseException:
         os._exit(1)
 
 
-def _run_fork(job: Job, vocabulary: Vocabulary, writing: int) -> NoReturn:
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)  # SIGALRM is not handled: the kernel ends this process
+def _run_fork(reading: int, vocabulary: Vocabulary, writing: int) -> NoReturn:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)  # the frontend's end of file must not wait for this process
     os.dup2(null, 2)  # the library writes there when it crashes
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.RLIM_INFINITY))
+    if not select.select([reading], [], [], 0)[0]:
+        with contextlib.suppress(GrammarRefusal):  # a vocabulary may lack what it needs
+            try_constraint(_SMALL, vocabulary)
+    with os.fdopen(reading, "rb") as stream:
+        data = stream.read()
+    if not data:
+        os._exit(0)  # the parent has ended
+    job = msgspec.msgpack.decode(data, type=Job)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)  # SIGALRM is not handled: the kernel ends this process
     most = _address_space() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    code = 0
     try:
-        said = try_constraint(Constraint(job.kind, job.content), vocabulary)
+        said, is_refused = try_constraint(Constraint(job.kind, job.content), vocabulary), False
     except GrammarRefusal as refusal:
-        said, code = str(refusal), _REFUSED
+        said, is_refused = str(refusal), True
     except MemoryError:
-        said, code = "", _OUT_OF_MEMORY
+        os._exit(_OUT_OF_MEMORY)
     with os.fdopen(writing, "wb") as output:
-        output.write(said.encode())
-    os._exit(code)
+        output.write(_HEAD.pack(len(said.encode()), is_refused) + said.encode())
+    os._exit(0)
 
 
 def _address_space() -> int:
@@ -150,17 +183,11 @@ def _address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _answer(fork: _Fork) -> Answer:
-    """Collect a fork that has closed its pipe."""
+def _why_none(fork: _Fork) -> Answer:
+    """Collect a fork that has ended without a whole answer, and say why."""
     _, status, usage = os.wait4(fork.pid, 0)
-    os.close(fork.output)
     code = os.waitstatus_to_exitcode(status)
-    said = fork.data.decode()
     used_s = usage.ru_utime + usage.ru_stime
-    if code == 0:
-        return Answer(fork.number, grammar=said)
-    if code == _REFUSED:
-        return Answer(fork.number, refusal=said)
     if code == -signal.SIGALRM and used_s >= LIMIT_S * _BUSY_SHARE:
         return Answer(fork.number, refusal=f"takes more than {LIMIT_S:g} s to compile: make it smaller")
     if code in (-signal.SIGALRM, -signal.SIGKILL):  # the machine had no time for it, or somebody killed it
@@ -181,7 +208,9 @@ class CompileServer:
         self._link = link
         self._vocabulary = vocabulary
         self._waiting: deque[Job] = deque()
-        self._forks: dict[int, _Fork] = {}  # by the reading end of the pipe
+        self._forks: dict[int, _Fork] = {}  # at work, by where their answers are read
+        self._ended: list[int] = []  # processes whose answers have been read
+        self._spare: _Fork | None = None  # made ahead, while none is at work: it would take time from that one
         self._received = bytearray()
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ)
@@ -194,8 +223,12 @@ class CompileServer:
         finally:
             for fork in self._forks.values():
                 os.kill(fork.pid, signal.SIGKILL)
+            if self._spare is not None:
+                os.kill(self._spare.pid, signal.SIGKILL)
 
     def _step(self) -> bool:
+        if self._spare is None and not self._forks:
+            self._spare = _start_fork(self._vocabulary)
         for key, _ in self._selector.select(self._demote()):
             if key.fileobj is self._link:
                 if not self._receive():
@@ -203,9 +236,11 @@ class CompileServer:
             else:
                 self._read_fork(self._forks[key.fd])
         while self._waiting and len(self._forks) < AT_ONCE:
-            fork = _start_fork(self._waiting.popleft(), self._vocabulary)
+            fork, self._spare = self._spare or _start_fork(self._vocabulary), None
+            fork.begin(self._waiting.popleft())
             self._forks[fork.output] = fork
             self._selector.register(fork.output, selectors.EVENT_READ)
+        self._ended = [pid for pid in self._ended if os.waitpid(pid, os.WNOHANG)[0] == 0]
         return True
 
     def _demote(self) -> float | None:
@@ -232,11 +267,15 @@ class CompileServer:
     def _read_fork(self, fork: _Fork) -> None:
         data = os.read(fork.output, 1 << 16)
         fork.data += data
-        if data:
+        answer = fork.answer()
+        if data and answer is None:
             return
         self._selector.unregister(fork.output)
+        os.close(fork.output)
         del self._forks[fork.output]
-        send_frame(self._link, _answer(fork))
+        if answer is not None:
+            self._ended.append(fork.pid)  # its end takes longer than its answer
+        send_frame(self._link, answer or _why_none(fork))
 
 
 def send_frame(link: socket.socket, message: Answer) -> None:

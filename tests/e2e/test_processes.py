@@ -61,8 +61,8 @@ def of_role(server: ServerProcess, module: str) -> list[psutil.Process]:
 def test_a_server_starts_answers_and_stops_in_order(qwen3_checkpoint: Path, tmp_path: Path) -> None:
     with launch(qwen3_checkpoint, tmp_path, "--tp", "2", "--tokenizer-worker-num", "2") as server:
         url = server.wait_ready()
-        roles = sorted(role_of(one) for one in server.children())
-        assert [role for role in roles if role != COMPILER] == [
+        # Not theirs: a process that forks looks like two for a moment.
+        assert sorted(role_of(one) for one in psutil.Process(server.pid).children()) == [
             *["srt.entrypoints.http_server"] * 2,
             "srt.managers.scheduler",
             *["srt.managers.tp_worker"] * 2,
