@@ -33,6 +33,7 @@ TOOL_CALL_PARSERS = tuple(
     "hermes qwen qwen25 qwen3_coder llama3 llama3_json mistral pythonic deepseekv3 deepseek_v3 deepseekv31 deepseek_v31"
     " deepseekv32 glm45 glm47 kimi_k2 gpt-oss openai minimax-m2 minimax_m2 gemma4".split()
 )
+MODEL_IMPLS = ("auto", "srt", "transformers")
 GRAMMAR_BACKENDS = ("llguidance", "none")
 TOOL_STRICT_LEVELS = ("auto", "function", "parameter")
 REASONING_PARSERS = tuple("qwen3 deepseek-r1 deepseek_r1 deepseek-v3 glm45 kimi gpt-oss openai_gptoss minimax".split())
@@ -61,6 +62,13 @@ class ServerArgs:
         "how the weights are loaded; dummy: random weights",
         group=MODEL,
         choices=("auto", "safetensors", "dummy"),
+    )
+    model_impl: str = option(
+        "auto",
+        "whose layers run the model; transformers: those of the library, slower and for more architectures; auto: ours where we"
+        " have them",
+        group=MODEL,
+        choices=MODEL_IMPLS,
     )
     dtype: str = option(
         "auto", "data type of weights and activations", group=MODEL, choices=("auto", "float32", "bfloat16", "float16")

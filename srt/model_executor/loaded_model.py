@@ -20,7 +20,9 @@ from srt.model_executor.step.draw_store import DrawStore
 from srt.model_executor.step.plan_arrays import Staging
 from srt.model_loader.kv_scales import read_kv_scales
 from srt.model_loader.loader import LoadConfig, get_model_loader
+from srt.models.any_model import AnyCausalLM
 from srt.models.causal_lm import CausalLM
+from srt.models.library.library_model import LibraryCausalLM
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
@@ -50,7 +52,13 @@ class LoadedModel:
     logits_processor: LogitsProcessor
     staging: Staging
     draw_store: DrawStore
-    model: CausalLM
+    model: AnyCausalLM
+
+    @property
+    def our_model(self) -> CausalLM:
+        """The model, for what only layers of ours have, such as fast paths."""
+        assert isinstance(self.model, CausalLM), f"{self.config.architecture} is run by the library's layers"
+        return self.model
 
     @property
     def weight_bytes(self) -> int:
@@ -95,6 +103,10 @@ def load_model(
     dtype = resolve_dtype(args, config)
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else torch.float8_e4m3fn
     memory = DeviceMemory(device)
+    library = None
+    if config.implementation == "transformers":
+        library = LibraryCausalLM.build(config, folder, args.model_overrides(), tp.size, dtype)
+        config = library.config
     with memory.region("buffers"):
         spec = _attention_spec(args, config, tp, dtype, kv_dtype)
         attention, attn_backend = init_attention_backend(args, spec, device)
@@ -113,7 +125,10 @@ def load_model(
             device,
             report_weights,
             check_size=lambda num_bytes: check_weights(num_bytes, device),
+            model=library,
         )
+    if library is not None:
+        library.check()
     return LoadedModel(
         args=args,
         config=config,

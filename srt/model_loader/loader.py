@@ -6,7 +6,7 @@ All problems visible in the files' headers (missing, surplus and misshapen tenso
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,16 +17,20 @@ from torch import nn
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.ops_choice import layer_ops
 from srt.layers.quantization.weight import LinearWeight
-from srt.layers.weights import WeightPiece, model_weight_pieces
+from srt.layers.weights import WeightPiece
 from srt.model_loader.dummy_weights import DummyWeights
 from srt.model_loader.safetensors_weights import check_checkpoint
 from srt.model_loader.weight_copy import copy_weights
+from srt.models.any_model import AnyCausalLM
 from srt.models.causal_lm import CausalLM
-from srt.utils.checkpoint import read_headers
+from srt.models.library.library_model import LibraryCausalLM
+from srt.utils.checkpoint import TensorHeader, is_copy, read_headers
 from srt.utils.model_config import ModelConfig
+from srt.utils.model_error import ModelError
 
 Progress = Callable[[int, int], None]
 """Callback with the bytes of weights loaded and the bytes in all, both for this rank."""
+Fill = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,38 +55,40 @@ class ModelLoader(ABC):
         device: torch.device,
         progress: Progress,
         check_size: Callable[[int], None] = lambda num_bytes: None,
-    ) -> CausalLM:
+        model: LibraryCausalLM | None = None,
+    ) -> AnyCausalLM:
         """Return this rank's model on `device`, ready to run; ModelError names what the checkpoint lacks.
 
-        `check_size` is called with the size of the parameters in bytes before anything is read or allocated.
+        `check_size` is called with the size of the parameters in bytes before anything is read or allocated. `model` is a model of the
+        library, on the meta device; without it our own is built.
         """
         config.check_tp(tp.size)
-        with torch.device("meta"):
-            model = CausalLM(config, tp, layer_ops(device))
-        pieces = model_weight_pieces(model)
-        check_size(_num_bytes(model, dtype))
-        fill = self.prepare(config, Path(folder), pieces)
-        materialize(model, dtype, device)
+        built = model or _build_ours(config, tp, device)
+        check_size(_num_bytes(built, dtype))
+        pieces, fill = self.prepare(config, Path(folder), built)
+        materialize(built, dtype, device)
         _clear_padding(pieces)
         fill(progress)
-        for module in model.modules():
+        for module in built.modules():
             if isinstance(module, LinearWeight):
                 module.finish()
-        return model.eval()
+        return built.eval()
 
     @abstractmethod
-    def prepare(self, config: ModelConfig, folder: Path, pieces: list[WeightPiece]) -> Callable[[Progress], None]:
-        """Check everything that can be checked before memory is allocated, and return a function that does the rest."""
+    def prepare(self, config: ModelConfig, folder: Path, model: AnyCausalLM) -> tuple[list[WeightPiece], Fill]:
+        """Check everything that can be checked before memory is allocated. Return what will be filled, and a function that fills it."""
 
 
 class SafetensorsLoader(ModelLoader):
     """Reads this rank's slices of safetensors files."""
 
-    def prepare(self, config: ModelConfig, folder: Path, pieces: list[WeightPiece]) -> Callable[[Progress], None]:
+    def prepare(self, config: ModelConfig, folder: Path, model: AnyCausalLM) -> tuple[list[WeightPiece], Fill]:
         headers = read_headers(folder)
-        check_checkpoint(folder, config, headers, pieces)
+        pieces = model.weight_pieces(headers)
+        ignored = _unused(folder, headers, model) if isinstance(model, LibraryCausalLM) else []
+        check_checkpoint(folder, config, headers, pieces, ignored)
         stored = [piece for piece in pieces if piece.name in headers]
-        return lambda progress: copy_weights(headers, stored, stored[0].parameter.device, progress)
+        return pieces, lambda progress: copy_weights(headers, stored, stored[0].parameter.device, progress)
 
 
 class DummyLoader(ModelLoader):
@@ -91,9 +97,26 @@ class DummyLoader(ModelLoader):
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def prepare(self, config: ModelConfig, folder: Path, pieces: list[WeightPiece]) -> Callable[[Progress], None]:
+    def prepare(self, config: ModelConfig, folder: Path, model: AnyCausalLM) -> tuple[list[WeightPiece], Fill]:
+        pieces = model.weight_pieces(None)
         stored = [piece for piece in pieces if not piece.is_optional]
-        return lambda progress: DummyWeights(self._seed).fill(stored, progress)
+        return pieces, lambda progress: DummyWeights(self._seed).fill(stored, progress)
+
+
+def _build_ours(config: ModelConfig, tp: TensorParallel, device: torch.device) -> CausalLM:
+    with torch.device("meta"):
+        return CausalLM(config, tp, layer_ops(device))
+
+
+def _unused(folder: Path, headers: Mapping[str, TensorHeader], model: LibraryCausalLM) -> list[str]:
+    """Return the tensors that a model of the library ignores; ModelError if one of them differs from what is used in its place."""
+    ignored, copies = model.unused_weights(headers)
+    for name, used in copies:
+        if not is_copy(headers[name], headers[used]):
+            raise ModelError(
+                f"The checkpoint {folder} has {name} and {used}, which differ, though its configuration says that they are the same."
+            )
+    return [*ignored, *(name for name, _ in copies)]
 
 
 def get_model_loader(config: LoadConfig) -> ModelLoader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,12 +16,16 @@ from srt.utils.model_error import ModelError
 
 
 def check_checkpoint(
-    folder: Path, config: ModelConfig, headers: Mapping[str, TensorHeader], pieces: Sequence[WeightPiece]
+    folder: Path,
+    config: ModelConfig,
+    headers: Mapping[str, TensorHeader],
+    pieces: Sequence[WeightPiece],
+    ignored: Collection[str] = (),
 ) -> None:
-    """Raise ModelError, naming tensors, unless the checkpoint holds exactly what the model needs."""
+    """Raise ModelError, naming tensors, unless the checkpoint holds exactly what the model needs, and perhaps what is `ignored`."""
     needed = {piece.name: piece for piece in pieces}
     missing = [name for name, piece in needed.items() if name not in headers and not piece.is_optional]
-    surplus = [name for name in headers if name not in needed and not is_benign(name, config)]
+    surplus = [name for name in headers if not (name in needed or name in ignored or is_benign(name, config))]
     present = {name: (piece, headers[name]) for name, piece in needed.items() if name in headers}
     misshapen = [
         f"{name} {list(header.shape)} instead of {list(piece.shape)}"

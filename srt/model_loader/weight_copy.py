@@ -87,14 +87,14 @@ def _in_file_order(headers: Mapping[str, TensorHeader], pieces: Sequence[WeightP
 
 
 def _blocks_of(piece: WeightPiece, header: TensorHeader, data_start: int) -> Iterator[_Block]:
-    """Yield the blocks that fill `piece`. A vector is treated as a matrix of one column."""
+    """Yield the blocks that fill `piece`. A vector or a number is treated as a matrix of one column."""
     shape = piece.stored_shape
     assert piece.dim < 2 >= len(shape), (piece.name, piece.shape, piece.dim)
     width = shape[1] if len(shape) == 2 else 1
     first_row, num_rows, columns = piece.start, piece.size, slice(0, width)
     if piece.dim == 1:
         first_row, num_rows, columns = 0, shape[0], slice(piece.start, piece.start + piece.size)
-    target = piece.target().view(num_rows, -1) if len(shape) == 1 else piece.target()
+    target = piece.target().view(num_rows, -1) if len(shape) < 2 else piece.target()
     target_row = 0 if piece.dim == 1 else piece.target_start
     row_bytes = width * ITEM_BYTES[header.dtype]
     first_row += (piece.stored_index or 0) * shape[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from srt.distributed.parallel_state import TensorParallel
 from srt.layers.embedding import ParallelLMHead
 from srt.layers.ops import LayerOps
 from srt.layers.quantization.formats import use_formats
+from srt.layers.weights import WeightPiece, model_weight_pieces
 from srt.models.decoder import Decoder
 from srt.models.plain_decoder import PlainDecoder
 from srt.utils.model_config import ModelConfig
@@ -35,3 +38,23 @@ class CausalLM(nn.Module):
         Call it under `torch.inference_mode()`, on all ranks together.
         """
         return self.model(input_ids, positions, batch)  # type: ignore[no-any-return]
+
+    def weight_pieces(self, stored: Collection[str] | None) -> list[WeightPiece]:
+        """Return the pieces of all parameters, whatever names a checkpoint has `stored`."""
+        return model_weight_pieces(self)
+
+    @property
+    def weights_per_layer(self) -> int:
+        """The number of weights of a layer, on average."""
+        layers = self.model.layers
+        return sum(weight.numel() for weight in layers.parameters()) // len(layers)
+
+    @contextmanager
+    def shortened(self, num_layers: int) -> Iterator[None]:
+        """Inside, run only this many of the first layers."""
+        layers = self.model.layers
+        self.model.layers = layers[:num_layers]
+        try:
+            yield
+        finally:
+            self.model.layers = layers

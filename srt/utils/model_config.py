@@ -7,17 +7,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from srt.utils.config_values import names, positive_int, shown, token_ids
 from srt.utils.families.family import ConfigReader, Family
-from srt.utils.families.registry import family_of
-from srt.utils.layer_spec import Experts, FastPath, LayerSpec, NormSpec, Scales
+from srt.utils.families.library import LibraryConfigReader
+from srt.utils.families.registry import FAMILIES, family_of
+from srt.utils.layer_spec import NO_SCALES, Experts, FastPath, LayerSpec, NormSpec, Scales
 from srt.utils.model_error import ModelError as ModelError
 from srt.utils.quantization import WeightFormats, read_formats
 from srt.utils.rope_config import rope_parameters
 
 DTYPES = ("float32", "bfloat16", "float16")
+Implementation = Literal["srt", "transformers"]
 
 READ_KEYS = frozenset(
     "architectures model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
@@ -40,9 +42,12 @@ class ModelConfig:
 
     architecture: str
     model_type: str
+    implementation: Implementation
+    """Whose layers run the model: ours, or those of the library transformers."""
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    """What each layer computes. A window that would hide nothing is None here."""
+    """What each layer computes. A window that would hide nothing is None here. Empty if the library's layers run the model: only a worker
+    can ask the library, and it replaces this field."""
     vocab_size: int
     norm: NormSpec
     scales: Scales
@@ -67,22 +72,37 @@ class ModelConfig:
         overrides: Mapping[str, Any] | None = None,
         context_length: int | None = None,
         quantization: str | None = None,
+        model_impl: str = "auto",
     ) -> ModelConfig:
         """Read the folder, with `overrides` replacing keys of config.json; ModelError for anything wrong or unsupported.
 
-        `quantization` is the value of --quantization.
+        `quantization` and `model_impl` are those of the options. "auto" leaves architectures that are not ours to the library.
         """
-        folder = Path(path)
-        raw = _read_config(folder, overrides or {})
-        generation = _read_json(folder / "generation_config.json", required=False)
-        family = family_of(_architecture(raw))
+        folder, overrides = Path(path), overrides or {}
+        stated = _read_json(folder / "config.json", required=True)
+        architecture = _architecture({**stated, **overrides})
+        if model_impl == "transformers" or (model_impl == "auto" and architecture not in FAMILIES):
+            raw = {**stated, **overrides}
+            return cls._of_library(architecture, raw, folder, context_length, quantization)
+        raw = _merged(stated, overrides)
+        return cls._of_family(family_of(architecture), raw, folder, context_length, quantization)
+
+    @classmethod
+    def _of_family(
+        cls,
+        family: Family,
+        raw: Mapping[str, Any],
+        folder: Path,
+        context_length: int | None,
+        quantization: str | None,
+    ) -> ModelConfig:
         reader = ConfigReader(raw, family)
         layers = family.read_layers(reader)
         context_length = _context_length(context_length, reader.max_position_embeddings, layers)
-        layers = [_without_useless_window(layer, context_length) for layer in layers]
+        layers = without_useless_windows(layers, context_length)
         return cls(
             architecture=family.architecture,
-            model_type=str(raw.get("model_type") or ""),
+            implementation="srt",
             hidden_size=reader.hidden_size,
             layers=tuple(_with_fast_paths(layer, family) for layer in layers),
             vocab_size=reader.positive_int("vocab_size"),
@@ -91,13 +111,34 @@ class ModelConfig:
             tie_word_embeddings=reader.flag("tie_word_embeddings"),
             max_position_embeddings=reader.max_position_embeddings,
             context_length=context_length,
-            torch_dtype=_dtype(raw),
-            bos_token_id=_first(token_ids("config.json", raw, "bos_token_id")),
-            eos_token_ids=token_ids("generation_config.json", generation, "eos_token_id")
-            or token_ids("config.json", raw, "eos_token_id"),
-            num_mtp_layers=positive_int(raw, "num_nextn_predict_layers") if raw.get("num_nextn_predict_layers") else 0,
             weight_formats=_weight_formats(raw, quantization, layers),
-            sampling_defaults=_sampling_defaults(generation),
+            **_outside_the_layers(raw, folder),
+        )
+
+    @classmethod
+    def _of_library(
+        cls,
+        architecture: str,
+        raw: Mapping[str, Any],
+        folder: Path,
+        context_length: int | None,
+        quantization: str | None,
+    ) -> ModelConfig:
+        """Read what all processes need to know. The library applies norms, factors and ties by itself, so they are not described here."""
+        reader = LibraryConfigReader(raw)
+        return cls(
+            architecture=architecture,
+            implementation="transformers",
+            hidden_size=reader.hidden_size,
+            layers=(),
+            vocab_size=reader.vocab_size,
+            norm=NormSpec("rms", 1e-6),
+            scales=NO_SCALES,
+            tie_word_embeddings=False,
+            max_position_embeddings=reader.max_position_embeddings,
+            context_length=_context_length(context_length, reader.max_position_embeddings, ()),
+            weight_formats=_plain_formats(architecture, raw, quantization),
+            **_outside_the_layers(raw, folder),
         )
 
     @property
@@ -107,7 +148,7 @@ class ModelConfig:
     @property
     def fast_paths(self) -> set[FastPath]:
         """The fast paths that can run all layers. Those that read plain matrices cannot run quantised weights."""
-        paths = set.intersection(*(set(layer.fast_paths) for layer in self.layers))
+        paths = set.intersection(*(set(layer.fast_paths) for layer in self.layers)) if self.layers else set()
         return paths if self.weight_formats.is_plain else paths - {"compiled", "resident"}
 
     def config_hash(self) -> str:
@@ -135,12 +176,25 @@ class ModelConfig:
                     )
 
 
-def _read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _outside_the_layers(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the fields that have nothing to do with layers."""
+    generation = _read_json(folder / "generation_config.json", required=False)
+    return {
+        "model_type": str(raw.get("model_type") or ""),
+        "torch_dtype": _dtype(raw),
+        "bos_token_id": _first(token_ids("config.json", raw, "bos_token_id")),
+        "eos_token_ids": token_ids("generation_config.json", generation, "eos_token_id")
+        or token_ids("config.json", raw, "eos_token_id"),
+        "num_mtp_layers": positive_int(raw, "num_nextn_predict_layers") if raw.get("num_nextn_predict_layers") else 0,
+        "sampling_defaults": _sampling_defaults(generation),
+    }
+
+
+def _merged(stated: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with the overrides on top, and all RoPE parameters under `rope_parameters`."""
     unread = sorted(set(overrides) - READ_KEYS)
     if unread:
         raise ModelError(f"--json-model-override-args: {unread[0]} has no effect on any supported model.")
-    stated = _read_json(folder / "config.json", required=True)
     raw = {**stated, **overrides, "rope_parameters": rope_parameters(stated, overrides)}
     if "torch_dtype" in overrides and "dtype" not in overrides:
         raw["dtype"] = overrides["torch_dtype"]
@@ -174,8 +228,12 @@ def _with_fast_paths(layer: LayerSpec, family: Family) -> LayerSpec:
     return layer if family.fast_paths is None else replace(layer, fast_paths=family.fast_paths(layer))
 
 
+def without_useless_windows(layers: Sequence[LayerSpec], context_length: int) -> list[LayerSpec]:
+    """Return the layers without those windows that hide no position of the longest request."""
+    return [_without_useless_window(layer, context_length) for layer in layers]
+
+
 def _without_useless_window(layer: LayerSpec, context_length: int) -> LayerSpec:
-    """Return the layer without its window if no request is long enough for the window to hide a position."""
     window = layer.attention.window
     if window is None or window < context_length:
         return layer
@@ -211,6 +269,17 @@ def _weight_formats(raw: Mapping[str, Any], quantization: str | None, layers: Se
         raise ModelError(
             f"Quantised experts are not supported yet ({formats.method}): choose an unquantised checkpoint of the model, without"
             " --quantization."
+        )
+    return formats
+
+
+def _plain_formats(architecture: str, raw: Mapping[str, Any], quantization: str | None) -> WeightFormats:
+    """Return the formats of weights that are not quantised; ModelError if they are."""
+    formats = read_formats(raw, quantization)
+    if not formats.is_plain:
+        raise ModelError(
+            f"{architecture} is run by the library transformers, for which quantised weights ({formats.method}) are not supported:"
+            " choose an unquantised checkpoint, without --quantization."
         )
     return formats
 

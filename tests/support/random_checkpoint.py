@@ -61,7 +61,7 @@ def write_random_checkpoint(folder: str | os.PathLike[str], spec: CheckpointSpec
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
-        token_ids = _write_tokenizer(partial, spec)
+        token_ids = write_tokenizer(partial, spec)
         _write_model(partial, spec, token_ids)
         if folder.exists():
             shutil.rmtree(folder)
@@ -70,7 +70,7 @@ def write_random_checkpoint(folder: str | os.PathLike[str], spec: CheckpointSpec
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_tokenizer(folder: Path, spec: CheckpointSpec) -> dict[str, int]:
+def write_tokenizer(folder: Path, spec: CheckpointSpec) -> dict[str, int]:
     """Write tokenizer.json and tokenizer_config.json; return the id of each special token."""
     tokens = FAMILY_TOKENS[spec.family]
     tokenizer = train_tokenizer(spec.vocab_size, tokens)

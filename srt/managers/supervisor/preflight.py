@@ -117,7 +117,9 @@ def check_model(args: ServerArgs) -> Path:
             "--mem-fraction-static is a share of a GPU's memory: on a CPU, set the size of the KV memory with --max-total-tokens."
         )
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
-    config = ModelConfig.from_folder(folder, args.model_overrides(), args.context_length, args.quantization)
+    config = ModelConfig.from_folder(
+        folder, args.model_overrides(), args.context_length, args.quantization, args.model_impl
+    )
     config.check_tp(args.tp_size)
     if args.enable_torch_compile and "compiled" not in config.fast_paths:
         raise StartError(

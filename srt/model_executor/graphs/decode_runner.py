@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from srt.kernels.decoder.resident_layers import ResidentLayers
     from srt.model_executor.loaded_model import LoadedModel
     from srt.model_executor.memory.device_state import DeviceState
-    from srt.models.causal_lm import CausalLM
+    from srt.models.any_model import AnyCausalLM
 
 NO_ROWS = np.zeros(0, np.int64)
 FORWARD = 0  # index of the forward pass among a size's graphs
@@ -52,7 +52,7 @@ MOST_LT_ROWS = 112  # up to this many rows, products are done by cuBLASLt
 class DecodeParts:
     """The objects that decode steps use."""
 
-    model: CausalLM
+    model: AnyCausalLM
     logits_processor: LogitsProcessor
     sampler: Sampler
     attn_backend: AttentionBackend
@@ -405,7 +405,7 @@ def resident_layers_of(
     # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.kernels.decoder.resident_layers import ROWS, ResidentLayers
 
-    parts = loaded.model, state.token_to_kv_pool, state.req_to_token_pool, loaded.device
+    parts = loaded.our_model, state.token_to_kv_pool, state.req_to_token_pool, loaded.device
     made = {rows: ResidentLayers.of(*parts, rows) for rows in ROWS if rows <= state.num_slots}
     return {rows: layers for rows, layers in made.items() if layers is not None}
 

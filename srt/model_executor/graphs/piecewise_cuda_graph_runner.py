@@ -28,7 +28,7 @@ from srt.model_executor.graphs.piece_inputs import PieceInputs
 if TYPE_CHECKING:
     from srt.model_executor.loaded_model import LoadedModel
     from srt.model_executor.memory.device_state import DeviceState
-    from srt.models.causal_lm import CausalLM
+    from srt.models.any_model import AnyCausalLM
 
 LAUNCH_S = 0.8e-3  # time to launch a layer kernel by kernel: 0.35e-3 to 1.0e-3 on hosts of an H200
 ATTENTION_LAUNCH_S = 0.15e-3  # time to launch a layer in pieces
@@ -117,7 +117,7 @@ class PiecewiseCudaGraphRunner:
     def __init__(
         self,
         sizes: Sequence[int],
-        model: CausalLM,
+        model: AnyCausalLM,
         hidden_size: int,
         spec: AttentionSpec,
         attn_backend: AttentionBackend,
@@ -147,8 +147,7 @@ class PiecewiseCudaGraphRunner:
     def of(cls, loaded: LoadedModel, state: DeviceState, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
         """Create the runner for a worker's model and memory; None if the options leave no size, or no size is worth a graph."""
         args, num_layers = loaded.args, loaded.config.num_layers
-        layers = loaded.model.model.layers  # not all of them while kernels are precompiled
-        num_weights = num_layers * sum(weight.numel() for weight in layers.parameters()) // len(layers)
+        num_weights = num_layers * loaded.model.weights_per_layer
         most = args.piecewise_cuda_graph_max_tokens
         if most is None:
             chunk = MOST_PIECE_TOKENS if args.prefill_chunk == -1 else args.prefill_chunk

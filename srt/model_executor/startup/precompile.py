@@ -56,11 +56,10 @@ def precompile(loaded: LoadedModel) -> GraphKernels:
     first, are_first_done = Compilers(num_threads), Event()
     shape = loaded.config.config_hash(), loaded.config.context_length, loaded.dtype, loaded.attention
     record = KernelRecord(loaded.args, shape, loaded.tp.rank, loaded.device)
-    kernels, layers = GraphKernels(), loaded.model.model.layers
+    kernels = GraphKernels()
     begin_later = partial(Compilers, min(max(1, num_threads // 2), MOST_COMPILERS), are_first_done)
     try:
-        with loaded.tp.alone():
-            loaded.model.model.layers = layers[: num_distinct_layers(loaded.config.layers)]
+        with loaded.tp.alone(), loaded.model.shortened(num_distinct_layers(loaded.config.layers)):
             _go_through_steps(loaded, first, record, kernels, begin_later)
     except Exception as error:
         logger.warning(
@@ -69,7 +68,6 @@ def precompile(loaded: LoadedModel) -> GraphKernels:
             error,
         )
     finally:
-        loaded.model.model.layers = layers
         torch.cuda.empty_cache()
         are_first_done.set()
     return kernels

@@ -61,7 +61,7 @@ def build_runner(
     """Allocate the KV memory, as large as the options and the device allow, and create everything that depends on its size."""
     args, device = loaded.args, loaded.device
     max_compiled = min(args.torch_compile_max_bs, args.max_running_requests) if args.enable_torch_compile else 0
-    compiled = CompiledForward(loaded.model, max_compiled) if max_compiled else None
+    compiled = CompiledForward(loaded.our_model, max_compiled) if max_compiled else None
     nums_pages = profile_num_pages(loaded, num_tokens)
     with loaded.memory.region("kv_cache"):
         state = init_memory_pool(loaded, nums_pages, min(loaded.config.context_length, nums_pages[0] * args.page_size))

@@ -109,7 +109,7 @@ def test_the_kernel_is_told_where_everything_of_its_layers_and_rows_is(
     variant = variant_of(SMALL)
     assert variant is not None
     pool, tables = runner.state.token_to_kv_pool, runner.state.req_to_token_pool
-    layers = ResidentLayers(runner.loaded.model, variant, pool, torch.device("cpu"))
+    layers = ResidentLayers(runner.loaded.our_model, variant, pool, torch.device("cpu"))
     row = torch.zeros(1, dtype=torch.int64)
     batch = SimpleNamespace(req_to_token_pool=tables, out_cache_loc=row, req_pool_indices=row + 1, seq_lens=row + 2)
     layers(row, row, batch)  # type: ignore[arg-type]  # what it asks of a batch
@@ -122,7 +122,7 @@ def test_the_kernel_is_told_where_everything_of_its_layers_and_rows_is(
     assert len(places) == len(Exchange._fields_)
     told = (Layer * 2).from_address(step.layers)
     weights = (ctypes.c_longlong * (2 * 4 * 16)).from_address(step.maps)
-    for index, layer in enumerate(cast("list[DecoderLayer]", list(runner.loaded.model.model.layers))):
+    for index, layer in enumerate(cast("list[DecoderLayer]", list(runner.loaded.our_model.model.layers))):
         attention, mlp = layer.self_attn, layer.gated_mlp
         assert attention.head_norms is not None
         named = {

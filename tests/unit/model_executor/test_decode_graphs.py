@@ -133,7 +133,7 @@ def test_short_rows_go_through_all_layers_at_once_and_longer_ones_do_not(
     made: dict[int, Resident] = {}
 
     def resident(loaded: LoadedModel, *rest: object) -> dict[int, Resident]:
-        made.update({rows: Resident(loaded.model, rows) for rows in (1, 2)})
+        made.update({rows: Resident(loaded.our_model, rows) for rows in (1, 2)})
         return made
 
     monkeypatch.setattr(decode_runner, "resident_layers_of", resident)

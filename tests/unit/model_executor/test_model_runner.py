@@ -84,7 +84,7 @@ def test_behind_its_attention_the_last_layer_goes_on_with_those_who_are_asked_fo
 ) -> None:
     folder, sizes = checkpoint("qwen3"), []
     runner = make_runner(folder, 4)
-    runner.loaded.model.model.layers[-1].get_submodule("mlp").register_forward_pre_hook(
+    runner.loaded.our_model.model.layers[-1].get_submodule("mlp").register_forward_pre_hook(
         lambda mlp, args: sizes.append(len(args[0].hidden))
     )
     with_all = Job(prompt := list(range(20, 42)), greedy(3), logprobs=LogprobSpec(prompt_start=0))

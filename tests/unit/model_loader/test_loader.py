@@ -38,7 +38,9 @@ def load(
 ) -> CausalLM:
     model_config = ModelConfig.from_folder(folder, **options)
     loader = get_model_loader(config or LoadConfig())
-    return loader.load_model(model_config, folder, tp or single_rank(), dtype, CPU, progress)
+    model = loader.load_model(model_config, folder, tp or single_rank(), dtype, CPU, progress)
+    assert isinstance(model, CausalLM)
+    return model
 
 
 def altered(folder: Path, tmp_path: Path, change: Callable[[Tensors], object]) -> Path:

@@ -175,7 +175,6 @@ def test_a_longer_context_is_allowed_where_the_rope_was_made_for_it(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
         ({"architectures": []}, ["architectures"]),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["quantization_config", "bitsandbytes", "gptq"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "1 layers of 3"]),
@@ -592,3 +591,28 @@ def test_no_value_in_a_generation_config_raises_anything_but_a_sentence(tmp_path
     for key in ("do_sample", "eos_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         for value in WRONG:
             assert key in (complaint(tmp_path, generation={"do_sample": True, key: value}) or key)
+
+
+def test_other_architectures_are_left_to_the_library_unless_an_option_forbids_it(tmp_path: Path) -> None:
+    gpt = {"architectures": ["GPT2LMHeadModel"], "hidden_size": ..., "n_embd": 96, "max_position_embeddings": ...}
+    config = read(tmp_path, {**gpt, "n_positions": 512})
+    assert (config.implementation, config.layers, config.fast_paths) == ("transformers", (), set())
+    assert (config.hidden_size, config.vocab_size, config.context_length) == (96, 500, 512)
+    assert "n_positions" in refusal(tmp_path, gpt)
+    sentence = refusal(tmp_path, gpt, model_impl="srt")
+    assert all(name in sentence for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"))
+    assert read(tmp_path).implementation == "srt"
+    assert read(tmp_path, model_impl="transformers").implementation == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"is_encoder_decoder": True}, "encoder beside its decoder"),
+        ({"vision_config": {}}, "vision_config"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, "awq"),
+        ({"vocab_size": ...}, "vocab_size"),
+    ],
+)
+def test_the_library_is_not_asked_for_what_it_cannot_run(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in refusal(tmp_path, {"architectures": ["SomeForCausalLM"], **changes})

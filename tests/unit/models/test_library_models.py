@@ -1,0 +1,119 @@
+"""Models that the library transformers runs over our attention: their tokens, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from srt.models.library.library_model import LibraryCausalLM
+from srt.utils.model_config import ModelConfig
+from srt.utils.model_error import ModelError
+from tests.support.library_models import SERVED, USUAL, write_library_checkpoint
+from tests.support.oracle import Oracle
+from tests.support.plan_driver import Job, PlanDriver, greedy
+from tests.support.runners import make_runner
+from tests.unit.model_executor.test_model_runner_matches_transformers import prompts_with_shared_prefixes
+
+QUICK = ("gpt2", "starcoder2", "qwen2_moe")
+"""Learned positions and transposed products; windows; experts."""
+
+
+def check_tokens(folder: Path, model_type: str) -> None:
+    """In steps of chunks, decodes and both, behind shared prefixes, with windows that are shorter than the prompts."""
+    write_library_checkpoint(folder, model_type)
+    oracle = Oracle(folder)
+    expected = [(p, oracle.expect(p, greedy(8))) for p in prompts_with_shared_prefixes(1, 9)]
+    safe = [(p, e) for p, e in expected if e.is_safe]
+    assert len(safe) > 6
+    assert len({e.ids for _, e in safe}) > 3
+    driver = PlanDriver(make_runner(folder, 4, model_impl="transformers"), 4, chunk=13, share=True)
+    jobs = [Job(prompt, greedy(8)) for prompt, _ in safe]
+    driver.run(jobs[: len(jobs) // 2])
+    driver.run(jobs[len(jobs) // 2 :])
+    assert [job.outputs for job in jobs] == [list(e.ids) for _, e in safe]
+    assert max(job.cached for job in jobs) >= 30
+    assert any(extends and decodes for extends, decodes in driver.steps), "no mixed step"
+
+
+@pytest.mark.parametrize("model_type", QUICK)
+def test_the_librarys_models_give_its_own_tokens(tmp_path: Path, model_type: str) -> None:
+    check_tokens(tmp_path / model_type, model_type)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", sorted(set(SERVED) - set(QUICK)))
+def test_all_other_models_of_the_table_give_the_librarys_tokens(tmp_path: Path, model_type: str) -> None:
+    check_tokens(tmp_path / model_type, model_type)
+
+
+def build(folder: Path, model_type: str, tp_size: int = 1, **fields: Any) -> LibraryCausalLM:
+    """Build a model on the meta device, from a configuration without weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model_type, **{**USUAL, **fields})
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+    read = ModelConfig.from_folder(folder, model_impl="transformers")
+    return LibraryCausalLM.build(read, folder, {}, tp_size, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "reason"),
+    [
+        ("deepseek_v3", {}, "heads have 192 elements of queries and 128 of values"),
+        ("diffllama", {}, "several of its layers share one attention module"),
+        ("falcon", {"num_kv_heads": 2}, "cannot be built with attention from outside"),
+        ("gpt_oss", {"num_local_experts": 4}, "its attention needs s_aux"),
+        ("llama4_text", {}, "neither all earlier ones nor a window"),
+        ("mamba", {}, "keeps a state instead of keys and values"),
+        ("mpt", {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 256}, "computes with the mask by itself"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+    ],
+)
+def test_what_our_attention_cannot_do_is_refused_by_name(
+    tmp_path: Path, model_type: str, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        build(tmp_path, model_type, **fields)
+
+
+def test_layers_are_described_as_the_library_computes_them(tmp_path: Path) -> None:
+    model = build(tmp_path, "exaone4", sliding_window=24, sliding_window_pattern=3, num_hidden_layers=4)
+    attentions = [layer.attention for layer in model.config.layers]
+    assert [one.window for one in attentions] == [24, 24, None, 24]
+    assert {(one.num_heads, one.num_kv_heads, one.head_dim, one.scale) for one in attentions} == {(4, 2, 16, 0.25)}
+
+
+def test_a_model_that_mixes_tokens_outside_its_attention_is_refused(tmp_path: Path) -> None:
+    write_library_checkpoint(tmp_path, "llama")
+    model = make_runner(tmp_path, 16, model_impl="transformers").loaded.model
+    assert isinstance(model, LibraryCausalLM)
+    model.check()
+    layer = model.base.layers[1].mlp
+    plain = layer.forward
+    layer.forward = lambda x: plain(x).roll(1, dims=1)
+    with pytest.raises(ModelError, match="from token to token outside their attention"):
+        model.check()
+
+
+def test_a_head_that_differs_from_its_tied_embedding_is_refused(tmp_path: Path) -> None:
+    write_library_checkpoint(tmp_path, "helium")
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    with pytest.raises(ModelError, match=r"has lm_head\.weight and model\.embed_tokens\.weight, which differ"):
+        make_runner(tmp_path, 16, model_impl="transformers")
+
+
+def test_unknown_keys_and_architectures_are_refused(tmp_path: Path) -> None:
+    write_library_checkpoint(tmp_path, "helium")
+    with pytest.raises(ModelError, match="--json-model-override-args: no_such_key has no effect"):
+        make_runner(tmp_path, 16, json_model_override_args='{"no_such_key": 1}')
+    with pytest.raises(ModelError, match="HeliumForCausalLM is not supported; supported are Llama"):
+        make_runner(tmp_path, 16, model_impl="srt")
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace("HeliumForCausalLM", "NobodysForCausalLM"))
+    with pytest.raises(ModelError, match=r"nor transformers .* has the architecture NobodysForCausalLM"):
+        make_runner(tmp_path, 16)
