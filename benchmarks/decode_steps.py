@@ -136,10 +136,12 @@ def main() -> int:
         lengths = np.random.default_rng(1).integers(SHORTEST, LONGEST, sizes[0]).tolist()
     given = ["--max-running-requests", str(sizes[0]), "--cuda-graph-bs", *map(str, sizes)]
     args = parse_args(["--model-path", folder, *given, *server_options])
-    device, config = resolve_device(args, 0), ModelConfig.from_folder(folder, args.model_overrides())
+    device = resolve_device(args, 0)
+    config = ModelConfig.from_folder(folder, args.model_overrides(), quantization=args.quantization)
     if options.kernels and device.type != "cuda":
         parser.error("--kernels: the profiler looks at a GPU, and there is none")
-    hardware, shape = limits.measured(), limits.Shape.of(folder, args.kv_cache_dtype, args.model_overrides())
+    hardware = limits.measured()
+    shape = limits.Shape.of(folder, args.kv_cache_dtype, args.model_overrides(), args.quantization)
     runner = start_runner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
     experts = ExpertWatch(runner)
     runner.graphs.capture_all()

@@ -47,10 +47,17 @@ class Shape:
     expert_weights: int = 0  # of one expert in each layer that has experts, over all of these layers
     num_experts: int = 0
     top_k: int = 0  # experts that a token takes
+    linear_bytes: float = BYTES  # of one of the linear weights, without scales
 
     @classmethod
-    def of(cls, folder: str, kv_cache_dtype: str = "auto", overrides: Mapping[str, Any] | None = None) -> Shape:
-        config = ModelConfig.from_folder(folder, overrides, None)
+    def of(
+        cls,
+        folder: str,
+        kv_cache_dtype: str = "auto",
+        overrides: Mapping[str, Any] | None = None,
+        quantization: str | None = None,
+    ) -> Shape:
+        config = ModelConfig.from_folder(folder, overrides, None, quantization)
         linear = kv = pairs = experts = 0
         routing = None
         for layer in config.layers:
@@ -75,6 +82,7 @@ class Shape:
             expert_weights=experts,
             num_experts=0 if routing is None else routing.num_experts,
             top_k=0 if routing is None else routing.top_k,
+            linear_bytes=max((form.num_bits / 8 for _, form in config.weight_formats.groups), default=BYTES),
         )
 
     def distinct_experts(self, rows: int) -> float:
@@ -87,7 +95,7 @@ class Shape:
 
     def read_s(self, device: Device, rows: int, context: float) -> float:
         experts = self.expert_weights * self.distinct_experts(rows)
-        weights = (self.linear_weights + self.head_weights + experts) * BYTES
+        weights = self.linear_weights * self.linear_bytes + (self.head_weights + experts) * BYTES
         return (weights + rows * context * self.kv_bytes_per_token) / device.read_bytes_s
 
     def products_s(self, device: Device, rows: int) -> float:

@@ -13,7 +13,9 @@ from srt.kernels.build.jit import dot_dtype
 from srt.kernels.elementwise.rms_norm import rms_norm_kernel
 from srt.kernels.elementwise.rotary import angles_kernel, prepare_qkv_kernel
 from srt.kernels.elementwise.silu_and_mul import silu_and_mul_kernel
+from srt.kernels.gemm.fp8_gemm import block_gemm_kernel, quantise_rows_kernel
 from srt.kernels.gemm.gemv import GemvTiles, gemv_kernel
+from srt.kernels.gemm.packed_gemm import PackedTiles, add_parts_kernel, packed_gemm_kernel
 from srt.kernels.sampling.adjust_logits import BLOCK as ADJUSTMENT_BLOCK
 from srt.kernels.sampling.adjust_logits import bias_kernel, count_tokens_kernel, penalise_kernel
 from srt.kernels.sampling.filter import BLOCK as FILTER_BLOCK
@@ -41,6 +43,8 @@ def layer_builds() -> list[KernelBuild]:
     ]
     builds += [_gemv(bf16, is_gated=False), _gemv(bf16, is_gated=True), _gemv(fp32, is_gated=True)]
     builds += [*_filters(fp32), *_adjuster()]
+    builds += [_packed_gemm(8, 4096), _packed_gemm(8, 128), _packed_gemm(4, 128), _packed_gemm(4, 32), _add_parts()]
+    builds += [_quantise_rows(has_groups=False), _quantise_rows(has_groups=True), _block_gemm(64), _block_gemm(128)]
     for logits in (bf16, fp32):
         builds += [_block_best(logits), _draw(logits)]
     for head_dim, kv in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float8_e4m3fn)):
@@ -104,6 +108,79 @@ def _gemv(dtype: torch.dtype, is_gated: bool) -> KernelBuild:
             "BLOCK_K": tiles.block_k,
         },
         num_warps=tiles.num_warps,
+    )
+
+
+def _packed_gemm(num_bits: int, group: int) -> KernelBuild:
+    """Four-bit weights have zero points, and their results are added later."""
+    tiles = PackedTiles.choose(16 if num_bits == 4 else 64, 4096, 4096, group, 132)
+    return _build(
+        f"packed_gemm[{num_bits} bits, groups of {group}]",
+        packed_gemm_kernel,
+        {
+            **dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr"), "*bf16"),
+            "w_ptr": "*u8",
+            "scales_ptr": "*fp32" if num_bits == 8 else "*bf16",
+            "zeros_ptr": "*i16",
+            "out_ptr": "*fp32",
+            "num_rows": "i32",
+        },
+        {
+            "N": 4096,
+            "K": 4096,
+            "GROUP": group,
+            "IS_FLOAT": num_bits == 8,
+            "HAS_ZEROS": num_bits == 4,
+            "HAS_BIAS": False,
+            "HAS_RESIDUAL": False,
+            "SPLITS": tiles.splits,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": 64,
+            "BLOCK_K": tiles.block_k,
+            "DOT_DTYPE": dot_dtype(torch.bfloat16),
+            "HOPPER": True,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def _add_parts() -> KernelBuild:
+    return _build(
+        "add_parts[]",
+        add_parts_kernel,
+        {"parts_ptr": "*fp32", **dict.fromkeys(("bias_ptr", "residual_ptr", "out_ptr"), "*bf16"), "num_rows": "i32"},
+        {"N": 4096, "SPLITS": 4, "HAS_BIAS": False, "HAS_RESIDUAL": True, "BLOCK": 1024},
+    )
+
+
+def _quantise_rows(has_groups: bool) -> KernelBuild:
+    return _build(
+        f"quantise_rows[{'groups' if has_groups else 'tokens'}]",
+        quantise_rows_kernel,
+        {
+            **dict.fromkeys(("given_ptr", "scales_ptr"), "*fp32"),
+            "x_ptr": "*bf16",
+            "out_ptr": "*fp8e4nv",
+            "row_stride": "i32",
+        },
+        {"K": 12288, "HAS_GROUPS": has_groups, "HAS_SCALE": False, "BLOCK": 16384},
+        num_warps=8,
+    )
+
+
+def _block_gemm(block_m: int) -> KernelBuild:
+    return KernelBuild(
+        f"block_gemm[{block_m} rows]",
+        block_gemm_kernel,
+        {
+            **dict.fromkeys(("x_ptr", "w_ptr"), "*fp8e4nv"),
+            **dict.fromkeys(("x_scales_ptr", "w_scales_ptr"), "*fp32"),
+            **dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16"),
+            "num_rows": "i32",
+        },
+        {"N": 4096, "K": 4096, "HAS_BIAS": False, "BLOCK_M": block_m, "BLOCK_N": 128, "TOGETHER": 8},
+        {"num_warps": 4 if block_m == 64 else 8, "num_stages": 4},
     )
 
 

@@ -7,7 +7,7 @@ So merged layers and any split over ranks are stored alike.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from srt.layers.quantization.weight import LinearWeight, Place
 from srt.layers.weights import WeightPiece
 from srt.utils.model_error import ModelError
 from srt.utils.quantization import FP8_BLOCK, WeightFormat
+
+if TYPE_CHECKING:
+    from srt.layers.quantization.gpu_products import PackedProduct
 
 E4M3: Final = torch.float8_e4m3fn
 LARGEST: Final = torch.finfo(E4M3).max
@@ -35,12 +38,13 @@ class Fp8Weight(LinearWeight):
         self.own_dtypes = {"values": E4M3, "scales": torch.float32, "input_scales": torch.float32}
         self.values = _empty(num_outputs, num_inputs, dtype=E4M3)
         self.scales = _empty(*self._scales_shape(places))
-        """While loading as in the checkpoint; then [outputs, 1], or [outputs, blocks of inputs]."""
+        """While loading as in the checkpoint, or [outputs, 1]; then [1, outputs], or [blocks of inputs, outputs]."""
         is_static = form.activations == "static"
         self.input_scales = _empty(len(places)) if is_static else None
         """While loading one of each merged layer; then the largest."""
         self._rows = [(at.start if at.dim == 0 else 0, at.size if at.dim == 0 else num_outputs) for at in places]
         """First row in the checkpoint and number of rows of each merged layer."""
+        self._product: PackedProduct | None = None
 
     def _scales_shape(self, places: Sequence[Place]) -> tuple[int, ...]:
         match self._form.scales:
@@ -113,10 +117,25 @@ class Fp8Weight(LinearWeight):
                 scales = torch.cat(parts)
             case "block":
                 scales = self._by_output(scales)
-        self.scales = nn.Parameter(scales.contiguous(), requires_grad=False)
+        self.scales = nn.Parameter(scales.t().contiguous(), requires_grad=False)
         if self.input_scales is not None:
             self._check(self.input_scales, "input_scale")
             self.input_scales = nn.Parameter(self.input_scales.detach().max().view(1, 1), requires_grad=False)
+        if self.values.is_cuda:
+            self._product = self._gpu_product()
+
+    def _gpu_product(self) -> PackedProduct:
+        # Imported here because Triton is installed only with PyTorch for CUDA.
+        from srt.layers.quantization.gpu_products import PackedProduct
+
+        return PackedProduct(
+            packed=self.values.detach(),
+            scales=self.scales.detach(),
+            zeros=None,
+            group_size=self.shape[1] if len(self.scales) == 1 else FP8_BLOCK,
+            quantises_inputs=self._form.activations != "none",
+            input_scale=None if self.input_scales is None else self.input_scales.detach(),
+        )
 
     def _by_output(self, blocks: Tensor) -> Tensor:
         """Return the scales of all outputs; `blocks` has a row for each 128 outputs of each merged layer."""
@@ -138,12 +157,15 @@ class Fp8Weight(LinearWeight):
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the weight as a matrix."""
         values = self.values.to(dtype)
-        if self.scales.shape[1] == 1:
-            return values.mul_(self.scales)
-        scales = self.scales.to(dtype).repeat_interleave(FP8_BLOCK, dim=1)[:, : self.shape[1]]
-        return values.mul_(scales)
+        if len(self.scales) == 1:
+            return values.mul_(self.scales.t())
+        return values.mul_(self.scales.t().to(dtype).repeat_interleave(FP8_BLOCK, dim=1)[:, : self.shape[1]])
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product = None if self._product is None else self._product(x, bias)
+        return self._plain_product(x, bias) if product is None else product
+
+    def _plain_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         match self._form.activations:
             case "none":
                 return F.linear(x, self.dequantised(x.dtype), bias)
@@ -152,7 +174,7 @@ class Fp8Weight(LinearWeight):
         # e4m3 numbers are exact in every dtype, so both scales are applied to the product.
         scale = token_scales(x) if self.input_scales is None else self.input_scales
         product = F.linear(quantised(x, scale).to(x.dtype), self.values.to(x.dtype))
-        product = (product * scale * self.scales.view(1, -1)).to(x.dtype)
+        product = (product * scale * self.scales).to(x.dtype)
         return product if bias is None else product + bias
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from srt.layers.quantization.weight import LinearWeight, Place
 from srt.layers.weights import WeightPiece
 from srt.utils.model_error import ModelError
 from srt.utils.quantization import LEAST_GROUP, WeightFormat
+
+if TYPE_CHECKING:
+    from srt.layers.quantization.gpu_products import PackedProduct
 
 WORD_BITS: Final = 32
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -81,15 +84,16 @@ class IntWeight(LinearWeight):
         self.packed = _empty(shapes["packed"], torch.int32)
         """While loading as in the checkpoint; then bytes as described above."""
         self.scales = _empty(shapes["scales"], torch.float32)
-        """While loading as in the checkpoint; then [outputs, groups]. Of the model's dtype."""
+        """While loading as in the checkpoint; then [groups, outputs]. Of the model's dtype."""
         self.zeros = _empty(shapes["zeros"], torch.int32) if form.has_zeros else None
-        """While loading as in the checkpoint; then [outputs, groups] int16. None: every zero point is the middle of the range."""
+        """While loading as in the checkpoint; then [groups, outputs] int16. None: every zero point is the middle of the range."""
         self.group_of: nn.Parameter | None = (
             _empty((len(places) * num_inputs,), torch.int32) if form.has_order else None
         )
         """While loading the group of each input, for each merged layer; then [inputs], or None if groups follow each other."""
         self.order: Tensor | None = None
         """Which input stands at each place [inputs] int64, if inputs were sorted by group."""
+        self._product: PackedProduct | None = None
 
     @property
     def _has_all_groups(self) -> bool:
@@ -172,10 +176,20 @@ class IntWeight(LinearWeight):
                 scales, zeros = scales[:, present], None if zeros is None else zeros[:, present]
                 group_of = None
         self.packed = _parameter(pack_halves(numbers) if self.num_bits == 4 else numbers.contiguous())
-        self.scales = _parameter(scales.contiguous())
+        self.scales = _parameter(scales.t().contiguous())
         is_symmetric = zeros is None or bool((zeros == self.middle).all())
-        self.zeros = None if is_symmetric or zeros is None else _parameter(zeros.to(torch.int16).contiguous())
+        self.zeros = None if is_symmetric or zeros is None else _parameter(zeros.t().to(torch.int16).contiguous())
         self.group_of = None if group_of is None else _parameter(group_of)
+        if self.packed.is_cuda and self.num_bits == 4 and group_of is None:
+            self._product = self._gpu_product()
+
+    def _gpu_product(self) -> PackedProduct:
+        # Imported here because Triton is installed only with PyTorch for CUDA.
+        from srt.layers.quantization.gpu_products import PackedProduct
+
+        zeros = None if self.zeros is None else self.zeros.detach()
+        group_size = min(self.group_size, self.shape[1])
+        return PackedProduct(self.packed.detach(), self.scales.detach(), zeros, group_size)
 
     def _check_scales(self) -> None:
         if not bool(torch.isfinite(self.scales).all()):
@@ -224,17 +238,19 @@ class IntWeight(LinearWeight):
         values = numbers.to(dtype)
         if self.group_of is not None:
             groups = self.group_of
-            values -= self.middle if self.zeros is None else self.zeros[:, groups].to(dtype)
-            return values.mul_(self.scales[:, groups].to(dtype))
-        grouped = values.view(self.shape[0], self.scales.shape[1], -1)
-        grouped -= self.middle if self.zeros is None else self.zeros[:, :, None].to(dtype)
-        return grouped.mul_(self.scales[:, :, None].to(dtype)).view(self.shape)
+            values -= self.middle if self.zeros is None else self.zeros[groups].t().to(dtype)
+            return values.mul_(self.scales[groups].t().to(dtype))
+        grouped = values.view(self.shape[0], len(self.scales), -1)
+        grouped -= self.middle if self.zeros is None else self.zeros.t()[:, :, None].to(dtype)
+        return grouped.mul_(self.scales.t()[:, :, None].to(dtype)).view(self.shape)
 
     def dummy_scale(self) -> float:
         return 0.2 * float(self._all_inputs**-0.5)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(self.ordered(x), self.dequantised(x.dtype), bias)
+        x = self.ordered(x)
+        product = None if self._product is None else self._product(x, bias)
+        return F.linear(x, self.dequantised(x.dtype), bias) if product is None else product
 
     def ordered(self, x: Tensor) -> Tensor:
         """Return x with its columns in the stored order of inputs."""

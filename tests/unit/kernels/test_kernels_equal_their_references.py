@@ -21,6 +21,7 @@ from tests.unit.kernels.interpreted import run_interpreted
         "fused_decode",
         "gather_decode",
         "layers",
+        "packed_gemm",
         "sample",
         "shared_prefix",
         "token_masks",

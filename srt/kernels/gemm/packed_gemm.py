@@ -1,0 +1,288 @@
+"""x Wᵀ for 1 to 64 rows of x and weights of e4m3 or 4-bit numbers, where reading W takes most of the time: a Triton kernel.
+
+Weights become bfloat16 in registers, which is exact, and tensor cores multiply them. Each program computes some columns of the result
+from a part of the inputs; a second kernel adds the parts in a fixed order, with bias and residual. On Hopper the conversions are
+instructions that handle four bytes at a time; elsewhere, and in the interpreter, Triton's own operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from srt.kernels.build.jit import IS_INTERPRETED, dot_dtype, jit, kernel
+from srt.kernels.build.pdl import let_next_start, pdl_options, wait_for_inputs
+
+MOST_ROWS: Final = 64
+_BLOCK_N: Final = 64
+_HALF_UNIT: Final = 16
+"""Of each 32 inputs, byte i of a 4-bit weight has inputs i and 16 + i."""
+_PROGRAMS_PER_PROCESSOR: Final = 2
+_LEAST_PART: Final = 512
+"""Fewest inputs of a program: adding more parts costs more than it gains."""
+
+
+@jit
+def _e4m3_to_bf16(numbers: tl.tensor) -> tl.tensor:
+    """Convert bytes that are e4m3 numbers, on Hopper. Exponents are moved to their place, and the bias is corrected by a product."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, s, t;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        and.b32 s, a, 0x80008000;
+        and.b32 t, b, 0x80008000;
+        shr.u32 a, a, 4;
+        shr.u32 b, b, 4;
+        and.b32 a, a, 0x07F007F0;
+        and.b32 b, b, 0x07F007F0;
+        or.b32 a, a, s;
+        or.b32 b, b, t;
+        mov.b32 s, 0x7B807B80;
+        mul.rn.bf16x2 $0, a, s;
+        mul.rn.bf16x2 $1, b, s;
+        }
+        """,
+        "=r,=r,r",
+        [numbers],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@jit
+def _halves_to_bf16(numbers: tl.tensor) -> tl.tensor:
+    """Convert bytes to (low half - 8, high half - 8), on Hopper. 0x4300 with a small number in its last bits is 128 plus that number."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, m, a, b;
+        and.b32 low, $4, 0x0F0F0F0F;
+        shr.u32 high, $4, 4;
+        and.b32 high, high, 0x0F0F0F0F;
+        mov.b32 m, 0x43084308;
+        prmt.b32 a, low, 0x43434343, 0x4140;
+        prmt.b32 b, low, 0x43434343, 0x4342;
+        sub.rn.bf16x2 $0, a, m;
+        sub.rn.bf16x2 $1, b, m;
+        prmt.b32 a, high, 0x43434343, 0x4140;
+        prmt.b32 b, high, 0x43434343, 0x4342;
+        sub.rn.bf16x2 $2, a, m;
+        sub.rn.bf16x2 $3, b, m;
+        }
+        """,
+        "=r,=r,=r,=r,r",
+        [numbers],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@jit
+def _e4m3_to(numbers: tl.tensor, DOT_DTYPE: tl.constexpr) -> tl.tensor:
+    """Convert bytes that are e4m3 numbers with operations that every GPU has."""
+    bits = numbers.to(tl.int32)
+    moved = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+    return (moved.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DOT_DTYPE)  # 2 ** 120
+
+
+@kernel(one_variant_for=("num_rows",))
+def packed_gemm_kernel(
+    x_ptr: tl.tensor,  # [num_rows, K]
+    w_ptr: tl.tensor,  # bytes [N, K], or [N, K / 2] if 4 bits
+    scales_ptr: tl.tensor,  # [K / GROUP, N]; the last group may be short
+    zeros_ptr: tl.tensor,  # [K / GROUP, N] int16
+    bias_ptr: tl.tensor,  # [N]
+    residual_ptr: tl.tensor,  # [num_rows, N]
+    out_ptr: tl.tensor,  # [num_rows, N], or [SPLITS, num_rows, N] float32
+    num_rows: int,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    HOPPER: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Compute BLOCK_N columns of the result for all rows from one part of the inputs."""
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    STEPS_OF_PART: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    let_next_start(PDL)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    rows = tl.arange(0, BLOCK_M)
+    in_n = outputs < N
+    in_m = rows < num_rows
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    wait_for_inputs(PDL)
+    for step in range(split * STEPS_OF_PART, min((split + 1) * STEPS_OF_PART, STEPS)):
+        first = step * BLOCK_K
+        group = first // GROUP
+        if IS_FLOAT:
+            k = first + tl.arange(0, BLOCK_K)
+            inside = k < K
+            numbers = tl.load(
+                w_ptr + outputs.to(tl.int64)[:, None] * K + k[None, :],
+                mask=in_n[:, None] & inside[None, :],
+                other=0,
+                eviction_policy="evict_first",
+            )
+            x = tl.load(x_ptr + rows[None, :] * K + k[:, None], mask=in_m[None, :] & inside[:, None], other=0.0)
+            w = _e4m3_to_bf16(numbers) if HOPPER else _e4m3_to(numbers, DOT_DTYPE)
+            product = tl.dot(w, x.to(DOT_DTYPE), input_precision="ieee")
+        else:
+            byte = tl.arange(0, BLOCK_K // 2)
+            low_k = first + byte // 16 * 32 + byte % 16
+            numbers = tl.load(
+                w_ptr + outputs.to(tl.int64)[:, None] * (K // 2) + (first // 2 + byte)[None, :],
+                mask=in_n[:, None] & (low_k < K)[None, :],
+                other=0x88,
+                eviction_policy="evict_first",
+            )
+            inside = in_m[None, :] & (low_k < K)[:, None]
+            low_x = tl.load(x_ptr + rows[None, :] * K + low_k[:, None], mask=inside, other=0.0)
+            high_x = tl.load(x_ptr + rows[None, :] * K + low_k[:, None] + 16, mask=inside, other=0.0)
+            if HOPPER:
+                low, high = _halves_to_bf16(numbers)
+            else:
+                low = ((numbers & 15).to(tl.float32) - 8.0).to(DOT_DTYPE)
+                high = ((numbers >> 4).to(tl.float32) - 8.0).to(DOT_DTYPE)
+            product = tl.dot(low, low_x.to(DOT_DTYPE), input_precision="ieee")
+            product = tl.dot(high, high_x.to(DOT_DTYPE), product, input_precision="ieee")
+            if HAS_ZEROS:
+                # Numbers are taken as if their zero point were 8; what that misses is the same for all inputs of a group.
+                zeros = tl.load(zeros_ptr + group * N + outputs, mask=in_n, other=8).to(tl.float32)
+                sums = tl.sum(low_x.to(tl.float32), 0) + tl.sum(high_x.to(tl.float32), 0)
+                product += (8.0 - zeros)[:, None] * sums[None, :]
+        scale = tl.load(scales_ptr + group * N + outputs, mask=in_n, other=0.0).to(tl.float32)
+        acc += product * scale[:, None]
+    places = rows[None, :] * N + outputs[:, None]
+    inside_out = in_n[:, None] & in_m[None, :]
+    if SPLITS > 1:
+        tl.store(out_ptr + split * num_rows * N + places, acc, mask=inside_out)
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + outputs, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        if HAS_RESIDUAL:
+            acc += tl.load(residual_ptr + places, mask=inside_out, other=0.0).to(tl.float32)
+        tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=inside_out)
+
+
+@kernel(one_variant_for=("num_rows",))
+def add_parts_kernel(
+    parts_ptr: tl.tensor,  # [SPLITS, num_rows, N] float32
+    bias_ptr: tl.tensor,  # [N]
+    residual_ptr: tl.tensor,  # [num_rows, N]
+    out_ptr: tl.tensor,  # [num_rows, N]
+    num_rows: int,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Add the parts of one row's results, in order."""
+    let_next_start(PDL)
+    row = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < N
+    wait_for_inputs(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(SPLITS):
+        total += tl.load(parts_ptr + (part * num_rows + row) * N + columns, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + row * N + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTiles:
+    """The tiles into which a product is cut."""
+
+    block_m: int
+    block_k: int
+    splits: int
+    num_warps: int = 4
+    num_stages: int = 4
+
+    @classmethod
+    def choose(cls, num_rows: int, n: int, k: int, group: int, num_processors: int) -> PackedTiles:
+        """Return tiles that give every multiprocessor two programs, if their parts of the inputs stay long enough."""
+        programs = -(-n // _BLOCK_N)
+        splits = max(1, min(k // _LEAST_PART, _PROGRAMS_PER_PROCESSOR * num_processors // programs, 8))
+        block_m = max(16, triton.next_power_of_2(num_rows))
+        return cls(block_m, min(128, group & -group), splits)
+
+
+def packed_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    tiles: PackedTiles | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Return x Wᵀ + bias + residual for up to MOST_ROWS rows, rounded once.
+
+    `weight` has e4m3 numbers [n, k] or two 4-bit numbers a byte [n, k / 2]; `scales` and `zeros` are [groups, n].
+    """
+    num_rows, k = x.shape
+    n, is_float = len(weight), weight.dtype is torch.float8_e4m3fn
+    assert 0 < num_rows <= MOST_ROWS and weight.shape[1] == (k if is_float else k // 2), (x.shape, weight.shape)
+    for tensor in (x, weight, scales, zeros, bias, residual):
+        assert tensor is None or tensor.is_contiguous(), tensor.stride()
+    if tiles is None:
+        tiles = PackedTiles.choose(num_rows, n, k, group, _num_processors(x.device))
+    out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
+    splits = tiles.splits
+    target = out if splits == 1 else torch.empty((splits, num_rows, n), dtype=torch.float32, device=x.device)
+    packed_gemm_kernel[(triton.cdiv(n, _BLOCK_N), splits)](
+        x, weight.view(torch.uint8), scales, x if zeros is None else zeros, x if bias is None else bias,
+        x if residual is None else residual, target, num_rows,
+        N=n, K=k, GROUP=group, IS_FLOAT=is_float, HAS_ZEROS=zeros is not None,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SPLITS=splits,
+        BLOCK_M=tiles.block_m, BLOCK_N=_BLOCK_N, BLOCK_K=tiles.block_k, DOT_DTYPE=dot_dtype(x.dtype),
+        HOPPER=x.dtype is torch.bfloat16 and is_hopper(x.device), num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **pdl_options(pdl),
+    )  # fmt: skip
+    if splits > 1:
+        block = min(1024, triton.next_power_of_2(n))
+        add_parts_kernel[(triton.cdiv(n, block), num_rows)](
+            target, x if bias is None else bias, x if residual is None else residual, out, num_rows,
+            N=n, SPLITS=splits, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, BLOCK=block,
+            **pdl_options(pdl),
+        )  # fmt: skip
+    return out
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether the device has the instructions that convert four bytes at a time."""
+    return not IS_INTERPRETED and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

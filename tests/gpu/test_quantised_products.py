@@ -1,0 +1,114 @@
+"""The kernels of quantised weights at the sizes of Qwen3-8B, against float32 in PyTorch; wrong ones would be noticed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from srt.kernels.gemm.fp8_gemm import quantise_rows
+from srt.kernels.gemm.packed_gemm import MOST_ROWS, PackedTiles, packed_gemm
+from srt.layers.quantization import fp8_weight
+from srt.layers.quantization.fp8_weight import rounded_groups
+from srt.layers.quantization.gpu_products import PackedProduct
+from srt.layers.quantization.int_weight import pack_halves
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+SHAPES = [(6144, 4096), (4096, 12288), (24576, 4096), (1000, 320)]
+MOST = 5e-3
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
+def error_of(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def fp8_weight_of(n: int, k: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(numbers, scales [groups, n], the float32 matrix that they stand for)."""
+    numbers = (torch.randn(n, k, device=CUDA) * 100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    scales = (torch.rand(-(-k // group), n, device=CUDA) + 0.5) * (0.01 * k**-0.5)
+    return numbers, scales, numbers.float() * scales.t().repeat_interleave(group, dim=1)[:, :k]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 33, 64])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_few_rows_are_multiplied_by_what_the_numbers_stand_for(n: int, k: int, num_rows: int) -> None:
+    x = torch.randn(num_rows, k, device=CUDA, dtype=torch.bfloat16)
+    bias = torch.randn(n, device=CUDA, dtype=torch.bfloat16)
+    for group in (k, 128):
+        numbers, scales, matrix = fp8_weight_of(n, k, group)
+        product = PackedProduct(numbers, scales, None, group)
+        got = product(x, bias)
+        assert got is not None
+        assert error_of(got, x.float() @ matrix.T + bias.float()) < MOST
+        again = product(x, bias)
+        assert again is not None and torch.equal(again, got)
+    bits = torch.randint(16, (n, k), device=CUDA, dtype=torch.uint8)
+    for group, has_zeros in ((64, True), (64, False), (k, False)):
+        scales = ((torch.rand(k // group, n, device=CUDA) + 0.5) * k**-0.5).bfloat16()
+        zeros = torch.randint(1, 17, scales.shape, device=CUDA, dtype=torch.int16) if has_zeros else None
+        spread = (torch.full_like(scales, 8) if zeros is None else zeros.to(scales.dtype)).t()
+        matrix = bits - spread.float().repeat_interleave(group, dim=1)
+        matrix *= scales.t().float().repeat_interleave(group, dim=1)
+        got = PackedProduct(pack_halves(bits), scales, zeros, group)(x, None)
+        assert got is not None
+        assert error_of(got, x.float() @ matrix.T) < MOST
+
+
+def test_every_e4m3_number_is_converted_exactly() -> None:
+    """A product with rows of an identity shows each weight by itself."""
+    bits = torch.arange(256, device=CUDA, dtype=torch.uint8)
+    bits[[127, 255]] = 0  # not numbers
+    weight = bits.view(torch.float8_e4m3fn).view(2, 128).repeat(32, 1)
+    ones = torch.ones(1, 64, device=CUDA)
+    for first in (0, 64):
+        x = torch.eye(128, device=CUDA, dtype=torch.bfloat16)[first : first + 64]
+        got = packed_gemm(x, weight, ones, None, 128, tiles=PackedTiles(64, 128, 1))
+        assert torch.equal(got.float(), weight.float()[:, first : first + 64].t())
+
+
+@pytest.mark.parametrize("num_rows", [65, 100, 256, 2048])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_many_rows_are_multiplied_as_the_plain_path_does(n: int, k: int, num_rows: int) -> None:
+    assert num_rows > MOST_ROWS
+    x = torch.randn(num_rows, k, device=CUDA, dtype=torch.bfloat16)
+    bias = torch.randn(n, device=CUDA, dtype=torch.bfloat16)
+    for group in (k, 128):
+        numbers, scales, matrix = fp8_weight_of(n, k, group)
+        got = PackedProduct(numbers, scales, None, group, quantises_inputs=True)(x, bias)
+        if group == k and (n % 16 or k % 16):
+            assert got is None, "left to the plain path"
+            continue
+        assert got is not None
+        if group == k:
+            rounded, row_scales = fp8_weight.quantise_rows(x)
+            inputs = rounded.float() * row_scales
+        else:
+            inputs = rounded_groups(x.float())
+        assert error_of(got, inputs @ matrix.T + bias.float()) < 2 * MOST
+
+
+def test_inputs_are_quantised_to_the_bit_as_the_plain_path_does() -> None:
+    x = torch.randn(70, 12288, device=CUDA, dtype=torch.bfloat16)
+    x[3] = 0
+    numbers, scales = quantise_rows(x)
+    expected, expected_scales = fp8_weight.quantise_rows(x)
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+    assert (numbers.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.999, "all but halfway cases"
+    numbers, scales = quantise_rows(x, has_groups=True)
+    assert error_of(numbers.float() * scales.repeat_interleave(128, dim=1), rounded_groups(x.float())) < 1e-3
+
+
+def test_a_product_with_scales_of_other_outputs_would_be_noticed() -> None:
+    numbers, scales, matrix = fp8_weight_of(4096, 4096, 128)
+    x = torch.randn(4, 4096, device=CUDA, dtype=torch.bfloat16)
+    expected = x.float() @ matrix.T
+    assert error_of(packed_gemm(x, numbers, scales, None, 128), expected) < MOST
+    assert error_of(packed_gemm(x, numbers, scales.roll(1, 1), None, 128), expected) > 10 * MOST
+    assert error_of(packed_gemm(x, numbers, scales.roll(1, 0), None, 128), expected) > 10 * MOST
