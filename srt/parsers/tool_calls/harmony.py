@@ -41,6 +41,13 @@ class Harmony(CallFormat):
             either(called, tag(f"<|channel|>final{_MESSAGE}", ANY_TEXT, "")), "analysis", "commentary"
         )
 
+    def _opening(self) -> Steps[None]:
+        """Read a first message whose recipient stands in front of its channel, right behind the prompt: ` to=functions.f<|channel|>…`."""
+        yield from self._space()
+        recipient = yield from self._expect("to=")
+        self._at -= len(recipient)  # it belongs to the header
+        yield from self._part()
+
     def _part(self) -> Steps[None]:
         header = yield from self._until(_MESSAGE)
         yield from self._expect(_MESSAGE)
