@@ -137,7 +137,9 @@ def main() -> int:
     given = ["--max-running-requests", str(sizes[0]), "--cuda-graph-bs", *map(str, sizes)]
     args = parse_args(["--model-path", folder, *given, *server_options])
     device = resolve_device(args, 0)
-    config = ModelConfig.from_folder(folder, args.model_overrides(), quantization=args.quantization)
+    config = ModelConfig.from_folder(
+        folder, args.model_overrides(), quantization=args.quantization, model_impl=args.model_impl
+    )
     if options.kernels and device.type != "cuda":
         parser.error("--kernels: the profiler looks at a GPU, and there is none")
     hardware = limits.measured()
@@ -146,7 +148,7 @@ def main() -> int:
     experts = ExpertWatch(runner)
     runner.graphs.capture_all()
     with torch.inference_mode():
-        for layer in range(config.num_layers):
+        for layer in range(runner.loaded.config.num_layers):
             for buffer in runner.state.token_to_kv_pool.get_kv(layer):
                 # Zeros would take less power.
                 if buffer.dtype.itemsize > 1:

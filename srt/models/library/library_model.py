@@ -45,7 +45,13 @@ class LibraryCausalLM(nn.Module):
 
     @classmethod
     def build(
-        cls, config: ModelConfig, folder: str | Path, overrides: Mapping[str, Any], tp_size: int, dtype: torch.dtype
+        cls,
+        config: ModelConfig,
+        folder: str | Path,
+        overrides: Mapping[str, Any],
+        tp_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> LibraryCausalLM:
         """Build the model and find out what its layers compute; ModelError if it cannot run over our attention."""
         if tp_size > 1:
@@ -57,6 +63,9 @@ class LibraryCausalLM(nn.Module):
             compute_buffers(library, dtype)
         except ModelError as error:
             raise _cannot(config.architecture, error) from error
+        if device.type == "cuda" and dtype != torch.bfloat16 and any(one.ndim == 3 for one in base.parameters()):
+            reason = "on a GPU its grouped products of experts need bfloat16 (choose --dtype bfloat16)"
+            raise _cannot(config.architecture, reason)
         feed_forward = FeedForward(_widest(base))
         layers = without_useless_windows([LayerSpec(call.spec, feed_forward) for call in calls], config.context_length)
         config = replace(config, hidden_size=hidden_size, layers=tuple(layers))

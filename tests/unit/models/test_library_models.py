@@ -49,7 +49,7 @@ def test_all_other_models_of_the_table_give_the_librarys_tokens(tmp_path: Path, 
     check_tokens(tmp_path / model_type, model_type)
 
 
-def build(folder: Path, model_type: str, tp_size: int = 1, **fields: Any) -> LibraryCausalLM:
+def build(folder: Path, model_type: str, device: str = "cpu", **fields: Any) -> LibraryCausalLM:
     """Build a model on the meta device, from a configuration without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -57,7 +57,7 @@ def build(folder: Path, model_type: str, tp_size: int = 1, **fields: Any) -> Lib
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config.save_pretrained(folder)
     read = ModelConfig.from_folder(folder, model_impl="transformers")
-    return LibraryCausalLM.build(read, folder, {}, tp_size, torch.float32)
+    return LibraryCausalLM.build(read, folder, {}, 1, torch.float32, torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,12 @@ def test_what_our_attention_cannot_do_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelError, match=reason):
         build(tmp_path, model_type, **fields)
+
+
+def test_experts_on_a_gpu_are_refused_in_other_types_than_bfloat16(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="choose --dtype bfloat16"):
+        build(tmp_path, "qwen2_moe", "cuda", **SERVED["qwen2_moe"])
+    build(tmp_path, "qwen2", "cuda")
 
 
 def test_layers_are_described_as_the_library_computes_them(tmp_path: Path) -> None:
