@@ -2,9 +2,9 @@
 
     python -m benchmarks.quantised_products [--hidden 4096 --inner 12288 --heads 32 --kv-heads 8] [--rows 1,64,256]
 
-Each product runs from a graph, with so many different weights that none is found in the cache. What is measured is what a layer calls:
-for bf16 the fastest of our kernels and cuBLAS without any fused operation, for the others `srt/layers/quantization/gpu_products.py`,
-quantising inputs included.
+Each product runs from a graph, with so many different weights that none is found in the cache. What is measured is what a layer calls,
+without any fused operation: `KernelOps.linear` for bf16, `srt/layers/quantization/gpu_products.py` for the others, quantising inputs
+included. ("fp8 gemv" is the kernel for one row.)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import limits
+from srt.kernels.gemm.gemv import GemvTiles, gemv
 from srt.kernels.gemm.packed_gemm import MOST_ROWS
 from srt.layers.kernel_ops import KernelOps
 from srt.layers.ops import Affine
@@ -28,7 +29,7 @@ CACHE_BYTES = 120 << 20  # more than the cache holds
 REPLAYS = 20
 Product = Callable[[Tensor], Tensor | None]
 
-BYTES = {"bf16": 2.0, "fp8": 1.0, "fp8 block": 1.0 + 4 / 128, "int4": 0.5 + 2 / 128}
+BYTES = {"bf16": 2.0, "fp8": 1.0, "fp8 gemv": 1.0, "fp8 block": 1.0 + 4 / 128, "int4": 0.5 + 2 / 128}
 """Of a weight, with its part of the scales."""
 
 
@@ -44,10 +45,13 @@ def products_of(scheme: str, n: int, k: int, count: int) -> list[Product]:
             packed = pack_halves(torch.randint(16, (n, k), device=CUDA, dtype=torch.uint8))
             product = PackedProduct(packed, torch.rand(k // 128, n, device=CUDA).bfloat16(), None, 128)
         else:
-            group = k if scheme == "fp8" else 128
+            group = 128 if scheme == "fp8 block" else k
             numbers = torch.randn(n, k, device=CUDA).to(torch.float8_e4m3fn)
             scales = torch.rand(k // group, n, device=CUDA)
             product = PackedProduct(numbers, scales, None, group, quantises_inputs=True)
+            if scheme == "fp8 gemv":
+                tiles = GemvTiles.choose(n, k, is_gated=False, item_bytes=1)
+                return lambda x: gemv(x, numbers, tiles, scales=scales)[0] if len(x) == 1 else None
         return lambda x: product(x, None)
 
     return [one() for _ in range(count)]

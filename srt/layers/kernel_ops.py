@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeGuard
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -55,10 +55,9 @@ class KernelOps(LayerOps):
         return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, self._pdl(stream.hidden))
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
-        matrix = affine.matrix
-        product = self._streamed(x, affine)
-        if product is None and _is_few(matrix, x):
-            return self._gemv(x, matrix, affine.bias)
+        product, few = self._streamed(x, affine), _few(affine, x)
+        if product is None and few is not None:
+            return self._gemv(x, *few, affine.bias)
         return super().linear(x, affine) if product is None else product
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -66,11 +65,11 @@ class KernelOps(LayerOps):
         tiles = None if gemm is None else gemm.tiles(x, weight, PLAIN)
         if gemm is not None and tiles is not None:
             return gemm.multiply(x, weight, tiles)
-        return self._gemv(x, weight) if _is_few(weight, x) else super().project(x, weight)
+        return self._gemv(x, weight, None) if _is_few(weight, x) else super().project(x, weight)
 
     def project_into(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         if _is_few(weight, x):
-            self._gemv(x, weight, out=out)
+            self._gemv(x, weight, None, out=out)
         else:
             super().project_into(x, weight, out)
 
@@ -78,9 +77,9 @@ class KernelOps(LayerOps):
         return silu_and_mul(gate_up, self._pdl(gate_up))
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
-        matrix = affine.matrix
-        if _is_few(matrix, stream.hidden):
-            return self._gemv_of_norm(stream, norm, matrix, affine.bias, is_gated=False)
+        few = _few(affine, stream.hidden)
+        if few is not None:
+            return self._gemv_of_norm(stream, norm, *few, affine.bias, is_gated=False)
         return super().linear_of_norm(stream, norm, affine)
 
     def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
@@ -89,9 +88,9 @@ class KernelOps(LayerOps):
             product = self._gated(stream.weighted, affine)
             if product is not None:
                 return product, stream.hidden
-        matrix = affine.matrix
-        if _is_few(matrix, stream.hidden):
-            return self._gemv_of_norm(stream, norm, matrix, affine.bias, is_gated=True)
+        few = _few(affine, stream.hidden)
+        if few is not None:
+            return self._gemv_of_norm(stream, norm, *few, affine.bias, is_gated=True)
         normed, hidden = self.norm_stream(stream, norm)
         product = self._gated(normed, affine)
         return self.silu_and_mul(super().linear(normed, affine)) if product is None else product, hidden
@@ -100,9 +99,9 @@ class KernelOps(LayerOps):
         stream = self._streamed_onto(hidden, x, affine, next_norm)
         if stream is not None:
             return stream
-        matrix = affine.matrix
-        if _is_few(matrix, x):
-            return Stream(self._gemv(x, matrix, affine.bias, residual=hidden))
+        matrix, few = affine.matrix, _few(affine, x)
+        if few is not None:
+            return Stream(self._gemv(x, *few, affine.bias, residual=hidden))
         if matrix is None or affine.bias is not None or len(x) < _FEWEST_ADDED_ROWS:
             return super().linear_onto(hidden, x, affine)
         return Stream(hidden.addmm_(x, matrix.t()))
@@ -226,22 +225,24 @@ class KernelOps(LayerOps):
         self,
         x: Tensor,
         weight: Tensor,
+        scales: Tensor | None,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         tiles = _gemv_tiles(weight, is_gated=False)
         pdl = bool(self._pdl(x))
-        product, _ = gemv(x.contiguous(), weight, tiles, bias=bias, residual=residual, out=out, pdl=pdl)
+        product, _ = gemv(x.contiguous(), weight, tiles, scales=scales, bias=bias, residual=residual, out=out, pdl=pdl)
         return product
 
     def _gemv_of_norm(
-        self, stream: Stream, norm: Norm, weight: Tensor, bias: Tensor | None, is_gated: bool
+        self, stream: Stream, norm: Norm, weight: Tensor, scales: Tensor | None, bias: Tensor | None, is_gated: bool
     ) -> tuple[Tensor, Tensor]:
         return gemv(
             stream.hidden,
             weight,
             _gemv_tiles(weight, is_gated),
+            scales=scales,
             bias=bias,
             delta=stream.delta,
             norm_weight=norm.weight,
@@ -255,10 +256,18 @@ def _rows(x: Tensor | Weighted) -> Tensor:
     return x.values if isinstance(x, Weighted) else x
 
 
-def _is_few(weight: Tensor | None, x: Tensor) -> TypeGuard[Tensor]:
-    return weight is not None and 0 < len(x) <= max_rows(weight)
+def _few(affine: Affine, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """Return the weight and the factors of its rows, if `gemv` is the kernel for this product."""
+    matrix = affine.matrix
+    if matrix is not None:
+        return (matrix, None) if _is_few(matrix, x) else None
+    return affine.weight.scaled_matrix if len(x) == 1 else None
+
+
+def _is_few(weight: Tensor, x: Tensor) -> bool:
+    return 0 < len(x) <= max_rows(weight)
 
 
 def _gemv_tiles(weight: Tensor, is_gated: bool) -> GemvTiles:
     n, k = weight.shape
-    return GemvTiles.choose(n, k, is_gated)
+    return GemvTiles.choose(n, k, is_gated, weight.itemsize)

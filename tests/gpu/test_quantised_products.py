@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from srt.kernels.gemm.fp8_gemm import quantise_rows
+from srt.kernels.gemm.gemv import GemvTiles, gemv
 from srt.kernels.gemm.packed_gemm import MOST_ROWS, PackedTiles, packed_gemm
 from srt.layers.quantization import fp8_weight
 from srt.layers.quantization.fp8_weight import rounded_groups
@@ -103,6 +104,21 @@ def test_inputs_are_quantised_to_the_bit_as_the_plain_path_does() -> None:
     assert (numbers.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.999, "all but halfway cases"
     numbers, scales = quantise_rows(x, has_groups=True)
     assert error_of(numbers.float() * scales.repeat_interleave(128, dim=1), rounded_groups(x.float())) < 1e-3
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_one_row_takes_in_norm_activation_and_residual(n: int, k: int) -> None:
+    numbers, scales, matrix = fp8_weight_of(n, k, k)
+    x, norm = (torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for shape in ((1, k), (k,)))
+    tiles = GemvTiles.choose(n, k, is_gated=False, item_bytes=1)
+    residual = torch.randn(1, n, device=CUDA, dtype=torch.bfloat16)
+    got, _ = gemv(x, numbers, tiles, scales=scales, residual=residual)
+    assert error_of(got, x.float() @ matrix.T + residual.float()) < MOST
+    tiles = GemvTiles.choose(n, k, is_gated=True, item_bytes=1)
+    got, _ = gemv(x, numbers, tiles, scales=scales, norm_weight=norm, eps=1e-6, is_gated=True)
+    normed = torch.nn.functional.rms_norm(x.float(), (k,), norm.float(), 1e-6)
+    gate, up = (normed @ matrix.T).chunk(2, dim=-1)
+    assert error_of(got, torch.nn.functional.silu(gate) * up) < MOST
 
 
 def test_a_product_with_scales_of_other_outputs_would_be_noticed() -> None:

@@ -42,6 +42,7 @@ def layer_builds() -> list[KernelBuild]:
         _silu_and_mul(bf16),
     ]
     builds += [_gemv(bf16, is_gated=False), _gemv(bf16, is_gated=True), _gemv(fp32, is_gated=True)]
+    builds.append(_gemv(bf16, is_gated=True, weights=torch.float8_e4m3fn))
     builds += [*_filters(fp32), *_adjuster()]
     builds += [_packed_gemm(8, 4096), _packed_gemm(8, 128), _packed_gemm(4, 128), _packed_gemm(4, 32), _add_parts()]
     builds += [_quantise_rows(has_groups=False), _quantise_rows(has_groups=True), _block_gemm(64), _block_gemm(128)]
@@ -86,15 +87,21 @@ def _silu_and_mul(dtype: torch.dtype) -> KernelBuild:
     )
 
 
-def _gemv(dtype: torch.dtype, is_gated: bool) -> KernelBuild:
+def _gemv(dtype: torch.dtype, is_gated: bool, weights: torch.dtype | None = None) -> KernelBuild:
     """Gate and up of a small model, or the output of its attention."""
     tensors = ("x_ptr", "delta_ptr", "norm_weight_ptr", "w_ptr", "bias_ptr", "residual_ptr", "out_ptr", "sum_ptr")
     n, k = (3072, 1024) if is_gated else (1024, 2048)
-    tiles = GemvTiles.choose(n * (2 if is_gated else 1), k, is_gated)
+    weights = weights or dtype
+    tiles = GemvTiles.choose(n * (2 if is_gated else 1), k, is_gated, weights.itemsize)
     return _build(
-        f"gemv[{TYPE_NAMES[dtype]}, {'gated' if is_gated else 'plain'}]",
+        f"gemv[{TYPE_NAMES[dtype]}, {TYPE_NAMES[weights]} {'gated' if is_gated else 'plain'}]",
         gemv_kernel,
-        {**dict.fromkeys(tensors, f"*{TYPE_NAMES[dtype]}"), "eps": "fp32"},
+        {
+            **dict.fromkeys(tensors, f"*{TYPE_NAMES[dtype]}"),
+            "w_ptr": f"*{TYPE_NAMES[weights]}",
+            "scales_ptr": "*fp32",
+            "eps": "fp32",
+        },
         {
             "N": n,
             "K": k,
@@ -102,6 +109,7 @@ def _gemv(dtype: torch.dtype, is_gated: bool) -> KernelBuild:
             "GATED": is_gated,
             "HAS_DELTA": False,
             "HAS_NORM": is_gated,
+            "HAS_SCALES": weights is not dtype,
             "HAS_BIAS": False,
             "HAS_RESIDUAL": not is_gated,
             "BLOCK_N": tiles.block_n,

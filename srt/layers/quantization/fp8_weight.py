@@ -124,6 +124,12 @@ class Fp8Weight(LinearWeight):
         if self.values.is_cuda:
             self._product = self._gpu_product()
 
+    @property
+    def scaled_matrix(self) -> tuple[Tensor, Tensor] | None:
+        if self._product is None or not self._product.has_fp8_instructions or len(self.scales) > 1:
+            return None
+        return self._product.packed, self._product.scales
+
     def _gpu_product(self) -> PackedProduct:
         # Imported here because Triton is installed only with PyTorch for CUDA.
         from srt.layers.quantization.gpu_products import PackedProduct

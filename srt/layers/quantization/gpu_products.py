@@ -32,6 +32,10 @@ class PackedProduct:
     quantises_inputs: bool = False
     input_scale: Tensor | None = None
 
+    @property
+    def has_fp8_instructions(self) -> bool:
+        return torch.cuda.get_device_capability(self.packed.device) >= _FIRST_WITH_FP8
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return x Wᵀ + b; None if the weight is to be dequantised for it."""
         if x.dtype not in (torch.bfloat16, torch.float16) or not len(x):
@@ -40,9 +44,7 @@ class PackedProduct:
             pdl = has_pdl(x.device) and bool(pdl_for(len(x)))
             scales, zeros = self.scales, self.zeros
             return packed_gemm(x.contiguous(), self.packed, scales, zeros, self.group_size, bias=bias, pdl=pdl)
-        if not self.quantises_inputs or x.dtype is not torch.bfloat16:
-            return None
-        if torch.cuda.get_device_capability(x.device) < _FIRST_WITH_FP8:
+        if not (self.quantises_inputs and x.dtype is torch.bfloat16 and self.has_fp8_instructions):
             return None
         if len(self.scales) > 1:
             return block_gemm(x, self.packed, self.scales, bias)

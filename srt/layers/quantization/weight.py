@@ -42,6 +42,11 @@ class LinearWeight(nn.Module):
         """The weight as a plain matrix, which any kernel may read; None if it is stored in another form."""
         return None
 
+    @property
+    def scaled_matrix(self) -> tuple[Tensor, Tensor] | None:
+        """(e4m3 numbers, a factor f32 of each row), which kernels for one row may read; None if the weight is not stored so."""
+        return None
+
     def dummy_scale(self) -> float:
         """Return the scale by which random stored numbers become weights of the usual size."""
         return 1.0

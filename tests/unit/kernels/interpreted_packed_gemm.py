@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from srt.kernels.gemm.fp8_gemm import quantise_rows
+from srt.kernels.gemm.gemv import GemvTiles, gemv
 from srt.kernels.gemm.packed_gemm import PackedTiles, packed_gemm
 from srt.layers.quantization.fp8_weight import token_scales
 from srt.layers.quantization.int_weight import pack_halves
@@ -51,6 +52,15 @@ def test_weights_of_four_bits_are_multiplied_exactly(group: int, splits: int, ha
     x = torch.randn(7, k)
     tiles = PackedTiles(16, 32, splits)
     assert_near(packed_gemm(x, pack_halves(numbers), scales, zeros, group, tiles=tiles), x @ weight.T)
+
+
+def test_one_row_of_e4m3_numbers_is_scaled_before_the_activation() -> None:
+    numbers = torch.randn(2 * 24, 96).to(torch.float8_e4m3fn)
+    scales, x = torch.rand(1, 48) + 0.5, torch.randn(1, 96)
+    tiles = GemvTiles(block_n=8, block_k=64, num_warps=4)
+    got, _ = gemv(x, numbers, tiles, scales=scales, is_gated=True)
+    gate, up = (x @ (numbers.float() * scales.t()).T).chunk(2, dim=-1)
+    assert_near(got, torch.nn.functional.silu(gate) * up)
 
 
 def test_inputs_are_quantised_by_token_by_group_and_by_a_given_scale() -> None:
