@@ -82,6 +82,11 @@ class ServerArgs:
     context_length: int | None = option(
         None, "most tokens of prompt and output together (default: the model's own limit)", group=MODEL
     )
+    is_embedding: bool = option(
+        False,
+        "embed texts instead of generating them; checkpoints of embedding models and classifiers do so in any case",
+        group=MODEL,
+    )
     revision: str | None = option(None, "branch, tag or commit of a hub id", group=MODEL)
     download_dir: str | None = option(None, "cache folder for hub downloads", group=MODEL)
     json_model_override_args: str = option("{}", "JSON object whose members replace those of config.json", group=MODEL)
@@ -419,7 +424,7 @@ class ServerArgs:
 # Options of SGLang that are not supported yet: refused as such, rather than as unknown options.
 UNSUPPORTED = frozenset(
     "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode"
-    " skip_tokenizer_init trust_remote_code is_embedding allow_auto_truncate"
+    " skip_tokenizer_init trust_remote_code allow_auto_truncate"
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend"
     " enable_memory_saver enable_deterministic_inference"

@@ -30,6 +30,8 @@ HUB_PATTERNS = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
+    "modules.json",
+    "*_Pooling/config.json",
 )
 """Files read from a folder and downloaded from a hub repository: no .bin duplicates of the weights, no training state."""
 

@@ -15,6 +15,7 @@ from srt.utils.families.library import LibraryConfigReader
 from srt.utils.families.registry import FAMILIES, family_of
 from srt.utils.layer_spec import NO_SCALES, Experts, FastPath, LayerSpec, NormSpec, Scales
 from srt.utils.model_error import ModelError as ModelError
+from srt.utils.pooling_config import PoolingSpec, generating_architecture, read_pooling
 from srt.utils.quantization import WeightFormats, read_formats
 from srt.utils.rope_config import rope_parameters
 
@@ -31,7 +32,7 @@ READ_KEYS = frozenset(
     " residual_multiplier attention_multiplier no_rope_layers no_rope_layer_interval sliding_window_pattern"
     " rope_local_base_freq use_bidirectional_attention num_experts num_local_experts num_experts_per_tok"
     " moe_intermediate_size shared_expert_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers clip_qkv"
-    " qkv_bias".split()
+    " qkv_bias is_causal id2label num_labels".split()
 )
 """Keys of config.json that have an effect. Overriding any other key is refused, because it would be ignored."""
 
@@ -64,6 +65,8 @@ class ModelConfig:
     """How the checkpoint's linear layers are stored."""
     sampling_defaults: dict[str, float | int]
     """Defaults from generation_config.json for requests: any of temperature, top_k, top_p, min_p, repetition_penalty."""
+    pooling: PoolingSpec | None = None
+    """How an embedding model or a classifier makes a vector of a text; None for a model that generates text."""
 
     @classmethod
     def from_folder(
@@ -73,14 +76,23 @@ class ModelConfig:
         context_length: int | None = None,
         quantization: str | None = None,
         model_impl: str = "auto",
+        *,
+        is_embedding: bool = False,
     ) -> ModelConfig:
         """Read the folder, with `overrides` replacing keys of config.json; ModelError for anything wrong or unsupported.
 
         `quantization` and `model_impl` are those of the options. "auto" leaves architectures that are not ours to the library.
+        With `is_embedding` the model shall embed texts even if its checkpoint does not say that it does.
         """
         folder, overrides = Path(path), overrides or {}
         stated = _read_json(folder / "config.json", required=True)
         architecture = _architecture({**stated, **overrides})
+        pooling = read_pooling(folder, architecture, {**stated, **overrides}, is_asked_for=is_embedding)
+        if pooling is not None:
+            family, raw = _pooling_family(architecture, model_impl), _merged(stated, overrides)
+            config = cls._of_family(family, raw, folder, context_length, quantization)
+            # There is no output layer. One that shares the embedding's weight takes no memory.
+            return replace(config, architecture=architecture, tie_word_embeddings=True, pooling=pooling)
         if model_impl == "transformers" or (model_impl == "auto" and architecture not in FAMILIES):
             raw = {**stated, **overrides}
             return cls._of_library(architecture, raw, folder, context_length, quantization)
@@ -222,6 +234,14 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     if not architectures:
         raise ModelError("config.json names no model in architectures.")
     return architectures[0]
+
+
+def _pooling_family(architecture: str, model_impl: str) -> Family:
+    """Return the family of a model that pools. Its layers are those of a model that generates text."""
+    if model_impl == "transformers":
+        raise ModelError("--model-impl transformers embeds no texts: leave the option out.")
+    base = generating_architecture(architecture)
+    return FAMILIES[base] if base in FAMILIES else family_of(architecture)
 
 
 def _with_fast_paths(layer: LayerSpec, family: Family) -> LayerSpec:

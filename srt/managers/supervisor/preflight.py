@@ -52,7 +52,8 @@ def check_and_listen(args: ServerArgs, *, http: bool) -> ServerPlan:
     try:
         if listener:
             args = replace(args, port=listener.getsockname()[1])
-        return ServerPlan(with_device_defaults(args), check_model(args), listener)
+        folder = check_model(args)
+        return ServerPlan(with_model_defaults(with_device_defaults(args), folder), folder, listener)
     except BaseException:
         if listener:
             listener.close()
@@ -117,10 +118,10 @@ def check_model(args: ServerArgs) -> Path:
             "--mem-fraction-static is a share of a GPU's memory: on a CPU, set the size of the KV memory with --max-total-tokens."
         )
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
-    config = ModelConfig.from_folder(
-        folder, args.model_overrides(), args.context_length, args.quantization, args.model_impl
-    )
+    config = model_config(folder, args)
     config.check_tp(args.tp_size)
+    if args.enable_torch_compile and config.pooling is not None:
+        raise StartError("--enable-torch-compile compiles the steps that generate text: leave it out for this model.")
     if args.enable_torch_compile and "compiled" not in config.fast_paths:
         raise StartError(
             f"--enable-torch-compile cannot compile the{'' if config.weight_formats.is_plain else ' quantised'} layers of"
@@ -132,6 +133,27 @@ def check_model(args: ServerArgs) -> Path:
         check_memory(folder, config, args)
         check_tied_head(folder, config)
     return folder
+
+
+def model_config(folder: Path, args: ServerArgs) -> ModelConfig:
+    return ModelConfig.from_folder(
+        folder,
+        args.model_overrides(),
+        args.context_length,
+        args.quantization,
+        args.model_impl,
+        is_embedding=args.is_embedding,
+    )
+
+
+def with_model_defaults(args: ServerArgs, folder: Path) -> ServerArgs:
+    """Complete the options that depend on the model: one that pools embeds, and caches prefixes only if its vectors allow that."""
+    pooling = model_config(folder, args).pooling
+    if pooling is None:
+        return args
+    return replace(
+        args, is_embedding=True, disable_radix_cache=args.disable_radix_cache or not pooling.can_use_prefixes
+    )
 
 
 def with_device_defaults(args: ServerArgs) -> ServerArgs:
@@ -179,7 +201,7 @@ def check_sampling_defaults(config: ModelConfig) -> None:
 
 def check_tied_head(folder: Path, config: ModelConfig) -> None:
     """Raise ModelError if the checkpoint has a head of its own and would be served without it."""
-    if not config.tie_word_embeddings:
+    if not config.tie_word_embeddings or config.pooling is not None:
         return
     headers = read_headers(folder)
     head, embedding = headers.get("lm_head.weight"), headers.get("model.embed_tokens.weight")

@@ -11,6 +11,7 @@ from srt.parsers.templates import reasoning_parser_of, tool_call_parser_of
 from srt.server_args import NO_PARSER, ServerArgs
 from srt.utils.chat_template import ChatTemplate, ChatTemplateError
 from srt.utils.model_config import ModelConfig
+from srt.utils.pooling_config import PoolingSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class ModelFacts:
     tool_call_parser: str | None = None  # None: calls of tools are not looked for
     reasoning_parser: str | None = None  # None: reasoning is not told from the answer
     tool_strict_level: str = "auto"  # what is enforced of calls unasked, one of TOOL_STRICT_LEVELS
+    pooling: PoolingSpec | None = None  # None: the model generates text
+    hidden_size: int = 0
 
 
 def read_model_facts(folder: str, args: ServerArgs, template: ChatTemplate | ChatTemplateError | None) -> ModelFacts:
@@ -37,7 +40,12 @@ def read_model_facts(folder: str, args: ServerArgs, template: ChatTemplate | Cha
     """
     source = template.source if isinstance(template, ChatTemplate) else ""
     config = ModelConfig.from_folder(
-        folder, args.model_overrides(), args.context_length, args.quantization, args.model_impl
+        folder,
+        args.model_overrides(),
+        args.context_length,
+        args.quantization,
+        args.model_impl,
+        is_embedding=args.is_embedding,
     )
     return ModelFacts(
         folder=folder,
@@ -51,6 +59,8 @@ def read_model_facts(folder: str, args: ServerArgs, template: ChatTemplate | Cha
         tool_call_parser=_chosen(args.tool_call_parser, tool_call_parser_of(source)),
         reasoning_parser=_chosen(args.reasoning_parser, reasoning_parser_of(source)),
         tool_strict_level=args.tool_strict_level,
+        pooling=config.pooling,
+        hidden_size=config.hidden_size,
     )
 
 

@@ -282,7 +282,12 @@ def load_runner(child: Child) -> ModelRunner:
     torch.set_num_interop_threads(1)
     args, rank = start.args, start.index
     config = ModelConfig.from_folder(
-        start.model_folder, args.model_overrides(), args.context_length, args.quantization, args.model_impl
+        start.model_folder,
+        args.model_overrides(),
+        args.context_length,
+        args.quantization,
+        args.model_impl,
+        is_embedding=args.is_embedding,
     )
     device = resolve_device(args, rank)
     if device.type == "cuda":
