@@ -43,6 +43,12 @@ class Logprobs:
     top_ids: torch.Tensor  # [N, k] int32, best first; k is the most that a row asks for
     top: torch.Tensor  # [N, k] float32
     of_ids: torch.Tensor  # [N, m] float32
+    vectors: torch.Tensor | None = None  # [N, width] float32: what a model that pools gives instead of logprobs
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all of them, the vectors last."""
+        logprobs = [self.chosen, self.top_ids, self.top, self.of_ids]
+        return logprobs if self.vectors is None else [*logprobs, self.vectors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class LogitsProcessorOutput:
     """The logits and prompt logprobs of a step."""
 
     next_token_logits: torch.Tensor | None
-    """[R, this rank's columns], overwritten by the next step; None where no row samples."""
+    """[R, this rank's columns], overwritten by the next step; None where no row samples. A model that pools gives vectors here."""
     prompt_logprobs: Logprobs | None
 
 

@@ -104,12 +104,12 @@ class ModelRunner:
         )
         info = _sampling_info(host.rows, plan, batch)
         samplers = self._sampler.padded(plan.sample_tokens)
-        if not len(plan.prompt_logprobs.rows):
+        if not (len(plan.prompt_logprobs.rows) or self._sampler.reads_all_tokens):
             batch.output_tokens = samplers
         hidden = self.forward(batch)
+        outputs = self._sampler.outputs_of(hidden, batch, samplers, plan.sample_rows)
         logits = None
         if info.num_rows:
-            outputs = hidden[samplers] if batch.output_tokens is None else hidden
             logits = self._sampler.logits_of(outputs)[: info.num_rows]
         output = LogitsProcessorOutput(logits, self._prompt_logprobs(hidden, batch, host, plan))
         return ModelRunnerOutput(info, host, plan, output)

@@ -69,7 +69,9 @@ def is_benign(name: str, config: ModelConfig) -> bool:
     if name.endswith(".weight_shape"):
         return config.weight_formats.method == "compressed-tensors"  # the shape of an unpacked weight
     if name == "lm_head.weight":
-        return config.tie_word_embeddings  # a copy of the embedding: start-up refuses one that differs
+        return (
+            config.tie_word_embeddings
+        )  # unused by a model that pools; else a copy of the embedding: start-up refuses one that differs
     if re.match(r"(model\.)?mtp(_layers)?\.", name):
         return True  # multi-token prediction
     layer = re.match(r"model\.layers\.(\d+)\.", name)

@@ -1,9 +1,10 @@
-"""A language model: a decoder and its output layer."""
+"""A language model: a decoder and its output layer, which is a classifier's in models that score texts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.embedding import ParallelLMHead
 from srt.layers.ops import LayerOps
+from srt.layers.pooler import ScoreHead
 from srt.layers.quantization.formats import use_formats
 from srt.layers.weights import WeightPiece, model_weight_pieces
 from srt.models.decoder import Decoder
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 
+PREFIX = "model."
+
+
 class CausalLM(nn.Module):
     """The model of any family. Layers that declare the fused path are built for it, others plainly."""
 
@@ -29,6 +34,9 @@ class CausalLM(nn.Module):
         self.model: Decoder | PlainDecoder
         self.model = Decoder(config, tp, ops) if "fused" in config.fast_paths else PlainDecoder(config, tp, ops)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        labels = () if config.pooling is None else config.pooling.labels
+        self._pools = config.pooling is not None
+        self.score = ScoreHead(config.hidden_size, len(labels)) if labels else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops, config.scales)
         use_formats(self, config.weight_formats)
 
@@ -40,8 +48,11 @@ class CausalLM(nn.Module):
         return self.model(input_ids, positions, batch)  # type: ignore[no-any-return]
 
     def weight_pieces(self, stored: Collection[str] | None) -> list[WeightPiece]:
-        """Return the pieces of all parameters, whatever names a checkpoint has `stored`."""
-        return model_weight_pieces(self)
+        """Return the pieces of all parameters. A checkpoint saved without its head has `stored` them without the decoder's prefix."""
+        pieces = model_weight_pieces(self)
+        if not self._pools or stored is None or any(name.startswith(PREFIX) for name in stored):
+            return pieces
+        return [replace(piece, name=piece.name.removeprefix(PREFIX)) for piece in pieces]
 
     @property
     def weights_per_layer(self) -> int:

@@ -29,6 +29,10 @@ def int32_array(values: object = ()) -> Int32Array:
     return np.asarray(values, dtype=np.int32)
 
 
+def float32_array(values: object = ()) -> Float32Array:
+    return np.asarray(values, dtype=np.float32)
+
+
 class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A message (numbered by `tag`) or a part of one. Its fields travel as a list, in this order; none may be missing."""
 
@@ -77,6 +81,7 @@ class TokenLogprobs(Wire, frozen=True):
     top_ids: Int32Array
     top: Float32Array
     of_ids: Float32Array
+    vector: Float32Array = field(default_factory=float32_array)  # from a model that pools: the embedding, or scores
 
 
 class Resource(Wire, frozen=True):
@@ -371,6 +376,7 @@ class RowLogprobs(Wire, frozen=True):
     top_ids: Int32Array
     top: Float32Array
     of_ids: Float32Array
+    vector: Float32Array = field(default_factory=float32_array)
 
 
 class StepResult(Wire, frozen=True, tag=61):

@@ -168,7 +168,7 @@ class ResultReader:
             request, num_output = away, away.progress.num_output
         first = row.first if row.is_prompt else num_output
         chunk = TokenLogprobs(
-            request.rid, request.choice, row.is_prompt, first, row.chosen, row.top_ids, row.top, row.of_ids
+            request.rid, request.choice, row.is_prompt, first, row.chosen, row.top_ids, row.top, row.of_ids, row.vector
         )
         return request, chunk
 

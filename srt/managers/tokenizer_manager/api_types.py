@@ -7,6 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from srt.protocol.messages import Float32Array
 from srt.sampling.sampling_params import SamplingParams
 
 
@@ -65,6 +66,7 @@ class TokenLogprob:
     token_id: int
     top: tuple[tuple[float, int], ...] = ()  # (logprob, token id), best first
     of_ids: tuple[tuple[float, int], ...] = ()  # the same for the ids that were asked for
+    vector: Float32Array | None = None  # what a model that pools made of the prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ def logprob_rows(message: TokenLogprobs, token_ids: Sequence[int], spec: Logprob
     chosen = message.chosen.tolist()
     top_ids, top = message.top_ids.tolist(), message.top.tolist()
     of_ids, asked_ids = message.of_ids.tolist(), spec.ids.tolist()
+    vector = message.vector if len(message.vector) else None
     rows = []
     for i, token_id in enumerate(token_ids):
         if math.isnan(chosen[i]):
@@ -22,5 +23,5 @@ def logprob_rows(message: TokenLogprobs, token_ids: Sequence[int], spec: Logprob
             continue
         best = zip(top[i * spec.top : (i + 1) * spec.top], top_ids[i * spec.top : (i + 1) * spec.top], strict=True)
         of_these = zip(of_ids[i * len(asked_ids) : (i + 1) * len(asked_ids)], asked_ids, strict=True)
-        rows.append(TokenLogprob(chosen[i], token_id, tuple(best), tuple(of_these)))
+        rows.append(TokenLogprob(chosen[i], token_id, tuple(best), tuple(of_these), vector))
     return rows

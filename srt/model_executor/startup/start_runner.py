@@ -14,10 +14,11 @@ from srt.model_executor.graphs.graph_kernels import GraphKernels
 from srt.model_executor.graphs.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from srt.model_executor.graphs.step_graphs import StepGraphs
 from srt.model_executor.loaded_model import LoadedModel, Progress, load_model
-from srt.model_executor.memory.device_state import init_memory_pool
+from srt.model_executor.memory.device_state import DeviceState, init_memory_pool
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.precompile import precompile
 from srt.model_executor.startup.profile_pages import profile_num_pages
+from srt.model_executor.step.step_pooler import StepPooler
 from srt.model_executor.step.step_sampler import RowSampler, StepSampler
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig
@@ -67,6 +68,8 @@ def build_runner(
         state = init_memory_pool(loaded, nums_pages, min(loaded.config.context_length, nums_pages[0] * args.page_size))
     if capture is None and device.type == "cuda" and not args.disable_cuda_graph:
         capture = GraphCapture(device)
+    if loaded.config.pooling is not None:
+        return _build_pooling_runner(loaded, state, kernels, capture)
     with loaded.memory.region("buffers"):
         decodes = DecodeRunner.of(loaded, state, capture, compiled)
         state.sampler.prepare(decodes.logits)
@@ -74,3 +77,13 @@ def build_runner(
     draws_by_row = device.type == "cuda" or capture is not None
     sampler = RowSampler(loaded, state, decodes) if draws_by_row else StepSampler(loaded, state)
     return ModelRunner(loaded, state, sampler, StepGraphs(loaded, decodes, pieces, kernels))
+
+
+def _build_pooling_runner(
+    loaded: LoadedModel, state: DeviceState, kernels: GraphKernels, capture: Capture | None
+) -> ModelRunner:
+    """Create the runner of a model that pools. It decodes nothing but warm-ups, so it has no graphs of decode steps."""
+    with loaded.memory.region("buffers"):
+        pieces = None if capture is None else PiecewiseCudaGraphRunner.of(loaded, state, capture)
+        sampler = StepPooler(loaded, state)
+    return ModelRunner(loaded, state, sampler, StepGraphs(loaded, None, pieces, kernels))

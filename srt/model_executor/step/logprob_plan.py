@@ -14,6 +14,7 @@ from srt.protocol.messages import Float32Array, RowLogprobs
 
 HostArray = NDArray[Any]
 Ints = NDArray[np.int64]
+NO_VECTORS: Float32Array = np.zeros((0, 0), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,12 @@ def wants_output_logprobs(asked: dict[int, SlotLogprobs], slots: Ints) -> bool:
 
 
 def row_logprobs(
-    segment: LogprobSegment, chosen: Float32Array, top_ids: HostArray, top: Float32Array, of_ids: Float32Array
+    segment: LogprobSegment,
+    chosen: Float32Array,
+    top_ids: HostArray,
+    top: Float32Array,
+    of_ids: Float32Array,
+    vectors: Float32Array = NO_VECTORS,
 ) -> RowLogprobs:
     """Build the message of a segment from the arrays of all segments. For token 0 the logprobs are NaN and the best tokens 0."""
     rows = slice(segment.begin, segment.end)
@@ -135,4 +141,5 @@ def row_logprobs(
         of_ids=np.concatenate(
             (np.full(blank * segment.num_ids, nan), of_ids[rows, : segment.num_ids].reshape(-1))
         ).astype(np.float32),
+        vector=vectors[rows].reshape(-1),
     )

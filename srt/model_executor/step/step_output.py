@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,9 +47,9 @@ class StepOutput:
         self._ids = ids
         self._copies: _HostCopies | None = None
         if logprobs or ids is None:
-            self._segments = [segments for _, segments in logprobs]
-            tensors = [t for values, _ in logprobs for t in (values.chosen, values.top_ids, values.top, values.of_ids)]
-            self._copies = _HostCopies(tensors, device)
+            parts = [values.tensors() for values, _ in logprobs]
+            self._segments = [(segments, len(part)) for (_, segments), part in zip(logprobs, parts, strict=True)]
+            self._copies = _HostCopies([tensor for part in parts for tensor in part], device)
 
     def is_ready(self) -> bool:
         """Return whether `result` would return at once."""
@@ -78,10 +79,10 @@ class StepOutput:
     def _logprobs(self, counts: Int32Array) -> list[RowLogprobs]:
         if self._copies is None:
             return []
-        arrays = self._copies.wait()
+        arrays = iter(self._copies.wait())
         rows = []
-        for index, segments in enumerate(self._segments):
-            values = arrays[4 * index : 4 * index + 4]
+        for segments, num_arrays in self._segments:
+            values = list(itertools.islice(arrays, num_arrays))
             # A row that drew nothing has nothing to report.
             rows += [row_logprobs(s, *values) for s in segments if s.is_prompt or counts[s.sample] > 0]
         return rows

@@ -14,6 +14,7 @@ from srt.model_executor.step.logprob_plan import LogprobPlan, LogprobSegment
 from srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingKind
 
 if TYPE_CHECKING:
+    from srt.model_executor.forward_batch_info import ForwardBatch
     from srt.model_executor.graphs.decode_runner import DecodeRunner
     from srt.model_executor.loaded_model import LoadedModel
     from srt.model_executor.memory.device_state import DeviceState
@@ -32,6 +33,17 @@ class StepSampler:
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows whose logits to compute: the given ones, perhaps followed by padding."""
         return rows
+
+    @property
+    def reads_all_tokens(self) -> bool:
+        """Whether `outputs_of` needs the hidden states of all tokens, not only of those that sample."""
+        return False
+
+    def outputs_of(
+        self, hidden: torch.Tensor, batch: ForwardBatch, sample_tokens: torch.Tensor, sample_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the rows for `logits_of`: the hidden states of the tokens in `sample_tokens`, the last ones of `sample_rows`."""
+        return hidden[sample_tokens] if batch.output_tokens is None else hidden
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits [rows, this rank's columns] of the hidden states."""
