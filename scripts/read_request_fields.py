@@ -106,6 +106,13 @@ SOURCES: Mapping[str, Mapping[str, tuple[Source, ...]]] = {
     },
     "parse_calls": {"sglang": ((SGLANG_IO, "ParseFunctionCallReq"),)},
     "separate_reasoning": {"sglang": ((SGLANG_IO, "SeparateReasoningReqInput"),)},
+    "embeddings": {
+        "sglang": ((SGLANG_OPENAI, "EmbeddingRequest"),),
+        "openai": (("openai/types/embedding_create_params.py", "EmbeddingCreateParams"),),
+    },
+    "encode": {"sglang": ((SGLANG_IO, "EmbeddingReqInput"),)},
+    "rerank": {"sglang": ((SGLANG_OPENAI, "V1RerankReqInput"),)},
+    "score": {"sglang": ((SGLANG_OPENAI, "ScoringRequest"),)},
     "messages": {
         "anthropic": tuple(
             (f"{folder}/message_create_params.py", f"MessageCreateParams{which}")
@@ -128,6 +135,7 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.Pow: operator.pow,
 }
+WIDTH = 120
 NOT_FIXED = object()  # a required field, or one whose default is computed
 
 
@@ -272,15 +280,26 @@ def render(folders: list[tuple[str, Path]]) -> str:
 def written(
     versions: Mapping[str, tuple[str, ...]], families: Mapping[str, Mapping[str, Mapping[str, tuple[Any, ...]]]]
 ) -> str:
-    """The module that has these tables, a field a line."""
+    """The module that has these tables, with as many fields in a line as fit."""
     lines = [HEAD, "VERSIONS: dict[str, tuple[str, ...]] = {\n"]
     lines += [f'    "{package}": {_written(found)},\n' for package, found in versions.items()]
     lines.append("}\nFIELDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {\n")
     for family, table in families.items():
         lines.append(f'    "{family}": {{\n')
-        lines += [f'        "{field}": {_written(dict(by))},\n' for field, by in sorted(table.items())]
+        lines += _packed([f'"{field}": {_written(dict(by))},' for field, by in sorted(table.items())])
         lines.append("    },\n")
     return "".join([*lines, "}\n"])
+
+
+def _packed(entries: list[str]) -> list[str]:
+    """The entries in lines of at most WIDTH characters."""
+    lines: list[str] = []
+    for entry in entries:
+        if lines and len(lines[-1]) + len(entry) + 1 <= WIDTH:
+            lines[-1] += f" {entry}"
+        else:
+            lines.append(f"        {entry}")
+    return [f"{line}\n" for line in lines]
 
 
 def _written(value: Any) -> str:
