@@ -127,6 +127,47 @@ class Runtime:
             return await self._engine.run_async(self._engine.answer(body))
         return GenerateStream(self, self._engine, await self._engine.run_async(self._engine.open_stream(body)))
 
+    def encode(
+        self,
+        prompt: str | list[str] | None = None,
+        *,
+        input_ids: list[int] | list[list[int]] | None = None,
+        dimensions: int | None = None,
+        rid: str | None = None,
+    ) -> Any:
+        """Embed as POST /encode does: returns a dict with `embedding`, or a list of them for a list of prompts."""
+        body = {"text": prompt, "input_ids": input_ids, "dimensions": dimensions, "rid": rid}
+        return self._engine.run(self._engine.encode(body))
+
+    def classify(
+        self,
+        prompt: str | list[str] | None = None,
+        *,
+        input_ids: list[int] | list[list[int]] | None = None,
+        rid: str | None = None,
+    ) -> Any:
+        """Score the labels of a classifier as POST /classify does: returns a dict whose `embedding` holds the scores, or a list."""
+        return self._engine.run(self._engine.classify({"text": prompt, "input_ids": input_ids, "rid": rid}))
+
+    def rerank(
+        self, query: str, documents: list[str], *, top_n: int | None = None, return_documents: bool = True
+    ) -> Any:
+        """Rank documents as POST /v1/rerank does: returns a list of dicts, the best document first."""
+        body = {"query": query, "documents": documents, "top_n": top_n, "return_documents": return_documents}
+        return self._engine.run(self._engine.rerank(body))
+
+    def score(
+        self,
+        query: str | list[int] | None = None,
+        items: str | list[str] | list[list[int]] | None = None,
+        label_token_ids: list[int] | list[list[int]] | None = None,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+    ) -> Any:
+        """Score items as POST /v1/score does: returns a dict with `scores`, a list for each item."""
+        body = {"query": query, "items": items, "label_token_ids": label_token_ids}
+        return self._engine.run(self._engine.score({**body, "apply_softmax": apply_softmax, "item_first": item_first}))
+
     def cache_prefix(self, prefix: str) -> None:
         """Compute a prefix that prompts will share, so that the first of them finds it in the cache."""
         self.generate(prefix, {"max_new_tokens": 0})

@@ -11,6 +11,8 @@ from typing import Any
 from srt.entrypoints import health, metrics, native, openapi, operations, parsing, profiling, tokenizing, web_page
 from srt.entrypoints.anthropic import messages
 from srt.entrypoints.cors import Cors
+from srt.entrypoints.embeddings import embedding_routes, rerank, score
+from srt.entrypoints.embeddings.served_routes import CLASSIFY, EMBEDDINGS, ENCODE, RERANK, SCORE, check_path
 from srt.entrypoints.errors import ApiError, is_anthropic
 from srt.entrypoints.exchange import ClientGone, Exchange, Receive, Scope, Send
 from srt.entrypoints.openai import chat, completions, models
@@ -42,6 +44,11 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     responses.PATH: {"POST": responses.create},
     "/v1/messages": {"POST": messages.create_message},
     "/v1/messages/count_tokens": {"POST": messages.count_tokens},
+    EMBEDDINGS: {"POST": embedding_routes.create_embeddings},
+    ENCODE: {"POST": embedding_routes.encode},
+    CLASSIFY: {"POST": embedding_routes.classify},
+    RERANK: {"POST": rerank.rerank},
+    SCORE: {"POST": score.score},
     "/generate": {"POST": native.generate, "PUT": native.generate},
     "/tokenize": {"POST": tokenizing.tokenize},
     "/v1/tokenize": {"POST": tokenizing.tokenize},
@@ -127,6 +134,7 @@ class App:
         if handler is None:
             await _send_methods(exchange, [*methods, "OPTIONS"])
             return
+        check_path(path, self._service)
         await handler(exchange, self._service)
 
     async def _traced(self, scope: Scope, receive: Receive, send: Send) -> None:

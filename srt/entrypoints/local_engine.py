@@ -13,6 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from srt.entrypoints.answers import Generated
+from srt.entrypoints.embeddings.answer_types import Encoded, Ranked, Scores
+from srt.entrypoints.embeddings.bodies import DimensionsBody, EncodeBody, RerankBody, ScoreBody
+from srt.entrypoints.embeddings.embedding_routes import encoded, encoded_answer
+from srt.entrypoints.embeddings.rerank import ranked
+from srt.entrypoints.embeddings.score import scores_of
+from srt.entrypoints.embeddings.served_routes import CLASSIFY, ENCODE, GENERATE, RERANK, SCORE, check_served
+from srt.entrypoints.embeddings.vectors import embedding, pooling_of
 from srt.entrypoints.engine_process import EngineProcess
 from srt.entrypoints.native import model_facts, server_facts
 from srt.entrypoints.native_shapes import NativeAnswer, parse_generate
@@ -135,6 +142,7 @@ class LocalEngine:
     async def answer(self, body: dict[str, Any]) -> Any:
         """Return the whole answer to a /generate body."""
         engine = self._service.engine()
+        check_served(GENERATE, engine.model)
         call = parse_generate(body, engine.sampling_params)
         answer = NativeAnswer(call, engine.text.token_text)
 
@@ -145,9 +153,39 @@ class LocalEngine:
         await run_all(engine, call.inputs, collect)
         return answer.result()
 
+    async def encode(self, body: dict[str, Any]) -> Encoded | list[Encoded]:
+        """Return the answer to an /encode body."""
+        parsed = DimensionsBody.parse(body)
+        return await self._encoded(ENCODE, parsed, parsed.dimensions)
+
+    async def classify(self, body: dict[str, Any]) -> Encoded | list[Encoded]:
+        """Return the answer to a /classify body."""
+        return await self._encoded(CLASSIFY, EncodeBody.parse(body), None)
+
+    async def _encoded(self, path: str, body: EncodeBody, dimensions: int | None) -> Encoded | list[Encoded]:
+        engine = self._service.engine()
+        check_served(path, engine.model)
+        vectors, is_batch = await encoded(engine, body, dimensions)
+        pooling = pooling_of(engine)
+        answers = [encoded_answer(one, embedding(one, pooling, dimensions).tolist()) for one in vectors]
+        return answers if is_batch else answers[0]
+
+    async def rerank(self, body: dict[str, Any]) -> list[Ranked]:
+        """Return the answer to a /v1/rerank body."""
+        engine = self._service.engine()
+        check_served(RERANK, engine.model)
+        return await ranked(engine, RerankBody.parse(body))
+
+    async def score(self, body: dict[str, Any]) -> Scores:
+        """Return the answer to a /v1/score body."""
+        engine = self._service.engine()
+        check_served(SCORE, engine.model)
+        return await scores_of(engine, ScoreBody.parse(body), self._args.model_names()[0])
+
     async def open_stream(self, body: dict[str, Any]) -> Chunks:
         """Send the requests of a streamed call. If one is refused, raise RequestError and run none."""
         engine = self._service.engine()
+        check_served(GENERATE, engine.model)
         call = parse_generate({**body, "stream": True}, engine.sampling_params)
         answer = NativeAnswer(call, engine.text.token_text, incremental=self._args.incremental_streaming_output)
         return Chunks(await engine.submit_all(call.inputs), answer, Pacer(self._args.stream_interval))

@@ -25,13 +25,8 @@ MAX_FLUSH_WAIT_S = 600.0
 
 # Paths of other servers' endpoints that this one lacks -> the rest of a sentence that says what is missing and what to use instead.
 UNSUPPORTED = {
-    **dict.fromkeys(
-        ("/encode", "/classify", "/v1/embeddings", "/v1/rerank"),
-        "generates text only: use a server with an embedding or ranking model",
-    ),
     "/v1/responses/input_tokens": "counts tokens only when it generates: a response's usage has input_tokens",
     "/v1/responses/compact": "does not compact conversations: send the items that are to be kept",
-    "/v1/score": "has no score API: /generate with return_logprob and token_ids_logprob returns log-probabilities",
     **dict.fromkeys(
         ("/open_session", "/close_session"),
         "keeps no sessions: send the whole prompt each time; a prefix shared with earlier prompts is cached",
@@ -110,7 +105,7 @@ def model_facts(service: Service) -> dict[str, Any]:
         "model_path": args.model_path,
         "served_model_name": args.model_names()[0],
         "tokenizer_path": args.tokenizer_path or args.model_path,
-        "is_generation": True,
+        "is_generation": model.pooling is None,
         "preferred_sampling_params": model.sampling_defaults or None,
         "weight_version": WEIGHT_VERSION,
         "load_format": args.load_format,

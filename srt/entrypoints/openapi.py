@@ -15,6 +15,8 @@ from srt.entrypoints.anthropic import messages
 from srt.entrypoints.anthropic.answers import AnthropicError, Message, MessageEvent, TokenCount
 from srt.entrypoints.anthropic.schema import CountTokensBody, MessagesBody
 from srt.entrypoints.body_schemas import Schema, body_schema, with_values
+from srt.entrypoints.embeddings import answer_types, embedding_routes, rerank, score
+from srt.entrypoints.embeddings.bodies import DimensionsBody, EmbeddingsBody, EncodeBody, RerankBody, ScoreBody
 from srt.entrypoints.errors import is_anthropic, is_openai
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.native_shapes import GenerateBody
@@ -70,7 +72,7 @@ _OPTIONS = {
     for f in dataclasses.fields(ServerArgs)
 }
 _OBJECT: Schema = {"type": "object"}
-_GENERATING = (*_BODY, 404, *_RETRY, 504)
+_GENERATING = (*_BODY, 404, *_RETRY, 501, 504)
 
 OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
     {
@@ -113,10 +115,27 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             "Native",
             answers.Generated | list[answers.Generated],
             body=GenerateBody,
-            errors=(*_BODY, *_RETRY, 504),
+            errors=(*_BODY, *_RETRY, 501, 504),
             chunk=answers.Generated | list[answers.Generated],
             text="Continue a text or token ids. A list in place of a single prompt makes it a batch.",
         ),
+        embedding_routes.create_embeddings: Operation(
+            "OpenAI", answer_types.Embeddings, body=EmbeddingsBody, errors=_GENERATING
+        ),
+        embedding_routes.encode: Operation(
+            "Native",
+            answer_types.Encoded | list[answer_types.Encoded],
+            body=DimensionsBody,
+            errors=(*_BODY, *_RETRY, 501, 504),
+        ),
+        embedding_routes.classify: Operation(
+            "Native",
+            answer_types.Encoded | list[answer_types.Encoded],
+            body=EncodeBody,
+            errors=(*_BODY, *_RETRY, 501, 504),
+        ),
+        rerank.rerank: Operation("Scores", list[answer_types.Ranked], body=RerankBody, errors=_GENERATING),
+        score.score: Operation("Scores", answer_types.Scores, body=ScoreBody, errors=_GENERATING),
         tokenizing.tokenize: Operation(
             "Native", answers.Tokens, body=tokenizing.TokenizeBody, errors=(*_BODY, 404, 503)
         ),

@@ -72,6 +72,11 @@ class Tokenizer:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the ids of two texts that belong together, such as a question and a text that may answer it."""
+        ids: list[int] = self._backend.encode_batch_fast([(first, second)], add_special_tokens=True)[0].ids
+        return ids
+
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text by itself, without special tokens around it."""
         return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]

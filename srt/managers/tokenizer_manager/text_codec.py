@@ -86,6 +86,15 @@ class TextCodec:
         ids: list[int] = (await self._encode(text, add_special_tokens)).tolist()
         return ids
 
+    async def tokenize_pair(self, first: str, second: str) -> list[int]:
+        """Return the ids of two texts that belong together, with the special tokens that the tokenizer puts around them."""
+        check_text("text", first)
+        check_text("text", second)
+        if len(first) + len(second) <= LONG_TEXT_CHARS:
+            return self._tokenizer.encode_pair(first, second)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._tokenizer.encode_pair, first, second)
+
     async def _encode(self, text: str, add_special_tokens: bool) -> Int32Array:
         if len(text) <= LONG_TEXT_CHARS:
             return int32_array(self._tokenizer.encode(text, add_special_tokens))

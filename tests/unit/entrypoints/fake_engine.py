@@ -194,6 +194,9 @@ class FakeEngine:
         check_text("text", text)
         return [ord(letter) for letter in text]
 
+    async def tokenize_pair(self, first: str, second: str) -> list[int]:
+        return [ord(letter) for letter in f"{first}|{second}"]
+
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         check_ids("tokens", ids, VOCAB_SIZE)
         return "".join(map(chr, ids))

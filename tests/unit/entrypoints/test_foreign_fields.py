@@ -10,6 +10,7 @@ import pytest
 
 from scripts import document_api
 from srt.entrypoints.anthropic.schema import CountTokensBody, MessagesBody
+from srt.entrypoints.embeddings.bodies import DimensionsBody, EmbeddingsBody, RerankBody, ScoreBody
 from srt.entrypoints.native import AbortBody, ContinueBody, PauseBody
 from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai.messages import MESSAGE_FIELDS, plain_messages
@@ -45,6 +46,10 @@ BODIES: list[tuple[type[RequestBody], dict[str, Any]]] = [
     (DetokenizeBody, {"tokens": [1]}),
     (ParseCallsBody, {"text": "hi"}),
     (SeparateReasoningBody, {"text": "hi"}),
+    (EmbeddingsBody, {"input": "hi"}),
+    (DimensionsBody, {"text": "hi"}),
+    (RerankBody, {"query": "hi", "documents": ["ho"]}),
+    (ScoreBody, {"items": "hi", "label_token_ids": [1]}),
     (MessagesBody, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}),
     (CountTokensBody, {"messages": [{"role": "user", "content": "hi"}]}),
 ]
