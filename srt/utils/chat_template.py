@@ -32,6 +32,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The chat template cannot be compiled: {error}.") from error
         self.source = "\n".join(sources.values())
+        # gpt-oss' template has its own name for the reasoning of a message.
+        self._reads_thinking = "message.thinking" in self.source and "reasoning_content" not in self.source
         self._special_tokens = dict(special_tokens)
         self._wants_objects: dict[jinja2.Template, bool] = {}
 
@@ -56,6 +58,8 @@ class ChatTemplate:
         template = self._template_for(tools)
         if any(message.get("tool_calls") for message in messages) and not self._takes_objects(template):
             messages = [_with_arguments_as_text(message) for message in messages]
+        if self._reads_thinking:
+            messages = [_with_thinking(message) for message in messages]
         final = _FinalMessage(messages) if continue_final_message else None
         try:
             text = template.render(
@@ -97,6 +101,17 @@ _PROBE = (
     {"role": "assistant", "content": "", "tool_calls": [{"id": "probe0000", "type": "function", "function": _CALL}]},
     {"role": "tool", "content": "probe", "tool_call_id": "probe0000", "name": "probe"},
 )
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the message with its reasoning under the name `thinking`.
+
+    Beside a call such a template takes either reasoning or content: then the content, which the client has seen, stays.
+    """
+    reasoning = message.get("reasoning_content")
+    if not reasoning or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {**message, "thinking": reasoning}
 
 
 def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -393,3 +393,31 @@ def test_a_template_option_that_cannot_be_used_is_refused_by_name(tmp_path: Path
 
 def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path, {}, None) is None
+
+
+THE_CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": "", "reasoning_content": "Hm."}, "(Hm.)"),
+        ({"content": "Hi", "reasoning_content": "Hm."}, "(Hm.)Hi"),
+        ({"content": "", "reasoning_content": "Hm.", "tool_calls": [THE_CALL]}, "(Hm.)"),
+        ({"content": "I look.", "reasoning_content": "Hm.", "tool_calls": [THE_CALL]}, "I look."),
+        ({"content": "Hi"}, "Hi"),
+    ],
+)
+def test_a_template_with_its_own_name_for_reasoning_gets_it_beside_calls_only_without_content(
+    message: dict[str, Any], expected: str
+) -> None:
+    """As gpt-oss' template, which refuses a message with a call that has both."""
+    source = (
+        "{% for message in messages %}"
+        "{% if message.tool_calls and message.thinking and message.content %}{{ raise_exception('both') }}{% endif %}"
+        "{% if message.thinking %}({{ message.thinking }}){% endif %}{{ message.content }}{% endfor %}"
+    )
+    messages = [{"role": "assistant", **message}]
+    assert ChatTemplate({"default": source}, {}).render(messages) == expected
+    both = source + "{{ messages[0].reasoning_content }}"
+    assert "(" not in ChatTemplate({"default": both}, {}).render(messages), "it reads the usual name"
