@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,6 +107,30 @@ def test_many_forms_at_once_leave_free_neighbours_as_they_are(tmp_path: Path) ->
     assert texts[20:] == [alone] * 4
     for number, text in enumerate(texts[:20]):
         assert re.fullmatch(f"{number}[0-9]{{8}}", text), text
+
+
+def test_a_form_begins_behind_the_one_token_that_ends_the_reasoning(qwen3_checkpoint: Path, tmp_path: Path) -> None:
+    """The prompt opens the reasoning, and the tokenizer has its end as a special token, as Qwen3's and DeepSeek's have."""
+    model = tmp_path / "model"
+    shutil.copytree(qwen3_checkpoint, model)
+    tokenizer = (model / "tokenizer.json").read_text().replace("<|im_start|>", "</think>")
+    (model / "tokenizer.json").write_text(tokenizer)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    template = "{{ messages[0].content }}<think>\n"
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": template}).replace("<|im_start|>", "</think>")
+    )
+    (end,) = [one["id"] for one in json.loads(tokenizer)["added_tokens"] if one["content"] == "</think>"]
+    words = ["--model-path", str(model), "--port", "0", "--device", "cpu", "--reasoning-parser", "deepseek-r1"]
+    body = {"messages": ASKED, "regex": "[a-c]{4}", "max_tokens": 400, "n": 4, "logit_bias": {str(end): 8}}
+    with ServerProcess("srt.launch_server", [*words, "--max-total-tokens", "4096"], tmp_path) as server:
+        url = server.wait_ready() + "/v1/chat/completions"
+        answer = httpx.post(url, json={**body, "temperature": 1.0, "seed": 3}, timeout=120).raise_for_status().json()
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "stop", choice
+        assert re.fullmatch("[a-c]{4}", choice["message"]["content"].strip()), choice
+    thoughts = [choice["message"].get("reasoning_content") for choice in answer["choices"]]
+    assert any(thought and not re.fullmatch("[a-c]{4}", thought) for thought in thoughts), "reasoning is free"
 
 
 @pytest.mark.parametrize(
