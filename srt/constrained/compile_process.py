@@ -91,8 +91,8 @@ def _draw_some(grammars: Grammars, key: str) -> None:
     draws = random.Random(key)
     num_drawn = 0
     while num_drawn < _TRIED_TOKENS and not matcher.is_finished and matcher.error is None:
-        allowed = matcher.allowed_ids()
-        if not len(allowed) or not matcher.accept(int(allowed[draws.randrange(len(allowed))])):
+        token = matcher.draw(draws)
+        if token is None or not matcher.accept(token):
             break
         num_drawn += 1
     if matcher.error is None:

@@ -5,6 +5,7 @@ A matcher knows only the grammar. `tp_worker/constrained_rows.py` decides what a
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -124,12 +125,24 @@ class Matcher:
 
     def allowed_ids(self) -> npt.NDArray[np.int64]:
         """Return the ids of the tokens that may come next: none in case of an error. Slower than `MaskFiller`, which steps use."""
-        if self._has_ended:
-            return np.zeros(0, np.int64)
-        bits = np.frombuffer(self._library.compute_bitmask(), np.uint8)
-        if self._library.is_error():
-            return np.zeros(0, np.int64)
-        return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        return np.flatnonzero(np.unpackbits(self._mask(), bitorder="little"))
+
+    def draw(self, draws: random.Random) -> int | None:
+        """Return one of the tokens that may come next, None if there is none. They are not equally likely, which makes this quick."""
+        mask = self._mask()
+        places = np.flatnonzero(mask)
+        if not len(places):
+            return None
+        place = int(places[draws.randrange(len(places))])
+        return 8 * place + draws.choice([bit for bit in range(8) if mask[place] >> bit & 1])
+
+    def _mask(self) -> npt.NDArray[np.uint8]:
+        """Return a bit for each token, eight in a byte; all are 0 in case of an error."""
+        if not self._has_ended:
+            mask = np.frombuffer(self._library.compute_bitmask(), np.uint8)
+            if not self._library.is_error():
+                return mask
+        return np.zeros(0, np.uint8)
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token. False, and no change, if it is not allowed; also if the matcher has an `error`, which this may cause."""

@@ -48,6 +48,16 @@ def test_masks_of_many_rows_are_filled_at_their_places(vocabulary: Vocabulary) -
     assert all((masks[row] == -1).all() for row in (1, 2, 4))
 
 
+def test_draws_are_allowed_tokens_of_which_each_comes(vocabulary: Vocabulary) -> None:
+    matcher, draws = matcher_of(vocabulary, "regex", "[0-9]{3}|x"), random.Random(1)
+    assert {matcher.draw(draws) for _ in range(500)} == set(matcher.allowed_ids().tolist())
+    ended = matcher_of(vocabulary, "regex", "x")
+    while not ended.has_ended:
+        token = ended.draw(draws)
+        assert token is not None and ended.accept(token)
+    assert ended.draw(draws) is None
+
+
 def test_padding_is_never_allowed(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
     masks = np.full((1, vocabulary.mask_words), -1, np.int32)
     MaskFiller(vocabulary, 1).fill([(0, matcher_of(vocabulary, "regex", "(?s:.*)"))], masks)
