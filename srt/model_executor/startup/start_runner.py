@@ -84,6 +84,7 @@ def _build_pooling_runner(
 ) -> ModelRunner:
     """Create the runner of a model that pools. It decodes nothing but warm-ups, so it has no graphs of decode steps."""
     with loaded.memory.region("buffers"):
-        pieces = None if capture is None else PiecewiseCudaGraphRunner.of(loaded, state, capture)
-        sampler = StepPooler(loaded, state)
+        sampler, pieces = StepPooler(loaded, state), None
+        if capture is not None and not sampler.reads_all_tokens:  # graphs hold the states of one token per text
+            pieces = PiecewiseCudaGraphRunner.of(loaded, state, capture)
     return ModelRunner(loaded, state, sampler, StepGraphs(loaded, None, pieces, kernels))

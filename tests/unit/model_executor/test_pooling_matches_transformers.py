@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers import pooler
+from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.step.step_output import SampledRows
 from srt.models.causal_lm import CausalLM
 from srt.protocol.messages import LogprobSpec
@@ -19,6 +20,7 @@ from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
 from tests.support.pooling_checkpoint import reference_scores, reference_vectors, write_classifier, write_embedder
 from tests.support.ranks import run_ranks
+from tests.support.recorder import Recorder
 from tests.support.runners import make_runner
 
 POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls")
@@ -34,7 +36,13 @@ def prompts_of(count: int = 12) -> list[list[int]]:
 def vectors_of(
     folder: Path, prompts: list[list[int]], chunk: int, tp: TensorParallel | None = None, *, share: bool = False
 ) -> NDArray[np.float32]:
-    driver = PlanDriver(make_runner(folder, 16, tp), 16, chunk, share=share)
+    return vectors_by(make_runner(folder, 16, tp), prompts, chunk, share=share)
+
+
+def vectors_by(
+    runner: ModelRunner, prompts: list[list[int]], chunk: int, *, share: bool = False
+) -> NDArray[np.float32]:
+    driver = PlanDriver(runner, 16, chunk, share=share)
     jobs = [Job(prompt, greedy(1), logprobs=LogprobSpec(output=True)) for prompt in prompts]
     driver.run(jobs[: len(jobs) // 2])
     driver.run(jobs[len(jobs) // 2 :])
@@ -65,6 +73,17 @@ def test_vectors_of_last_tokens_behind_cached_prefixes(checkpoint: CheckpointFac
     prompts = prompts_of()
     expected = reference_vectors(folder, prompts, "last")
     np.testing.assert_allclose(vectors_of(folder, prompts, 64, share=True), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_vectors_from_graphs_of_prompts(checkpoint: CheckpointFactory, tmp_path: Path, pooling: Pooling) -> None:
+    """They hold the states of last tokens only, so the other poolings capture none."""
+    folder, recorder = write_embedder(tmp_path / "model", checkpoint("qwen3"), pooling), Recorder()
+    runner = make_runner(folder, 16, capture=recorder, piecewise_cuda_graph_max_tokens=64)
+    runner.graphs.capture_all()
+    prompts = prompts_of(6)
+    np.testing.assert_allclose(vectors_by(runner, prompts, 40), reference_vectors(folder, prompts, pooling), atol=1e-4)
+    assert (recorder.num_replays > 0) == (recorder.num_captures > 0) == (pooling == "last")
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
