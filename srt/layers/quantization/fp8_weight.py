@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from srt.layers.quantization.cpu_products import from_e4m3
 from srt.layers.quantization.weight import LinearWeight, Place
 from srt.layers.weights import WeightPiece
 from srt.utils.model_error import ModelError
@@ -162,7 +163,7 @@ class Fp8Weight(LinearWeight):
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the weight as a matrix."""
-        values = self.values.to(dtype)
+        values = from_e4m3(self.values, dtype)
         if len(self.scales) == 1:
             return values.mul_(self.scales.t())
         return values.mul_(self.scales.t().to(dtype).repeat_interleave(FP8_BLOCK, dim=1)[:, : self.shape[1]])
@@ -179,7 +180,7 @@ class Fp8Weight(LinearWeight):
                 return F.linear(rounded_groups(x), self.dequantised(x.dtype), bias)
         # e4m3 numbers are exact in every dtype, so both scales are applied to the product.
         scale = token_scales(x) if self.input_scales is None else self.input_scales
-        product = F.linear(quantised(x, scale).to(x.dtype), self.values.to(x.dtype))
+        product = F.linear(from_e4m3(quantised(x, scale), x.dtype), from_e4m3(self.values, x.dtype))
         product = (product * scale * self.scales).to(x.dtype)
         return product if bias is None else product + bias
 
@@ -199,7 +200,7 @@ def rounded_groups(x: Tensor) -> Tensor:
     rows, width = x.shape
     groups = F.pad(x, (0, -width % FP8_BLOCK)).view(-1, FP8_BLOCK)
     scale = token_scales(groups)
-    return (quantised(groups, scale).float() * scale).to(x.dtype).view(rows, -1)[:, :width]
+    return (from_e4m3(quantised(groups, scale), torch.float32) * scale).to(x.dtype).view(rows, -1)[:, :width]
 
 
 def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

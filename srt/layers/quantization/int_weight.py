@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from srt.layers.quantization.cpu_products import GROUP_SIZES, OUTPUT_UNIT, Int4Product
 from srt.layers.quantization.weight import LinearWeight, Place
 from srt.layers.weights import WeightPiece
 from srt.utils.model_error import ModelError
@@ -93,7 +94,7 @@ class IntWeight(LinearWeight):
         """While loading the group of each input, for each merged layer; then [inputs], or None if groups follow each other."""
         self.order: Tensor | None = None
         """Which input stands at each place [inputs] int64, if inputs were sorted by group."""
-        self._product: PackedProduct | None = None
+        self._product: PackedProduct | Int4Product | None = None
 
     @property
     def _has_all_groups(self) -> bool:
@@ -182,6 +183,24 @@ class IntWeight(LinearWeight):
         self.group_of = None if group_of is None else _parameter(group_of)
         if self.packed.is_cuda and self.num_bits == 4 and group_of is None:
             self._product = self._gpu_product()
+        if self._runs_on_cpu_as_packed:
+            self._product = self._cpu_product()
+
+    @property
+    def _runs_on_cpu_as_packed(self) -> bool:
+        """Whether PyTorch has a product for this weight."""
+        is_cpu_bf16 = self.packed.device.type == "cpu" and self.scales.dtype is torch.bfloat16
+        is_regular = self.num_bits == 4 and self.group_of is None and self.group_size in GROUP_SIZES
+        return is_cpu_bf16 and is_regular and self.shape[0] % OUTPUT_UNIT == 0
+
+    def _cpu_product(self) -> Int4Product:
+        """Repack the weight, which then exists in PyTorch's layout only."""
+        zeros = None if self.zeros is None else self.zeros.detach()
+        numbers = unpack_halves(self.packed.detach())
+        product = Int4Product.of(numbers, self.scales.detach(), zeros, self.group_size)
+        self.packed, self.scales = _parameter(product.packed), _parameter(product.scales_and_zeros)
+        self.zeros = None
+        return product
 
     def _gpu_product(self) -> PackedProduct:
         # Imported here because Triton is installed only with PyTorch for CUDA.

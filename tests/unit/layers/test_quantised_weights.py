@@ -14,6 +14,7 @@ from torch import Tensor
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.linear import LinearLayer
+from srt.layers.quantization.cpu_products import from_e4m3
 from srt.layers.quantization.weight import LinearWeight, Place, PlainWeight
 from srt.layers.weights import WeightPiece
 from srt.model_loader.loader import LoadConfig, get_model_loader
@@ -25,10 +26,16 @@ from tests.support.quantised_checkpoint import WEIGHT_ONLY, WITH_INPUTS, Quantis
 from tests.support.ranks import CPU, idle_rank, run_ranks, single_rank
 
 
-def load(folder: Path, tp: TensorParallel, quantization: str | None = None, load_format: Any = "auto") -> Any:
+def load(
+    folder: Path,
+    tp: TensorParallel,
+    quantization: str | None = None,
+    load_format: Any = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     config = ModelConfig.from_folder(folder, quantization=quantization)
     loader = get_model_loader(LoadConfig(load_format=load_format))
-    return loader.load_model(config, folder, tp, torch.float32, CPU, lambda done, total: None)
+    return loader.load_model(config, folder, tp, dtype, CPU, lambda done, total: None)
 
 
 @torch.inference_mode()
@@ -56,6 +63,24 @@ def test_stored_weights_multiply_like_those_that_they_stand_for(
         p.nbytes for p in dense.model.layers.parameters()
     )
     check_two_ranks(stored, tmp_path, expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["packed int4", "gptq ordered with zeros", "awq"])
+def test_weights_of_four_bits_are_near_in_bfloat16_and_take_their_bytes(
+    name: str, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    """PyTorch has a product for them, which has a layout of its own."""
+    stored, meant = write_quantised(checkpoint("qwen2"), tmp_path, WEIGHT_ONLY[name])
+    exact = logits_of(load(meant, single_rank()))
+    model = load(stored, single_rank(), dtype=torch.bfloat16)
+    assert distance(logits_of(model), exact) < 0.03
+    assert model.model.layers[0].mlp.down_proj.weight.packed.nbytes == 64 * 128 // 2
+
+
+def test_every_e4m3_number_is_converted_exactly() -> None:
+    numbers = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 != 127].view(torch.float8_e4m3fn)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(from_e4m3(numbers, dtype), numbers.to(dtype))
 
 
 class RoundedInputs(LinearWeight):
