@@ -165,7 +165,9 @@ def _attention_spec(
 ) -> AttentionSpec:
     attentions = [layer.attention for layer in config.layers]
     first = attentions[0]
-    heads = {(one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.softcap) for one in attentions}
+    heads = {
+        (one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.softcap, one.has_sinks) for one in attentions
+    }
     assert len(heads) == 1, f"attention backends serve layers with equal heads only, not {heads}"
     return AttentionSpec(
         num_heads=first.num_heads // tp.size,
@@ -178,6 +180,7 @@ def _attention_spec(
         max_context=config.context_length,
         windows=tuple(dict.fromkeys(one.window for one in attentions)),
         softcap=first.softcap,
+        has_sinks=first.has_sinks,
     )
 
 

@@ -211,7 +211,7 @@ def _decode_attention(
         ),
         kernel=decode_attention_kernel,
         types={
-            **dict.fromkeys(("q_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
+            **dict.fromkeys(("q_ptr", "sinks_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
             **dict.fromkeys(("k_ptr", "v_ptr"), f"*{TYPE_NAMES[kv]}"),
             "page_table_ptr": "*i32",
             **dict.fromkeys(("req_pool_indices_ptr", "seq_lens_ptr"), "*i64"),
@@ -227,6 +227,7 @@ def _decode_attention(
             "SHARED_SPLITS": 4 if has_shared else 0,
             "SHARED_BLOCK_N": SHARED_BLOCK_N,
             "SOFTCAP": softcap,
+            "HAS_SINKS": softcap > 0,
             "MIN_SPLIT": tiles.min_split_tokens,
             "DOT_DTYPE": _DOT_DTYPES[dtype],
             "BLOCK_G": block_dim(group),
@@ -350,7 +351,7 @@ def _extend(
         ),
         kernel=extend_kernel,
         types={
-            **dict.fromkeys(("q_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
+            **dict.fromkeys(("q_ptr", "sinks_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
             **dict.fromkeys(("k_ptr", "v_ptr"), f"*{TYPE_NAMES[kv]}"),
             "page_table_ptr": "*i32",
             **dict.fromkeys(rows, "*i64"),
@@ -361,6 +362,7 @@ def _extend(
             "BLOCK_R": block_r,
             "HAS_WINDOW": has_window,
             "SOFTCAP": softcap,
+            "HAS_SINKS": softcap > 0,
             "GROUP": group,
             "HEAD_DIM": head_dim,
             "PAGE_SIZE": 16,

@@ -28,7 +28,10 @@ class DenseAttention:
         hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
         if layer.window is not None:
             hidden |= torch.ones_like(hidden).tril(-layer.window)
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks.view(-1, 1, 1).expand(-1, tokens, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :tokens]
         return (weights @ values).transpose(0, 1).flatten(1)
 
 

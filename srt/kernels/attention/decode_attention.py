@@ -200,6 +200,7 @@ def decode_attention_kernel(
     shared_lens_ptr: tl.tensor,  # this and the next two belong to a SharedPrefix, if there is one
     shared_partial_ptr: tl.tensor,
     shared_lse_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,  # [heads]
     out_ptr: tl.tensor,
     scale_log2: float,  # softmax scale times the keys' scale times log2(e), so that weights are powers of two
     v_scale: float,
@@ -221,6 +222,7 @@ def decode_attention_kernel(
     SHARED_SPLITS: tl.constexpr,  # 0: there is no SharedPrefix
     SHARED_BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr,  # 0: products are not capped
+    HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Program (KV head, row, split); zeros for a row of length 0."""
@@ -261,6 +263,11 @@ def decode_attention_kernel(
 
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
+    if HAS_SINKS:
+        if split == 0:  # the sink is as a position of its own, whose value is zero
+            sinks = tl.load(sinks_ptr + kv_head * GROUP + heads, mask=heads < GROUP, other=0.0)
+            peak = sinks.to(tl.float32) * 1.4426950408889634
+            total = tl.full([BLOCK_G], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for block in range(begin, end, BLOCK_N):
         positions = block + columns
@@ -328,16 +335,17 @@ def decode_attention(
     shared: SharedPrefix | None = None,
     softcap: float | None = None,
     starts_early: bool = True,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend with one query per row ([rows, heads, head_dim]) to the row's first `seq_lens` positions, or the last `window` of
     them, and write the result to `out`.
 
     A row of length 0 gets zeros. Positions past a row's length are never read. With `shared`, which `shared_attention` has filled, a row's
-    own positions begin after its shared prefix; it excludes a window. A `softcap` c replaces each scaled product s by c * tanh(s / c); it
-    excludes a shared prefix. With `pdl` the next kernel may start early, and this one too if
-    `starts_early`.
+    own positions begin after its shared prefix; it excludes a window. A `softcap` c replaces each scaled product s by c * tanh(s / c);
+    `sinks` are a score of each head that takes its share of the softmax. Both exclude a shared prefix. With `pdl` the next kernel may
+    start early, and this one too if `starts_early`.
     """
-    assert shared is None or (window is None and softcap is None)
+    assert shared is None or (window is None and softcap is None and sinks is None)
     num_rows, num_heads, head_dim = q.shape
     group = check_queries(q, out, kv)
     assert 1 <= tiles.num_splits <= MAX_SPLITS, tiles.num_splits
@@ -352,13 +360,13 @@ def decode_attention(
     parts_of_shared = stand_ins if shared is None else (shared.lens, shared.partial, shared.lse)
     decode_attention_kernel[(kv.num_kv_heads, num_rows, tiles.num_splits)](
         q, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, seq_lens,
-        scratch.partial, scratch.lse, scratch.arrived, *parts_of_shared, out,
+        scratch.partial, scratch.lse, scratch.arrived, *parts_of_shared, q if sinks is None else sinks, out,
         scale * kv.k_scale * math.log2(math.e), kv.v_scale, NO_WINDOW if window is None else window,
         q.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0), out.stride(0),
         GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
         MIN_SPLIT=tiles.min_split_tokens, DOT_DTYPE=dot_dtype(q.dtype),
         BLOCK_G=block_dim(group), BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n, BLOCK_S=MAX_SPLITS,
         SHARED_SPLITS=0 if shared is None else shared.num_splits, SHARED_BLOCK_N=SHARED_BLOCK_N,
-        SOFTCAP=softcap or 0.0,
+        SOFTCAP=softcap or 0.0, HAS_SINKS=sinks is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
     )  # fmt: skip

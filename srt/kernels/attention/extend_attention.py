@@ -120,6 +120,7 @@ def extend_kernel(
     extend_lens_ptr: tl.tensor,
     start_locs_ptr: tl.tensor,
     num_rows: tl.tensor,
+    sinks_ptr: tl.tensor,  # [heads]
     out_ptr: tl.tensor,
     scale_log2: float,  # softmax scale times the keys' scale times log2(e), so that weights are powers of two
     v_scale: float,
@@ -131,6 +132,7 @@ def extend_kernel(
     page_table_stride: tl.tensor,
     HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,  # 0: products are not capped
+    HAS_SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -183,6 +185,9 @@ def extend_kernel(
     end = prefix_len + last_token + 1
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:  # a sink is as a position of its own, whose value is zero
+        peak = tl.load(sinks_ptr + heads).to(tl.float32) * 1.4426950408889634
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if HAS_WINDOW:
         masked_from = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -219,10 +224,12 @@ def extend_attention(
     tiles: ExtendTiles,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend with the queries ``q[start_locs[r] :][: extend_lens[r]]`` of each row r, at positions from `prefix_lens[r]` on, into `out`.
 
     A query sees the positions up to its own, or the last `window` of them. A `softcap` c replaces each scaled product s by c * tanh(s / c).
+    `sinks` are a score of each head that takes its share of the softmax.
     Tokens without a row stay unchanged in `out`. Memory past a
     row's last position is never read. `max_extend_len` must be at least the longest of `extend_lens`.
     """
@@ -231,7 +238,17 @@ def extend_attention(
         return
     grid = triton.cdiv(max_extend_len * group, tiles.block_m), kv.num_kv_heads, num_rows
     _launch(
-        grid, q, kv, (req_pool_indices, prefix_lens, extend_lens, start_locs), scale, out, tiles, window, softcap, 0
+        grid,
+        q,
+        kv,
+        (req_pool_indices, prefix_lens, extend_lens, start_locs),
+        scale,
+        out,
+        tiles,
+        window,
+        softcap,
+        sinks,
+        0,
     )
 
 
@@ -246,6 +263,7 @@ def extend_any_rows(
     tiles: ExtendTiles,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Do what `extend_attention` does for chunks that follow each other from q's first token on.
 
@@ -257,7 +275,7 @@ def extend_any_rows(
     block_r = triton.next_power_of_2(num_rows)
     # Lengths are passed in place of the chunks' beginnings, which the kernel computes from them.
     rows = req_pool_indices, prefix_lens, extend_lens, extend_lens
-    _launch(grid, q, kv, rows, scale, out, tiles, window, softcap, block_r)
+    _launch(grid, q, kv, rows, scale, out, tiles, window, softcap, sinks, block_r)
 
 
 def _launch(
@@ -270,14 +288,15 @@ def _launch(
     tiles: ExtendTiles,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
     block_r: int,
 ) -> None:
     _, num_heads, head_dim = q.shape
     extend_kernel[grid](
-        q, kv.k_buffer, kv.v_buffer, kv.page_table, *rows, len(rows[0]), out,
+        q, kv.k_buffer, kv.v_buffer, kv.page_table, *rows, len(rows[0]), q if sinks is None else sinks, out,
         scale * kv.k_scale * math.log2(math.e), kv.v_scale, window or 0,
         q.stride(0), out.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
-        HAS_WINDOW=window is not None, SOFTCAP=softcap or 0.0,
+        HAS_WINDOW=window is not None, SOFTCAP=softcap or 0.0, HAS_SINKS=sinks is not None,
         GROUP=num_heads // kv.num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=kv.page_size,
         DOT_DTYPE=dot_dtype(q.dtype), BLOCK_M=tiles.block_m, BLOCK_D=block_dim(head_dim), BLOCK_N=tiles.block_n, BLOCK_R=block_r,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,

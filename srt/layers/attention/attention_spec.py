@@ -22,6 +22,7 @@ class AttentionSpec:
     max_context: int  # positions that a request may have
     windows: tuple[int | None, ...]  # the different windows of the layers, each once; None: no window
     softcap: float | None = None  # of all layers
+    has_sinks: bool = False  # of all layers
 
 
 class AttentionLayer(Protocol):
@@ -34,6 +35,10 @@ class AttentionLayer(Protocol):
     scale: float
     window: int | None
     softcap: float | None
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """The score of each head's sink, if heads have sinks."""
 
     def split_packed(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split packed rows into queries, keys and values."""

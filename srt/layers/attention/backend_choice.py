@@ -115,6 +115,8 @@ def _obstacle(name: str, role: str, spec: AttentionSpec, device: torch.device) -
         return None
     if name == "triton":
         return f"Triton's kernels hold heads of at most 256, not {spec.head_dim}" if spec.head_dim > 256 else None
+    if spec.has_sinks:
+        return "it does not know the sinks of this model's heads"
     if spec.softcap is not None:
         return "it does not cap the products of queries and keys, as this model does"
     if device.type != "cuda":

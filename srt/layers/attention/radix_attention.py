@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from srt.layers.attention.base import AttentionBackend
+from srt.layers.weights import WeightedModule, WeightPiece
 
 if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class AttentionSinks(WeightedModule):
+    """The sinks of this rank's heads."""
+
+    def __init__(self, num_heads: int, first: int, total: int) -> None:
+        """The rank has `num_heads` heads of `total`, from head `first` on."""
+        super().__init__()
+        self._first, self._total = first, total
+        self.values = nn.Parameter(torch.empty(num_heads), requires_grad=False)
+
+    def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
+        num_heads = len(self.values)
+        yield WeightPiece(path, (self._total,), self, "values", 0, self._first, num_heads, 0)
 
 
 class RadixAttention(nn.Module):
     """Causal attention over all positions of the batch's requests, shared prefixes included. Has no weights.
 
     Head counts are this rank's, after tensor-parallel sharding. With a `window`, a token sees only that many positions, its own included.
-    A `softcap` c replaces each scaled product s by c * tanh(s / c).
+    A `softcap` c replaces each scaled product s by c * tanh(s / c). A sink is a score that takes its share of a head's softmax, and adds
+    nothing to the result.
     """
 
     def __init__(
@@ -29,6 +46,7 @@ class RadixAttention(nn.Module):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: AttentionSinks | None = None,
     ) -> None:
         super().__init__()
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
@@ -39,6 +57,12 @@ class RadixAttention(nn.Module):
         self.scale = scale
         self.window = window
         self.softcap = softcap
+        self._sinks = sinks
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """The score of each head's sink [heads], if heads have sinks."""
+        return None if self._sinks is None else self._sinks.values
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Store k and v [tokens, kv_heads * head_dim], then attend with q [tokens, heads * head_dim]; the result has the shape of q."""

@@ -212,8 +212,9 @@ def _attend_group(
     q_shape = (group.num_rows, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim)
     queries = (q if group.tokens is None else q.index_select(0, group.tokens)).view(q_shape)
     keys, values = keys.view(kv_shape), values.view(kv_shape)
-    if layer.softcap is not None:
-        attended = _capped_attention(queries, keys, values, group.bias, layer.scale, layer.softcap)
+    if _is_special(layer):
+        sinks = None if layer.sinks is None else layer.sinks.view(1, q_shape[1], q_shape[2], 1)
+        attended = _special_attention(queries, keys, values, group.bias, layer, sinks)
     else:
         mask = None if group.bias is None else group.bias.to(q.dtype)
         attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
@@ -234,8 +235,8 @@ def _attend_chunk(
     queries = q[span].unsqueeze(0).transpose(1, 2)
     for piece in chunk.pieces:
         some, seen = queries[:, :, piece.begin : piece.end], slice(0, piece.length)
-        if layer.softcap is not None:
-            attended = _capped_piece(some, keys[:, :, seen], values[:, :, seen], piece, layer.scale, layer.softcap)
+        if _is_special(layer):
+            attended = _special_piece(some, keys[:, :, seen], values[:, :, seen], piece, layer)
         else:
             attended = scaled_dot_product_attention(
                 some,
@@ -249,12 +250,18 @@ def _attend_chunk(
         out[chunk.first + piece.begin : chunk.first + piece.end] = attended[0].transpose(0, 1)
 
 
-def _capped_piece(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: _Piece, scale: float, softcap: float
+def _is_special(layer: AttentionLayer) -> bool:
+    """Return whether `scaled_dot_product_attention` cannot compute this layer's attention."""
+    return layer.softcap is not None or layer.sinks is not None
+
+
+def _special_piece(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: _Piece, layer: AttentionLayer
 ) -> torch.Tensor:
     """Attend with some queries at a time, because all scores of a step's attention are in memory."""
     count, group = piece.end - piece.begin, queries.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    sinks = None if layer.sinks is None else layer.sinks.view(1, -1, 1, 1)
     parts = []
     for begin in range(0, count, MASKED_QUERIES):
         rows = slice(begin, min(begin + MASKED_QUERIES, count))
@@ -264,20 +271,30 @@ def _capped_piece(
         else:
             seen = piece.mask[rows]
         bias = torch.zeros(seen.shape, device=queries.device).masked_fill_(~seen, float("-inf"))
-        parts.append(_capped_attention(queries[:, :, rows], keys, values, bias, scale, softcap))
+        parts.append(_special_attention(queries[:, :, rows], keys, values, bias, layer, sinks))
     return torch.cat(parts, dim=2)
 
 
-def _capped_attention(
+def _special_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     bias: torch.Tensor | None,
-    scale: float,
-    softcap: float,
+    layer: AttentionLayer,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Do what `scaled_dot_product_attention` does, with c * tanh(s / c) in place of each scaled product s. Weights are float32."""
-    scores = (queries @ keys.transpose(-1, -2)).float() * scale
-    scores = softcap * torch.tanh(scores / softcap)
-    weights = (scores if bias is None else scores + bias).softmax(-1)
+    """Do what `scaled_dot_product_attention` does, with the layer's cap of scores and its sinks. Weights are float32.
+
+    A cap c replaces each scaled product s by c * tanh(s / c). The sinks have the shape of the scores but for dimensions of 1.
+    """
+    scores = (queries @ keys.transpose(-1, -2)).float() * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    if bias is not None:
+        scores = scores + bias
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        one_more = sinks.float().expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, one_more), dim=-1).softmax(-1)[..., :-1]
     return weights.to(values.dtype) @ values

@@ -75,7 +75,7 @@ class TritonAttentionBackend(AttentionBackend):
         self._pdl = has_pdl(device)
         self._shared_bytes = shared_bytes(device)
         self._readings = {Reading.BY_ROW}
-        sees_all = None in spec.windows and spec.softcap is None
+        sees_all = None in spec.windows and spec.softcap is None and not spec.has_sinks
         if sees_all and can_share(spec.dtype, spec.head_dim, self._group):
             self._readings.add(Reading.SHARED)
         # Only facts that are equal on all ranks may decide which graphs exist. Whether the compiler succeeds is not such a fact.
@@ -174,6 +174,7 @@ class TritonAttentionBackend(AttentionBackend):
             self._extend_tiles(len(queries), layer, q.dtype),
             layer.window,
             layer.softcap,
+            layer.sinks,
         )
 
     def forward_extend(
@@ -198,6 +199,7 @@ class TritonAttentionBackend(AttentionBackend):
             self._extend_tiles(self._max_extend_len, layer, q.dtype),
             layer.window,
             layer.softcap,
+            layer.sinks,
         )
 
     def _extend_tiles(self, most_tokens: int, layer: AttentionLayer, dtype: torch.dtype) -> ExtendTiles:
@@ -254,6 +256,7 @@ class TritonAttentionBackend(AttentionBackend):
             pdl,
             shared,
             softcap=layer.softcap,
+            sinks=layer.sinks,
             starts_early=pdl == EARLY or tiles.fill(num_programs, self._num_processors),
         )
 

@@ -7,7 +7,7 @@ import torch
 
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import AttentionBackend
-from srt.layers.attention.radix_attention import RadixAttention
+from srt.layers.attention.radix_attention import AttentionSinks, RadixAttention
 from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, HostRows, RowArrays
 from srt.model_executor.step.step_planner import row_arrays
@@ -24,11 +24,12 @@ def spec_of(
     window: int | None = None,
     fp8: bool = False,
     softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> AttentionSpec:
     """Of two KV heads."""
     kv_dtype = torch.float8_e4m3fn if fp8 else dtype
     return AttentionSpec(
-        2 * group, 2, head_dim, head_dim**-0.5, dtype, kv_dtype, page_size, MAX_TOKENS, (window,), softcap
+        2 * group, 2, head_dim, head_dim**-0.5, dtype, kv_dtype, page_size, MAX_TOKENS, (window,), softcap, has_sinks
     )
 
 
@@ -50,12 +51,17 @@ class AttentionWorld:
         window: int | None = None,
         kv_dtype: torch.dtype | None = None,
         softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         num_pages = NUM_SLOTS * -(-MAX_TOKENS // page_size)
         self._backend = backend
         self._dtype = dtype
         self._device = device
-        self._layer = RadixAttention(num_heads, head_dim, num_kv_heads, 1, head_dim**-0.5, window, softcap)
+        sinks = AttentionSinks(num_heads, 0, num_heads) if has_sinks else None
+        if sinks is not None:  # about as large as the largest of the scores, and different for each head
+            sinks.values.copy_(torch.linspace(-2, 4, num_heads))
+            sinks.to(device, dtype)
+        self._layer = RadixAttention(num_heads, head_dim, num_kv_heads, 1, head_dim**-0.5, window, softcap, sinks)
         self._tables = ReqToTokenPool(NUM_SLOTS, MAX_TOKENS, num_pages, page_size, device)
         scales = ([1.0, 0.02], [1.0, 0.01]) if kv_dtype is torch.float8_e4m3fn else None
         self._memory = MHATokenToKVPool(
@@ -113,7 +119,10 @@ class AttentionWorld:
         seen = torch.ones(num_queries, length, dtype=torch.bool).tril(length - num_queries)
         if layer.window is not None:
             seen = seen.triu(length - num_queries - layer.window + 1)
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks.double().cpu().view(-1, 1, 1).expand(-1, num_queries, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
         expected = torch.einsum("hts,shd->thd", weights, v.repeat_interleave(group, 1))
         error = (out.double() - expected.reshape(out.shape)).abs().max().item()
         return error if error == error else float("inf")

@@ -18,10 +18,13 @@ def make_world(
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
     softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> AttentionWorld:
-    spec = spec_of(group, head_dim, page_size, dtype, window, softcap=softcap)
+    spec = spec_of(group, head_dim, page_size, dtype, window, softcap=softcap, has_sinks=has_sinks)
     backend = TritonAttentionBackend(spec, torch.device("cpu"))
-    return AttentionWorld(backend, 2 * group, 2, head_dim, page_size, dtype, window=window, softcap=softcap)
+    return AttentionWorld(
+        backend, 2 * group, 2, head_dim, page_size, dtype, window=window, softcap=softcap, has_sinks=has_sinks
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -64,3 +67,10 @@ def test_a_window_hides_all_but_the_last_positions(window: int) -> None:
 def test_a_cap_bends_the_scores(window: int | None) -> None:
     world = make_world(window=window, softcap=0.7)
     assert max(world.step([(1, 70), (2, 3)], []), world.step([(2, 40)], [1]), world.step([], [1, 2])) <= 2e-6
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_take_their_share_of_the_weights(window: int | None) -> None:
+    """The rows are long enough for several splits, of which one has the sink."""
+    world = make_world(window=window, has_sinks=True)
+    assert max(world.step([(1, 130), (2, 3)], []), world.step([(2, 40)], [1]), world.step([], [1, 2])) <= 2e-6

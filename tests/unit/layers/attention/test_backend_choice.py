@@ -108,6 +108,7 @@ def test_prefill_and_decode_are_chosen_apart(options: dict[str, Any], expected: 
         ({}, FP8, {"decode_attention_backend": "flashinfer"}, "not float8_e4m3fn"),
         ({"capability": (8, 6)}, QWEN3, {"attention_backend": "fa3"}, "Hopper"),
         ({}, replace(QWEN3, softcap=50.0), {"attention_backend": "fa3"}, "does not cap"),
+        ({}, replace(QWEN3, has_sinks=True), {"attention_backend": "fa3"}, "does not know the sinks"),
         ({"installed": False}, QWEN3, {"attention_backend": "flashinfer"}, "flashinfer-python is not installed"),
     ],
 )

@@ -67,6 +67,17 @@ def test_a_cap_bends_the_scores(window: int | None, monkeypatch: pytest.MonkeyPa
     assert max(errors) <= 2e-6
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_take_their_share_of_the_weights(window: int | None) -> None:
+    world = AttentionWorld(TorchNativeBackend(), 4, 2, 16, 16, torch.float32, window=window, has_sinks=True)
+    errors = [
+        world.step(extends=[(0, 33), (1, 1), (2, 90)], decodes=[]),
+        world.step(extends=[(0, 75), (3, 40)], decodes=[1, 2]),
+        world.step(extends=[], decodes=[0, 1, 2]),
+    ]
+    assert max(errors) <= 2e-6
+
+
 def test_a_memory_of_fp8_costs_no_more_than_its_rounding() -> None:
     world = AttentionWorld(TorchNativeBackend(), 4, 2, 16, 16, torch.float32, kv_dtype=torch.float8_e4m3fn)
     errors = [world.step([(0, 33), (1, 1)], []), world.step([(0, 5)], [1]), world.step([], [0, 1])]
