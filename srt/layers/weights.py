@@ -40,6 +40,10 @@ class WeightPiece:
     """Which of the matrices that the parameter stacks the range belongs to. None: the parameter is one matrix or vector."""
     stored_index: int | None = None
     """Which of the matrices that the checkpoint's tensor stacks the range is read from. None: the tensor is one matrix or vector."""
+    step: int = field(default=1, kw_only=True)
+    """Distance of neighbours of the range in the checkpoint's tensor."""
+    is_transposed: bool = field(default=False, kw_only=True)
+    """Whether rows and columns are swapped in the checkpoint. `dim` is a dimension of the parameter."""
     is_scale: bool = field(default=False, kw_only=True)
     """Whether the checkpoint's tensor may lack dimensions of 1."""
     is_optional: bool = field(default=False, kw_only=True)
@@ -59,15 +63,25 @@ class WeightPiece:
         return self.shape if self.stored_index is None else self.shape[1:]
 
     @property
+    def stored_dim(self) -> int:
+        """The dimension of the matrix or vector in the checkpoint along which the range is cut."""
+        return 1 - self.dim if self.is_transposed else self.dim
+
+    @property
+    def stored_range(self) -> slice:
+        """The range along that dimension."""
+        return slice(self.start, self.start + self.size * self.step, self.step)
+
+    @property
     def num_elements(self) -> int:
         return self.target().numel()
 
     def target(self) -> Tensor:
-        """Return the view of the parameter that the range fills."""
+        """Return the view of the parameter that the range fills, with rows and columns as in the checkpoint."""
         parameter = self.parameter.detach()
-        return (parameter if self.index is None else parameter[self.index]).narrow(
-            self.dim, self.target_start, self.size
-        )
+        matrix = parameter if self.index is None else parameter[self.index]
+        part = matrix.narrow(self.dim, self.target_start, self.size)
+        return part.t() if self.is_transposed else part
 
 
 class WeightedModule(nn.Module):

@@ -52,10 +52,10 @@ class DummyWeights:
         # A vector is treated as a matrix of one row.
         shape = piece.stored_shape
         width = shape[-1]
-        columns = slice(piece.start, piece.start + piece.size) if piece.dim == len(shape) - 1 else slice(0, width)
-        first_row = piece.start if piece.dim < len(shape) - 1 else 0
+        columns = piece.stored_range if piece.stored_dim == len(shape) - 1 else slice(0, width)
+        first_row = piece.start if piece.stored_dim < len(shape) - 1 else 0
         first_row += (piece.stored_index or 0) * (shape[0] if len(shape) == 2 else 1)
-        scale = 0.02 if len(shape) == 1 else width**-0.5
+        scale = 0.02 if len(shape) == 1 else shape[0 if piece.is_transposed else 1] ** -0.5
         if target.dtype is torch.float8_e4m3fn:
             scale = 1.0  # there is a scale beside the weight
         offset = zlib.crc32(piece.name.encode()) + first_row * width

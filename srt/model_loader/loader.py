@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.moe.experts import RouterWeight
 from srt.layers.ops_choice import layer_ops
 from srt.layers.quantization.weight import LinearWeight
 from srt.layers.weights import WeightPiece
@@ -131,8 +132,8 @@ def get_model_loader(config: LoadConfig) -> ModelLoader:
 def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Allocate every parameter of a model built on the meta device on `device`, uninitialised, and move its buffers there.
 
-    Parameters get `dtype`, but for those of quantised weights that have types of their own. Modules that share a parameter still share
-    it afterwards.
+    Parameters get `dtype`, but for those of quantised weights and routers that have types of their own. Modules that share a parameter
+    still share it afterwards.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -158,7 +159,7 @@ def _num_bytes(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _dtype_of(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-    return module.own_dtypes.get(name, dtype) if isinstance(module, LinearWeight) else dtype
+    return module.own_dtypes.get(name, dtype) if isinstance(module, LinearWeight | RouterWeight) else dtype
 
 
 def _clear_padding(pieces: list[WeightPiece]) -> None:

@@ -5,6 +5,7 @@ file ── read ──> a thread's buffer (pinned for a GPU) ── its stream 
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,17 +88,19 @@ def _in_file_order(headers: Mapping[str, TensorHeader], pieces: Sequence[WeightP
 
 
 def _blocks_of(piece: WeightPiece, header: TensorHeader, data_start: int) -> Iterator[_Block]:
-    """Yield the blocks that fill `piece`. A vector or a number is treated as a matrix of one column."""
+    """Yield the blocks that fill `piece`. A vector or a number is treated as a matrix of one row."""
     shape = piece.stored_shape
     assert piece.dim < 2 >= len(shape), (piece.name, piece.shape, piece.dim)
-    width = shape[1] if len(shape) == 2 else 1
+    height, width = shape if len(shape) == 2 else (1, math.prod(shape))
     first_row, num_rows, columns = piece.start, piece.size, slice(0, width)
-    if piece.dim == 1:
-        first_row, num_rows, columns = 0, shape[0], slice(piece.start, piece.start + piece.size)
-    target = piece.target().view(num_rows, -1) if len(shape) < 2 else piece.target()
+    if len(shape) < 2 or piece.stored_dim == 1:
+        first_row, num_rows, columns = 0, height, piece.stored_range
+    else:
+        assert piece.step == 1, f"{piece.name}: rows apart from each other"
+    target = piece.target().view(1, -1) if len(shape) < 2 else piece.target()
     target_row = 0 if piece.dim == 1 else piece.target_start
     row_bytes = width * ITEM_BYTES[header.dtype]
-    first_row += (piece.stored_index or 0) * shape[0]
+    first_row += (piece.stored_index or 0) * height
     rows_at_once = max(1, BLOCK_BYTES // row_bytes)
     for begin in range(0, num_rows, rows_at_once):
         count = min(rows_at_once, num_rows - begin)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.attention.radix_attention import RadixAttention
+from srt.layers.attention.radix_attention import AttentionSinks, RadixAttention
 from srt.layers.embedding import VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.moe.mixture import Mixture
@@ -46,14 +46,17 @@ class PlainAttention(nn.Module):
             queries, keys, _ = self.qkv_proj.parts
             self.q_norm = ShardedRMSNorm(queries, config.norm.eps, tp, ops)
             self.k_norm = ShardedRMSNorm(keys, config.norm.eps, tp, ops)
+        num_heads = self.qkv_proj.num_heads
+        self.sinks = AttentionSinks(num_heads, tp.rank * num_heads, spec.num_heads) if spec.has_sinks else None
         self.attn = RadixAttention(
-            self.qkv_proj.num_heads,
+            num_heads,
             spec.head_dim,
             self.qkv_proj.num_kv_heads,
             layer_id,
             spec.scale,
             spec.window,
             spec.softcap,
+            self.sinks,
         )
         self.o_proj = RowParallelLinear(spec.query_width, config.hidden_size, spec.o_bias, tp, ops)
 

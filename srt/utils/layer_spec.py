@@ -59,6 +59,8 @@ class SelfAttention:
     """c in c * tanh(score / c), which limits the scaled products before the softmax."""
     norms: HeadNorms | None = None
     """Norms of queries and keys before the rotation: of each head by itself, or over the width of all heads."""
+    has_sinks: bool = False
+    """Whether each head has a sink: a score that takes its share of the softmax, but adds nothing to the result."""
     qkv_bias: bool = False
     o_bias: bool = False
     is_one_tensor: bool = False
@@ -96,7 +98,7 @@ class FeedForward:
 
 
 Scoring = Literal["softmax", "sigmoid"]
-ExpertLayout = Literal["gate_up_down", "w1_w3_w2", "input_output"]
+ExpertLayout = Literal["gate_up_down", "w1_w3_w2", "input_output", "transposed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,15 @@ class Routing:
     scoring: Scoring = "softmax"
     is_renormalised: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    """Groups of neighbouring experts that a token chooses from: those with the largest sums of their two best scores."""
+    scale: float = 1.0
+    """Factor of all weights."""
+    has_bias: bool = False
+    """Whether the router's logits have a bias."""
+    has_correction: bool = False
+    """Whether a correction is added to the scores for the choice, but not for the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +142,11 @@ class Experts:
     """Outputs of `gate` and of `up` of one expert."""
     shared: SharedExpert | None = None
     layout: ExpertLayout = "gate_up_down"
-    """How the checkpoint stores them: a tensor for each matrix of each expert, with these names; or "input_output", two tensors."""
+    """How the checkpoint stores them. "gate_up_down" and "w1_w3_w2" name the tensors of each expert. The others are two tensors for all
+    experts: "input_output" as they are multiplied, "transposed" with rows and columns swapped, gates and ups in turns."""
+    bias: bool = False
+    limit: float | None = None
+    """None: the activation is silu(gate) * up. Else it is that of gpt-oss, with gates and ups limited to this size."""
     name: str = "mlp"
     """Name of the whole in the checkpoint."""
     router_name: str = "gate"

@@ -32,7 +32,8 @@ READ_KEYS = frozenset(
     " residual_multiplier attention_multiplier no_rope_layers no_rope_layer_interval sliding_window_pattern"
     " rope_local_base_freq use_bidirectional_attention num_experts num_local_experts num_experts_per_tok"
     " moe_intermediate_size shared_expert_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers clip_qkv"
-    " qkv_bias is_causal id2label num_labels".split()
+    " n_routed_experts n_shared_experts n_group topk_group routed_scaling_factor first_k_dense_replace use_qk_norm"
+    " swiglu_alpha swiglu_limit qkv_bias is_causal id2label num_labels".split()
 )
 """Keys of config.json that have an effect. Overriding any other key is refused, because it would be ignored."""
 

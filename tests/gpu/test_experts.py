@@ -10,7 +10,7 @@ from torch import Tensor
 
 from srt.kernels.moe.expert_gemm import multiply_experts
 from srt.layers.moe.expert_kernels import ExpertKernels
-from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights
+from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router
 from srt.utils.layer_spec import Routing
 
 pytestmark = pytest.mark.gpu
@@ -52,9 +52,9 @@ def test_products_are_right_and_the_same_every_time(num_tokens: int, shape: str)
     weights = ExpertWeights(
         randn(num_experts, 2 * size, hidden) * hidden**-0.5, randn(num_experts, hidden, size) * size**-0.5
     )
-    x, router = randn(num_tokens, hidden), randn(num_experts, hidden) * hidden**-0.5
-    choice = kernels.route(x, router, routing)
-    expected_choice = TORCH_EXPERT_OPS.route(x, router, routing)
+    x, router = randn(num_tokens, hidden), Router(routing, randn(num_experts, hidden) * hidden**-0.5)
+    choice = kernels.route(x, router)
+    expected_choice = TORCH_EXPERT_OPS.route(x, router)
     assert (choice.ids == expected_choice.ids).float().mean() > 0.99, "all but ties"
     torch.testing.assert_close(choice.weights, expected_choice.weights, rtol=1e-3, atol=1e-5)
     expected, got = exactly(x, choice, weights), kernels.multiply(x, choice, weights)
@@ -71,15 +71,17 @@ def test_products_are_right_and_the_same_every_time(num_tokens: int, shape: str)
 @pytest.mark.parametrize("num_tokens", [4, 64, 1000])
 def test_a_graph_serves_any_choice(num_tokens: int) -> None:
     num_experts, top_k, hidden, size = 32, 4, 512, 256
-    gate_up, down = randn(num_experts, 2 * size, hidden) * hidden**-0.5, randn(num_experts, hidden, size) * size**-0.5
+    experts = ExpertWeights(
+        randn(num_experts, 2 * size, hidden) * hidden**-0.5, randn(num_experts, hidden, size) * size**-0.5
+    )
     x, weights = randn(num_tokens, hidden), torch.rand(num_tokens, top_k, device=CUDA)
     ids = torch.zeros(num_tokens, top_k, device=CUDA, dtype=torch.int32)
-    multiply_experts(x, ids, weights, gate_up, down)
+    multiply_experts(x, ids, weights, experts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = multiply_experts(x, ids, weights, gate_up, down)
+        captured = multiply_experts(x, ids, weights, experts)
     for most in (1, 5, num_experts):
         ids.copy_(torch.rand(num_tokens, max(most, top_k), device=CUDA).argsort(dim=-1)[:, :top_k] % most)
         graph.replay()
-        assert torch.equal(captured, multiply_experts(x, ids, weights, gate_up, down))
-        assert error_of(captured, exactly(x, Choice(ids, weights), ExpertWeights(gate_up, down))) < MOST
+        assert torch.equal(captured, multiply_experts(x, ids, weights, experts))
+        assert error_of(captured, exactly(x, Choice(ids, weights), experts)) < MOST

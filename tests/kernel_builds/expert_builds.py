@@ -37,8 +37,15 @@ def _router_logits(dtype: torch.dtype) -> KernelBuild:
     return KernelBuild(
         f"router_logits[{name}]",
         router_logits_kernel,
-        {"x_ptr": f"*{name}", "weight_ptr": f"*{name}", "logits_ptr": "*fp32", "num_rows": "i32"},
         {
+            "x_ptr": f"*{name}",
+            "weight_ptr": f"*{name}",
+            "bias_ptr": f"*{name}",
+            "logits_ptr": "*fp32",
+            "num_rows": "i32",
+        },
+        {
+            "HAS_BIAS": True,
             "NUM_EXPERTS": EXPERTS,
             "HIDDEN": HIDDEN,
             "BLOCK_T": 32,
@@ -51,16 +58,25 @@ def _router_logits(dtype: torch.dtype) -> KernelBuild:
 
 
 def _choices() -> list[KernelBuild]:
-    types = {"logits_ptr": "*fp32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "num_rows": "i32"}
+    types = dict.fromkeys(("logits_ptr", "correction_ptr", "weights_ptr"), "*fp32")
+    types |= {"ids_ptr": "*i32", "num_rows": "i32", "scale": "fp32"}
     sizes = {"NUM_EXPERTS": EXPERTS, "TOP_K": TOP_K, "BLOCK_T": 4, "BLOCK_E": 128, "BLOCK_CHOICES": 8}
+    groups = {"softmax": (1, 1), "sigmoid": (8, 4)}
     return [
         KernelBuild(
             f"choose_experts[{name}]",
             choose_experts_kernel,
             types,
-            {**sizes, "RENORMALISE": True, "SIGMOID": name == "sigmoid"},
+            {
+                **sizes,
+                "NUM_GROUPS": num_groups,
+                "CHOSEN_GROUPS": chosen,
+                "RENORMALISE": True,
+                "SIGMOID": name == "sigmoid",
+                "HAS_CORRECTION": name == "sigmoid",
+            },
         )
-        for name in ("softmax", "sigmoid")
+        for name, (num_groups, chosen) in groups.items()
     ]
 
 
@@ -84,7 +100,9 @@ def _sum(dtype: torch.dtype) -> KernelBuild:
 
 
 def _gates(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles) -> KernelBuild:
-    return _product("expert_gates", expert_gates_kernel, dtype, tokens, tiles.block_m, tiles.gates, {"TOP_K": TOP_K})
+    return _product(
+        "expert_gates", expert_gates_kernel, dtype, tokens, tiles.block_m, tiles.gates, {"TOP_K": TOP_K, "LIMIT": 7.0}
+    )
 
 
 def _downs(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles) -> KernelBuild:
@@ -92,16 +110,21 @@ def _downs(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles) -> KernelBui
 
 
 def _product(
-    label: str, kernel: Any, dtype: torch.dtype, tokens: int, block_m: int, tiles: ProductTiles, more: dict[str, int]
+    label: str, kernel: Any, dtype: torch.dtype, tokens: int, block_m: int, tiles: ProductTiles, more: dict[str, float]
 ) -> KernelBuild:
     name = TYPE_NAMES[dtype]
-    types = {**dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), f"*{name}"), **_TABLE, "factors_ptr": "*fp32"}
+    types = {
+        **dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{name}"),
+        **_TABLE,
+        "factors_ptr": "*fp32",
+    }
     return KernelBuild(
         f"{label}[{name}, {tokens} tokens]",
         kernel,
         {argument: kind for argument, kind in types.items() if argument in kernel.arg_names},
         {
             **more,
+            "HAS_BIAS": True,
             "SIZE": SIZE,
             "HIDDEN": HIDDEN,
             "BLOCK_M": block_m,

@@ -110,6 +110,8 @@ def _write_model(folder: Path, spec: CheckpointSpec, token_ids: Mapping[str, int
         for name, parameter in model.named_parameters()
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    weights |= {name: _draw_weight(name, tuple(one.shape), spec, generator) for name, one in buffers.items()}
     if any(".experts." in name for name in weights):
         weights = _as_published(model, weights, folder / "published")
     _write_weights(folder, weights, spec.num_shards)
@@ -163,7 +165,7 @@ def _draw_weight(name: str, shape: tuple[int, ...], spec: CheckpointSpec, genera
     noise = torch.randn(shape, generator=generator, dtype=torch.float32)
     if name.endswith("norm.weight"):
         return FAMILY_TOKENS[spec.family].norm_mean + 0.2 * noise
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_bias", ".sinks")):
         return 0.5 * noise
     if name == "lm_head.weight" or (name.endswith("embed_tokens.weight") and spec.tied):
         return noise * (spec.logit_std / math.sqrt(spec.hidden_size))

@@ -8,20 +8,24 @@ import torch
 import triton
 import triton.language as tl
 
-from srt.kernels.build.jit import dot_dtype, kernel
+from srt.kernels.build.jit import dot_dtype, jit, kernel
+from srt.utils.layer_spec import Routing
 
 _FEW_ROWS: Final = 16
 _BLOCK_EXPERTS: Final = 16
 _BLOCK_K: Final = 256
 _ROWS_OF_A_CHOICE: Final = 4
+_LEAST_SUM = tl.constexpr(1e-20)  # added to a sum of weights, so that it can divide them
 
 
 @kernel(one_variant_for=("num_rows",))
 def router_logits_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     num_rows: int,
+    HAS_BIAS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -42,20 +46,55 @@ def router_logits_kernel(
         x = tl.load(x_at, mask=of_row & inside[None, :], other=0.0)
         weight = tl.load(weight_at, mask=of_expert & inside[:, None], other=0.0)
         sums = tl.dot(x.to(DOT), weight.to(DOT), sums, input_precision="ieee")
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + experts, mask=experts < NUM_EXPERTS, other=0.0)
+        sums += bias.to(tl.float32)[None, :]
     out_at = logits_ptr + rows.to(tl.int64)[:, None] * NUM_EXPERTS + experts[None, :]
     tl.store(out_at, sums, mask=of_row & of_expert)
+
+
+@jit
+def _keep_best_groups(
+    ranks: tl.tensor,
+    experts: tl.tensor,
+    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> tl.tensor:
+    """Return the ranks without those of experts outside the groups with the largest sums of their two best ranks."""
+    group = experts // GROUP
+    sums = tl.full(ranks.shape, -float("inf"), dtype=tl.float32)  # of an expert's group
+    for number in tl.static_range(NUM_GROUPS):
+        own = tl.where(group == number, ranks, -float("inf"))
+        first = tl.max(own, axis=1)
+        first_id = tl.min(tl.where(own == first[:, None], experts, BLOCK_E), axis=1)
+        second = tl.max(tl.where(experts == first_id[:, None], -float("inf"), own), axis=1)
+        sums = tl.where(group == number, (first + second)[:, None], sums)
+    is_kept = tl.zeros(ranks.shape, dtype=tl.int1)
+    for _ in tl.static_range(CHOSEN_GROUPS):
+        left = tl.where(is_kept, -float("inf"), sums)
+        best = tl.max(left, axis=1)
+        best_group = tl.min(tl.where((left == best[:, None]) & ~is_kept, group, BLOCK_E), axis=1)
+        is_kept = is_kept | (group == best_group[:, None])
+    return tl.where(is_kept, ranks, -float("inf"))
 
 
 @kernel(one_variant_for=("num_rows",))
 def choose_experts_kernel(
     logits_ptr: tl.tensor,
+    correction_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     num_rows: int,
+    scale: float,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
     RENORMALISE: tl.constexpr,
     SIGMOID: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_CHOICES: tl.constexpr,
@@ -71,24 +110,31 @@ def choose_experts_kernel(
         largest = tl.max(tl.where(of_row, logits, 0.0), axis=1)
         powers = tl.where(of_row & is_expert, tl.exp(logits - largest[:, None]), 0.0)
         scores = powers / tl.where(of_row, tl.sum(powers, axis=1)[:, None], 1.0)
-    scores = tl.where(is_expert, scores, -1.0)
+    ranks = scores
+    if HAS_CORRECTION:
+        ranks += tl.load(correction_ptr + experts, mask=is_expert, other=0.0)
+    ranks = tl.where(is_expert, ranks, -float("inf"))
+    if NUM_GROUPS > 1:
+        ranks = _keep_best_groups(ranks, experts, NUM_EXPERTS // NUM_GROUPS, NUM_GROUPS, CHOSEN_GROUPS, BLOCK_E)
     kept_ids = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.int32)
     kept = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
-        best = tl.max(scores, axis=1)
-        best_id = tl.min(tl.where(scores == best[:, None], experts, NUM_EXPERTS - 1), axis=1)
+        best = tl.max(ranks, axis=1)
+        best_id = tl.min(tl.where(ranks == best[:, None], experts, NUM_EXPERTS - 1), axis=1)
+        is_best = experts == best_id[:, None]
+        score = tl.sum(tl.where(is_best, scores, 0.0), axis=1)
         kept_ids = tl.where(choices == choice, best_id[:, None], kept_ids)
-        kept = tl.where(choices == choice, best[:, None], kept)
-        scores = tl.where(experts == best_id[:, None], -1.0, scores)
+        kept = tl.where(choices == choice, score[:, None], kept)
+        ranks = tl.where(is_best, -float("inf"), ranks)
     if RENORMALISE:
-        kept = kept / tl.where(of_row, tl.sum(kept, axis=1)[:, None], 1.0)
+        kept = kept / tl.where(of_row, tl.sum(kept, axis=1)[:, None] + _LEAST_SUM, 1.0)
     out_at = rows[:, None] * TOP_K + choices
     inside = of_row & (choices < TOP_K)
     tl.store(ids_ptr + out_at, kept_ids, mask=inside)
-    tl.store(weights_ptr + out_at, kept, mask=inside)
+    tl.store(weights_ptr + out_at, kept * scale, mask=inside)
 
 
-def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return the float32 logits [rows, experts] for x [rows, hidden_size] and weight [experts, hidden_size], both contiguous."""
     num_rows, (num_experts, hidden_size) = len(x), weight.shape
     logits = torch.empty((num_rows, num_experts), dtype=torch.float32, device=x.device)
@@ -97,8 +143,10 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     router_logits_kernel[grid](
         x,
         weight,
+        weight if bias is None else bias,
         logits,
         num_rows,
+        HAS_BIAS=bias is not None,
         NUM_EXPERTS=num_experts,
         HIDDEN=hidden_size,
         BLOCK_T=block_t,
@@ -111,23 +159,28 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def choose_experts(
-    logits: torch.Tensor, top_k: int, is_renormalised: bool, is_sigmoid: bool
+    logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids [rows, top_k] i32, weights [rows, top_k] f32) of the best experts, by falling score."""
+    """Return (ids [rows, top_k] i32, weights [rows, top_k] f32) of the best experts, the best first."""
     num_rows, num_experts = logits.shape
-    ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_rows, routing.top_k), dtype=torch.float32, device=logits.device)
     choose_experts_kernel[(triton.cdiv(num_rows, _ROWS_OF_A_CHOICE),)](
         logits,
+        logits if correction is None else correction,
         ids,
         weights,
         num_rows,
+        routing.scale,
         NUM_EXPERTS=num_experts,
-        TOP_K=top_k,
-        RENORMALISE=is_renormalised,
-        SIGMOID=is_sigmoid,
+        TOP_K=routing.top_k,
+        NUM_GROUPS=routing.num_groups,
+        CHOSEN_GROUPS=routing.num_chosen_groups,
+        RENORMALISE=routing.is_renormalised,
+        SIGMOID=routing.scoring == "sigmoid",
+        HAS_CORRECTION=correction is not None,
         BLOCK_T=_ROWS_OF_A_CHOICE,
         BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_CHOICES=triton.next_power_of_2(top_k),
+        BLOCK_CHOICES=triton.next_power_of_2(routing.top_k),
     )
     return ids, weights

@@ -6,20 +6,19 @@ from torch import Tensor
 
 from srt.kernels.moe.expert_gemm import multiply_experts
 from srt.kernels.moe.route import choose_experts, router_logits
-from srt.layers.moe.expert_ops import Choice, ExpertOps, ExpertWeights
-from srt.utils.layer_spec import Routing
+from srt.layers.moe.expert_ops import Choice, ExpertOps, ExpertWeights, Router
 
 
 class ExpertKernels(ExpertOps):
     """Never waits for the device, so that graphs can capture every step."""
 
-    def route(self, x: Tensor, weight: Tensor, routing: Routing) -> Choice:
+    def route(self, x: Tensor, router: Router) -> Choice:
         if not len(x):
-            return super().route(x, weight, routing)
-        logits = router_logits(x.contiguous(), weight)
-        return Choice(*choose_experts(logits, routing.top_k, routing.is_renormalised, routing.scoring == "sigmoid"))
+            return super().route(x, router)
+        logits = router_logits(x.contiguous(), router.weight, router.bias)
+        return Choice(*choose_experts(logits, router.routing, router.correction))
 
     def multiply(self, x: Tensor, choice: Choice, weights: ExpertWeights) -> Tensor:
         if not len(x):
             return x.new_empty(x.shape)
-        return multiply_experts(x.contiguous(), choice.ids, choice.weights, weights.gate_up, weights.down)
+        return multiply_experts(x.contiguous(), choice.ids, choice.weights, weights)

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from srt.utils.layer_spec import Routing
 
+GATE_SLOPE: Final = 1.702  # of gpt-oss's activation
+LEAST_SUM: Final = 1e-20  # added to a sum of weights, so that it can divide them
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -26,14 +29,28 @@ class ExpertWeights:
 
     gate_up: Tensor  # [experts, 2 * size, hidden_size]: the gates of an expert, then its ups
     down: Tensor  # [experts, hidden_size, size]
+    gate_up_bias: Tensor | None = None  # [experts, 2 * size]
+    down_bias: Tensor | None = None  # [experts, hidden_size]; on one rank only, because the ranks' results are added
+    limit: float | None = None  # None: silu(gate) * up; else gpt-oss's activation
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Parameters of a router."""
+
+    routing: Routing
+    weight: Tensor  # [experts, hidden_size]
+    bias: Tensor | None = None  # [experts], of the logits
+    correction: Tensor | None = None  # [experts] f32, of the scores as far as they choose
 
 
 class ExpertOps:
     """The operations, without state. `ExpertKernels` has the same on a GPU."""
 
-    def route(self, x: Tensor, weight: Tensor, routing: Routing) -> Choice:
+    def route(self, x: Tensor, router: Router) -> Choice:
         """Choose the experts of each token. Logits, scores and weights are float32."""
-        return choose(F.linear(x.float(), weight.float()), routing)
+        bias = None if router.bias is None else router.bias.float()
+        return choose(F.linear(x.float(), router.weight.float(), bias), router.routing, router.correction)
 
     def multiply(self, x: Tensor, choice: Choice, weights: ExpertWeights) -> Tensor:
         """Return the weighted sum of the results of each token's experts [tokens, hidden_size].
@@ -50,8 +67,9 @@ class ExpertOps:
             if not count:
                 continue
             pairs = sorted_pairs[first : first + count]
-            gate, up = F.linear(x[pairs // top_k], weights.gate_up[expert]).chunk(2, dim=-1)
-            results[pairs] = F.linear(F.silu(gate).mul_(up), weights.down[expert])
+            gate_up = F.linear(x[pairs // top_k], weights.gate_up[expert], _of(weights.gate_up_bias, expert))
+            activated = activate(gate_up, weights.limit)
+            results[pairs] = F.linear(activated, weights.down[expert], _of(weights.down_bias, expert))
             first += count
         weighted: Tensor = results.view(-1, top_k, results.shape[1]) * choice.weights.unsqueeze(-1)
         return weighted.sum(dim=1).to(x.dtype)
@@ -60,10 +78,35 @@ class ExpertOps:
 TORCH_EXPERT_OPS: Final = ExpertOps()
 
 
-def choose(logits: Tensor, routing: Routing) -> Choice:
+def activate(gate_up: Tensor, limit: float | None) -> Tensor:
+    """Return the activation of gates and ups, the two halves of the last dimension."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if limit is None:
+        return F.silu(gate).mul_(up)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(GATE_SLOPE * gate)
+
+
+def choose(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
     """Choose experts by the router's logits [tokens, experts] f32."""
     scores = logits.softmax(dim=-1) if routing.scoring == "softmax" else logits.sigmoid()
-    weights, ids = scores.topk(routing.top_k, dim=-1)
+    ranks = scores if correction is None else scores + correction
+    if routing.num_groups > 1:
+        ranks = ranks.masked_fill(~_in_best_groups(ranks, routing), float("-inf"))
+    ids = ranks.topk(routing.top_k, dim=-1).indices
+    weights = scores.gather(-1, ids)
     if routing.is_renormalised:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return Choice(ids, weights)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM)
+    return Choice(ids, weights if routing.scale == 1.0 else weights * routing.scale)
+
+
+def _in_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
+    """Return a mask of the experts [tokens, experts] in the groups that each token chooses from."""
+    groups = ranks.unflatten(-1, (routing.num_groups, -1))
+    best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(routing.num_chosen_groups, dim=-1).indices
+    chosen = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranks.device).scatter_(1, best, True)
+    return chosen.unsqueeze(-1).expand_as(groups).flatten(1)
+
+
+def _of(biases: Tensor | None, expert: int) -> Tensor | None:
+    return None if biases is None else biases[expert]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.moe.expert_ops import Choice, ExpertOps, ExpertWeights
+from srt.layers.moe.expert_ops import Choice, ExpertOps, ExpertWeights, Router
 from srt.layers.weights import WeightedModule, WeightPiece
 from srt.utils.layer_spec import Experts, Routing
 
@@ -17,7 +18,10 @@ _MATRICES = {"gate_up_down": ("gate_proj", "up_proj", "down_proj"), "w1_w3_w2": 
 
 
 class RouterWeight(WeightedModule):
-    """The router's matrix, the same on every rank, which therefore all choose the same experts."""
+    """The router's parameters, the same on every rank, so that all ranks choose the same experts."""
+
+    own_dtypes: Final = {"correction": torch.float32}
+    """Types of parameters that are not of the model's type."""
 
     def __init__(self, hidden_size: int, routing: Routing, name: str, ops: ExpertOps) -> None:
         """`name` is the router's name in the checkpoint, beside the experts."""
@@ -25,15 +29,22 @@ class RouterWeight(WeightedModule):
         self._name = name
         self._routing = routing
         self._ops = ops
-        self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size), requires_grad=False)
+        self.weight = _empty(routing.num_experts, hidden_size)
+        self.bias = _empty(routing.num_experts) if routing.has_bias else None
+        self.correction = _empty(routing.num_experts) if routing.has_correction else None
 
     def forward(self, x: Tensor) -> Choice:
-        return self._ops.route(x, self.weight, self._routing)
+        return self._ops.route(x, Router(self._routing, self.weight, self.bias, self.correction))
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
-        shape = (self.weight.shape[0], self.weight.shape[1])
-        name = f"{path.rpartition('.')[0]}.{self._name}.weight"
-        yield WeightPiece(name, shape, self, "weight", 0, 0, shape[0], 0)
+        num_experts, hidden_size = self.weight.shape
+        name = f"{path.rpartition('.')[0]}.{self._name}"
+        yield WeightPiece(f"{name}.weight", (num_experts, hidden_size), self, "weight", 0, 0, num_experts, 0)
+        if self.bias is not None:
+            yield WeightPiece(f"{name}.bias", (num_experts,), self, "bias", 0, 0, num_experts, 0)
+        if self.correction is not None:
+            tensor = f"{name}.e_score_correction_bias"
+            yield WeightPiece(tensor, (num_experts,), self, "correction", 0, 0, num_experts, 0)
 
 
 class ExpertLayers(WeightedModule):
@@ -48,17 +59,25 @@ class ExpertLayers(WeightedModule):
         self._size = spec.size // tp.size
         self._start = tp.rank * self._size
         num_experts = spec.routing.num_experts
-        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * self._size, hidden_size), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(num_experts, hidden_size, self._size), requires_grad=False)
+        self.gate_up = _empty(num_experts, 2 * self._size, hidden_size)
+        self.down = _empty(num_experts, hidden_size, self._size)
+        self.gate_up_bias = _empty(num_experts, 2 * self._size) if spec.bias else None
+        self.down_bias = _empty(num_experts, hidden_size) if spec.bias else None
+        self._adds_bias = tp.rank == 0  # the ranks' results are added, so one of them adds it
 
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """Return what this rank adds to the weighted sum of the chosen experts' results."""
-        return self._ops.multiply(x, choice, ExpertWeights(self.gate_up, self.down))
+        biases = self.gate_up_bias, self.down_bias if self._adds_bias else None
+        return self._ops.multiply(x, choice, ExpertWeights(self.gate_up, self.down, *biases, self._spec.limit))
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
-        if self._spec.layout == "input_output":
-            return self._stacked_pieces(path.rpartition(".")[0])
-        return self._single_pieces(path, *_MATRICES[self._spec.layout])
+        match self._spec.layout:
+            case "input_output":
+                return self._stacked_pieces(path.rpartition(".")[0])
+            case "transposed":
+                return self._transposed_pieces(path)
+            case named:
+                return self._single_pieces(path, *_MATRICES[named])
 
     def _single_pieces(self, path: str, gate: str, up: str, down: str) -> Iterator[WeightPiece]:
         """Yield the pieces of a checkpoint with a tensor for each matrix of each expert."""
@@ -81,3 +100,25 @@ class ExpertLayers(WeightedModule):
                 yield WeightPiece(tensor, gate_up, self, "gate_up", 0, first, size, target_start, index, index)
             tensor = f"{path}.output_linear.weight"
             yield WeightPiece(tensor, down, self, "down", 1, start, size, 0, index, index)
+
+    def _transposed_pieces(self, path: str) -> Iterator[WeightPiece]:
+        """Yield the pieces of gpt-oss: both tensors have inputs as rows, and gates and ups take turns among the outputs."""
+        hidden_size, whole, start, size = self.down.shape[1], self._spec.size, self._start, self._size
+        num_experts = self._spec.routing.num_experts
+        gate_up, down = (num_experts, hidden_size, 2 * whole), (num_experts, whole, hidden_size)
+        for index in range(num_experts):
+            at = index, index
+            for turn in (0, 1):
+                place = (0, 2 * start + turn, size, turn * size, *at)
+                tensor = f"{path}.gate_up_proj"
+                yield WeightPiece(tensor, gate_up, self, "gate_up", *place, step=2, is_transposed=True)
+                if self.gate_up_bias is not None:
+                    yield WeightPiece(f"{tensor}_bias", gate_up[::2], self, "gate_up_bias", *place, step=2)
+            yield WeightPiece(f"{path}.down_proj", down, self, "down", 1, start, size, 0, *at, is_transposed=True)
+            if self.down_bias is not None:
+                shape = (num_experts, hidden_size)
+                yield WeightPiece(f"{path}.down_proj_bias", shape, self, "down_bias", 0, 0, hidden_size, 0, *at)
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)

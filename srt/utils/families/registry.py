@@ -5,7 +5,8 @@ from __future__ import annotations
 from srt.utils.families.cohere2 import COHERE2
 from srt.utils.families.family import Family
 from srt.utils.families.gemma import GEMMA2, GEMMA3
-from srt.utils.families.glm4 import GLM4
+from srt.utils.families.glm4 import GLM4, GLM4_MOE
+from srt.utils.families.gpt_oss import GPT_OSS
 from srt.utils.families.granite import GRANITE, GRANITE_MOE
 from srt.utils.families.llama import LLAMA, MISTRAL
 from srt.utils.families.mixtral import MIXTRAL
@@ -37,6 +38,8 @@ FAMILIES = {
         QWEN3_MOE,
         OLMOE,
         GRANITE_MOE,
+        GLM4_MOE,
+        GPT_OSS,
     )
 }
 

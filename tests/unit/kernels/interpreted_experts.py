@@ -10,10 +10,9 @@ from srt.kernels.moe import expert_gemm, expert_tiles
 from srt.kernels.moe.expert_gemm import ExpertGemmTiles, ProductTiles, multiply_experts
 from srt.kernels.moe.expert_tiles import ExpertTiles
 from srt.layers.moe.expert_kernels import ExpertKernels
-from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, choose
+from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router, choose
 from srt.utils.layer_spec import Routing
 
-TYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1.5e-2)]
 SMALL = ExpertGemmTiles(16, ProductTiles(16, 32, 4, 1), ProductTiles(32, 16, 4, 1))
 
 
@@ -26,14 +25,19 @@ def error_of(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_experts", "scoring", "is_renormalised"),
-    [(1, 16, "softmax", True), (5, 6, "softmax", False), (18, 6, "sigmoid", True)],
-)
-def test_tokens_get_their_best_experts(num_rows: int, num_experts: int, scoring: str, is_renormalised: bool) -> None:
-    routing = Routing(num_experts, 3, scoring, is_renormalised)  # type: ignore[arg-type]  # a parameter's string
-    x, weight = torch.randn(num_rows, 40), torch.randn(num_experts, 40)
-    got, expected = (ops.route(x, weight, routing) for ops in (ExpertKernels(), TORCH_EXPERT_OPS))
+ROUTINGS = [
+    (1, Routing(16, 3)),
+    (5, Routing(6, 3, is_renormalised=False, has_bias=True)),
+    (9, Routing(12, 3, "sigmoid", num_groups=4, num_chosen_groups=2, scale=2.5, has_correction=True)),
+]
+
+
+@pytest.mark.parametrize(("num_rows", "routing"), ROUTINGS)
+def test_tokens_get_their_best_experts(num_rows: int, routing: Routing) -> None:
+    x, weight = torch.randn(num_rows, 40), torch.randn(routing.num_experts, 40)
+    bias, correction = torch.randn(2, routing.num_experts)
+    router = Router(routing, weight, bias if routing.has_bias else None, correction if routing.has_correction else None)
+    got, expected = (ops.route(x, router) for ops in (ExpertKernels(), TORCH_EXPERT_OPS))
     assert torch.equal(got.ids.long(), expected.ids)
     torch.testing.assert_close(got.weights, expected.weights)
 
@@ -59,17 +63,26 @@ def test_tiles_hold_every_pair_once_beside_those_of_its_expert(
     assert covered == list(range(2 * num_tokens))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
-def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, tolerance: float) -> None:
-    """Neither the features of an expert nor the hidden size fill the last tile."""
+@pytest.mark.parametrize(("dtype", "tolerance", "limit"), [(torch.float32, 1e-5, 2.0), (torch.bfloat16, 1.5e-2, None)])
+def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, tolerance: float, limit: float | None) -> None:
+    """Neither the features of an expert nor the hidden size fill the last tile. With a limit there are biases."""
     x = torch.randn(14, 40).to(dtype)
-    weights = ExpertWeights(torch.randn(5, 2 * 20, 40).to(dtype), torch.randn(5, 40, 20).to(dtype))
+    gate_up, down = torch.randn(5, 2 * 20, 40).to(dtype), torch.randn(5, 40, 20).to(dtype)
+    gate_up_bias = None if limit is None else torch.randn(5, 2 * 20).to(dtype)
+    down_bias = None if limit is None else torch.randn(5, 40).to(dtype)
+    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, limit)
     choice = choose(torch.randn(14, 5), Routing(5, 2))
-    wide = ExpertWeights(weights.gate_up.float(), weights.down.float())
+    wide = ExpertWeights(
+        gate_up.float(),
+        down.float(),
+        None if gate_up_bias is None else gate_up_bias.float(),
+        None if down_bias is None else down_bias.float(),
+        limit,
+    )
     expected = TORCH_EXPERT_OPS.multiply(x.float(), choice, wide)
 
     def product(ids: Tensor, factors: Tensor) -> Tensor:
-        return multiply_experts(x, ids.int(), factors, weights.gate_up, weights.down, SMALL)
+        return multiply_experts(x, ids.int(), factors, weights, SMALL)
 
     assert error_of(product(choice.ids, choice.weights), expected) < tolerance
     assert torch.equal(product(choice.ids, choice.weights), product(choice.ids, choice.weights))

@@ -48,7 +48,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 
 PLAIN_FAMILIES = ("phi3", "smollm3", "granite", "olmo2", "olmo3", "glm4", "cohere2", "gemma2", "gemma3_text")
-EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
+EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss")
 SPECIAL_LAYERS: dict[str, dict[str, Any]] = {
     "phi3": {"config": {"sliding_window": 24}},
     "smollm3": {"config": {"use_sliding_window": True, "sliding_window": 24}},

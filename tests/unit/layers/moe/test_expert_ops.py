@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, choose
+from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, activate, choose
 from srt.utils.layer_spec import Routing
 
 EXPERTS, TOP_K, HIDDEN, SIZE = 7, 3, 24, 10
@@ -46,6 +46,28 @@ def test_no_tokens_have_no_results() -> None:
     x, logits = torch.empty(0, HIDDEN), torch.empty(0, EXPERTS)
     weights = ExpertWeights(randn(EXPERTS, 2 * SIZE, HIDDEN), randn(EXPERTS, HIDDEN, SIZE))
     assert TORCH_EXPERT_OPS.multiply(x, choose(logits, Routing(EXPERTS, TOP_K)), weights).shape == (0, HIDDEN)
+
+
+def test_a_correction_changes_the_choice_but_not_the_weights() -> None:
+    logits, correction = torch.tensor([[1.0, 3.0, 2.0, -1.0]]), torch.tensor([0.0, -1.0, 0.0, 0.5])
+    routing = Routing(4, 2, "sigmoid", is_renormalised=False, scale=2.5, has_correction=True)
+    chosen = choose(logits, routing, correction)
+    assert chosen.ids.tolist() == [[2, 3]]
+    torch.testing.assert_close(chosen.weights[0], 2.5 * logits[0, [2, 3]].sigmoid())
+
+
+def test_experts_are_chosen_from_the_groups_with_the_two_best_experts() -> None:
+    """The best expert is alone in its group, which is therefore left out."""
+    logits = torch.tensor([[9.0, -9.0, 1.0, 2.0, 3.0, 0.0]])
+    routing = Routing(6, 2, "sigmoid", num_groups=3, num_chosen_groups=1)
+    assert choose(logits, routing).ids.tolist() == [[3, 2]]
+
+
+def test_the_limited_activation_is_that_of_gpt_oss() -> None:
+    gates, ups = torch.tensor([-8.0, 0.5, 9.0]), torch.tensor([-9.0, 0.25, 8.0])
+    limited, between = gates.clamp(max=7.0), ups.clamp(-7.0, 7.0)
+    expected = (between + 1) * limited * torch.sigmoid(1.702 * limited)
+    torch.testing.assert_close(activate(torch.cat((gates, ups)), 7.0), expected)
 
 
 def test_softmax_weights_are_those_of_all_experts_unless_they_are_renormalised() -> None:
