@@ -18,6 +18,7 @@ from srt.utils.model_error import ModelError
 Pooling = Literal["last", "mean", "cls"]
 MODULES_FILE = "modules.json"
 CLASSIFIER, BARE, GENERATOR = "ForSequenceClassification", "Model", "ForCausalLM"
+WITH_HEAD = "LMHeadModel"  # GPT-2 and others of its time, which generate text
 
 _MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _MODE_KEYS: dict[str, Pooling] = {
@@ -67,7 +68,7 @@ def read_pooling(folder: Path, architecture: str, raw: Mapping[str, Any], *, is_
         spec = PoolingSpec("last", labels=_labels(raw))
     elif modules_file.is_file():
         spec = _spec_of_modules(folder, _read(modules_file))
-    elif architecture.endswith(BARE) or is_asked_for:
+    elif (architecture.endswith(BARE) and not architecture.endswith(WITH_HEAD)) or is_asked_for:
         spec = PoolingSpec("last", normalize=True)
     else:
         return None

@@ -11,7 +11,7 @@ import pytest
 from srt.managers.supervisor.preflight import with_model_defaults
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig, ModelError
-from srt.utils.pooling_config import PoolingSpec
+from srt.utils.pooling_config import PoolingSpec, read_pooling
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -125,3 +125,8 @@ def test_prefixes_are_cached_only_where_the_last_token_counts(tmp_path: Path) ->
     assert with_model_defaults(ServerArgs(), tmp_path) == ServerArgs(is_embedding=True, disable_radix_cache=True)
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
     assert with_model_defaults(ServerArgs(), tmp_path) == ServerArgs(is_embedding=True)
+
+
+def test_an_old_name_of_a_model_that_generates_is_not_that_of_a_bare_one(tmp_path: Path) -> None:
+    assert read_pooling(tmp_path, "GPT2LMHeadModel", {}, is_asked_for=False) is None
+    assert read_pooling(tmp_path, "GPT2Model", {}, is_asked_for=False) is not None
