@@ -23,6 +23,7 @@ from srt.mem_cache.radix_cache import ITEM, NO_PAGES
 from srt.protocol.messages import Int32Array, Int64Array
 
 NONE: Final = -1
+SHARED: Final = 2  # requests that found a page, from which on it counts as shared
 _Ints = NDArray[np.intp]
 _Line = deque[tuple[_Ints, int]]  # pages, and the time at which they came out of use
 
@@ -43,7 +44,7 @@ class WindowPages:
         self._page_of: Int32Array = np.full(num_full_pages, NONE, np.int32)  # by page of the first group
         self._full_of: Int32Array = np.full(num_pages, NONE, np.int32)  # the reverse; NONE: the page is free
         self._num_users: Int32Array = np.zeros(num_pages, np.int32)  # running requests
-        self._was_found: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)  # by a request, in the prefix cache
+        self._num_found: Int32Array = np.zeros(num_pages, np.int32)  # requests that found it in the prefix cache
         self._unused_since: Int64Array = np.zeros(num_pages, np.int64)  # 0: in use, or free
         self._left_behind: _Line = deque()  # evicted first; both may have outdated entries
         self._ended: _Line = deque()
@@ -105,7 +106,7 @@ class WindowPages:
         self.num_evictable -= int(np.count_nonzero(self._num_users[pages] == 0))
         self._num_users[pages] += 1
         self._unused_since[pages] = 0
-        self._was_found[pages] = True
+        self._num_found[pages] += 1
         self.sent[slot], self._num_told[slot] = pages.tobytes(), 0
         self._first_sent[slot] = first
         self._held_from[slot], self._held_until[slot] = first, count
@@ -121,7 +122,7 @@ class WindowPages:
         self._page_of[owners] = numbers
         self._full_of[numbers] = owners
         self._num_users[numbers] = 1
-        self._was_found[numbers] = False
+        self._num_found[numbers] = 0
         self._held_until[slots] += len(numbers) // len(slots)
         part, start = len(pages) // len(slots), 0
         for slot in slots:
@@ -144,7 +145,7 @@ class WindowPages:
             pages = self._held(slot, first)
             self._held_from[slot] = first
             unused = self._stop_using(pages)
-            found = self._was_found[unused]
+            found = self._num_found[unused] >= SHARED
             self._line_up(self._left_behind, unused[~found])
             self._line_up(self._ended, unused[found])
         return True
