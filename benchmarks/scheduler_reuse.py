@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from benchmarks.scheduler_load import PAGE_SIZE, VOCAB, answer, as_received, generate, messages_of
@@ -52,12 +53,13 @@ def make_trace(num_chats: int) -> list[Turn]:
 
 
 class Chats:
-    """The scheduler with so many pages, one turn at a time."""
+    """The scheduler with so many pages, and page groups with these windows and pages; one turn at a time."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, windows: dict[int, int]) -> None:
         self._rng = np.random.default_rng(1)  # the same answers whatever is cached
         self._scheduler = Scheduler(ServerArgs(model_path="m"), "p")
         hello = WorkerHello(0, "p", "c", "d", PAGE_SIZE, num_pages, 1, 1 << 20, VOCAB)
+        hello = structs.replace(hello, windows=[*windows], window_pages=[*windows.values()])
         self._scheduler.handle(Worker(0), hello, 0.0)
         self._scheduler.handle(Frontend(0), FrontendHello(0, "p"), 0.0)
         self._rid = 0
@@ -87,9 +89,9 @@ class Use:
     num_matchable: int
 
 
-def run_trace(trace: list[Turn], num_pages: int) -> tuple[int, list[Use]]:
-    """Tokens that were found in the cache, and what each turn used."""
-    chats, so_far = Chats(num_pages), dict[int, Ids]()
+def run_trace(trace: list[Turn], num_pages: int, windows: dict[int, int] | None = None) -> tuple[int, list[Use]]:
+    """Tokens that were found in the cache, and what each turn used. `windows` are those of further page groups, with their pages."""
+    chats, so_far = Chats(num_pages, windows or {}), dict[int, Ids]()
     numbers: dict[tuple[int, bytes], int] = {}  # (page before, ids) -> page
     hits, uses = 0, list[Use]()
     for turn in trace:
