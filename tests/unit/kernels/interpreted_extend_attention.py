@@ -129,3 +129,20 @@ def test_rows_without_tokens_are_none() -> None:
     out = torch.full_like(q, float("nan"))
     extend_any_rows(q, world.kv, nothing, nothing, nothing, 0.2, out, SMALL_TILES)
     assert out.isnan().all()
+
+
+def test_positions_behind_the_window_are_not_read() -> None:
+    """Their pages may be another request's by now."""
+    window, prefixes, counts = 9, [40, 70], [5, 20]
+    lengths = [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
+    world = make_paged_world(lengths, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32)
+    q, kv = torch.randn(sum(counts), 4, 32), world.kv
+    rows = world.req_pool_indices, torch.tensor(prefixes), torch.tensor(counts), torch.tensor([0, counts[0]])
+    expected = extend_attention_reference(q, kv, *rows, 32**-0.5, window)
+    for slot, prefix in zip(world.req_pool_indices.tolist(), prefixes, strict=True):
+        behind = torch.arange(prefix - window + 1)
+        locations = kv.page_table[slot, behind // 16].long() * 16 + behind % 16
+        kv.k_buffer[locations] = kv.v_buffer[locations] = float("nan")
+    out = torch.empty_like(q)
+    extend_attention(q, kv, *rows, max(counts), 32**-0.5, out, SMALL_TILES, window)
+    assert (out - expected).abs().max() <= TOLERANCE[torch.float32]
