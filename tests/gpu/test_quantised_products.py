@@ -37,7 +37,7 @@ def fp8_weight_of(n: int, k: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return numbers, scales, numbers.float() * scales.t().repeat_interleave(group, dim=1)[:, :k]
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 33, 64])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 33, 64, 65, 500])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_few_rows_are_multiplied_by_what_the_numbers_stand_for(n: int, k: int, num_rows: int) -> None:
     x = torch.randn(num_rows, k, device=CUDA, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""x Wᵀ for 1 to 64 rows of x and weights of e4m3 or 4-bit numbers, where reading W takes most of the time: a Triton kernel.
+"""x Wᵀ for few rows of x and weights of e4m3 or 4-bit numbers, where reading W takes most of the time: a Triton kernel.
 
 Weights become bfloat16 in registers, which is exact, and tensor cores multiply them. Each program computes some columns of the result
 from a part of the inputs; a second kernel adds the parts in a fixed order, with bias and residual. On Hopper the conversions are
@@ -19,6 +19,7 @@ from srt.kernels.build.jit import IS_INTERPRETED, dot_dtype, jit, kernel
 from srt.kernels.build.pdl import let_next_start, pdl_options, wait_for_inputs
 
 MOST_ROWS: Final = 64
+"""Rows of a tile. More rows take several tiles, each of which reads the weights."""
 _BLOCK_N: Final = 64
 _HALF_UNIT: Final = 16
 """Of each 32 inputs, byte i of a 4-bit weight has inputs i and 16 + i."""
@@ -119,13 +120,13 @@ def packed_gemm_kernel(
     HOPPER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Compute BLOCK_N columns of the result for all rows from one part of the inputs."""
+    """Compute BLOCK_N columns of the result for BLOCK_M rows from one part of the inputs."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     STEPS_OF_PART: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     let_next_start(PDL)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
-    rows = tl.arange(0, BLOCK_M)
+    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_n = outputs < N
     in_m = rows < num_rows
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -227,8 +228,9 @@ class PackedTiles:
     def choose(cls, num_rows: int, n: int, k: int, group: int, num_processors: int) -> PackedTiles:
         """Return tiles that give every multiprocessor two programs, if their parts of the inputs stay long enough."""
         programs = -(-n // _BLOCK_N)
+        programs *= -(-num_rows // MOST_ROWS)
         splits = max(1, min(k // _LEAST_PART, _PROGRAMS_PER_PROCESSOR * num_processors // programs, 8))
-        block_m = max(16, triton.next_power_of_2(num_rows))
+        block_m = max(16, triton.next_power_of_2(min(num_rows, MOST_ROWS)))
         return cls(block_m, min(128, group & -group), splits)
 
 
@@ -244,13 +246,13 @@ def packed_gemm(
     tiles: PackedTiles | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Return x Wᵀ + bias + residual for up to MOST_ROWS rows, rounded once.
+    """Return x Wᵀ + bias + residual, rounded once.
 
     `weight` has e4m3 numbers [n, k] or two 4-bit numbers a byte [n, k / 2]; `scales` and `zeros` are [groups, n].
     """
     num_rows, k = x.shape
     n, is_float = len(weight), weight.dtype is torch.float8_e4m3fn
-    assert 0 < num_rows <= MOST_ROWS and weight.shape[1] == (k if is_float else k // 2), (x.shape, weight.shape)
+    assert num_rows > 0 and weight.shape[1] == (k if is_float else k // 2), (x.shape, weight.shape)
     for tensor in (x, weight, scales, zeros, bias, residual):
         assert tensor is None or tensor.is_contiguous(), tensor.stride()
     if tiles is None:
@@ -258,7 +260,7 @@ def packed_gemm(
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     splits = tiles.splits
     target = out if splits == 1 else torch.empty((splits, num_rows, n), dtype=torch.float32, device=x.device)
-    packed_gemm_kernel[(triton.cdiv(n, _BLOCK_N), splits)](
+    packed_gemm_kernel[(triton.cdiv(n, _BLOCK_N), splits, triton.cdiv(num_rows, tiles.block_m))](
         x, weight.view(torch.uint8), scales, x if zeros is None else zeros, x if bias is None else bias,
         x if residual is None else residual, target, num_rows,
         N=n, K=k, GROUP=group, IS_FLOAT=is_float, HAS_ZEROS=zeros is not None,

@@ -12,6 +12,8 @@ from srt.kernels.build.pdl import has_pdl, pdl_for
 from srt.kernels.gemm.fp8_gemm import block_gemm, fp8_gemm
 from srt.kernels.gemm.packed_gemm import MOST_ROWS, packed_gemm
 
+_MOST_TILED_ROWS: Final = 512
+"""Limit for weights whose inputs stay as they are. With more rows it is cheaper to dequantise the weight once; not measured yet."""
 _FIRST_WITH_FP8: Final = (8, 9)
 _FP8_WIDTH: Final = 16
 """What cuBLASLt wants the widths of fp8 matrices to be multiples of."""
@@ -40,11 +42,12 @@ class PackedProduct:
         """Return x Wᵀ + b; None if the weight is to be dequantised for it."""
         if x.dtype not in (torch.bfloat16, torch.float16) or not len(x):
             return None
-        if len(x) <= MOST_ROWS:
+        in_fp8 = self.quantises_inputs and x.dtype is torch.bfloat16 and self.has_fp8_instructions
+        if len(x) <= (MOST_ROWS if in_fp8 else _MOST_TILED_ROWS):
             pdl = has_pdl(x.device) and bool(pdl_for(len(x)))
             scales, zeros = self.scales, self.zeros
             return packed_gemm(x.contiguous(), self.packed, scales, zeros, self.group_size, bias=bias, pdl=pdl)
-        if not (self.quantises_inputs and x.dtype is torch.bfloat16 and self.has_fp8_instructions):
+        if not in_fp8:
             return None
         if len(self.scales) > 1:
             return block_gemm(x, self.packed, self.scales, bias)

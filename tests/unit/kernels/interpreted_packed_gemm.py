@@ -36,6 +36,8 @@ def test_weights_of_e4m3_numbers_are_multiplied_exactly(group: int, splits: int)
     expected = x @ (weight.float() * spread).T
     tiles = PackedTiles(16, 64, splits)
     assert_near(packed_gemm(x, weight, scales, None, group, tiles=tiles), expected)
+    many = x.repeat(5, 1)  # of which a tile has 16
+    assert_near(packed_gemm(many, weight, scales, None, group, tiles=tiles), expected.repeat(5, 1))
     added = packed_gemm(x, weight, scales, None, group, bias=bias, residual=residual, tiles=tiles)
     assert_near(added, expected + bias + residual)
 
