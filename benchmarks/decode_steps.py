@@ -83,21 +83,29 @@ class ExpertWatch:
 
     def __init__(self, runner: ModelRunner) -> None:
         """Call it before graphs are captured."""
-        self._choices: defaultdict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+        self._choices: defaultdict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
         for name, module in runner.loaded.model.named_modules():
             if isinstance(module, RouterWeight):
                 module.register_forward_hook(partial(self._keep, name))
 
     def _keep(self, name: str, module: object, inputs: object, choice: Choice) -> None:
         del module, inputs
-        self._choices[len(choice.ids)][name] = choice.ids
+        self._choices[len(choice.ids), name].append(choice.ids)
+
+    @torch.inference_mode()
+    def forget(self) -> None:
+        """Mark all choices, so that those of the steps that follow can be told from them."""
+        for kept in self._choices.values():
+            for ids in kept:
+                ids.fill_(-1)
 
     def text(self, num_rows: int, shape: limits.Shape) -> str:
         """The mean over layers for the latest step of this number of rows, beside what even routing would give."""
-        layers = self._choices[num_rows].values()
-        if not layers:
+        layers = [ids for (rows, _), kept in self._choices.items() if rows == num_rows for ids in kept]
+        written = [ids for ids in layers if int(ids.min()) >= 0]
+        if not written:
             return ""
-        mean = sum(len(ids.unique()) for ids in layers) / len(layers)
+        mean = sum(len(ids.unique()) for ids in written) / len(written)
         return f"  experts {mean:.1f} of {shape.distinct_experts(num_rows):.1f}"
 
 
@@ -161,6 +169,7 @@ def main() -> int:
     for num_rows in sizes:
         for _ in range(options.rounds):
             steps.run(num_rows, WARM_UP)
+            experts.forget()
             context = float(steps.lengths[:num_rows].mean()) + options.steps / 2
             with watched(device) as readings:
                 step_ms = steps.run(num_rows, options.steps) / options.steps * 1e3

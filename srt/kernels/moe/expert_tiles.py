@@ -19,7 +19,7 @@ from srt.kernels.build.jit import jit, kernel
 MOST_COUNTED_PAIRS: Final = 4096
 """With more pairs, sorting is faster than counting for each pair those before it."""
 _BLOCK: Final = 32
-_CHUNK: Final = 256
+_CHUNK: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class ExpertTiles:
         sizes |= {"BLOCK_M": block_m, "BLOCK": _BLOCK}
         if num_pairs <= MOST_COUNTED_PAIRS:
             pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
-            count_pairs_kernel[(triton.cdiv(num_pairs, _BLOCK) + 1,)](
-                ids, pairs, experts, firsts, ends, num_pairs, most, CHUNK=_CHUNK, **sizes
+            count_pairs_kernel[(triton.cdiv(num_pairs, _BLOCK) + triton.cdiv(most, _BLOCK),)](
+                ids, pairs, experts, firsts, ends, num_pairs, most, CHUNK=_CHUNK, num_warps=8, **sizes
             )
         else:
             ordered, by_expert = torch.sort(ids.flatten(), stable=True)
@@ -99,8 +99,8 @@ def count_pairs_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """The last program writes the table of tiles. Each other one finds the places of BLOCK pairs, by counting the pairs before each."""
-    if tl.program_id(0) < tl.num_programs(0) - 1:
+    """The first programs find the places of BLOCK pairs each, by counting the pairs before each. The others write BLOCK tiles each."""
+    if tl.program_id(0) < tl.cdiv(num_pairs, BLOCK):
         pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         own = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=NUM_EXPERTS)[:, None]
         places = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -113,15 +113,14 @@ def count_pairs_kernel(
     else:
         experts = tl.arange(0, BLOCK_E)
         counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
-        for begin in range(0, num_pairs, BLOCK):
-            others = begin + tl.arange(0, BLOCK)
+        for begin in range(0, num_pairs, CHUNK):
+            others = begin + tl.arange(0, CHUNK)
             expert = tl.load(ids_ptr + others, mask=others < num_pairs, other=NUM_EXPERTS)
             counts += tl.sum((expert[None, :] == experts[:, None]).to(tl.int32), axis=1)
         counts = tl.where(experts < NUM_EXPERTS, counts, 0)  # beyond the pairs the number is that of no expert
         starts = tl.cumsum(counts, axis=0) - counts
-        for begin in range(0, most, BLOCK):
-            tiles = begin + tl.arange(0, BLOCK)
-            _write_tiles(starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)
+        tiles = (tl.program_id(0) - tl.cdiv(num_pairs, BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+        _write_tiles(starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)
 
 
 @kernel(one_variant_for=("most",))
