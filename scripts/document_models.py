@@ -43,14 +43,15 @@ layers run, which are slower.
 | what | how it is |
 |---|---|
 | greedy tokens | equal to those of the library in float32, for the models below, in chunks, in batches, behind cached prefixes |
-| `--tp` | 1 only |
+| `--tp` | by the library's own plan (products cut by outputs or inputs, experts); models without one are refused |
 | windows, capped scores, factors | computed as the library's masks and arguments say; what our attention lacks is refused by name |
 | sinks, biases of scores (ALiBi), chunked attention, values of another size than keys (MLA) | refused |
 | encoders, states instead of keys and values, mixing of tokens outside attention | refused |
 | RoPE types `dynamic` and `longrope` | refused |
 | code that comes with a checkpoint (`trust_remote_code`) | refused |
 | quantised weights | refused |
-| GPUs | not tried yet |
+| GPUs | tokens of a CPU for StarCoder2, StableLM, Cohere and Llama in float32; graphs in bfloat16, with experts too |
+| speed | Llama-3.1-8B, decoding on an H100, beside our layers: 12.0 and 8.6 ms with 64 rows, 8.9 and 5.9 with 8, 7.9 and 5.2 with 1 |
 
 At the start the model runs once on PyTorch's meta device, where attention is recorded instead of computed: this tells
 windows, factors and sizes of every layer. A forward pass that reads values of tensors on the host fails there, and the

@@ -105,7 +105,7 @@ def load_model(
     memory = DeviceMemory(device)
     library = None
     if config.implementation == "transformers":
-        library = LibraryCausalLM.build(config, folder, args.model_overrides(), tp.size, dtype, device)
+        library = LibraryCausalLM.build(config, folder, args.model_overrides(), tp, dtype, device)
         config = library.config
     with memory.region("buffers"):
         spec = _attention_spec(args, config, tp, dtype, kv_dtype)

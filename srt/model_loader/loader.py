@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.moe.experts import RouterWeight
 from srt.layers.ops_choice import layer_ops
 from srt.layers.quantization.weight import LinearWeight
 from srt.layers.weights import WeightPiece
@@ -159,7 +158,8 @@ def _num_bytes(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _dtype_of(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-    return module.own_dtypes.get(name, dtype) if isinstance(module, LinearWeight | RouterWeight) else dtype
+    own: Mapping[str, torch.dtype] = getattr(module, "own_dtypes", {})
+    return own.get(name, dtype)
 
 
 def _clear_padding(pieces: list[WeightPiece]) -> None:

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention.radix_attention import RadixAttention
+from srt.layers.embedding import VocabShard
 from srt.layers.weights import WeightPiece
 from srt.models.library.architecture import build_architecture, compute_buffers
 from srt.models.library.attention import Place, RunningStep
+from srt.models.library.parallel import split, split_head
 from srt.models.library.trace import Call, check_tokens_are_independent, trace
 from srt.models.library.weights import NamedWeights
 from srt.utils.layer_spec import FeedForward, LayerSpec
@@ -31,17 +34,19 @@ logger = logging.getLogger(__name__)
 class LibraryCausalLM(nn.Module):
     """Called like `CausalLM`. Build one with `build`, on the meta device; a loader fills it."""
 
-    def __init__(self, config: ModelConfig, library: Any, calls: list[Call]) -> None:
+    def __init__(self, config: ModelConfig, library: Any, calls: list[Call], tp: TensorParallel) -> None:
         """`library` is the library's model, and `calls` are the calls of its attention, in the order of the layers."""
         super().__init__()
         self.config = config
         """The configuration with the layers as the library computes them."""
-        self._weights = NamedWeights(library)
+        self._weights = NamedWeights(library, tp)
         self._step = RunningStep()
         for number, (call, layer) in enumerate(zip(calls, config.layers, strict=True)):
-            Place.give(call.module, _attention(number, layer), self._step)
+            Place.give(call.module, _attention(number, layer, tp.size), self._step)
         self.base = library.base_model
-        self.lm_head = LibraryHead(library, config.vocab_size)
+        if tp.size > 1:
+            self._weights.cut(split(self.base, tp))
+        self.lm_head = LibraryHead(library, config.vocab_size, tp)
 
     @classmethod
     def build(
@@ -49,13 +54,11 @@ class LibraryCausalLM(nn.Module):
         config: ModelConfig,
         folder: str | Path,
         overrides: Mapping[str, Any],
-        tp_size: int,
+        tp: TensorParallel,
         dtype: torch.dtype,
         device: torch.device,
     ) -> LibraryCausalLM:
         """Build the model and find out what its layers compute; ModelError if it cannot run over our attention."""
-        if tp_size > 1:
-            raise ModelError(f"{config.architecture} is run by the library transformers, on one rank only: use --tp 1.")
         library = build_architecture(config.architecture, folder, overrides, dtype)
         base = library.base_model
         try:
@@ -66,16 +69,24 @@ class LibraryCausalLM(nn.Module):
         if device.type == "cuda" and dtype != torch.bfloat16 and any(one.ndim == 3 for one in base.parameters()):
             reason = "on a GPU its grouped products of experts need bfloat16 (choose --dtype bfloat16)"
             raise _cannot(config.architecture, reason)
-        feed_forward = FeedForward(_widest(base))
+        feed_forward = FeedForward(_widest(base, tp.size))
         layers = without_useless_windows([LayerSpec(call.spec, feed_forward) for call in calls], config.context_length)
         config = replace(config, hidden_size=hidden_size, layers=tuple(layers))
         _check_alike(config)
+        if any(call.spec.num_kv_heads % tp.size or call.spec.num_heads % tp.size for call in calls):
+            heads, kv_heads = calls[0].spec.num_heads, calls[0].spec.num_kv_heads
+            raise _cannot(
+                config.architecture, f"--tp {tp.size} does not divide its {heads} query and {kv_heads} KV heads"
+            )
         logger.info(
             "%s is run by the layers of the library transformers, over this server's attention. They are slower than"
             " layers of our own.",
             config.architecture,
         )
-        model = cls(config, library, calls)
+        try:
+            model = cls(config, library, calls, tp)
+        except ModelError as error:
+            raise _cannot(config.architecture, error) from error
         model.lm_head.check(hidden_size)
         return model
 
@@ -117,19 +128,21 @@ class LibraryCausalLM(nn.Module):
 
 
 class LibraryHead(nn.Module):
-    """The library's head: whatever its model does to hidden states after its layers. It holds the whole vocabulary."""
+    """The library's head: whatever its model does to hidden states after its layers. Each rank computes its shard of the logits."""
 
-    def __init__(self, library: Any, vocab_size: int) -> None:
+    def __init__(self, library: Any, vocab_size: int, tp: TensorParallel) -> None:
         super().__init__()
         output = library.get_output_embeddings()
         if not isinstance(getattr(output, "weight", None), nn.Parameter):
-            raise _cannot(type(library).__name__, "it has no output layer")
+            raise ModelError("it has no output layer")
         self._output = output
         setattr(library, library.base_model_prefix, _Passing())
         self._library = library
         self.vocab_size = vocab_size
-        self.shard_start = 0
-        self.shard_size = self.shard_size_valid = vocab_size
+        shard = VocabShard(vocab_size, tp)
+        self.shard_start, self.shard_size, self.shard_size_valid = shard.start, shard.size, shard.size_valid
+        if tp.size > 1:
+            split_head(output, shard)
 
     def check(self, hidden_size: int) -> None:
         """Raise ModelError unless the head works without its layers, on the meta device."""
@@ -139,7 +152,7 @@ class LibraryHead(nn.Module):
                 shape = self._logits(rows).shape
         except Exception as error:
             shape, reason = None, f" ({type(error).__name__}: {error})"
-        if shape != (2, self.vocab_size):
+        if shape != (2, self.shard_size):
             what = reason if shape is None else f" of shape {list(shape)}"
             raise _cannot(type(self._library).__name__, f"its head gives no logits for hidden states alone{what}")
 
@@ -149,7 +162,7 @@ class LibraryHead(nn.Module):
         return weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [rows, vocabulary] f32 of hidden [rows, hidden_size]."""
+        """Return the logits [rows, shard_size] f32 of hidden [rows, hidden_size]."""
         return self._logits(hidden).float()
 
     def logits_into(self, hidden: Tensor, out: Tensor) -> None:
@@ -191,16 +204,16 @@ def _cannot(architecture: str, reason: object) -> ModelError:
     return ModelError(f"{architecture} cannot be served by the library transformers: {reason}.")
 
 
-def _attention(layer_id: int, layer: LayerSpec) -> RadixAttention:
+def _attention(layer_id: int, layer: LayerSpec, tp_size: int) -> RadixAttention:
     spec = layer.attention
-    return RadixAttention(
-        spec.num_heads, spec.head_dim, spec.num_kv_heads, layer_id, spec.scale, spec.window, spec.softcap
-    )
+    num_heads, num_kv_heads = spec.num_heads // tp_size, spec.num_kv_heads // tp_size
+    return RadixAttention(num_heads, spec.head_dim, num_kv_heads, layer_id, spec.scale, spec.window, spec.softcap)
 
 
-def _widest(base: nn.Module) -> int:
-    """Return the largest number of outputs of a product in the layers, by which memory is planned."""
-    return max((module.out_features for module in base.modules() if isinstance(module, nn.Linear)), default=1)
+def _widest(base: nn.Module, tp_size: int) -> int:
+    """Return the largest number of outputs of a product in the layers, by which memory is planned, as a multiple of `tp_size`."""
+    most = max((module.out_features for module in base.modules() if isinstance(module, nn.Linear)), default=1)
+    return -(-most // tp_size) * tp_size
 
 
 def _check_alike(config: ModelConfig) -> None:

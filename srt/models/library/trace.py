@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from srt.models.library.attention import PAGED, attend
+from srt.models.library.attention import PAGED, Place
 from srt.utils.layer_spec import SelfAttention
 from srt.utils.model_error import ModelError
 
-TRACED = "srt_traced"
+TRACED, ALONE = "srt_traced", "srt_alone"
 NUM_TOKENS = 3
 MOST_DIFFERENCE = 0.05
 """Limit of the relative difference between hidden states that should be equal: far above rounding in bfloat16."""
@@ -61,6 +62,10 @@ class Call:
 
     module: nn.Module
     spec: SelfAttention
+
+
+_RECORDER: ContextVar[_Recorder] = ContextVar("_RECORDER")
+"""The recorder of the trace that runs; the library finds attention by a name alone."""
 
 
 class _Recorder:
@@ -115,8 +120,9 @@ def trace(base: Any, num_layers: int) -> tuple[list[Call], int]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     recorder = _Recorder()
-    AttentionInterface.register(TRACED, recorder.attend)
-    AttentionMaskInterface.register(TRACED, recorder.mask)
+    _RECORDER.set(recorder)
+    AttentionInterface.register(TRACED, lambda *args, **given: _RECORDER.get().attend(*args, **given))
+    AttentionMaskInterface.register(TRACED, lambda **given: _RECORDER.get().mask(**given))
     tokens = torch.zeros((1, NUM_TOKENS), dtype=torch.int64, device="meta")
     experts = getattr(base.config, "_experts_implementation", None)
     try:
@@ -126,7 +132,7 @@ def trace(base: Any, num_layers: int) -> tuple[list[Call], int]:
         # With a mask that hides nothing, the library does not look for the borders of sequences among the positions.
         _run(base, tokens, attention_mask=torch.ones_like(tokens, dtype=torch.bool))
         base.config._attn_implementation = PAGED
-        with _attending_alone():
+        with _attending_alone(base):
             hidden_size = _run(base, tokens).shape[-1]  # as steps run it: without a mask
     finally:
         base.config._attn_implementation, base.config._experts_implementation = PAGED, experts
@@ -144,7 +150,7 @@ def check_tokens_are_independent(base: Any, device: torch.device) -> None:
     """
     tokens = torch.arange(2, 7, device=device).unsqueeze(0)
     order = torch.tensor([3, 0, 4, 2, 1], device=device)
-    with _attending_alone():
+    with _attending_alone(base):
         hidden, moved = _run(base, tokens), _run(base, tokens[:, order])
     difference = (moved - hidden[:, order]).float().norm() / hidden.float().norm()
     if not difference < MOST_DIFFERENCE:
@@ -152,18 +158,25 @@ def check_tokens_are_independent(base: Any, device: torch.device) -> None:
 
 
 @contextmanager
-def _attending_alone() -> Iterator[None]:
+def _attending_alone(base: Any) -> Iterator[None]:
     """Inside, a token's attention gives its own queries."""
     from transformers import AttentionInterface
 
-    def alone(module: nn.Module, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return query.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register(PAGED, alone)
+    AttentionInterface.register(ALONE, _attend_alone)
+    base.config._attn_implementation = ALONE
     try:
         yield
     finally:
-        AttentionInterface.register(PAGED, attend)
+        base.config._attn_implementation = PAGED
+
+
+def _attend_alone(module: nn.Module, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    place: Place | None = getattr(module, "srt_place", None)
+    if place is not None and query.shape[1] != place.attention.num_heads:
+        raise ModelError(
+            f"each rank would attend with {query.shape[1]} heads, not {place.attention.num_heads} (use --tp 1)"
+        )
+    return query.transpose(1, 2).contiguous(), None
 
 
 def _run(base: Any, tokens: Tensor, **given: Any) -> Tensor:

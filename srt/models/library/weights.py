@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from srt.distributed.parallel_state import TensorParallel
 from srt.layers.weights import WeightPiece
+from srt.models.library.parallel import Cut
 from srt.utils.model_error import ModelError
 
 
@@ -22,9 +25,9 @@ class NumberPiece(WeightPiece):
 
 
 class NamedWeights:
-    """The parameters of a library's model under their names in it. Create it before the model is taken apart."""
+    """The parameters of a library's model under their names in it. Create it before the model is taken apart or split."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, tp: TensorParallel) -> None:
         for path, module in list(library.named_modules()):
             _turn_stored_buffers_into_parameters(library, path, module)
         self._library = library
@@ -34,7 +37,14 @@ class NamedWeights:
             for path, module in library.named_modules()
             for name, _ in module.named_parameters(recurse=False)
         }
+        self._cuts: dict[int, Cut] = {}
+        self._tp = tp
+        _keep_in_float32(library, self._owners)
         self._names = [name for name, _ in library.named_parameters()]  # each tied parameter once
+
+    def cut(self, cuts: dict[int, Cut]) -> None:
+        """Read only this rank's part of the parameters that have a cut. They are found by their ids, until they are allocated."""
+        self._cuts = cuts
 
     def pieces(self, stored: Collection[str] | None) -> list[WeightPiece]:
         """Return the pieces of every parameter: of the tensors `stored` in a checkpoint, or by the library's own names."""
@@ -79,29 +89,54 @@ class NamedWeights:
         return parameter
 
     def _whole(self, source: str, name: str) -> Iterator[WeightPiece]:
-        """Yield the pieces of a parameter that a tensor of the same shape fills: one, or one for each matrix of a stack."""
+        """Yield the pieces of a parameter that one tensor fills, which is cut like the parameter: those of each matrix of a stack."""
         owner, attribute = self._owners[name]
-        shape = tuple(self._parameter(name).shape)
-        if len(shape) < 3:
-            kind, size = (WeightPiece, shape[0]) if shape else (NumberPiece, 1)
-            yield kind(source, shape, owner, attribute, 0, 0, size, 0)
+        parameter = self._parameter(name)
+        if not parameter.ndim:
+            yield NumberPiece(source, (), owner, attribute, 0, 0, 1, 0)
             return
-        for index in range(shape[0]):
-            yield WeightPiece(source, shape, owner, attribute, 0, 0, shape[1], 0, index, index)
+        cut = self._cuts.get(id(parameter))
+        shape = self._stored_shape(parameter, cut)
+        dim, ranges = self._ranges(shape[-2:], cut)
+        for index in range(shape[0]) if parameter.ndim == 3 else (None,):
+            for start, size, target in ranges:
+                yield WeightPiece(source, shape, owner, attribute, dim, start, size, target, index, index)
 
     def _experts(self, name: str, parts: list[_Source]) -> Iterator[WeightPiece]:
         """Yield a piece for each expert and part. Parts lie one after the other along the rows of an expert."""
         owner, attribute = self._owners[name]
-        num_experts, num_rows, *rest = self._parameter(name).shape
-        rows = num_rows // len(parts)
+        parameter = self._parameter(name)
+        cut = self._cuts.get(id(parameter))
+        num_experts, num_rows, *rest = self._stored_shape(parameter, cut)
+        if cut is not None and cut.num_parts != len(parts):
+            raise ModelError(
+                f"The checkpoint stores {name} in {len(parts)} parts, which cannot be split over ranks: use --tp 1."
+            )
+        shape = (num_rows // len(parts), *rest)
+        dim, ((start, size, _),) = self._ranges(shape, None if cut is None else Cut(cut.dim))
         for number, part in enumerate(parts):
-            for expert, source in enumerate(part.names):
-                shape = (rows, *rest)
-                yield WeightPiece(source, shape, owner, attribute, 0, 0, rows, number * rows, expert)
             if len(part.names) != num_experts:
                 raise ModelError(
                     f"The checkpoint has {len(part.names)} tensors like {part.names[0]}, not {num_experts}."
                 )
+            for expert, source in enumerate(part.names):
+                yield WeightPiece(source, shape, owner, attribute, dim, start, size, number * size, expert)
+
+    def _stored_shape(self, parameter: nn.Parameter, cut: Cut | None) -> tuple[int, ...]:
+        """Return the shape that the parameter has before it is cut."""
+        shape = list(parameter.shape)
+        if cut is not None:
+            shape[-cut.dim] *= self._tp.size
+        return tuple(shape)
+
+    def _ranges(self, shape: tuple[int, ...], cut: Cut | None) -> tuple[int, list[tuple[int, int, int]]]:
+        """Return the dimension along which a matrix or vector is cut, and this rank's ranges: begin, size, begin in the parameter."""
+        if cut is None:
+            return 0, [(0, shape[0], 0)]
+        dim = len(shape) - cut.dim
+        part = shape[dim] // cut.num_parts
+        size = part // self._tp.size
+        return dim, [(number * part + self._tp.rank * size, size, number * size) for number in range(cut.num_parts)]
 
 
 @dataclass(slots=True)
@@ -146,6 +181,15 @@ class _Conversions:
                 " supported: save it anew with save_pretrained of the library transformers."
             )
         return [_Source(parts[one], are_experts=True) for one in converter.source_patterns if one in parts]
+
+
+def _keep_in_float32(library: Any, owners: Mapping[str, tuple[nn.Module, str]]) -> None:
+    """Let loaders allocate in float32 what the library keeps in it whatever the model's type, such as a router's bias."""
+    kept = library._keep_in_fp32_modules_strict or ()
+    for name, (module, attribute) in owners.items():
+        if any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in kept):
+            own: dict[str, torch.dtype] = {**getattr(module, "own_dtypes", {}), attribute: torch.float32}
+            module.own_dtypes = own  # type: ignore[assignment]  # loaders ask modules for it
 
 
 def _turn_stored_buffers_into_parameters(library: Any, path: str, module: nn.Module) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from srt.distributed.parallel_state import TensorParallel
 from srt.models.library.library_model import LibraryCausalLM
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 from tests.support.library_models import SERVED, USUAL, write_library_checkpoint
 from tests.support.oracle import Oracle
 from tests.support.plan_driver import Job, PlanDriver, greedy
+from tests.support.ranks import run_ranks, single_rank
 from tests.support.runners import make_runner
 from tests.unit.model_executor.test_model_runner_matches_transformers import prompts_with_shared_prefixes
 
@@ -49,6 +51,42 @@ def test_all_other_models_of_the_table_give_the_librarys_tokens(tmp_path: Path, 
     check_tokens(tmp_path / model_type, model_type)
 
 
+@pytest.mark.parametrize("model_type", ["starcoder2", "qwen3_moe", "glm"])
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, model_type: str) -> None:
+    """Biases, experts, and products whose inputs are gathered; with a vocabulary that the ranks share unevenly."""
+    folder = tmp_path / "model"
+    write_library_checkpoint(folder, model_type, {"vocab_size": 515})
+    check_ranks(folder, tmp_path)
+
+
+def check_ranks(folder: Path, tmp_path: Path) -> None:
+    prompts = prompts_with_shared_prefixes(6, 5, 515)
+
+    def work(tp: TensorParallel) -> list[list[int]]:
+        jobs = [Job(p, greedy(6)) for p in prompts]
+        PlanDriver(make_runner(folder, 16, tp, model_impl="transformers"), 16, chunk=50).run(jobs)
+        return [job.outputs for job in jobs]
+
+    alone = work(single_rank())
+    assert len({token for ids in alone for token in ids}) > 5
+    assert run_ranks(2, tmp_path, work) == [alone, alone]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gpt2", "no plan for splitting it over ranks"),
+        ("olmo2", r"attend with 4 heads, not 2 \(use --tp 1\)"),
+        ("ctrl", "no plan for splitting it over ranks"),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused(tmp_path: Path, model_type: str, reason: str) -> None:
+    folder = tmp_path / "model"
+    write_library_checkpoint(folder, model_type)
+    with pytest.raises(ModelError, match=reason):
+        run_ranks(2, tmp_path, lambda tp: make_runner(folder, 16, tp, model_impl="transformers"))
+
+
 def build(folder: Path, model_type: str, device: str = "cpu", **fields: Any) -> LibraryCausalLM:
     """Build a model on the meta device, from a configuration without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -57,7 +95,7 @@ def build(folder: Path, model_type: str, device: str = "cpu", **fields: Any) -> 
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config.save_pretrained(folder)
     read = ModelConfig.from_folder(folder, model_impl="transformers")
-    return LibraryCausalLM.build(read, folder, {}, 1, torch.float32, torch.device(device))
+    return LibraryCausalLM.build(read, folder, {}, single_rank(), torch.float32, torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +141,16 @@ def test_a_model_that_mixes_tokens_outside_its_attention_is_refused(tmp_path: Pa
     layer.forward = lambda x: plain(x).roll(1, dims=1)
     with pytest.raises(ModelError, match="from token to token outside their attention"):
         model.check()
+
+
+def test_what_the_library_keeps_in_float32_stays_so(tmp_path: Path) -> None:
+    write_library_checkpoint(tmp_path, "glm4_moe")
+    model = make_runner(tmp_path, 16, model_impl="transformers", dtype="bfloat16").loaded.model
+    types = {name: weight.dtype for name, weight in model.named_parameters()}
+    routers = [name for name in types if ".mlp.gate." in name]
+    assert {name.rpartition(".")[2] for name in routers} == {"weight", "e_score_correction_bias"}
+    assert {types.pop(name) for name in routers} == {torch.float32}
+    assert set(types.values()) == {torch.bfloat16}
 
 
 def test_a_head_that_differs_from_its_tied_embedding_is_refused(tmp_path: Path) -> None:
