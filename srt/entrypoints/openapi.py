@@ -17,6 +17,7 @@ from srt.entrypoints.anthropic.schema import CountTokensBody, MessagesBody
 from srt.entrypoints.body_schemas import Schema, body_schema, with_values
 from srt.entrypoints.embeddings import answer_types, embedding_routes, rerank, score
 from srt.entrypoints.embeddings.bodies import DimensionsBody, EmbeddingsBody, EncodeBody, RerankBody, ScoreBody
+from srt.entrypoints.embeddings.served_routes import reason_to_refuse
 from srt.entrypoints.errors import is_anthropic, is_openai
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.native_shapes import GenerateBody
@@ -72,7 +73,7 @@ _OPTIONS = {
     for f in dataclasses.fields(ServerArgs)
 }
 _OBJECT: Schema = {"type": "object"}
-_GENERATING = (*_BODY, 404, *_RETRY, 501, 504)
+_GENERATING = (*_BODY, 404, *_RETRY, 504)
 
 OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
     {
@@ -115,7 +116,7 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             "Native",
             answers.Generated | list[answers.Generated],
             body=GenerateBody,
-            errors=(*_BODY, *_RETRY, 501, 504),
+            errors=(*_BODY, *_RETRY, 504),
             chunk=answers.Generated | list[answers.Generated],
             text="Continue a text or token ids. A list in place of a single prompt makes it a batch.",
         ),
@@ -126,15 +127,15 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             "Native",
             answer_types.Encoded | list[answer_types.Encoded],
             body=DimensionsBody,
-            errors=(*_BODY, *_RETRY, 501, 504),
+            errors=(*_BODY, *_RETRY, 504),
         ),
         embedding_routes.classify: Operation(
             "Native",
             answer_types.Encoded | list[answer_types.Encoded],
             body=EncodeBody,
-            errors=(*_BODY, *_RETRY, 501, 504),
+            errors=(*_BODY, *_RETRY, 504),
         ),
-        rerank.rerank: Operation("Scores", list[answer_types.Ranked], body=RerankBody, errors=_GENERATING),
+        rerank.rerank: Operation("Scores", list[answer_types.Ranked], body=RerankBody, errors=(*_GENERATING, 501)),
         score.score: Operation("Scores", answer_types.Scores, body=ScoreBody, errors=_GENERATING),
         tokenizing.tokenize: Operation(
             "Native", answers.Tokens, body=tokenizing.TokenizeBody, errors=(*_BODY, 404, 503)
@@ -218,8 +219,9 @@ _PATH_PARAMETERS: Mapping[str, tuple[Schema, str]] = MappingProxyType(
 
 
 def describe(routes: Routes, service: Service) -> dict[str, Any]:
-    """Return the OpenAPI description. Once the engine is ready, it includes the model's vocabulary size and limits."""
-    paths: dict[str, Any] = {path: _path(path, methods) for path, methods in routes.items()}
+    """Return the OpenAPI description. Once the engine is ready, it includes the model's vocabulary size and limits, and which routes the
+    model does not serve."""
+    paths: dict[str, Any] = {path: _path(path, methods) for path, methods in routes.items()} | _refused(routes, service)
     paths |= {path: _path(path, methods) for path, methods in WITH_PARAMETERS.items()}
     paths |= {path: {"post": _missing(reason)} for path, reason in native.UNSUPPORTED.items()}
     description = {
@@ -250,6 +252,18 @@ def describe(routes: Routes, service: Service) -> dict[str, Any]:
     }
     filled: dict[str, Any] = with_values(description, _values(service))
     return filled
+
+
+def _refused(routes: Routes, service: Service) -> dict[str, Any]:
+    """Return the descriptions of the routes that the model does not serve."""
+    if not service.is_ready:
+        return {}
+    reasons = {path: reason_to_refuse(path, service.engine().model) for path in routes}
+    return {
+        path: {method.lower(): _missing(reason) for method in routes[path]}
+        for path, reason in reasons.items()
+        if reason is not None
+    }
 
 
 def _values(service: Service) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ POOLING = EMBEDDING | {CLASSIFY, RERANK}
 
 def check_served(path: str, model: ModelFacts) -> None:
     """Raise RequestError (501) if the route is not one that this model serves."""
-    reason = _reason_to_refuse(path, model)
+    reason = reason_to_refuse(path, model)
     if reason is not None:
         raise RequestError(501, f"{path} is not supported: this server {reason}.")
 
@@ -32,7 +32,8 @@ def check_path(path: str, service: Service) -> None:
         check_served(path, service.engine().model)
 
 
-def _reason_to_refuse(path: str, model: ModelFacts) -> str | None:
+def reason_to_refuse(path: str, model: ModelFacts) -> str | None:
+    """Return what the server does instead, as the rest of a sentence; None if the model serves the route."""
     pooling = model.pooling
     if pooling is None:
         if path not in EMBEDDING | {CLASSIFY}:

@@ -262,3 +262,14 @@ def test_a_model_refuses_by_name_the_routes_that_are_not_for_it(
 def test_model_info_tells_whether_the_model_generates() -> None:
     assert World().get("/model_info").json()["is_generation"]
     assert not pooling_world(EMBEDDER).get("/model_info").json()["is_generation"]
+
+
+def test_the_description_has_the_routes_that_the_model_serves() -> None:
+    for world, served, refused in (
+        (World(), "/generate", "/v1/embeddings"),
+        (pooling_world(EMBEDDER), "/v1/embeddings", "/generate"),
+    ):
+        paths = world.get("/openapi.json").json()["paths"]
+        assert "200" in paths[served]["post"]["responses"]
+        assert "501" not in paths[served]["post"]["responses"]
+        assert set(paths[refused]["post"]["responses"]) == {"501", "401", "403"}
