@@ -45,7 +45,7 @@ SHAPES = (
     Shape("Command R7B", 8, 24, 4096, 131_072),
     Shape("Gemma 2 9B", 21, 21, 4096, 8192),
 )
-WINDOWS = (64, 128, 256)
+WINDOWS = (64, 128, 256, 1024)
 
 
 def report(benchmark: str, **figures: object) -> None:
