@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,19 @@ WITH_INPUTS: Mapping[str, Quantisation] = {
     "fp8 static": Quantisation({"quant_method": "fp8", "activation_scheme": "static"}, store_fp8_tensor, 0.02),
     "fp8 blocks": Quantisation(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, store_fp8_block
+    ),
+    "compressed fp8 blocks": Quantisation(
+        compressed(
+            {**_FP8, "strategy": "block", "block_structure": [128, 128]},
+            "float-quantized",
+            {**_FP8, "strategy": "group", "group_size": 128, "dynamic": True},
+        ),
+        partial(store_fp8_block, scale_name="weight_scale"),
+    ),
+    "compressed fp8 static": Quantisation(
+        compressed({**_FP8, "strategy": "tensor"}, "float-quantized", {**_FP8, "strategy": "tensor"}),
+        store_fp8_tensor,
+        0.02,
     ),
     "fp8 channels and tokens": Quantisation(
         compressed({**_FP8, "strategy": "channel"}, "float-quantized", _TOKEN), store_fp8_channel
