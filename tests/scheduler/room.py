@@ -36,6 +36,8 @@ MEASURED = (
     16  # steps in a row may leave out prompts, beside those in flight: times are measured, and again as rows get fewer
 )
 
+WAITS = "waits, though there is room"
+
 
 class Expectation:
     """How many tokens an answer is expected to have: the 13th largest share of what was allowed among the last 128 of its kind.
@@ -167,6 +169,7 @@ class Room:
         is_admitting = any(plan.sections[0].admissions for plan in plans)
         if is_admitting:
             self._check_admissions(kept, plans)
+            self._num_left_out[WAITS] = 0
         self._statistics["rule: who may displace does"] += before.displacer is not None
         if len(victims) < len(gone):
             return False
@@ -194,7 +197,7 @@ class Room:
             return
         needed = max(self._needed_pages(r) for r in (waiting if s.policy == "lpm" else [first]))
         fits = self._room(seats) >= needed and self._is_sure()
-        self._note("waits, though there is room", fits, [plan], first)
+        self._note(WAITS, fits, [plan], first)
 
     def _has_budget(self, plan: StepPlan) -> bool:
         """There was time for more of prompts, beside the half that is kept for long ones."""
