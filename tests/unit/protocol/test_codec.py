@@ -104,7 +104,6 @@ def decoded_or_refused(data: bytes) -> None:
         [0, 0, [91, {1: 1}]],
         [0, 0, [91, [["a", 1]]]],
     ],
-    ids=str,
 )
 def test_fields_of_the_wrong_number_or_type_are_refused(parts: object) -> None:
     with pytest.raises(DecodeError):
