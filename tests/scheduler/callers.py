@@ -227,7 +227,9 @@ class Callers:
     # ---- What nobody should send
 
     def _send_hostile(self, frontend: LedgerFrontend) -> None:
-        hostile = self._hostile.draw([choice.request for choice in frontend.live_choices()])
+        # Before the workers are ready, nobody knows yet which of two requests of one number will be accepted.
+        live = frontend.live_choices() if self._world.server.is_ready else []
+        hostile = self._hostile.draw([choice.request for choice in live])
         delay = self.rng.random() * 2 * self._world.settings.delay
         self._world.send(frontend, [hostile], delay)
         if hostile.answer == "Refused later" and not hostile.is_duplicate and self.rng.random() < 0.4:
