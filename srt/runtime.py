@@ -29,6 +29,7 @@ HTTP_ONLY = (
 ELSEWHERE = MappingProxyType(
     {
         "add_request": "async_generate with stream=True does the same",
+        "async_encode": "encode does the same in a thread, as asyncio.to_thread(runtime.encode, texts)",
         "endpoint": "this engine has no language for programs of its own; url and generate_url are there",
         "collective_rpc": "this engine runs nothing but its own steps in its workers",
         "save_sharded_model": "this engine writes no checkpoints",

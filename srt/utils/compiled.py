@@ -63,6 +63,10 @@ TYPED = (
     "srt.sampling.parameter_checks",
     "srt.sampling.sampling_params",
     "srt.server_args",
+    "srt.utils.config_values",
+    "srt.utils.errors",
+    "srt.utils.model_error",
+    "srt.utils.quantization",
     "srt.version",
 )
 

@@ -196,8 +196,7 @@ def test_a_prefix_can_be_cached_ahead(runtime: srt.Runtime) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("encode", "generates text only"),
-        ("async_encode", "generates text only"),
+        ("async_encode", "to_thread"),
         ("load_lora_adapter", "no LoRA"),
         ("load_lora_adapter_async", "no LoRA"),
         ("add_request", "async_generate"),
