@@ -23,6 +23,8 @@ CLIENTS ?= .venv-clients
 # The folders of tests/clients: Python packages around the newest openai, those that hold it back, and npm packages.
 PARTS ?= current pinned npm
 ARGS ?=
+# Test files that run at a time. A test keeps about one core busy.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 # Always -m: a tool that the environment sees on the host has no script in .venv/bin.
@@ -38,11 +40,11 @@ serve: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(if $(BROWSER),,@echo "The page's tests are left out: they need Chromium (apt-get install -y chromium, or CHROMIUM=path)." >&2)
-	$(RUN) pytest $(NO_BROWSER) $(ARGS)
+	$(RUN) pytest -n $(JOBS) --dist loadfile $(NO_BROWSER) $(ARGS)
 
 test-all: $(VENV)/.installed-test
 	$(if $(BROWSER),,@echo "The page's tests are left out: they need Chromium (apt-get install -y chromium, or CHROMIUM=path)." >&2)
-	$(RUN) pytest -m "not gpu" $(NO_BROWSER) $(ARGS)
+	$(RUN) pytest -n $(JOBS) --dist loadfile -m "not gpu" $(NO_BROWSER) $(ARGS)
 
 clients: $(VENV)/.installed-test $(PARTS:%=$(CLIENTS)/%/.installed)
 	$(RUN) tests.clients $(CLIENTS) $(PARTS)

@@ -96,6 +96,7 @@ TEST_REQUIRES = [
     "psutil>=6,<8",
     "pytest>=8,<10",
     "pytest-timeout>=2.3,<3",
+    "pytest-xdist>=3.6,<4",
     "schemathesis>=4,<5",
     "setuptools>=77",  # with mypy: the scheduler is compiled by tests too
     "triton>=3.3,<4",
