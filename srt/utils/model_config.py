@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from srt.utils.config_values import names, positive_int, shown, token_ids
 from srt.utils.families.family import ConfigReader, Family
@@ -18,6 +18,9 @@ from srt.utils.model_error import ModelError as ModelError
 from srt.utils.pooling_config import PoolingSpec, generating_architecture, read_pooling
 from srt.utils.quantization import WeightFormats, read_formats
 from srt.utils.rope_config import rope_parameters
+
+if TYPE_CHECKING:
+    from srt.server_args import ServerArgs
 
 DTYPES = ("float32", "bfloat16", "float16")
 Implementation = Literal["srt", "transformers"]
@@ -68,6 +71,18 @@ class ModelConfig:
     """Defaults from generation_config.json for requests: any of temperature, top_k, top_p, min_p, repetition_penalty."""
     pooling: PoolingSpec | None = None
     """How an embedding model or a classifier makes a vector of a text; None for a model that generates text."""
+
+    @classmethod
+    def served_from(cls, folder: Path | str, args: ServerArgs) -> ModelConfig:
+        """Read the folder as a server with these options serves it."""
+        return cls.from_folder(
+            folder,
+            args.model_overrides(),
+            args.context_length,
+            args.quantization,
+            args.model_impl,
+            is_embedding=args.is_embedding,
+        )
 
     @classmethod
     def from_folder(

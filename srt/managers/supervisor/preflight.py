@@ -118,7 +118,7 @@ def check_model(args: ServerArgs) -> Path:
             "--mem-fraction-static is a share of a GPU's memory: on a CPU, set the size of the KV memory with --max-total-tokens."
         )
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
-    config = model_config(folder, args)
+    config = ModelConfig.served_from(folder, args)
     config.check_tp(args.tp_size)
     if args.enable_torch_compile and config.pooling is not None:
         raise StartError("--enable-torch-compile compiles the steps that generate text: leave it out for this model.")
@@ -135,20 +135,9 @@ def check_model(args: ServerArgs) -> Path:
     return folder
 
 
-def model_config(folder: Path, args: ServerArgs) -> ModelConfig:
-    return ModelConfig.from_folder(
-        folder,
-        args.model_overrides(),
-        args.context_length,
-        args.quantization,
-        args.model_impl,
-        is_embedding=args.is_embedding,
-    )
-
-
 def with_model_defaults(args: ServerArgs, folder: Path) -> ServerArgs:
     """Complete the options that depend on the model: one that pools embeds, and caches prefixes only if its vectors allow that."""
-    pooling = model_config(folder, args).pooling
+    pooling = ModelConfig.served_from(folder, args).pooling
     if pooling is None:
         return args
     return replace(

@@ -39,14 +39,7 @@ def read_model_facts(folder: str, args: ServerArgs, template: ChatTemplate | Cha
     Without the options for them, the parsers are those of the template's form of calls and of reasoning.
     """
     source = template.source if isinstance(template, ChatTemplate) else ""
-    config = ModelConfig.from_folder(
-        folder,
-        args.model_overrides(),
-        args.context_length,
-        args.quantization,
-        args.model_impl,
-        is_embedding=args.is_embedding,
-    )
+    config = ModelConfig.served_from(folder, args)
     return ModelFacts(
         folder=folder,
         architectures=(config.architecture,),

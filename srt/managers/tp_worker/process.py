@@ -281,14 +281,7 @@ def load_runner(child: Child) -> ModelRunner:
     # in one operation is OMP_NUM_THREADS, which child_process.py sets.
     torch.set_num_interop_threads(1)
     args, rank = start.args, start.index
-    config = ModelConfig.from_folder(
-        start.model_folder,
-        args.model_overrides(),
-        args.context_length,
-        args.quantization,
-        args.model_impl,
-        is_embedding=args.is_embedding,
-    )
+    config = ModelConfig.served_from(start.model_folder, args)
     device = resolve_device(args, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
