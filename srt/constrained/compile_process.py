@@ -53,7 +53,7 @@ _BUSY_SHARE: Final = 0.25  # a fork that had less of a core than this when its t
 _OUT_OF_MEMORY: Final = 4  # exit code of a fork
 _HEAD: Final = struct.Struct("<I?")  # of a fork's answer: bytes of the text, and whether it is a refusal
 _SMALL: Final = Constraint("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}}}')
-NO_JOB: Final = -1
+_NO_JOB: Final = -1
 
 
 def try_constraint(constraint: Constraint, vocabulary: Vocabulary) -> str:
@@ -114,7 +114,7 @@ class _Fork:
     pid: int
     job: int  # where its job is written
     output: int  # where its answer is read
-    number: int = NO_JOB
+    number: int = _NO_JOB
     started_s: float = 0.0
     gives_way: bool = False
     data: bytearray = field(default_factory=bytearray)
@@ -209,7 +209,6 @@ class CompileServer:
         self._vocabulary = vocabulary
         self._waiting: deque[Job] = deque()
         self._forks: dict[int, _Fork] = {}  # at work, by where their answers are read
-        self._ended: list[int] = []  # processes whose answers have been read
         self._spare: _Fork | None = None  # made ahead, while none is at work: it would take time from that one
         self._received = bytearray()
         self._selector = selectors.DefaultSelector()
@@ -240,7 +239,6 @@ class CompileServer:
             fork.begin(self._waiting.popleft())
             self._forks[fork.output] = fork
             self._selector.register(fork.output, selectors.EVENT_READ)
-        self._ended = [pid for pid in self._ended if os.waitpid(pid, os.WNOHANG)[0] == 0]
         return True
 
     def _demote(self) -> float | None:
@@ -273,9 +271,11 @@ class CompileServer:
         self._selector.unregister(fork.output)
         os.close(fork.output)
         del self._forks[fork.output]
-        if answer is not None:
-            self._ended.append(fork.pid)  # its end takes longer than its answer
         send_frame(self._link, answer or _why_none(fork))
+        if answer is not None:
+            os.waitpid(
+                fork.pid, 0
+            )  # behind the answer, because giving back its memory takes a while; its alarm bounds that
 
 
 def send_frame(link: socket.socket, message: Answer) -> None:
