@@ -8,25 +8,9 @@ import pytest
 
 from tests.unit.kernels.interpreted import run_interpreted
 
+SCRIPTS = sorted(Path(__file__).parent.glob("interpreted_*.py"))
 
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        "adjust_logits",
-        "decode_attention",
-        "even_attention",
-        "experts",
-        "extend_attention",
-        "filter",
-        "fused_decode",
-        "gather_decode",
-        "layers",
-        "packed_gemm",
-        "sample",
-        "shared_prefix",
-        "token_masks",
-        "write_kv",
-    ],
-)
-def test_kernel_equals_its_reference(kernel: str) -> None:
-    run_interpreted(Path(__file__).with_name(f"interpreted_{kernel}.py"))
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem.removeprefix("interpreted_"))
+def test_kernel_equals_its_reference(script: Path) -> None:
+    run_interpreted(script)
