@@ -251,7 +251,7 @@ class Planner:
             victims.append(lower.pop(0))
             held = self._memory.held_by(victims[-1].progress.slot)
             missing = [lacking - freed for lacking, freed in zip(missing, held, strict=True)]
-        if max(missing) > 0:
+        if max(missing) > 0 or self._will_stand_aside(request, victims):
             return False
         for victim in victims:
             self._preempt(victim)
@@ -259,6 +259,16 @@ class Planner:
             self._preempt(lower.pop(0))
         self._forget_ended()
         return True
+
+    def _will_stand_aside(self, request: Request, victims: list[Request]) -> bool:
+        """Return whether a prompt that goes on computes the page that `request` needs first, so that `request` is not admitted yet."""
+        memory, ids = self._memory, request.progress.id_bytes
+        cached = memory.num_cached(request) // memory.page_size
+        if not memory.caches or cached >= request.progress.cacheable_pages(memory.page_size):
+            return False
+        end = (cached + 1) * memory.page_size * ITEM
+        going_on = (other for other in self._prefilling if other.salt == request.salt and other not in victims)
+        return any(o.hold.num_in_tree == cached and o.progress.id_bytes[:end] == ids[:end] for o in going_on)
 
     def _is_short(self, step: int) -> bool:
         available = self._memory.num_available

@@ -74,6 +74,28 @@ def test_who_may_displace_does_so_for_pages_too_but_only_if_it_then_fits() -> No
     host.run()
 
 
+def test_nobody_is_displaced_for_a_prompt_that_another_request_is_computing() -> None:
+    host = Host(
+        hello=worker_hello(num_pages=10),
+        chunked_prefill_size=4,
+        schedule_policy="priority",
+        priority_scheduling_preemption_threshold=1,
+    )
+    for number in (1, 2):
+        host.say(request(number, [number] * 4, max_new=16))
+        host.tick()
+        host.answer()
+    for number in (3, 4):
+        host.say(request(number, list(range(16)), max_new=4, priority=6))
+    host.tick()
+    for _ in range(2):  # The first page of the prompt is cached already, and two of four are still to come.
+        host.answer()
+        host.tick()
+    assert (host.value("num_preempted"), admitted(host)) == (1, [1, 2, 3])
+    host.run()
+    assert 4 in admitted(host)
+
+
 def test_a_priority_is_refused_where_it_means_nothing() -> None:
     host = Host()
     host.say(request(1, [1], priority=1))
