@@ -69,7 +69,9 @@ def test_a_wheel_without_a_compiler_holds_the_whole_package_and_fits_everywhere(
 
 
 @pytest.mark.full
-def test_a_wheel_serves_the_shipped_model_with_the_compiled_scheduler(tmp_path: Path) -> None:
+def test_a_wheel_serves_the_shipped_model_with_the_compiled_scheduler(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Through a source distribution, as `python -m build` does it."""
     project = copy_project(tmp_path / "project")
     sdist = build(SDIST, project, tmp_path / "sdist")
@@ -83,8 +85,7 @@ def test_a_wheel_serves_the_shipped_model_with_the_compiled_scheduler(tmp_path: 
     assert {Path(name).name for name in compiled} == {name + SUFFIX for name in (*MODULES, GROUP)}
 
     python = install(wheel, tmp_path / "environment")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    elsewhere = tmp_path_factory.mktemp("wheel")  # The sockets of the server lie in it: its path has to be short.
     words = ["--model-path", "tiny", "--port", "0", "--device", "cpu", "--max-total-tokens", "16384"]
     alone = {"PATH": "/usr/bin:/bin", "HOME": str(elsewhere), "OMP_NUM_THREADS": "1"}
     with ServerProcess(
