@@ -139,7 +139,7 @@ class Planner:
         """Note that the results of all plans up to this one are applied."""
         self._answered_step = planned.plan.step
         num_decodes = len(planned.sampling_slots) - planned.num_prompt_ends
-        self._step_times.take(num_decodes, planned.num_tokens, planned.num_pairs, step_us)
+        self._step_times.record(num_decodes, planned.num_tokens, planned.num_pairs, step_us)
         if planned.num_tokens:
             self._counters.count_prompt_step(planned.num_tokens, step_us)
         for request in self.preempted.note_answered(planned.plan.step):
@@ -500,7 +500,7 @@ class Planner:
         progress = request.progress
         progress.status = Status.RUNNING
         progress.incarnation = self._num_admitted
-        progress.slot = self._slots.take()
+        progress.slot = self._slots.allocate()
         num_cached = len(cached) // ITEM * self._memory.page_size
         self._memory.hold_prefix(request, node, cached)
         self._slots.fill(request, cached, num_cached)

@@ -79,7 +79,7 @@ class SlotTable:
     def num_used(self) -> int:
         return self.num_slots - len(self._free)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         slot = self._free.pop()
         self._is_used[slot] = self._was_admitted[slot] = True
         return slot

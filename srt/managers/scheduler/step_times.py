@@ -63,7 +63,7 @@ class StepTimes:
         """Return the largest number of prompt tokens for a step with `num_streams` decodes of streamed requests."""
         return max(LEAST_CHUNK, int(2 * self._largest)) if num_streams else 1 << 40
 
-    def take(self, num_decodes: int, num_tokens: int, num_pairs: float, step_us: int) -> None:
+    def record(self, num_decodes: int, num_tokens: int, num_pairs: float, step_us: int) -> None:
         """Record the time of a step; `num_pairs` is the sum, over its prompt tokens, of the positions that each attended to."""
         if not num_tokens:
             self._decode_steps.append((step_us, num_decodes))

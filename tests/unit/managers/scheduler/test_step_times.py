@@ -29,10 +29,10 @@ def gpu_us(plan: PlanSection) -> int:
 
 def test_what_tokens_cost_is_learnt_and_depends_on_how_far_they_look_back() -> None:
     times = StepTimes(0)
-    times.take(*load([], 8), 10_000)
+    times.record(*load([], 8), 10_000)
     for start in range(0, 100_000, 500):
         step = load([(start, 500)], 8)
-        times.take(*step, load_us(*step))
+        times.record(*step, load_us(*step))
     assert times.per_token == pytest.approx(25, rel=0.05)
     assert times.per_pair == pytest.approx(0.001, rel=0.05)
     for start in (0, 90_000):
@@ -42,44 +42,44 @@ def test_what_tokens_cost_is_learnt_and_depends_on_how_far_they_look_back() -> N
 
 def test_without_streams_prompts_get_all() -> None:
     times = StepTimes(0)
-    times.take(*load([], 8), 10_000)
-    times.take(*load([(0, 100)], 8), 50_000)
+    times.record(*load([], 8), 10_000)
+    times.record(*load([(0, 100)], 8), 50_000)
     assert times.tokens_within(times.budget_us(0), 0) > 1 << 30
     assert times.tokens_within(times.budget_us(1), 0) == 25
 
 
 def test_prompts_go_on_whatever_it_costs() -> None:
     times = StepTimes(0)
-    times.take(*load([], 8), 10)
-    times.take(*load([(0, 10)], 8), 1_000_000)
+    times.record(*load([], 8), 10)
+    times.record(*load([(0, 10)], 8), 1_000_000)
     assert times.tokens_within(times.budget_us(8), 0) == LEAST_CHUNK
 
 
 def test_what_steps_of_prompts_alone_cost_beside_the_tokens_makes_no_token_seem_cheap() -> None:
     """The first of two such steps took 10 ms of its own: that is not due to how far its tokens look back."""
     times = StepTimes(0)
-    times.take(*load([], 8), 10_000)
-    times.take(*load([(0, 300), (0, 300), (0, 159)], 0), 10_000 + 759 * 50)
-    times.take(*load([(0, 230)] * 60, 0), 10_000 + 230 * 60 * 50)
+    times.record(*load([], 8), 10_000)
+    times.record(*load([(0, 300), (0, 300), (0, 159)], 0), 10_000 + 759 * 50)
+    times.record(*load([(0, 230)] * 60, 0), 10_000 + 230 * 60 * 50)
     for start, count in ((0, 20), (0, 250), (1000, 100)):
         assert times.cost_us(start, count) >= count * 50
 
 
 def test_one_timed_step_says_nothing_about_tokens_that_look_back_further() -> None:
     times = StepTimes(0)
-    times.take(*load([], 8), 10_000)
-    times.take(*load([(0, 100)], 8), 12_500)
+    times.record(*load([], 8), 10_000)
+    times.record(*load([(0, 100)], 8), 12_500)
     assert times.cost_us(0, 10) == 250, "may be due to the tokens"
     assert times.cost_us(1000, 10) == 25 * 10 * 1005 / 50, "or to what they attend to"
-    times.take(*load([(900, 100)], 8), 12_600)
+    times.record(*load([(900, 100)], 8), 12_600)
     assert times.cost_us(1000, 10) == pytest.approx(260, rel=0.01)
 
 
 def test_that_tokens_which_look_back_further_cost_less_is_not_believed() -> None:
     times = StepTimes(0)
-    times.take(*load([], 8), 10_000)
-    times.take(*load([(0, 20)], 8), 10_000 + 20 * 50)  # the step took a little longer by itself
-    times.take(*load([(0, 200)], 8), 10_000 + 200 * 45)
+    times.record(*load([], 8), 10_000)
+    times.record(*load([(0, 20)], 8), 10_000 + 20 * 50)  # the step took a little longer by itself
+    times.record(*load([(0, 200)], 8), 10_000 + 200 * 45)
     mean_us, mean_attended = 47.3, 58.4
     assert times.cost_us(500, 10) == pytest.approx(10 * mean_us * 505 / mean_attended, rel=0.01)
     assert times.cost_us(0, 10) == pytest.approx(10 * mean_us, rel=0.01)
@@ -87,13 +87,13 @@ def test_that_tokens_which_look_back_further_cost_less_is_not_believed() -> None
 
 def test_a_step_that_compiled_kernels_is_soon_forgotten() -> None:
     times = StepTimes(0)
-    times.take(*load([(0, 2000)], 0), 5_000_000)
-    times.take(*load([], 8), 10_000)
+    times.record(*load([(0, 2000)], 0), 5_000_000)
+    times.record(*load([], 8), 10_000)
     for num_steps in range(60):
         if times.tokens_within(10_000, 0) > 300:
             break
         step = load([(0, times.tokens_within(10_000, 0))], 8)
-        times.take(*step, load_us(*step))
+        times.record(*step, load_us(*step))
     assert num_steps < 40
 
 
@@ -162,7 +162,7 @@ def test_now_and_then_a_step_shows_what_decodes_take_alone() -> None:
     for planned in range(200):
         tokens = 0 if times.must_measure(8) else 20
         times.note_planned(8, tokens)
-        times.take(*load([(0, tokens)] if tokens else [], 8), 12_000 if tokens else 10_000)
+        times.record(*load([(0, tokens)] if tokens else [], 8), 12_000 if tokens else 10_000)
         if times.decode_us and planned < 10:
             first = planned
     assert times.decode_us == 10_000
@@ -173,8 +173,8 @@ def test_now_and_then_a_step_shows_what_decodes_take_alone() -> None:
 
 def test_a_chunk_is_at_most_twice_as_large_as_one_that_was_timed() -> None:
     times = StepTimes(0)
-    times.take(*load([], 8), 10_000)
+    times.record(*load([], 8), 10_000)
     assert times.most_tokens(8) == LEAST_CHUNK
-    times.take(*load([(0, 100)], 8), 10_000)  # which seems to cost nothing
+    times.record(*load([(0, 100)], 8), 10_000)  # which seems to cost nothing
     assert times.most_tokens(8) == 200
     assert times.most_tokens(0) > 1 << 30
