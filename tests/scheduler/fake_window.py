@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from srt.protocol.messages import Int32Array, Int64Array, PageDelta
 from tests.scheduler.reference import UInt64Array
-from tests.scheduler.settings import Settings
+from tests.scheduler.settings import Settings, Window
 
 _NOT_WRITTEN = 0
 
@@ -21,17 +21,17 @@ _NOT_WRITTEN = 0
 class FakeWindow:
     """The group's table and memory. `hashes` are those of the worker's slots, by position."""
 
-    def __init__(self, settings: Settings, hashes: UInt64Array, rules: Counter[str]) -> None:
+    def __init__(self, window: Window, settings: Settings, hashes: UInt64Array, rules: Counter[str]) -> None:
         s = settings
-        self._size, self._window, self._num_all = s.page_size, s.window_tokens, s.window_pages
+        self._size, self._window, self._num_all = s.page_size, window.tokens, window.num_pages
         self._hashes, self._rules = hashes, rules
         self._pages: Int32Array = np.zeros((s.num_slots, hashes.shape[1] // s.page_size + 2), np.int32)
         self._first = [0] * s.num_slots  # column of the first page that the slot was given
         self._end = [0] * s.num_slots
         self._admissions = [0] * s.num_slots
         self._num_admissions = 0
-        self._page_hash: UInt64Array = np.zeros(s.window_pages, np.uint64)
-        self._writer: Int64Array = np.zeros(s.window_pages, np.int64)  # the admission whose request writes the page
+        self._page_hash: UInt64Array = np.zeros(window.num_pages, np.uint64)
+        self._writer: Int64Array = np.zeros(window.num_pages, np.int64)  # the admission whose request writes the page
         self._seen_from: Int64Array = np.zeros(s.num_slots, np.int64)  # before the last step, the next position
         self._slack = 0 if s.row_tokens == 1 else s.row_tokens * (s.most_in_flight + 2)
 

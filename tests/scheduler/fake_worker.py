@@ -82,7 +82,7 @@ class FakeWorker:
         self.num_prefix_hits = 0
         self.num_readmissions = 0
         self.rules: Counter[str] = Counter()  # how often each had something to judge
-        self._windows = FakeWindow(s, self._hashes, self.rules) if s.window_pages else None
+        self._windows = [FakeWindow(window, s, self._hashes, self.rules) for window in s.windows]
 
     def end(self, choice: Choice) -> None:
         """The scheduler knows that it is over: no plan that is made from now on may have it."""
@@ -137,7 +137,7 @@ class FakeWorker:
         for slot, choice in enumerate(self._choices):
             if choice is not None:
                 pages = self._pages[slot, : self._num_pages[slot]].tolist()
-                pages += self._windows.pages_of(slot) if self._windows is not None else []
+                pages += [number for window in self._windows for number in window.pages_of(slot)]
                 digest.update(b"".join(number.to_bytes(4, "little") for number in (slot, len(pages), *pages)))
         hashed = digest.hexdigest()
         return WorkDone(work.step, 0, {"tables_hash": hashed, "num_slots_seen": 1000})
@@ -231,8 +231,8 @@ class FakeWorker:
         self._ids[slot, : len(everything)] = everything
         self._hashes[slot, : len(everything)] = choice.hashes
         self._length[slot], self._known[slot], self._num_pages[slot] = admission.cached, len(ids), 0
-        if self._windows is not None:
-            self._windows.admit(slot, admission.cached)
+        for window in self._windows:
+            window.admit(slot, admission.cached)
         self._barred[slot], self._num_admitted[slot], self._extended[slot] = 0, len(ids), admission.cached
         self._stream[slot] = choice.request.stream
         self._end[slot], self._planned_at[slot] = len(everything), -self._settings.num_stages
@@ -305,23 +305,20 @@ class FakeWorker:
             self._holders[self._pages[slot, : cached[slot] // self._settings.page_size]] |= self._bits[slot]
 
     def _take_windows(self, section: PlanSection, deltas: list[PageDelta], cached: dict[int, int]) -> None:
-        """Take the pages of the group with a window, if there is one, and read what the rows see."""
-        if self._windows is None:
-            assert not deltas, "a plan has pages for groups that are not there"
-            return
-        (delta,) = deltas
-        assert delta.slots.tobytes() == section.pages[0].slots.tobytes(), "page groups grow in different slots"
-        self._windows.take_pages(delta, self._num_pages, cached)
-        self._windows.note_lengths(self._length)
-        for slot in (*section.extend_slots.tolist(), *section.decode_slots.tolist()):
-            self._windows.read(slot, int(self._length[slot]))
+        """Take the pages of the groups with a window, and read what the rows see."""
+        assert len(deltas) == len(self._windows), "a plan has pages for other groups than there are"
+        for window, delta in zip(self._windows, deltas, strict=True):
+            assert delta.slots.tobytes() == section.pages[0].slots.tobytes(), "page groups grow in different slots"
+            window.take_pages(delta, self._num_pages, cached)
+            window.note_lengths(self._length)
+            for slot in (*section.extend_slots.tolist(), *section.decode_slots.tolist()):
+                window.read(slot, int(self._length[slot]))
 
     def check_windows(self, core: SchedulerCore) -> None:
         """Pages of windows are in use only where a row may read them."""
-        for pages in core.memory.windows:
-            assert self._windows is not None
+        for window, pages in zip(self._windows, core.memory.windows, strict=True):
             used = pages.num_pages - pages.num_available
-            self._windows.check_given_back(core.slots.used_slots(), self._length, used)
+            window.check_given_back(core.slots.used_slots(), self._length, used)
 
     def _append_pages(self, slots: Int32Array, pages: Int32Array) -> None:
         places = self._num_pages[slots]
@@ -426,8 +423,8 @@ class FakeWorker:
             first, last = start // size, end // size
             self._page_hash[self._pages[slot, first:last]] = self._hashes[slot, (first + 1) * size - 1 : end : size]
             self._length[slot] = self._extended[slot] = end
-            if self._windows is not None:
-                self._windows.write(slot, start, end)
+            for window in self._windows:
+                window.write(slot, start, end)
             if slot in self._prompt_start:
                 chosen += self._prompt_positions(slot, start, end)
         return slots[section.extend_samples != 0], chosen
@@ -464,9 +461,9 @@ class FakeWorker:
             ends, places = rows[full], length[full]
             self._page_hash[self._pages[ends, places // size]] = self._hashes[ends, places]
         self._length[rows] = length + 1
-        if self._windows is not None:
+        for window in self._windows:
             for slot, start in zip(rows.tolist(), length.tolist(), strict=True):
-                self._windows.write(slot, start, start + 1)
+                window.write(slot, start, start + 1)
 
     def _row_logprobs(self, slot: int, first: int, end: int, is_prompt: bool) -> RowLogprobs:
         hashes, (top, ids) = self._hashes[slot, first:end], self._beside[slot]

@@ -163,7 +163,7 @@ class Prefixes:
             assert wanted not in coming, f"{choice.name} computes in step {plan.step} what another one does"
             coming.add(wanted)
             self._statistics["rule: what is there is not computed again"] += bool(len(slots) or self._left)
-            is_all_kept = not self._settings.window_pages  # what is behind a window may be gone
+            is_all_kept = not self._settings.windows  # what is behind a window may be gone
             assert not is_all_kept or (wanted not in self._left and not self._is_there(slots, end, wanted)), (
                 f"{choice.name} gets {admission.cached} tokens from the cache, which has more of it"
             )

@@ -163,7 +163,7 @@ class Room:
         self._prefixes.judge(core, stayed, plans, have_all_stayed=not gone)
         if not plans or before.is_of_trial or core.planner.trials.are_some_left:
             return False
-        if self._settings.window_pages:  # it may be the window's pages that are lacking
+        if self._settings.windows:  # it may be the pages of a window that are lacking
             return not gone
         kept = [seat for seat in before.seats if seat not in gone]
         is_admitting = any(plan.sections[0].admissions for plan in plans)

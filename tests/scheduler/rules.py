@@ -45,6 +45,10 @@ RULES: tuple[str, ...] = (
     "a prompt stops only for those who stream",  # or at the end of its pages
     "the prefix tree has written pages only",
     "page tables are compared",  # with a hash of the tables as the worker has them
+    # ---- fake_window.py: likewise, of layers that see only the last tokens
+    "a window's page has one writer",
+    "a window's pages hold what its row reads",
+    "pages behind windows are given back",
     # ---- server.py: what goes over the links
     "each token is sent once",  # in order, unless it was asked for again
     "cached tokens are told",  # as they were when it was admitted first

@@ -133,7 +133,7 @@ class Server:
         sizes = (s.page_size, s.num_pages, s.num_slots, s.max_request_tokens, s.vocab_size)
         for rank in range(s.tp_size):
             counts = (s.row_tokens, s.num_stages, s.num_graphs, s.most_resources)
-            groups = ([s.window_tokens], [s.window_pages]) if s.window_pages else ([], [])
+            groups = [window.tokens for window in s.windows], [window.num_pages for window in s.windows]
             hello = WorkerHello(rank, PROTOCOL, "config", "float32", *sizes, *counts, *groups)
             self._from_rank(rank, s.delay, hello)
         self._world.statistics["rule: ranks that differ are no replica"] += 1
@@ -390,7 +390,7 @@ class Server:
             self._world.statistics["rule: who is there is worked on"] += 1
             left = [r for r in self._requests() if r.progress.status is not Status.ENDED and self.resources.is_ready(r)]
             assert not left, f"nothing is under way, and request {left[0].key} is there"
-        if is_calm and planner.num_waiting and core.slots.num_free and not self._settings.window_pages:
+        if is_calm and planner.num_waiting and core.slots.num_free and not self._settings.windows:
             waiting = [
                 r for r in self._requests() if r.progress.status is Status.WAITING and self.resources.is_ready(r)
             ]

@@ -11,6 +11,14 @@ from srt.server_args import ServerArgs
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """A page group of layers that see so many tokens."""
+
+    tokens: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Sizes, shares and times (in virtual seconds). `draw` makes up a world."""
 
@@ -73,8 +81,7 @@ class Settings:
     drains: bool = False  # at some time nothing new is taken any more
     num_graphs: int = 0
     missing_share: float = 0.0  # of the steps, which miss a graph
-    window_tokens: int = 0  # that some layers see: they have a page group of their own
-    window_pages: int = 0  # of that group; 0: all layers see everything
+    windows: tuple[Window, ...] = ()  # of layers that see only the last tokens; none: all layers see everything
 
     @classmethod
     def draw(cls, rng: random.Random, graphs: random.Random) -> Settings:

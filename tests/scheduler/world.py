@@ -35,6 +35,7 @@ from tests.scheduler.server import PROTOCOL, Link, Server
 from tests.scheduler.settings import Settings
 from tests.scheduler.supervision import Supervision
 from tests.scheduler.traffic import Choice, Traffic
+from tests.scheduler.windowed import with_windows
 
 WAKE_S = 0.25  # so often the scheduler's process looks whether time alone brings something to do
 PATIENCE_S = 20_000.0  # virtual; a world that takes longer hangs
@@ -42,7 +43,8 @@ PATIENCE_S = 20_000.0  # virtual; a world that takes longer hangs
 
 def _drawn(rng: random.Random, seed: int) -> Settings:
     settings = alike(Settings.draw(rng, random.Random(f"graphs in {seed}")), seed)
-    return alike_in_resources(alike_for_readers(settings, seed), seed)
+    settings = alike_in_resources(alike_for_readers(settings, seed), seed)
+    return with_windows(draw_callers(settings, random.Random(f"callers in {seed}")), seed)
 
 
 class World:
@@ -54,10 +56,7 @@ class World:
 
     def __init__(self, seed: int, settings: Settings | None = None, *, check_every: int = 16) -> None:
         self.rng = random.Random(seed)
-        self.settings = s = settings or draw_callers(
-            _drawn(self.rng, seed),
-            random.Random(f"callers in {seed}"),
-        )
+        self.settings = s = settings or _drawn(self.rng, seed)
         self.statistics: Counter[str] = Counter()
         self.rows_per_step: list[int] = []
         self.now = 0.0
