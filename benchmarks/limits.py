@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from srt.utils.layer_spec import Experts
+from srt.utils.layer_spec import AttentionKind, Experts, SelfAttention
 from srt.utils.model_config import ModelConfig
 
 RUN = "BENCHMARK_RUN"  # of the environment: marks the lines of all commands of one run
@@ -61,8 +61,8 @@ class Shape:
         linear = kv = pairs = experts = 0
         routing = None
         for layer in config.layers:
-            one = layer.attention
-            linear += config.hidden_size * one.head_dim * (2 * one.num_heads + 2 * one.num_kv_heads)
+            weights, elements, flops = _of_attention(layer.attention, config.hidden_size)
+            linear, kv, pairs = linear + weights, kv + elements, pairs + flops
             mlp = layer.feed_forward
             if isinstance(mlp, Experts):
                 routing = mlp.routing
@@ -71,8 +71,6 @@ class Shape:
                 linear += config.hidden_size * (routing.num_experts + 3 * shared_size)
             else:
                 linear += 3 * config.hidden_size * mlp.size
-            kv += 2 * one.num_kv_heads * one.head_dim
-            pairs += 4 * one.query_width
         kv_bytes = 1 if kv_cache_dtype.startswith("fp8") else BYTES
         return cls(
             linear_weights=linear,
@@ -190,3 +188,16 @@ def write_jsonl(path: str | None, record: dict[str, object]) -> None:
 
 if __name__ == "__main__":
     print(json.dumps(asdict(measure())))
+
+
+def _of_attention(one: AttentionKind, hidden_size: int) -> tuple[int, int, int]:
+    """Return an attention's linear weights, elements of the KV memory per token, and operations per pair of query and key."""
+    if isinstance(one, SelfAttention):
+        weights = hidden_size * one.head_dim * (2 * one.num_heads + 2 * one.num_kv_heads)
+        return weights, 2 * one.num_kv_heads * one.head_dim, 4 * one.query_width
+    query_width = one.num_heads * one.head_dim
+    made_of = one.query_rank or hidden_size
+    weights = made_of * query_width + hidden_size * (one.latent_dim + (one.query_rank or 0))
+    weights += one.latent_rank * one.num_heads * (one.nope_dim + one.value_dim)
+    weights += one.num_heads * one.value_dim * hidden_size
+    return weights, one.latent_dim, 2 * one.num_heads * (one.latent_dim + one.latent_rank)

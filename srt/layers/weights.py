@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 
@@ -90,6 +91,9 @@ class WeightedModule(nn.Module):
     @abstractmethod
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         """Yield the parts of the checkpoint that this rank needs; `path` is the module's path in the model."""
+
+    def finish(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Bring what was loaded into the form that is used. Called once, after loading, when the weights inside are finished."""
 
 
 def model_weight_pieces(model: nn.Module) -> list[WeightPiece]:

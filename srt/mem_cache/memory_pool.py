@@ -208,12 +208,20 @@ class MHATokenToKVPool:
         sizes = [locations[group] for group in self.group_of]
         # Initialised to zero, because a masked score still multiplies the value at its location.
         self.k_buffer = [_zeros((size, *one), dtype, device) for size, one in zip(sizes, heads, strict=True)]
-        self.v_buffer = [_zeros((size, *one), dtype, device) for size, one in zip(sizes, heads, strict=True)]
+        self.v_buffer = self._allocate_values()
+
+    def _allocate_values(self) -> list[torch.Tensor]:
+        return [_zeros(tuple(keys.shape), keys.dtype, keys.device) for keys in self.k_buffer]
 
     @staticmethod
     def bytes_per_token(heads: Sequence[KVHeads], dtype: torch.dtype) -> int:
         """Return the bytes of one token's keys and values in all layers."""
         return sum(2 * one.num_heads * one.head_dim * dtype.itemsize for one in heads)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that all layers take."""
+        return sum(memory.nbytes for memory in (*self.k_buffer, *self.v_buffer))
 
     def set_kv(self, layer_id: int, locations: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store row i of k and v ([tokens, kv_heads, head_dim]) at `locations[i]`, converted to the pool's dtype."""
@@ -230,6 +238,39 @@ class MHATokenToKVPool:
     def get_kv(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the layer's whole memory: two tensors [locations, kv_heads, head_dim]."""
         return self.k_buffer[layer_id], self.v_buffer[layer_id]
+
+
+class MLATokenToKVPool(MHATokenToKVPool):
+    """Latents of all layers by flat location, as keys of one head. The values are a view of them: their first `latent_rank` elements."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        latent_dims: Sequence[int],
+        latent_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`latent_dims` has the size of a latent for each layer."""
+        self._latent_rank = latent_rank
+        super().__init__(num_pages, page_size, [KVHeads(1, size) for size in latent_dims], dtype, device)
+
+    def _allocate_values(self) -> list[torch.Tensor]:
+        return [latents[..., : self._latent_rank] for latents in self.k_buffer]
+
+    @staticmethod
+    def bytes_per_token(heads: Sequence[KVHeads], dtype: torch.dtype) -> int:
+        """Return the bytes of one token's latents in all layers."""
+        return sum(one.num_heads * one.head_dim * dtype.itemsize for one in heads)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(latents.nbytes for latents in self.k_buffer)
+
+    def set_kv(self, layer_id: int, locations: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the latents k ([tokens, 1, latent_dim]) at their locations. v is a part of them."""
+        self.k_buffer[layer_id].index_copy_(0, locations, k.to(self.dtype))
 
 
 def _store(buffer: torch.Tensor, locations: torch.Tensor, rows: torch.Tensor, scale: float) -> None:

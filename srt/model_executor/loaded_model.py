@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.attention_spec import AttentionSpec, LatentSizes
 from srt.layers.attention.backend_choice import BackendChoice, choose_backends, make_backend
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.logits_processor import LogitsProcessor
-from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool
+from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool, MLATokenToKVPool
 from srt.model_executor.memory.device_memory import DeviceMemory
 from srt.model_executor.memory.memory_profile import check_weights
 from srt.model_executor.step.draw_store import DrawStore
@@ -25,6 +25,7 @@ from srt.models.causal_lm import CausalLM
 from srt.models.library.library_model import LibraryCausalLM
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from srt.utils.layer_spec import AttentionKind, LatentAttention
 from srt.utils.model_config import ModelConfig
 from srt.utils.page_groups import MemoryShares, PageGroups
 
@@ -67,8 +68,11 @@ class LoadedModel:
     @property
     def kv_heads(self) -> list[KVHeads]:
         """The KV heads of each layer on this rank."""
-        attentions = [layer.attention for layer in self.config.layers]
-        return [KVHeads(one.kv_heads_per_rank(self.tp.size), one.head_dim) for one in attentions]
+        return [_kv_heads(layer.attention, self.tp.size) for layer in self.config.layers]
+
+    @property
+    def pool_type(self) -> type[MHATokenToKVPool]:
+        return MHATokenToKVPool if self.attention_spec.latents is None else MLATokenToKVPool
 
     @property
     def page_groups(self) -> PageGroups:
@@ -82,7 +86,7 @@ class LoadedModel:
             [one for one, of in zip(heads, groups.of_layer, strict=True) if of == group] for group in range(groups.num)
         ]
         return MemoryShares(
-            tuple(MHATokenToKVPool.bytes_per_token(some, self.kv_dtype) for some in layers),
+            tuple(self.pool_type.bytes_per_token(some, self.kv_dtype) for some in layers),
             groups.windows,
             self.config.context_length,
             self.args.prefill_chunk,
@@ -163,7 +167,10 @@ def init_attention_backend(
 def _attention_spec(
     args: ServerArgs, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> AttentionSpec:
-    attentions = [layer.attention for layer in config.layers]
+    latents = [one.attention for one in config.layers if isinstance(one.attention, LatentAttention)]
+    if latents:
+        return _latent_spec(args, config, latents, tp, dtype, kv_dtype)
+    attentions = [layer.self_attention for layer in config.layers]
     first = attentions[0]
     heads = {
         (one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.softcap, one.has_sinks) for one in attentions
@@ -182,6 +189,36 @@ def _attention_spec(
         softcap=first.softcap,
         has_sinks=first.has_sinks,
     )
+
+
+def _latent_spec(
+    args: ServerArgs,
+    config: ModelConfig,
+    latents: Sequence[LatentAttention],
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> AttentionSpec:
+    first = latents[0]
+    assert list(latents) == [first] * config.num_layers, "backends of latents serve layers with equal attention only"
+    return AttentionSpec(
+        num_heads=first.num_heads // tp.size,
+        num_kv_heads=1,
+        head_dim=first.head_dim,
+        scale=first.scale,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=args.page_size,
+        max_context=config.context_length,
+        windows=(None,),
+        latents=LatentSizes(first.latent_rank, first.latent_dim, first.value_dim),
+    )
+
+
+def _kv_heads(attention: AttentionKind, tp_size: int) -> KVHeads:
+    if isinstance(attention, LatentAttention):
+        return KVHeads(1, attention.latent_dim)  # every rank holds all of it
+    return KVHeads(attention.kv_heads_per_rank(tp_size), attention.head_dim)
 
 
 def _read_kv_scales(args: ServerArgs, config: ModelConfig, folder: str) -> KVScales | None:

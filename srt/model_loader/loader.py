@@ -17,7 +17,7 @@ from torch import nn
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.ops_choice import layer_ops
 from srt.layers.quantization.weight import LinearWeight
-from srt.layers.weights import WeightPiece
+from srt.layers.weights import WeightedModule, WeightPiece
 from srt.model_loader.dummy_weights import DummyWeights
 from srt.model_loader.safetensors_weights import check_checkpoint
 from srt.model_loader.weight_copy import copy_weights
@@ -69,9 +69,11 @@ class ModelLoader(ABC):
         materialize(built, dtype, device)
         _clear_padding(pieces)
         fill(progress)
-        for module in built.modules():
+        for module in reversed(list(built.modules())):  # weights before the layers that hold them
             if isinstance(module, LinearWeight):
                 module.finish()
+            elif isinstance(module, WeightedModule):
+                module.finish(dtype, device)
         return built.eval()
 
     @abstractmethod

@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, layer_id: int) -> None:
         super().__init__()
-        spec, eps = config.layers[layer_id].attention, config.norm.eps
+        spec, eps = config.layers[layer_id].self_attention, config.norm.eps
         self._ops = ops
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.qkv_bias, tp, ops
@@ -124,7 +124,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        first = config.layers[0].attention  # all layers have the same rotation
+        first = config.layers[0].self_attention  # all layers have the same rotation
         assert first.rope is not None, "layers without a rotation have no fast paths"
         self.rotary_emb = RotaryEmbedding(first.rope, first.head_dim, ops)
         self.layers = nn.ModuleList(DecoderLayer(config, tp, ops, i) for i in range(config.num_layers))

@@ -20,7 +20,8 @@ from srt.layers.moe.mixture import Mixture
 from srt.layers.norm import ShardedRMSNorm, make_norm
 from srt.layers.ops import LayerOps, Rotation
 from srt.layers.rope import RotaryEmbedding, rotate_part
-from srt.utils.layer_spec import Activation, Experts, FeedForward
+from srt.models.latent_attention import LatentSelfAttention
+from srt.utils.layer_spec import Activation, Experts, FeedForward, SelfAttention
 from srt.utils.model_config import ModelConfig
 from srt.utils.rope_config import RopeConfig
 
@@ -33,7 +34,7 @@ class PlainAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, layer_id: int) -> None:
         super().__init__()
-        spec = self._spec = config.layers[layer_id].attention
+        spec = self._spec = config.layers[layer_id].self_attention
         self._is_interleaved = spec.rope is not None and spec.rope.is_interleaved
         stored_as = "qkv_proj" if spec.is_one_tensor else None
         self.qkv_proj = QKVParallelLinear(
@@ -124,7 +125,8 @@ class PlainLayer(nn.Module):
         super().__init__()
         spec = self._spec = config.layers[layer_id]
         self._rope = None if spec.attention.rope is None else ropes.index(spec.attention.rope)
-        self.self_attn = PlainAttention(config, tp, ops, layer_id)
+        kind = PlainAttention if isinstance(spec.attention, SelfAttention) else LatentSelfAttention
+        self.self_attn: PlainAttention | LatentSelfAttention = kind(config, tp, ops, layer_id)
         self.add_module(spec.feed_forward.name, _mlp_of(config.hidden_size, spec.feed_forward, tp, ops))
         for name in spec.norms.names:
             self.add_module(name, make_norm(config.norm, config.hidden_size, ops))
@@ -163,7 +165,7 @@ class PlainDecoder(nn.Module):
         ropes = list(dict.fromkeys(one.rope for one in attentions if one.rope is not None))
         self._embedding_scale: Final = config.scales.embedding
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        self.rotary_embs = nn.ModuleList(RotaryEmbedding(rope, attentions[0].head_dim, ops) for rope in ropes)
+        self.rotary_embs = nn.ModuleList(RotaryEmbedding(rope, attentions[0].rope_dim, ops) for rope in ropes)
         self.layers = nn.ModuleList(PlainLayer(config, tp, ops, i, ropes) for i in range(config.num_layers))
         self.norm = make_norm(config.norm, config.hidden_size, ops)
 

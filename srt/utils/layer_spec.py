@@ -70,9 +70,54 @@ class SelfAttention:
     def query_width(self) -> int:
         return self.num_heads * self.head_dim
 
+    @property
+    def rope_dim(self) -> int:
+        """Size of the vectors that `rope` describes: whole heads, though it may leave a part of them as it is."""
+        return self.head_dim
+
     def kv_heads_per_rank(self, tp_size: int) -> int:
         """Return the KV heads in one rank's memory; heads are replicated if there are more ranks than heads."""
         return max(1, self.num_kv_heads // tp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Attention whose KV memory holds one latent vector per token in place of the keys and values of all heads (MLA).
+
+    A latent is `latent_rank` numbers, of which a matrix makes the keys and values of all heads, and `rope_dim` rotated numbers, which are
+    the last part of every head's key. Every rank holds the whole latents, whatever its heads.
+    """
+
+    num_heads: int
+    query_rank: int | None
+    """Size of the normed vector of which queries are made. None: they are made of the hidden states."""
+    latent_rank: int
+    nope_dim: int
+    """Elements of a head's queries and keys that are not rotated; they come first."""
+    rope_dim: int
+    """Elements that are rotated, by `rope`."""
+    value_dim: int
+    scale: float
+    rope: RopeConfig
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def window(self) -> None:
+        return None
+
+    @property
+    def head_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        return self.latent_rank + self.rope_dim
+
+
+AttentionKind = SelfAttention | LatentAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +158,9 @@ class Routing:
     """Whether the weights of a token's experts are divided by their sum."""
     num_groups: int = 1
     num_chosen_groups: int = 1
-    """Groups of neighbouring experts that a token chooses from: those with the largest sums of their two best scores."""
+    """Groups of neighbouring experts that a token chooses from: those with the largest sums of their best scores."""
+    num_group_scores: Literal[1, 2] = 2
+    """How many of a group's best scores are added."""
     scale: float = 1.0
     """Factor of all weights."""
     has_bias: bool = False
@@ -176,7 +223,7 @@ class LayerNorms:
 class LayerSpec:
     """One layer of a decoder."""
 
-    attention: SelfAttention
+    attention: AttentionKind
     feed_forward: FeedForward | Experts
     norms: LayerNorms = LayerNorms()
     is_parallel: bool = False
@@ -185,3 +232,9 @@ class LayerSpec:
     """Factor of what attention and MLP add to the stream."""
     fast_paths: tuple[FastPath, ...] = ()
     """The paths that can run this layer. The plain decoder can run every layer."""
+
+    @property
+    def self_attention(self) -> SelfAttention:
+        """The attention of a layer that is known to have no latents."""
+        assert isinstance(self.attention, SelfAttention), self.attention
+        return self.attention

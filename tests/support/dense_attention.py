@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from srt.layers.attention.latent_layer import LatentLayer
+
 if TYPE_CHECKING:
     from srt.layers.attention.attention_spec import AttentionLayer
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class DenseAttention:
-    """Stands in for an AttentionBackend: q [tokens, heads * head_dim], k and v [tokens, kv_heads * head_dim]."""
+    """Stands in for an AttentionBackend: q [tokens, heads * head_dim], k and v [tokens, kv_heads * head_dim], or latents."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch) -> Tensor:
         tokens = q.shape[0]
-        group = layer.num_heads // layer.num_kv_heads
         queries = q.view(tokens, layer.num_heads, layer.head_dim).transpose(0, 1)
-        keys = k.view(tokens, layer.num_kv_heads, layer.head_dim).transpose(0, 1).repeat_interleave(group, 0)
-        values = v.view(tokens, layer.num_kv_heads, layer.head_dim).transpose(0, 1).repeat_interleave(group, 0)
+        keys, values = layer.expand(k) if isinstance(layer, LatentLayer) else map(layer.split_kv_heads, (k, v))
+        group = layer.num_heads // keys.shape[1]
+        keys, values = (part.transpose(0, 1).repeat_interleave(group, 0) for part in (keys, values))
         scores = queries @ keys.transpose(1, 2) * layer.scale
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)

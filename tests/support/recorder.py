@@ -12,7 +12,7 @@ import torch
 
 from srt.layers.attention.attention_spec import AttentionLayer
 from srt.layers.attention.base import AnyRows, DecodeGraphs, HostPlans, PromptGraphs
-from srt.layers.attention.torch_native import TorchNativeBackend, _group_rows
+from srt.layers.attention.torch_native import TorchNativeBackend, group_rows
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.graphs.cuda_graph_runner import NUM_WARM_UPS, Work
 from srt.model_executor.step.draw_store import RING, DrawStore, store_draws_reference
@@ -134,7 +134,7 @@ class PlansAtOnce(TorchNativeBackend):
     def plan_decode(self, batch: ForwardBatch) -> None:
         rows = np.arange(batch.num_extend_rows, batch.batch_size)
         told = replace(batch, seq_lens=torch.from_numpy(batch.seq_lens_cpu))
-        self._decodes = {None: _group_rows(told, rows, rows - batch.num_extend_rows, None)}
+        self._decodes = {None: group_rows(told, rows, rows - batch.num_extend_rows, None)}
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
         del max_bs

@@ -9,6 +9,15 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Sizes of latent attention: see `srt.utils.layer_spec.LatentAttention`."""
+
+    rank: int
+    dim: int  # of a latent, its rotated part included
+    value_dim: int  # of a head's values
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Sizes and types of attention on one rank. Head counts are those after tensor-parallel sharding."""
 
@@ -23,6 +32,18 @@ class AttentionSpec:
     windows: tuple[int | None, ...]  # the different windows of the layers, each once; None: no window
     softcap: float | None = None  # of all layers
     has_sinks: bool = False  # of all layers
+    latents: LatentSizes | None = None  # of all layers, if the KV memory holds latents; then there is one KV head
+
+    @property
+    def result_width(self) -> int:
+        """Elements of a token's result."""
+        return self.num_heads * (self.head_dim if self.latents is None else self.latents.value_dim)
+
+    @property
+    def packed_width(self) -> int:
+        """Elements of a token's queries, keys and values."""
+        kv = 2 * self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim + (kv if self.latents is None else self.latents.dim + self.latents.rank)
 
 
 class AttentionLayer(Protocol):
@@ -32,6 +53,7 @@ class AttentionLayer(Protocol):
     num_heads: int  # of this rank
     num_kv_heads: int
     head_dim: int
+    value_dim: int  # of a head's results; head_dim, but for latents
     scale: float
     window: int | None
     softcap: float | None

@@ -14,6 +14,7 @@ import torch
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.attention.split_backend import SplitBackend
+from srt.layers.attention.torch_latent import TorchLatentBackend
 from srt.layers.attention.torch_native import TorchNativeBackend
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
@@ -41,13 +42,15 @@ def choose_backends(args: ServerArgs, spec: AttentionSpec, device: torch.device)
     """Choose the backends of prompts and decodes. StartError if one that the options name cannot serve."""
     if device.type == "cuda" and spec.kv_dtype == torch.float8_e4m3fn:
         _check_fp8(torch.cuda.get_device_capability(device))
+    if spec.latents is not None and spec.kv_dtype != spec.dtype:
+        raise StartError("--kv-cache-dtype fp8_e4m3 is not supported for latents (MLA): use --kv-cache-dtype auto.")
     prefill = args.prefill_attention_backend or args.attention_backend
     decode = args.decode_attention_backend or ("triton" if args.attention_backend == "fa3" else args.attention_backend)
     reason, is_asked_for = "", prefill is not None
     if prefill is None:
         prefill, reason = _best_prefill(spec, device)
     if decode is None:
-        decode = "triton" if device.type == "cuda" else "torch_native"
+        decode = _default_decode(spec, device)
     for name, role in ((prefill, "prefill"), (decode, "decode")):
         obstacle = _obstacle(name, role, spec, device)
         if obstacle is not None:
@@ -78,7 +81,7 @@ def make_backend(choice: BackendChoice, spec: AttentionSpec, device: torch.devic
 def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBackend:
     # Imported where they are used, because Triton and flashinfer are not installed on every host.
     if name == "torch_native":
-        return TorchNativeBackend()
+        return TorchNativeBackend() if spec.latents is None else TorchLatentBackend()
     if name == "triton":
         from srt.kernels.build.triton_support import require_triton
 
@@ -92,9 +95,13 @@ def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBack
     return FlashInferBackend(spec, device, KERNELS[name], _make("triton", spec, device) if needs_other else None)
 
 
+def _default_decode(spec: AttentionSpec, device: torch.device) -> str:
+    return "triton" if device.type == "cuda" and spec.latents is None else "torch_native"
+
+
 def _best_prefill(spec: AttentionSpec, device: torch.device) -> tuple[str, str]:
     """Return the fastest backend for prompts that needs no compiling, and the reason why no faster one serves."""
-    if device.type != "cuda":
+    if device.type != "cuda" or spec.latents is not None:
         return "torch_native", ""
     obstacle = uncompiled = None
     for name in ("fa3", "flashinfer"):
@@ -113,6 +120,8 @@ def _obstacle(name: str, role: str, spec: AttentionSpec, device: torch.device) -
     """Return why a backend cannot serve; None if it can."""
     if name == "torch_native":
         return None
+    if spec.latents is not None:
+        return "it does not read latents (MLA)"
     if name == "triton":
         return f"Triton's kernels hold heads of at most 256, not {spec.head_dim}" if spec.head_dim > 256 else None
     if spec.has_sinks:

@@ -57,7 +57,7 @@ class Views:
     ) -> Views:
         """Create the views. Layers with the same tensors can share them."""
         n = batch.num_extend_tokens
-        queries, attended = q.view(-1, layer.num_heads, layer.head_dim), out.view(-1, layer.num_heads, layer.head_dim)
+        queries, attended = q.view(-1, layer.num_heads, layer.head_dim), out.view(-1, layer.num_heads, layer.value_dim)
         extends = decodes = None
         if batch.num_extend_rows:
             extends = queries[:n], layer.split_kv_heads(k[:n]), layer.split_kv_heads(v[:n]), attended[:n]
@@ -201,8 +201,8 @@ class AttentionBackend(ABC):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Return [tokens, heads * head_dim] for tokens whose k and v are stored. In a mixed batch extend rows come first."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        """Return [tokens, heads * value_dim] for tokens whose k and v are stored. In a mixed batch extend rows come first."""
+        out = torch.empty((len(q), layer.num_heads * layer.value_dim), dtype=q.dtype, device=q.device)
         self.attend_views(Views.of(q, k, v, layer, batch, out), layer, batch)
         return out
 

@@ -52,6 +52,7 @@ class RadixAttention(nn.Module):
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
         self.num_heads = num_heads
         self.head_dim = head_dim
+        self.value_dim = head_dim
         self.num_kv_heads = num_kv_heads
         self.layer_id = layer_id
         self.scale = scale

@@ -26,7 +26,7 @@ MASKED_QUERIES = 512  # a chunk after a prefix is computed in pieces of this man
 
 
 @dataclass(frozen=True, slots=True)
-class _TokenGroup:
+class TokenGroup:
     """Rows of one token each, padded to one length. Padding repeats the first position that the row sees, so no row can see another's."""
 
     tokens: torch.Tensor | None  # [rows] int64: which tokens of q; None: all of them in order
@@ -49,7 +49,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
     """A row of several tokens."""
 
     first: int  # index of its first token in q
@@ -64,8 +64,8 @@ class TorchNativeBackend(AttentionBackend):
 
     def __init__(self) -> None:
         # By window, because layers of one model may have different ones. The first layer with a window makes its plan.
-        self._decodes: dict[int | None, list[_TokenGroup]] = {}
-        self._extends: dict[int | None, tuple[list[_TokenGroup], list[_Chunk]]] = {}
+        self._decodes: dict[int | None, list[TokenGroup]] = {}
+        self._extends: dict[int | None, tuple[list[TokenGroup], list[Chunk]]] = {}
 
     def plan_extend(self, batch: ForwardBatch) -> None:
         self._extends.clear()
@@ -83,7 +83,7 @@ class TorchNativeBackend(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         if layer.window not in self._extends:
-            self._extends[layer.window] = _plan_extends(batch, layer.window)
+            self._extends[layer.window] = plan_extends(batch, layer.window)
         groups, chunks = self._extends[layer.window]
         for group in groups:
             _attend_group(group, q, out, layer, batch)
@@ -93,26 +93,26 @@ class TorchNativeBackend(AttentionBackend):
     def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         if layer.window not in self._decodes:
             rows = np.arange(batch.num_extend_rows, batch.batch_size)
-            self._decodes[layer.window] = _group_rows(batch, rows, rows - batch.num_extend_rows, layer.window)
+            self._decodes[layer.window] = group_rows(batch, rows, rows - batch.num_extend_rows, layer.window)
         for group in self._decodes[layer.window]:
             _attend_group(group, q, out, layer, batch)
 
 
-def _plan_extends(batch: ForwardBatch, window: int | None) -> tuple[list[_TokenGroup], list[_Chunk]]:
+def plan_extends(batch: ForwardBatch, window: int | None) -> tuple[list[TokenGroup], list[Chunk]]:
     counts = batch.extend_seq_lens_cpu
     firsts = np.cumsum(counts) - counts
     short = np.flatnonzero(counts == 1)
-    groups = _group_rows(batch, short, firsts[short], window, len(short) == batch.num_extend_tokens)
+    groups = group_rows(batch, short, firsts[short], window, len(short) == batch.num_extend_tokens)
     return groups, [_plan_chunk(batch, int(row), int(firsts[row]), window) for row in np.flatnonzero(counts > 1)]
 
 
-def _group_rows(
+def group_rows(
     batch: ForwardBatch,
     rows: NDArray[np.int64],
     tokens: NDArray[np.int64],
     window: int | None,
     all_tokens: bool = True,
-) -> list[_TokenGroup]:
+) -> list[TokenGroup]:
     """Group rows whose numbers of positions are within a factor of two. `tokens` are the indices of the rows' tokens in q."""
     if not len(rows):
         return []
@@ -133,7 +133,7 @@ def _pad_rows(
     tokens: NDArray[np.int64] | None,
     starts: NDArray[np.int64],
     ends: NDArray[np.int64],
-) -> _TokenGroup:
+) -> TokenGroup:
     """Make a group of rows that see their positions `starts` … `ends - 1`."""
     device = batch.positions.device
     lengths = ends - starts
@@ -150,7 +150,7 @@ def _pad_rows(
         bias = torch.zeros(padding.shape, device=device).masked_fill_(padding, float("-inf"))
         bias = bias.view(len(rows), 1, 1, length)
     slots = batch.req_pool_indices[row_index].unsqueeze(1)
-    return _TokenGroup(
+    return TokenGroup(
         tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
         num_rows=len(rows),
         length=length,
@@ -159,7 +159,7 @@ def _pad_rows(
     )
 
 
-def _plan_chunk(batch: ForwardBatch, row: int, first: int, window: int | None) -> _Chunk:
+def _plan_chunk(batch: ForwardBatch, row: int, first: int, window: int | None) -> Chunk:
     device = batch.positions.device
     count, prefix = int(batch.extend_seq_lens_cpu[row]), int(batch.extend_prefix_lens_cpu[row])
     start = 0 if window is None else max(0, prefix - window + 1)
@@ -167,7 +167,7 @@ def _plan_chunk(batch: ForwardBatch, row: int, first: int, window: int | None) -
     keys = torch.arange(start, end, device=device).unsqueeze(0)
     kv_index = _kv_index(batch, window, batch.req_pool_indices[row].view(1, 1), keys)
     if prefix == 0 and (window is None or count <= window):
-        return _Chunk(first, count, end, kv_index, [_Piece(0, count, count, None)])
+        return Chunk(first, count, end, kv_index, [_Piece(0, count, count, None)])
     pieces = []
     for begin in range(0, count, MASKED_QUERIES):
         stop = min(begin + MASKED_QUERIES, count)
@@ -177,7 +177,7 @@ def _plan_chunk(batch: ForwardBatch, row: int, first: int, window: int | None) -
         if window is not None:
             mask &= keys[:, :length] > queries - window
         pieces.append(_Piece(begin, stop, length, mask))
-    return _Chunk(first, count, end - start, kv_index, pieces)
+    return Chunk(first, count, end - start, kv_index, pieces)
 
 
 def _kv_index(batch: ForwardBatch, window: int | None, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ def _gather(
 
 
 def _attend_group(
-    group: _TokenGroup, q: torch.Tensor, out: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+    group: TokenGroup, q: torch.Tensor, out: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
 ) -> None:
     keys, values = _gather(group.kv_index, layer, batch, q.dtype)
     kv_shape = (group.num_rows, layer.num_kv_heads, group.length, layer.head_dim)
@@ -225,9 +225,7 @@ def _attend_group(
         out.index_copy_(0, group.tokens, attended)
 
 
-def _attend_chunk(
-    chunk: _Chunk, q: torch.Tensor, out: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
-) -> None:
+def _attend_chunk(chunk: Chunk, q: torch.Tensor, out: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
     keys, values = _gather(chunk.kv_index, layer, batch, q.dtype)
     keys = keys.view(1, layer.num_kv_heads, chunk.length, layer.head_dim)
     values = values.view(1, layer.num_kv_heads, chunk.length, layer.head_dim)

@@ -168,6 +168,9 @@ class Fp8Weight(LinearWeight):
             return values.mul_(self.scales.t())
         return values.mul_(self.scales.t().to(dtype).repeat_interleave(FP8_BLOCK, dim=1)[:, : self.shape[1]])
 
+    def unpacked(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.dequantised(dtype)
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         product = None if self._product is None else self._product(x, bias)
         return self._plain_product(x, bias) if product is None else product

@@ -58,6 +58,11 @@ class LinearWeight(nn.Module):
     def finish(self) -> None:
         """Bring the loaded tensors into the form in which they are multiplied. Called once, after loading."""
 
+    def unpacked(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the loaded and finished weight as a plain matrix: its product with ones on the diagonal."""
+        ones = torch.eye(self.shape[1], dtype=dtype, device=device)
+        return self.multiply(ones, None).t().contiguous()
+
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + b."""

@@ -44,8 +44,8 @@ FLOPS = 600e12  # at which prompts are computed, per second
 class _Buffers:
     """Memory that the graphs of all sizes read and write."""
 
-    qkv: torch.Tensor  # [tokens, (heads, KV heads, KV heads) * head_dim]
-    attended: torch.Tensor  # [tokens, heads * head_dim]
+    qkv: torch.Tensor  # [tokens, (heads, KV heads, KV heads) * head_dim], or as packed rows of latents are
+    attended: torch.Tensor  # [tokens, heads * value_dim]
     hidden: torch.Tensor  # [outputs, hidden size]: the result
 
 
@@ -315,12 +315,13 @@ class PiecewiseCudaGraphRunner:
 
     def _allocate_buffers(self) -> _Buffers:
         spec, most, num_outputs = self._spec, self._sizes[-1], len(self._inputs.output_tokens)
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
         def zeros(rows: int, columns: int) -> torch.Tensor:
             return torch.zeros((rows, columns), dtype=spec.dtype, device=self._device)
 
-        return _Buffers(zeros(most, q_size + 2 * kv_size), zeros(most, q_size), zeros(num_outputs, self._hidden_size))
+        return _Buffers(
+            zeros(most, spec.packed_width), zeros(most, spec.result_width), zeros(num_outputs, self._hidden_size)
+        )
 
     # ---- Runs of padding alone
 

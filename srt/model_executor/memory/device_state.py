@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from srt.layers.sampler import Sampler
-from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 
 if TYPE_CHECKING:
     from srt.model_executor.loaded_model import LoadedModel
@@ -49,8 +49,7 @@ class DeviceState:
 
     @property
     def kv_bytes(self) -> int:
-        pool = self.token_to_kv_pool
-        return sum(memory.nbytes for memory in (*pool.k_buffer, *pool.v_buffer))
+        return self.token_to_kv_pool.nbytes
 
 
 def init_memory_pool(loaded: LoadedModel, nums_pages: list[int], max_request_tokens: int) -> DeviceState:
@@ -60,15 +59,23 @@ def init_memory_pool(loaded: LoadedModel, nums_pages: list[int], max_request_tok
     tables = ReqToTokenPool(
         args.max_running_requests, max_request_tokens, num_pages, args.page_size, device, groups.windows, window_pages
     )
-    kv_pool = MHATokenToKVPool(
-        num_pages,
-        args.page_size,
-        loaded.kv_heads,
-        loaded.kv_dtype,
-        device,
-        loaded.kv_scales,
-        groups.of_layer,
-        window_pages,
-    )
+    kv_pool = _kv_pool(loaded, num_pages, window_pages)
     sampler = Sampler(loaded.tp, config.vocab_size, loaded.model.lm_head.shard_start, tables)
     return DeviceState(tables, kv_pool, sampler, max_request_tokens)
+
+
+def _kv_pool(loaded: LoadedModel, num_pages: int, window_pages: list[int]) -> MHATokenToKVPool:
+    page_size, latents = loaded.args.page_size, loaded.attention_spec.latents
+    if latents is not None:
+        dims = [latents.dim] * loaded.config.num_layers
+        return MLATokenToKVPool(num_pages, page_size, dims, latents.rank, loaded.kv_dtype, loaded.device)
+    return MHATokenToKVPool(
+        num_pages,
+        page_size,
+        loaded.kv_heads,
+        loaded.kv_dtype,
+        loaded.device,
+        loaded.kv_scales,
+        loaded.page_groups.of_layer,
+        window_pages,
+    )

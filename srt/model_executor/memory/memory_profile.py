@@ -85,7 +85,7 @@ def mlp_bytes(config: ModelConfig, tp_size: int, num_tokens: int, item_size: int
     A mixture of experts holds the activations and results of all chosen experts, and those of the shared expert beside the sum.
     """
     columns = 2 * config.hidden_size + max(_mlp_columns(config, layer, tp_size) for layer in config.layers)
-    angles = 2 * 4 * max(layer.attention.head_dim // 2 for layer in config.layers)
+    angles = 2 * 4 * max(layer.attention.rope_dim // 2 for layer in config.layers)
     return num_tokens * (columns * item_size + angles)
 
 

@@ -205,7 +205,7 @@ def _cannot(architecture: str, reason: object) -> ModelError:
 
 
 def _attention(layer_id: int, layer: LayerSpec, tp_size: int) -> RadixAttention:
-    spec = layer.attention
+    spec = layer.self_attention
     num_heads, num_kv_heads = spec.num_heads // tp_size, spec.num_kv_heads // tp_size
     return RadixAttention(num_heads, spec.head_dim, num_kv_heads, layer_id, spec.scale, spec.window, spec.softcap)
 
@@ -219,7 +219,7 @@ def _widest(base: nn.Module, tp_size: int) -> int:
 def _check_alike(config: ModelConfig) -> None:
     shapes = {
         (one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.softcap)
-        for one in (layer.attention for layer in config.layers)
+        for one in (layer.self_attention for layer in config.layers)
     }
     if len(shapes) > 1:
         raise _cannot(config.architecture, "the attention of its layers differs in heads, sizes or factors")

@@ -7,7 +7,7 @@ from srt.utils.layer_spec import FastPath, FeedForward, LayerSpec
 
 def fast_paths(layer: LayerSpec) -> tuple[FastPath, ...]:
     """Return "fused" for every layer, "compiled" for those without experts, and "resident" if they have no biases and windows either."""
-    attention, feed_forward = layer.attention, layer.feed_forward
+    attention, feed_forward = layer.self_attention, layer.feed_forward
     if not isinstance(feed_forward, FeedForward):
         return ("fused",)
     has_bias = attention.qkv_bias or attention.o_bias or feed_forward.bias

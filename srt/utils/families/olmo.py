@@ -35,7 +35,7 @@ def _olmo3_layers(config: ConfigReader) -> list[LayerSpec]:
     full, sliding = (_layer(config, rope) for rope in config.ropes_by_kind(sliding_theta=None))
     windows = config.windows(config.slides_except_every(4))
     return [
-        full if window is None else replace(sliding, attention=replace(sliding.attention, window=window))
+        full if window is None else replace(sliding, attention=replace(sliding.self_attention, window=window))
         for window in windows
     ]
 

@@ -19,6 +19,6 @@ def windowed_layers(
 def rotated_where(layers: Sequence[LayerSpec], rotates: Sequence[bool]) -> list[LayerSpec]:
     """Return the layers without the rotation of those for which `rotates` is False."""
     return [
-        layer if is_rotated else replace(layer, attention=replace(layer.attention, rope=None))
+        layer if is_rotated else replace(layer, attention=replace(layer.self_attention, rope=None))
         for layer, is_rotated in zip(layers, rotates, strict=True)
     ]

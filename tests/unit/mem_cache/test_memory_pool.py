@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool, ReqToTokenPool
+from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from srt.mem_cache.tables_hash import tables_hash
 
 CPU = torch.device("cpu")
@@ -47,6 +47,18 @@ def test_keys_and_values_of_a_layer_go_where_they_are_told() -> None:
     assert MHATokenToKVPool.bytes_per_token([KVHeads(2, 3)] * 2, torch.bfloat16) * 10 == sum(
         t.numel() * t.element_size() for t in (*memory.k_buffer, *memory.v_buffer)
     )
+
+
+def test_values_are_the_first_part_of_latents_and_take_no_memory() -> None:
+    pool = MLATokenToKVPool(4, 2, [6, 6], latent_rank=4, dtype=torch.bfloat16, device=CPU)
+    latents, where = torch.randn(3, 1, 6), torch.tensor([6, 1, 4])
+    pool.set_kv(1, where, latents, latents[..., :4])
+    keys, values = pool.get_kv(1)
+    assert torch.equal(keys[where], latents.bfloat16())
+    assert torch.equal(values[where], latents.bfloat16()[..., :4])
+    assert values.data_ptr() == keys.data_ptr()
+    assert not pool.k_buffer[0].any()
+    assert pool.nbytes == 10 * MLATokenToKVPool.bytes_per_token([KVHeads(1, 6)] * 2, torch.bfloat16) == 10 * 2 * 6 * 2
 
 
 def test_clear_leaves_the_tables_as_new() -> None:

@@ -132,7 +132,7 @@ def test_larger_models_keep_more_free_for_graphs(checkpoint: CheckpointFactory) 
 def test_an_mlp_counts_with_its_gates_and_ups_apart_from_their_product(checkpoint: CheckpointFactory) -> None:
     config = ModelConfig.from_folder(checkpoint("qwen3"))
     layer = config.layers[0]
-    small = replace(layer, attention=replace(layer.attention, head_dim=4), feed_forward=FeedForward(20))
+    small = replace(layer, attention=replace(layer.self_attention, head_dim=4), feed_forward=FeedForward(20))
     large = replace(small, feed_forward=FeedForward(24))
     config = replace(config, hidden_size=8, layers=(small, large, small))
     assert mlp_bytes(config, 2, 10, 2) == 10 * (2 * (8 + 8 + 12 + 12 + 12) + 4 * (2 + 2))
@@ -144,7 +144,7 @@ def test_experts_count_with_the_activations_and_results_of_all_that_a_token_take
     config = ModelConfig.from_folder(checkpoint("qwen3"))
     layer = config.layers[0]
     experts = Experts(Routing(num_experts=9, top_k=3), size=4, shared=SharedExpert("shared", size=6))
-    mixed = replace(layer, attention=replace(layer.attention, head_dim=4), feed_forward=experts)
+    mixed = replace(layer, attention=replace(layer.self_attention, head_dim=4), feed_forward=experts)
     config = replace(config, hidden_size=8, layers=(mixed, replace(mixed, feed_forward=FeedForward(4))))
     assert mlp_bytes(config, 2, 10, 2) == 10 * (2 * (8 + 8 + 3 * (2 + 8) + 8 + 3 * 3) + 4 * (2 + 2))
 

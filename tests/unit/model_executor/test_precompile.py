@@ -374,5 +374,5 @@ def test_the_record_goes_where_either_folder_of_kernels_goes(
 )
 def test_so_many_layers_have_all_kernels_among_them(windows: tuple[int | None, ...], count: int) -> None:
     plain = LayerSpec(SelfAttention(2, 1, 8, 1.0, RopeConfig("default", 1e4)), FeedForward(8))
-    layers = [replace(plain, attention=replace(plain.attention, window=window)) for window in windows]
+    layers = [replace(plain, attention=replace(plain.self_attention, window=window)) for window in windows]
     assert num_distinct_layers(layers) == count

@@ -419,7 +419,7 @@ def test_kv_heads_are_replicated_where_tp_exceeds_them(tmp_path: Path) -> None:
     config = read(tmp_path)
     for tp_size, heads in ((1, 4), (2, 2), (4, 1), (8, 1)):
         config.check_tp(tp_size)
-        assert config.layers[0].attention.kv_heads_per_rank(tp_size) == heads
+        assert config.layers[0].self_attention.kv_heads_per_rank(tp_size) == heads
 
 
 def test_the_hash_tells_models_apart_and_nothing_else(tmp_path: Path) -> None:
@@ -564,20 +564,20 @@ def test_what_old_files_of_a_family_leave_out_is_as_in_transformers(tmp_path: Pa
     assert windows_of(one("Cohere2ForCausalLM", sliding_window=64)) == (64, 64, 64, None)
     assert (cohere.scales.logits, cohere.norm) == (0.0625, NormSpec("layer", 1e-5))
     glm = one("Glm4ForCausalLM")
-    assert (rope_of(glm).partial, glm.layers[0].attention.qkv_bias, glm.layers[0].attention.head_dim) == (
+    assert (rope_of(glm).partial, glm.layers[0].self_attention.qkv_bias, glm.layers[0].self_attention.head_dim) == (
         0.5,
         True,
         128,
     )
     gemma = one("Gemma2ForCausalLM", sliding_window=64)
-    assert (gemma.layers[0].attention.softcap, gemma.scales.logit_softcap, windows_of(gemma)[:2]) == (
+    assert (gemma.layers[0].self_attention.softcap, gemma.scales.logit_softcap, windows_of(gemma)[:2]) == (
         50,
         30,
         (64, None),
     )
     assert (gemma.layers[0].attention.head_dim, gemma.layers[0].attention.scale) == (256, 1 / 16)
     capless = one("Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None)
-    assert (capless.layers[0].attention.softcap, capless.scales.logit_softcap) == (None, None)
+    assert (capless.layers[0].self_attention.softcap, capless.scales.logit_softcap) == (None, None)
     newer = one("Gemma3ForCausalLM", sliding_window=64, num_hidden_layers=6)
     assert windows_of(newer) == (64, 64, 64, 64, 64, None)
     assert [layer.attention.rope for layer in newer.layers][4:] == [
