@@ -23,7 +23,8 @@ or refused by name at the start.
 | logits, greedy tokens | equal to those of `transformers` in float32, in chunks, in batches, behind cached prefixes |
 | layers | every kind that a family has, in small random checkpoints |
 | two ranks (`--tp 2`) | the tokens of one rank |
-| GPUs | families with fused kernels, and of those with experts Qwen3-MoE and OLMoE; the others run there, and were not tried |
+| GPUs | families with fused kernels, and of those with experts Qwen3-MoE and OLMoE; the others were not tried |
+| latent attention on GPUs | not tried; it runs kernel by kernel, in plain PyTorch |
 | real checkpoints | not tried, for families without fused kernels |
 
 Layers with a window keep only what it shows, if other layers of the model have none

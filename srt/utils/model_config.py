@@ -13,7 +13,7 @@ from srt.utils.config_values import names, positive_int, shown, token_ids
 from srt.utils.families.family import ConfigReader, Family
 from srt.utils.families.library import LibraryConfigReader
 from srt.utils.families.registry import FAMILIES, family_of
-from srt.utils.layer_spec import NO_SCALES, Experts, FastPath, LayerSpec, NormSpec, Scales
+from srt.utils.layer_spec import NO_SCALES, Experts, FastPath, LatentAttention, LayerSpec, NormSpec, Scales
 from srt.utils.model_error import ModelError as ModelError
 from srt.utils.pooling_config import PoolingSpec, generating_architecture, read_pooling
 from srt.utils.quantization import WeightFormats, read_formats
@@ -36,7 +36,8 @@ READ_KEYS = frozenset(
     " rope_local_base_freq use_bidirectional_attention num_experts num_local_experts num_experts_per_tok"
     " moe_intermediate_size shared_expert_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers clip_qkv"
     " n_routed_experts n_shared_experts n_group topk_group routed_scaling_factor first_k_dense_replace use_qk_norm"
-    " swiglu_alpha swiglu_limit qkv_bias is_causal id2label num_labels".split()
+    " q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave topk_method scoring_func"
+    " moe_layer_freq swiglu_alpha swiglu_limit qkv_bias is_causal id2label num_labels".split()
 )
 """Keys of config.json that have an effect. Overriding any other key is refused, because it would be ignored."""
 
@@ -270,10 +271,10 @@ def without_useless_windows(layers: Sequence[LayerSpec], context_length: int) ->
 
 
 def _without_useless_window(layer: LayerSpec, context_length: int) -> LayerSpec:
-    window = layer.attention.window
-    if window is None or window < context_length:
+    attention = layer.attention
+    if isinstance(attention, LatentAttention) or attention.window is None or attention.window < context_length:
         return layer
-    return replace(layer, attention=replace(layer.attention, window=None))
+    return replace(layer, attention=replace(attention, window=None))
 
 
 def _context_length(asked: int | None, max_position_embeddings: int, layers: Sequence[LayerSpec]) -> int:

@@ -61,7 +61,7 @@ def _choices() -> list[KernelBuild]:
     types = dict.fromkeys(("logits_ptr", "correction_ptr", "weights_ptr"), "*fp32")
     types |= {"ids_ptr": "*i32", "num_rows": "i32", "scale": "fp32"}
     sizes = {"NUM_EXPERTS": EXPERTS, "TOP_K": TOP_K, "BLOCK_T": 4, "BLOCK_E": 128, "BLOCK_CHOICES": 8}
-    groups = {"softmax": (1, 1), "sigmoid": (8, 4)}
+    groups = {"softmax": (1, 1, 2), "softmax by groups": (8, 3, 1), "sigmoid": (8, 4, 2)}
     return [
         KernelBuild(
             f"choose_experts[{name}]",
@@ -71,12 +71,13 @@ def _choices() -> list[KernelBuild]:
                 **sizes,
                 "NUM_GROUPS": num_groups,
                 "CHOSEN_GROUPS": chosen,
+                "GROUP_SCORES": scores,
                 "RENORMALISE": True,
                 "SIGMOID": name == "sigmoid",
                 "HAS_CORRECTION": name == "sigmoid",
             },
         )
-        for name, (num_groups, chosen) in groups.items()
+        for name, (num_groups, chosen, scores) in groups.items()
     ]
 
 

@@ -40,7 +40,7 @@ def write_quantised(plain: Path, folder: Path, how: Quantisation) -> tuple[Path,
     new: Tensors = {}
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
-        if not layer.endswith("_proj") or any(part in layer for part in how.skip):
+        if not layer.endswith(("_proj", "_proj_with_mqa")) or any(part in layer for part in how.skip):
             new[name] = tensor
             continue
         parts, tensors[name] = how.store(tensor)

@@ -182,6 +182,45 @@ FAMILY_TOKENS |= {
         logits_scaling=1.5,
     ),
 }
+_LATENTS: dict[str, Any] = {
+    **_EXPERTS,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_key_value_heads": None,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 512,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+}
+
+FAMILY_TOKENS |= {
+    "deepseek_v2": _chatml_family(
+        "DeepseekV2ForCausalLM",
+        **_LATENTS,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=4.0,
+    ),
+    "deepseek_v3": _chatml_family(
+        "DeepseekV3ForCausalLM",
+        **_LATENTS,
+        q_lora_rank=32,
+        first_k_dense_replace=2,
+        n_shared_experts=1,
+        routed_scaling_factor=1.7,
+    ),
+}
 
 _NUM_BYTES = 256
 

@@ -60,17 +60,19 @@ def _keep_best_groups(
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
+    GROUP_SCORES: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> tl.tensor:
-    """Return the ranks without those of experts outside the groups with the largest sums of their two best ranks."""
+    """Return the ranks without those of experts outside the best groups: those with the largest sums of one or two best ranks."""
     group = experts // GROUP
     sums = tl.full(ranks.shape, -float("inf"), dtype=tl.float32)  # of an expert's group
     for number in tl.static_range(NUM_GROUPS):
         own = tl.where(group == number, ranks, -float("inf"))
-        first = tl.max(own, axis=1)
-        first_id = tl.min(tl.where(own == first[:, None], experts, BLOCK_E), axis=1)
-        second = tl.max(tl.where(experts == first_id[:, None], -float("inf"), own), axis=1)
-        sums = tl.where(group == number, (first + second)[:, None], sums)
+        best = tl.max(own, axis=1)
+        if GROUP_SCORES == 2:
+            first_id = tl.min(tl.where(own == best[:, None], experts, BLOCK_E), axis=1)
+            best += tl.max(tl.where(experts == first_id[:, None], -float("inf"), own), axis=1)
+        sums = tl.where(group == number, best[:, None], sums)
     is_kept = tl.zeros(ranks.shape, dtype=tl.int1)
     for _ in tl.static_range(CHOSEN_GROUPS):
         left = tl.where(is_kept, -float("inf"), sums)
@@ -92,6 +94,7 @@ def choose_experts_kernel(
     TOP_K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
+    GROUP_SCORES: tl.constexpr,
     RENORMALISE: tl.constexpr,
     SIGMOID: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
@@ -115,7 +118,8 @@ def choose_experts_kernel(
         ranks += tl.load(correction_ptr + experts, mask=is_expert, other=0.0)
     ranks = tl.where(is_expert, ranks, -float("inf"))
     if NUM_GROUPS > 1:
-        ranks = _keep_best_groups(ranks, experts, NUM_EXPERTS // NUM_GROUPS, NUM_GROUPS, CHOSEN_GROUPS, BLOCK_E)
+        size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+        ranks = _keep_best_groups(ranks, experts, size, NUM_GROUPS, CHOSEN_GROUPS, GROUP_SCORES, BLOCK_E)
     kept_ids = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.int32)
     kept = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
@@ -176,6 +180,7 @@ def choose_experts(
         TOP_K=routing.top_k,
         NUM_GROUPS=routing.num_groups,
         CHOSEN_GROUPS=routing.num_chosen_groups,
+        GROUP_SCORES=routing.num_group_scores,
         RENORMALISE=routing.is_renormalised,
         SIGMOID=routing.scoring == "sigmoid",
         HAS_CORRECTION=correction is not None,

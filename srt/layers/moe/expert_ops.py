@@ -103,7 +103,9 @@ def choose(logits: Tensor, routing: Routing, correction: Tensor | None = None) -
 def _in_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
     """Return a mask of the experts [tokens, experts] in the groups that each token chooses from."""
     groups = ranks.unflatten(-1, (routing.num_groups, -1))
-    best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(routing.num_chosen_groups, dim=-1).indices
+    best = (
+        groups.topk(routing.num_group_scores, dim=-1).values.sum(dim=-1).topk(routing.num_chosen_groups, dim=-1).indices
+    )
     chosen = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranks.device).scatter_(1, best, True)
     return chosen.unsqueeze(-1).expand_as(groups).flatten(1)
 

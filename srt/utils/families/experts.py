@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from srt.utils.families.family import ConfigReader
-from srt.utils.layer_spec import Routing
+from srt.utils.layer_spec import Experts, FeedForward, Routing
 from srt.utils.model_error import ModelError
 
 
@@ -22,6 +23,39 @@ def routing(config: ConfigReader, **given: Any) -> Routing:
     if top_k > num_experts:
         raise ModelError(f"config.json: num_experts_per_tok is {top_k}, but there are only {num_experts} experts.")
     return Routing(num_experts, top_k, **given)
+
+
+def groups_of(config: ConfigReader, num_experts: int, top_k: int, least: int) -> tuple[int, int]:
+    """Return the number of groups of experts, and of those that a token chooses from; each has `least` experts or more."""
+    num_groups, num_chosen = config.positive_int("n_group", 1), config.positive_int("topk_group", 1)
+    if num_groups > 1 and (num_experts % num_groups or num_experts < least * num_groups):
+        raise ModelError(f"config.json: {num_experts} experts do not make {num_groups} groups of {least} or more.")
+    if num_chosen > num_groups or num_chosen * (num_experts // num_groups) < top_k:
+        raise ModelError(f"config.json: topk_group {num_chosen} of n_group {num_groups} does not hold enough experts.")
+    return num_groups, num_chosen
+
+
+def corrected_routing(config: ConfigReader) -> Routing:
+    """Return the choice by a sigmoid with a correction, from the groups with the largest sums of their two best scores."""
+    plain = routing(config)
+    num_groups, num_chosen = groups_of(config, plain.num_experts, plain.top_k, 2)
+    return replace(
+        plain,
+        scoring="sigmoid",
+        is_renormalised=config.flag("norm_topk_prob"),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen,
+        scale=config.positive_number("routed_scaling_factor", 1.0),
+        has_correction=True,
+    )
+
+
+def dense_layers_first(config: ConfigReader, experts: Experts, default: int) -> list[FeedForward | Experts]:
+    """Return what each layer has: a plain MLP in the first `first_k_dense_replace` layers, or the first `default`, else experts."""
+    stated = config.raw.get("first_k_dense_replace", default)
+    num_dense = 0 if stated == 0 else config.positive_int("first_k_dense_replace", default)
+    dense = config.feed_forward()
+    return [dense if layer < num_dense else experts for layer in range(config.num_layers)]
 
 
 def expert_layers(config: ConfigReader) -> list[bool]:

@@ -5,10 +5,9 @@ GLM-4.5 to 4.7 rotate the same half by pairs that are apart, and have experts in
 
 from __future__ import annotations
 
-from srt.utils.families.experts import routing
+from srt.utils.families.experts import corrected_routing, dense_layers_first
 from srt.utils.families.family import ConfigReader, Family
 from srt.utils.layer_spec import Experts, LayerNorms, LayerSpec, SharedExpert
-from srt.utils.model_error import ModelError
 
 _NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_feed_forward="post_mlp_layernorm")
 
@@ -23,25 +22,10 @@ def _moe_layers(config: ConfigReader) -> list[LayerSpec]:
     """Experts are chosen by a sigmoid with a correction. The shared expert has no gate."""
     norms = "head" if config.flag("use_qk_norm") else None
     attention = config.attention(config.rope(may_be_partial=True), qkv_bias=config.flag("attention_bias"), norms=norms)
-    num_groups, num_chosen = config.positive_int("n_group", 1), config.positive_int("topk_group", 1)
-    chosen = routing(
-        config,
-        scoring="sigmoid",
-        is_renormalised=config.flag("norm_topk_prob"),
-        num_groups=num_groups,
-        num_chosen_groups=num_chosen,
-        scale=config.positive_number("routed_scaling_factor", 1.0),
-        has_correction=True,
-    )
-    if num_groups > 1 and (chosen.num_experts % num_groups or chosen.num_experts < 2 * num_groups):
-        raise ModelError(f"config.json: {chosen.num_experts} experts do not make {num_groups} groups of two or more.")
-    if num_chosen > num_groups or num_chosen * (chosen.num_experts // num_groups) < chosen.top_k:
-        raise ModelError(f"config.json: topk_group {num_chosen} of n_group {num_groups} does not hold enough experts.")
+    chosen = corrected_routing(config)
     size = config.positive_int("moe_intermediate_size")
     experts = Experts(chosen, size, SharedExpert("shared_experts", size * config.positive_int("n_shared_experts", 1)))
-    num_dense = 0 if config.raw.get("first_k_dense_replace") == 0 else config.positive_int("first_k_dense_replace", 1)
-    dense = config.feed_forward()
-    return [LayerSpec(attention, dense if layer < num_dense else experts) for layer in range(config.num_layers)]
+    return [LayerSpec(attention, feed_forward) for feed_forward in dense_layers_first(config, experts, 1)]
 
 
 GLM4 = Family(

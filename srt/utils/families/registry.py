@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from srt.utils.families.cohere2 import COHERE2
+from srt.utils.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from srt.utils.families.family import Family
 from srt.utils.families.gemma import GEMMA2, GEMMA3
 from srt.utils.families.glm4 import GLM4, GLM4_MOE
@@ -40,6 +41,8 @@ FAMILIES = {
         GRANITE_MOE,
         GLM4_MOE,
         GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
     )
 }
 

@@ -49,6 +49,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 PLAIN_FAMILIES = ("phi3", "smollm3", "granite", "olmo2", "olmo3", "glm4", "cohere2", "gemma2", "gemma3_text")
 EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss")
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
 SPECIAL_LAYERS: dict[str, dict[str, Any]] = {
     "phi3": {"config": {"sliding_window": 24}},
     "smollm3": {"config": {"use_sliding_window": True, "sliding_window": 24}},
@@ -56,7 +57,7 @@ SPECIAL_LAYERS: dict[str, dict[str, Any]] = {
 """Settings with which a family has layers that it does not have by default."""
 
 
-@pytest.mark.parametrize("family", PLAIN_FAMILIES + EXPERT_FAMILIES)
+@pytest.mark.parametrize("family", PLAIN_FAMILIES + EXPERT_FAMILIES + LATENT_FAMILIES)
 def test_families_without_resident_layers_give_the_tokens_of_transformers(
     checkpoint: CheckpointFactory, family: str
 ) -> None:
@@ -79,7 +80,7 @@ def test_families_without_resident_layers_give_the_tokens_of_transformers(
         assert max(job.cached for job in jobs) >= 30
 
 
-@pytest.mark.parametrize("family", PLAIN_FAMILIES + EXPERT_FAMILIES)
+@pytest.mark.parametrize("family", PLAIN_FAMILIES + EXPERT_FAMILIES + LATENT_FAMILIES)
 def test_two_ranks_of_a_family_without_resident_layers_give_the_tokens_of_one(
     checkpoint: CheckpointFactory, tmp_path: Path, family: str
 ) -> None:
