@@ -10,7 +10,7 @@ import torch
 from srt.layers.logits_processor import LogitsProcessorOutput, Logprobs
 from srt.layers.token_masks import MaskBuffers, TokenMasks
 from srt.mem_cache.tables_hash import tables_hash
-from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows
+from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from srt.model_executor.graphs.step_graphs import StepGraphs
 from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.memory.device_state import DeviceState
@@ -18,7 +18,7 @@ from srt.model_executor.step.executed_step import DecodeOutput, ModelRunnerOutpu
 from srt.model_executor.step.plan_arrays import PlanArrays, write_tables
 from srt.model_executor.step.step_output import StepOutput
 from srt.model_executor.step.step_planner import DecodeStep, HostStep, StepPlanner
-from srt.model_executor.step.step_sampler import StepSampler
+from srt.model_executor.step.step_sampler import LogprobParts, StepSampler
 from srt.protocol.messages import PlanSection, Scalar
 from srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -69,6 +69,11 @@ class ModelRunner:
         self.state.req_to_token_pool.clear()
         self._planner = self._new_planner()
 
+    @property
+    def max_row_tokens(self) -> int:
+        """The most ids that a decode row gets in one step."""
+        return 1
+
     @cached_property
     def mask_buffers(self) -> MaskBuffers:
         """The memory for masks of tokens, allocated when the first row needs one."""
@@ -102,7 +107,7 @@ class ModelRunner:
         batch = ForwardBatch.init_new(
             host.rows, plan.rows, state.req_to_token_pool, state.token_to_kv_pool, self.loaded.attn_backend
         )
-        info = _sampling_info(host.rows, plan, batch)
+        info = _sampling_info(plan, batch)
         samplers = self._sampler.padded(plan.sample_tokens)
         if not (len(plan.prompt_logprobs.rows) or self._sampler.reads_all_tokens):
             batch.output_tokens = samplers
@@ -155,11 +160,8 @@ class ModelRunner:
     def _sample(self, step: ModelRunnerOutput | DecodeOutput, masks: TokenMasks | None) -> StepOutput:
         if isinstance(step, DecodeOutput):
             return self._sample_decodes(step, masks)
-        output, prompt_segments = step.logits_output, step.host.prompt_logprobs.segments
-        device, draw_store = self.loaded.device, self.loaded.draw_store
-        parts = []
-        if output.prompt_logprobs is not None or prompt_segments:
-            parts.append((output.prompt_logprobs or _no_logprobs(device), prompt_segments))
+        output, device, draw_store = step.logits_output, self.loaded.device, self.loaded.draw_store
+        parts = self._prompt_parts(step)
         ids = None
         if output.next_token_logits is not None:
             info = step.sampling_info
@@ -168,6 +170,13 @@ class ModelRunner:
             draw_store.store(draws, info.slots, info.positions, self.state.req_to_token_pool.token_table)
             ids = draw_store.latest(info.num_rows)
         return StepOutput(ids, parts, device)
+
+    def _prompt_parts(self, step: ModelRunnerOutput) -> LogprobParts:
+        """Return the prompt logprobs of a step with their segments, if it has any."""
+        logprobs, segments = step.logits_output.prompt_logprobs, step.host.prompt_logprobs.segments
+        if logprobs is None and not segments:
+            return []
+        return [(logprobs or _no_logprobs(self.loaded.device), segments)]
 
     def _sample_decodes(self, output: DecodeOutput, masks: TokenMasks | None) -> StepOutput:
         runner, step, loaded = self._decode_runner, output.step, self.loaded
@@ -185,11 +194,11 @@ class ModelRunner:
         return StepOutput(loaded.draw_store.latest(num_rows), logprobs, loaded.device)
 
 
-def _sampling_info(rows: HostRows, plan: PlanArrays[torch.Tensor], batch: ForwardBatch) -> SamplingBatchInfo:
+def _sampling_info(plan: PlanArrays[torch.Tensor], batch: ForwardBatch) -> SamplingBatchInfo:
     return SamplingBatchInfo(
-        num_rows=len(rows.sample_rows),
+        num_rows=len(plan.sample_rows),
         slots=plan.rows.slots[plan.sample_rows],
-        positions=batch.seq_lens[plan.sample_rows],
+        positions=batch.positions[plan.sample_tokens] + 1,
         arrays=plan.sampling,
     )
 

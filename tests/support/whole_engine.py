@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
 from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.effects import Effect, Frontend, ToFrontend, ToWorkers, Worker
@@ -11,18 +12,31 @@ from srt.managers.tp_worker.process import hello_of
 from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.codec import decode, encode, protocol_hash
 from srt.protocol.messages import (
+    Abort,
     AckBatch,
     FrontendHello,
     GenerateRequest,
     LogprobSpec,
+    RequestDone,
     SamplingSpec,
     StepPlan,
     StepResult,
     TokenBatch,
+    TokenLogprobs,
     int32_array,
 )
 from srt.server_args import ServerArgs
-from tests.support.wire import request_at_scheduler
+from tests.support.wire import at_scheduler, request_at_scheduler
+
+
+@dataclass
+class Answer:
+    """What came for one choice of a request."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    done: RequestDone | None = None
+    cached: int = 0
 
 
 class WholeEngine:
@@ -34,7 +48,8 @@ class WholeEngine:
         self._scheduler.handle(Worker(0), hello_of(0, args.page_size, runner), 0.0)
         self._scheduler.handle(Frontend(0), FrontendHello(0, protocol_hash()), 0.0)
         self._results: deque[StepResult] = deque()
-        self._outputs: list[list[int]] = []
+        self.answers: dict[tuple[int, int], Answer] = {}  # by rid and choice
+        self._num_runs = 0
         self._now = 0.0
 
     @property
@@ -44,28 +59,47 @@ class WholeEngine:
 
     def run(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         """Return the `count` greedy tokens that follow each prompt."""
-        first = len(self._outputs)
-        for prompt in prompts:
-            request = GenerateRequest(
-                rid=len(self._outputs),
-                label=f"request {len(self._outputs)}",
-                prompt_ids=int32_array(prompt),
-                choices=int32_array([0]),
-                output_ids=[int32_array()],
-                sampling=SamplingSpec(count, temperature=0.0),
-                logprobs=LogprobSpec(),
-                seed=1,
+        first = self._num_runs
+        self._num_runs += len(prompts)
+        for rid, prompt in enumerate(prompts, first):
+            self.submit(
+                GenerateRequest(
+                    rid=rid,
+                    label=f"request {rid}",
+                    prompt_ids=int32_array(prompt),
+                    choices=int32_array([0]),
+                    output_ids=[int32_array()],
+                    sampling=SamplingSpec(count, temperature=0.0),
+                    logprobs=LogprobSpec(),
+                    seed=1,
+                )
             )
-            self._outputs.append([])
-            self._apply(self._scheduler.handle(Frontend(0), request_at_scheduler(request), self._now))
-        while any(len(outputs) < count for outputs in self._outputs[first:]):
-            self._now += 0.01
-            self._apply(self._scheduler.tick(self._now))
-            self._scheduler.check()
-            assert self.core.memory.tables_hash() == self._runner.inspect()["tables_hash"]
-            if self._results:
-                self._apply(self._scheduler.handle(Worker(0), self._results.popleft(), self._now))
-        return self._outputs[first:]
+        self.finish()
+        answers = [self.answers[rid, 0] for rid in range(first, self._num_runs)]
+        assert all(answer.done is not None and answer.done.reason == "length" for answer in answers), answers
+        return [answer.ids for answer in answers]
+
+    def submit(self, request: GenerateRequest) -> None:
+        for choice in request.choices.tolist():
+            self.answers[request.rid, choice] = Answer()
+        self._apply(self._scheduler.handle(Frontend(0), request_at_scheduler(request), self._now))
+
+    def abort(self, rid: int) -> None:
+        self._apply(self._scheduler.handle(Frontend(0), at_scheduler(Abort(rid, -1)), self._now))
+
+    def finish(self) -> None:
+        """Run until all requests have ended."""
+        while any(answer.done is None for answer in self.answers.values()):
+            self.step()
+
+    def step(self) -> None:
+        """Plan, execute, and hear one result."""
+        self._now += 0.01
+        self._apply(self._scheduler.tick(self._now))
+        self._scheduler.check()
+        assert self.core.memory.tables_hash() == self._runner.inspect()["tables_hash"]
+        if self._results:
+            self._apply(self._scheduler.handle(Worker(0), self._results.popleft(), self._now))
 
     def _apply(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -82,8 +116,15 @@ class WholeEngine:
 
     def _receive(self, batch: TokenBatch) -> None:
         ids = batch.ids.tolist()
-        for rid, count in zip(batch.rids.tolist(), batch.counts.tolist(), strict=True):
-            self._outputs[rid] += ids[:count]
+        columns = (batch.rids, batch.choices, batch.first, batch.counts, batch.cached)
+        for rid, choice, first, count, cached in zip(*(column.tolist() for column in columns), strict=True):
+            answer = self.answers[rid, choice]
+            assert first == len(answer.ids)
+            answer.ids += ids[:count]
+            answer.cached = cached
             del ids[:count]
-        assert all(done.reason == "length" for done in batch.done), batch.done
+        for logprobs in batch.logprobs:
+            self.answers[logprobs.rid, logprobs.choice].logprobs.append(logprobs)
+        for done in batch.done:
+            self.answers[done.rid, done.choice].done = done
         self._apply(self._scheduler.handle(Frontend(0), AckBatch(batch.number), self._now))

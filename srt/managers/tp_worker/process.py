@@ -334,6 +334,7 @@ def hello_of(rank: int, page_size: int, runner: ModelRunner) -> WorkerHello:
         num_slots=state.num_slots,
         max_request_tokens=state.max_request_tokens,
         vocab_size=loaded.config.vocab_size,
+        max_row_tokens=runner.max_row_tokens,
         num_graphs=runner.graphs.num_left,
         windows=list(state.windows),
         window_pages=list(state.window_pages),

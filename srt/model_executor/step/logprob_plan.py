@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,11 @@ class LogprobSegment:
     has_first_token: bool = False  # whether the prompt's token 0, which nothing predicts, is prepended
     sample: int = -1  # for an output: index among the rows that sample
 
+    def of_count(self, count: int) -> LogprobSegment:
+        """Return the segment of an output with only its first `count` draws."""
+        end = min(self.end, self.begin + count)
+        return self if end == self.end else replace(self, end=end)
+
 
 @dataclass(slots=True)
 class LogprobPlan:
@@ -52,8 +57,8 @@ class LogprobPlan:
             LogprobSegment(slot, True, first, begin, end, wanted.spec.top, len(wanted.spec.ids), has_first_token)
         )
 
-    def add_output(self, slot: int, wanted: SlotLogprobs, sample: int, index: int) -> None:
-        begin, end = self._add_rows(wanted, np.array([sample]))
+    def add_output(self, slot: int, wanted: SlotLogprobs, sample: int, index: int, draws: Ints) -> None:
+        begin, end = self._add_rows(wanted, draws)
         self.segments.append(
             LogprobSegment(slot, False, index, begin, end, wanted.spec.top, len(wanted.spec.ids), sample=sample)
         )
@@ -98,15 +103,23 @@ def plan_prompt_logprobs(
     return plan
 
 
-def plan_output_logprobs(asked: dict[int, SlotLogprobs], slots: Ints, positions: Ints) -> LogprobPlan:
-    """Plan one logprob row for each row that samples and wants it. `positions` are those of the tokens that the rows draw."""
+def plan_output_logprobs(
+    asked: dict[int, SlotLogprobs], slots: Ints, positions: Ints, num_draws: Ints | None = None
+) -> LogprobPlan:
+    """Plan the logprobs of each row that samples and wants them. `positions` are those of the last tokens that the rows draw.
+
+    `num_draws` are the numbers of draws of the rows; None: one each.
+    """
     plan = LogprobPlan()
     if not asked:
         return plan
-    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+    counts = np.ones(len(slots), np.int64) if num_draws is None else num_draws
+    columns = zip(slots.tolist(), positions.tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True)
+    for row, (slot, position, count, end) in enumerate(columns):
         wanted = asked.get(slot)
         if wanted is not None and wanted.spec.output:
-            plan.add_output(slot, wanted, row, position - wanted.prompt_len)
+            first = position - count + 1 - wanted.prompt_len
+            plan.add_output(slot, wanted, row, first, np.arange(end - count, end))
     return plan
 
 

@@ -169,14 +169,26 @@ class SlotMirror:
             self._room[slot] = (held + count) * self._page_size
         return np.repeat(delta.slots.astype(np.int64), delta.counts), np.asarray(columns, np.int64)
 
-    def advance(self, section: PlanSection) -> Ints:
-        """Advance the slots by a step, and return the lengths of all rows after it, extend rows first."""
+    def lengths_and_room(self, slots: Ints) -> tuple[Ints, Ints]:
+        """Return the lengths of these slots, and the numbers of positions in their pages."""
+        self.catch_up()
+        return self._lengths[slots], self._room[slots]
+
+    def set_lengths(self, slots: Ints, lengths: Ints) -> None:
+        """Correct the lengths of slots whose step has computed positions that do not count."""
+        self._lengths[slots] = lengths
+
+    def advance(self, section: PlanSection, decode_counts: Ints | int = 1) -> Ints:
+        """Advance the slots by a step, and return the lengths of all rows after it, extend rows first.
+
+        `decode_counts` are the numbers of tokens of the decode rows.
+        """
         extends = section.extend_slots.astype(np.int64)
         rows = np.concatenate((extends, section.decode_slots.astype(np.int64)))
         starts, counts = section.extend_starts.astype(np.int64), section.extend_counts.astype(np.int64)
         assert np.array_equal(self._lengths[extends], starts), f"chunks at {starts}, computed {self._lengths[extends]}"
         assert (counts > 0).all(), f"chunks of {counts} tokens"
-        lengths = np.concatenate((starts + counts, self._lengths[rows[len(extends) :]] + 1))
+        lengths = np.concatenate((starts + counts, self._lengths[rows[len(extends) :]] + decode_counts))
         room = self._room[rows]
         assert (lengths <= room).all(), f"rows of {lengths} tokens in pages for {room}"
         self._lengths[rows] = lengths

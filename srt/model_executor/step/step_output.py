@@ -84,8 +84,22 @@ class StepOutput:
         for segments, num_arrays in self._segments:
             values = list(itertools.islice(arrays, num_arrays))
             # A row that drew nothing has nothing to report.
-            rows += [row_logprobs(s, *values) for s in segments if s.is_prompt or counts[s.sample] > 0]
+            kept = [s if s.is_prompt else s.of_count(int(counts[s.sample])) for s in segments]
+            rows += [row_logprobs(s, *values) for s in kept if s.is_prompt or s.end > s.begin]
         return rows
+
+
+class VerifiedOutput(StepOutput):
+    """The output of a step whose rows have several draws each, of which the first ones count. It is on the host already."""
+
+    def __init__(self, ids: Int32Array, counts: Int32Array, logprobs: Parts, device: torch.device) -> None:
+        """`ids` are those that count, end to end; `counts` are the numbers of ids of the rows, or -1."""
+        super().__init__(None, logprobs, device)
+        self._rows = counts, ids
+
+    def result(self) -> SampledRows:
+        counts, ids = self._rows
+        return SampledRows(counts, ids, self._logprobs(counts))
 
 
 class _HostCopies:

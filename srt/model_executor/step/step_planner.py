@@ -36,6 +36,8 @@ class HostStep:
     kind: SamplingKind  # of the rows that sample
     prompt_logprobs: LogprobPlan
     output_logprobs: LogprobPlan
+    num_draws: Ints | None = None
+    """Draws of each row that samples, if decode rows have drafts. These rows are among the extend rows then. None: one each."""
 
 
 class DecodeStep(NamedTuple):
@@ -139,8 +141,11 @@ class StepPlanner:
         """Return the sampling parameters of the step's rows for the eager sampler."""
         return SamplingStep(self._sampling.arrays(step.slots), step.output_logprobs.arrays())
 
-    def plan(self, section: PlanSection) -> HostStep:
-        """Plan any section: apply its changes to the record of slots, then advance its rows."""
+    def plan(self, section: PlanSection, num_drafts: Ints | None = None) -> HostStep:
+        """Plan any section: apply its changes to the record of slots, then advance its rows.
+
+        `num_drafts`, if given, are the drafts of its decode rows: their tokens are computed like those of a chunk, and each draws.
+        """
         self._standing = None
         self.slots.catch_up()
         adjusted = []
@@ -149,13 +154,21 @@ class StepPlanner:
             if self._sampling.admit(admission):
                 adjusted.append(admission.slot)
         page_groups, page_slots, page_columns, pages = self._append_pages(section.pages)
-        rows = self._advance(section)
+        num_draws = None
+        if num_drafts is None:
+            rows = self._advance(section)
+        else:
+            rows, num_draws = self._advance_drafts(section, 1 + num_drafts)
         rows_of_device = row_arrays(rows)
-        prompt_logprobs, output_logprobs = self._plan_logprobs(rows, rows_of_device.extend_first)
+        prompt_logprobs, output_logprobs = self._plan_logprobs(rows, rows_of_device.extend_first, num_draws)
         num_extends = len(rows.extend_lens)
         row_tokens = np.concatenate((rows.extend_lens, np.ones(len(rows.slots) - num_extends, np.int64)))
         last_tokens = np.cumsum(row_tokens) - 1
-        sampling_slots = rows.slots[rows.sample_rows]
+        sample_rows, sample_tokens = rows.sample_rows, last_tokens[rows.sample_rows]
+        if num_draws is not None:
+            sample_tokens = _ranges(sample_tokens - num_draws + 1, num_draws)
+            sample_rows = np.repeat(sample_rows, num_draws)
+        sampling_slots = rows.slots[sample_rows]
         admitted = section.admissions
         admitted_slots = np.array([a.slot for a in admitted], np.int64)
         arrays: PlanArrays[HostArray] = PlanArrays(
@@ -169,14 +182,14 @@ class StepPlanner:
             page_columns=page_columns,
             pages=pages,
             rows=rows_of_device,
-            sample_rows=rows.sample_rows,
-            sample_tokens=last_tokens[rows.sample_rows],
+            sample_rows=sample_rows,
+            sample_tokens=sample_tokens,
             sampling=self._sampling.arrays(sampling_slots),
             prompt_logprobs=prompt_logprobs.arrays(),
             output_logprobs=output_logprobs.arrays(),
         )
         kind = SamplingKind.OTHER if output_logprobs.segments else self._sampling.kind_of(sampling_slots)
-        return HostStep(rows, arrays, kind, prompt_logprobs, output_logprobs)
+        return HostStep(rows, arrays, kind, prompt_logprobs, output_logprobs, num_draws)
 
     def _append_pages(self, deltas: list[PageDelta]) -> tuple[Ints, Ints, Ints, Ints]:
         """Add the new pages to the record, and return their groups, slots, columns and numbers. One group needs no groups."""
@@ -212,11 +225,27 @@ class StepPlanner:
             sample_rows=np.concatenate((sampling_extends, np.arange(num_extends, len(seq_lens)))),
         )
 
-    def _plan_logprobs(self, rows: HostRows, first_tokens: Ints) -> tuple[LogprobPlan, LogprobPlan]:
+    def _advance_drafts(self, section: PlanSection, counts: Ints) -> tuple[HostRows, Ints]:
+        """Advance all rows, the decode rows by so many tokens each. Return the rows, and the draws of those that sample."""
+        seq_lens = self.slots.advance(section, counts)
+        num_extends = len(section.extend_slots)
+        sampling_extends = np.flatnonzero(section.extend_samples)
+        rows = HostRows(
+            slots=np.concatenate((section.extend_slots, section.decode_slots)).astype(np.int64),
+            seq_lens=seq_lens,
+            prefix_lens=np.concatenate((section.extend_starts.astype(np.int64), seq_lens[num_extends:] - counts)),
+            extend_lens=np.concatenate((section.extend_counts.astype(np.int64), counts)),
+            sample_rows=np.concatenate((sampling_extends, np.arange(num_extends, len(seq_lens)))),
+        )
+        return rows, np.concatenate((np.ones(len(sampling_extends), np.int64), counts))
+
+    def _plan_logprobs(
+        self, rows: HostRows, first_tokens: Ints, num_draws: Ints | None
+    ) -> tuple[LogprobPlan, LogprobPlan]:
         asked, num_extends = self.slots.slot_logprobs, len(rows.extend_lens)
         prompt = plan_prompt_logprobs(asked, rows.slots[:num_extends], rows.prefix_lens, rows.extend_lens, first_tokens)
         sampled = rows.sample_rows
-        return prompt, plan_output_logprobs(asked, rows.slots[sampled], rows.seq_lens[sampled])
+        return prompt, plan_output_logprobs(asked, rows.slots[sampled], rows.seq_lens[sampled], num_draws)
 
 
 def _reading_by_lengths(longest: int, total: int, num_rows: int) -> Reading:
