@@ -36,9 +36,12 @@ TOOL_CALL_PARSERS = tuple(
 MODEL_IMPLS = ("auto", "srt", "transformers")
 GRAMMAR_BACKENDS = ("llguidance", "none")
 TOOL_STRICT_LEVELS = ("auto", "function", "parameter")
+SPECULATIVE_ALGORITHMS = ("NGRAM",)
+DEFAULT_DRAFT_TOKENS = 8
 REASONING_PARSERS = tuple("qwen3 deepseek-r1 deepseek_r1 deepseek-v3 glm45 kimi gpt-oss openai_gptoss minimax".split())
 
 MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "Devices and kernels", "Logging"
+SPECULATION = "Speculative decoding"
 
 
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
@@ -204,6 +207,24 @@ class ServerArgs:
         False, "plan a step only when the result of the one before has come", group=MEMORY
     )
 
+    speculative_algorithm: str | None = option(
+        None,
+        "draft several tokens and verify them in one step, on a CPU; NGRAM: what followed the same tokens earlier in the request",
+        group=SPECULATION,
+        choices=SPECULATIVE_ALGORITHMS,
+    )
+    speculative_num_draft_tokens: int | None = option(
+        None,
+        "tokens that a step verifies of each request, the one that is no draft included (default: 8)",
+        group=SPECULATION,
+    )
+    speculative_ngram_min_match_window_size: int = option(
+        2, "fewest last tokens that must have occurred before, for a draft of what followed", group=SPECULATION
+    )
+    speculative_ngram_max_match_window_size: int = option(
+        12, "most last tokens that are compared; the occurrence that repeats most is chosen", group=SPECULATION
+    )
+
     tp_size: int = option(
         1, "GPUs (or CPU processes) that share each layer", group=DEVICE, aliases=("--tp", "--tensor-parallel-size")
     )
@@ -310,21 +331,17 @@ class ServerArgs:
         self._check_http()
         for name in ("max_queued_requests", "base_gpu_id", "max_replacements"):
             self._at_least(name, 0)
-        for name in ("context_length", "max_total_tokens"):
+        for name in ("context_length", "max_total_tokens", "decode_log_interval", "cuda_graph_max_bs"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         for f in dataclasses.fields(self):
             value, most = getattr(self, f.name), MOST_SEED if f.name == "random_seed" else MOST
             if type(value) is int and abs(value) > most:
                 raise ArgumentError(f"--{f.name.replace('_', '-')} must be at most {most}, not {value}.")
-        if self.decode_log_interval is not None:
-            self._at_least("decode_log_interval", 1)
         if not 0 <= self.log_requests_level <= 3:
             raise ArgumentError(f"--log-requests-level must lie between 0 and 3, not {self.log_requests_level}.")
         if self.piecewise_cuda_graph_max_tokens is not None:
             self._at_least("piecewise_cuda_graph_max_tokens", 0)
-        if self.cuda_graph_max_bs is not None:
-            self._at_least("cuda_graph_max_bs", 1)
         if self.enable_torch_compile and self.tp_size > 1:
             raise ArgumentError(f"--enable-torch-compile works on one GPU only, not with --tp {self.tp_size}.")
         if any(not 1 <= size <= MOST for size in self.cuda_graph_bs):
@@ -352,7 +369,20 @@ class ServerArgs:
                 raise ArgumentError(f"--{name.replace('_', '-')} must be positive, not {value}.")
         if not self.watchdog_timeout > 0:
             raise ArgumentError(f"--watchdog-timeout must be positive, not {self.watchdog_timeout}.")
+        self._check_speculation()
         self.model_overrides()
+
+    def _check_speculation(self) -> None:
+        least, longest = self.speculative_ngram_min_match_window_size, self.speculative_ngram_max_match_window_size
+        self._at_least("speculative_ngram_min_match_window_size", 1)
+        if longest < least:
+            raise ArgumentError(
+                f"--speculative-ngram-max-match-window-size {longest} is less than --speculative-ngram-min-match-window-size {least}."
+            )
+        if self.speculative_num_draft_tokens is not None:
+            if self.speculative_algorithm is None:
+                raise ArgumentError("--speculative-num-draft-tokens needs --speculative-algorithm.")
+            self._at_least("speculative_num_draft_tokens", 2)
 
     def _check_http(self) -> None:
         for name in ("api_key", "admin_api_key"):
@@ -413,6 +443,13 @@ class ServerArgs:
         return 1 if self.disable_overlap_schedule else 2
 
     @property
+    def num_drafts(self) -> int:
+        """Most drafts of a row in one step; 0 without speculative decoding."""
+        if self.speculative_algorithm is None:
+            return 0
+        return (self.speculative_num_draft_tokens or DEFAULT_DRAFT_TOKENS) - 1
+
+    @property
     def uses_priorities(self) -> bool:
         return self.enable_priority_scheduling or self.schedule_policy == "priority"
 
@@ -428,7 +465,7 @@ UNSUPPORTED = frozenset(
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend"
     " enable_memory_saver enable_deterministic_inference"
-    " speculative_algorithm speculative_draft_model_path speculative_num_steps enable_lora lora_paths"
+    " speculative_draft_model_path speculative_num_steps speculative_eagle_topk enable_lora lora_paths"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
     " detokenizer_worker_num quantization_param_path skip_server_warmup".split()
 )

@@ -70,6 +70,15 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
         ([*MODEL, "--max-total-tokens", "9" * 30], "--max-total-tokens must be at most 2147483647"),
         ([*MODEL, "--dist-timeout", "99999999999"], "--dist-timeout must be at most 2147483647"),
         ([*MODEL, "--random-seed", "-9223372036854775809"], "--random-seed must be at most"),
+        ([*MODEL, "--speculative-algorithm", "EAGLE"], "--speculative-algorithm"),
+        (
+            [*MODEL, "--speculative-num-draft-tokens", "4"],
+            "--speculative-num-draft-tokens needs --speculative-algorithm",
+        ),
+        (
+            [*MODEL, "--speculative-ngram-max-match-window-size", "1"],
+            "is less than --speculative-ngram-min-match-window",
+        ),
         ([*MODEL, "--no-such-thing"], "Unknown option --no-such-thing"),
         ([*MODEL, "stray"], "Unknown option stray"),
         ([*MODEL, "--page", "16"], "Unknown option --page"),  # no guessing from beginnings

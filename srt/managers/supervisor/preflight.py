@@ -127,6 +127,8 @@ def check_model(args: ServerArgs) -> Path:
             f"--enable-torch-compile cannot compile the{'' if config.weight_formats.is_plain else ' quantised'} layers of"
             f" {config.architecture}: leave the option out."
         )
+    if args.speculative_algorithm is not None:
+        check_speculation(args, config)
     if args.sampling_defaults == "model":
         check_sampling_defaults(config)
     if args.load_format != "dummy":
@@ -175,6 +177,15 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
             f"The weights take {needed / 1e9:.1f} GB as {dtype}, and {available / 1e9:.1f} GB of memory are available:"
             " choose a smaller model, or --dtype bfloat16 if it is not set already."
         )
+
+
+def check_speculation(args: ServerArgs, config: ModelConfig) -> None:
+    """Raise StartError if drafts cannot be verified here."""
+    option = f"--speculative-algorithm {args.speculative_algorithm}"
+    if not runs_on_cpu(args):
+        raise StartError(f"{option} works on a CPU only: leave it out, or serve with --device cpu.")
+    if config.pooling is not None:
+        raise StartError(f"{option} speeds up the generation of text, which this model does not do: leave it out.")
 
 
 def check_sampling_defaults(config: ModelConfig) -> None:

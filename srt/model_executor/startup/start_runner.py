@@ -16,11 +16,13 @@ from srt.model_executor.graphs.step_graphs import StepGraphs
 from srt.model_executor.loaded_model import LoadedModel, Progress, load_model
 from srt.model_executor.memory.device_state import DeviceState, init_memory_pool
 from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.speculating_runner import SpeculatingRunner
 from srt.model_executor.startup.precompile import precompile
 from srt.model_executor.startup.profile_pages import profile_num_pages
 from srt.model_executor.step.step_pooler import StepPooler
 from srt.model_executor.step.step_sampler import RowSampler, StepSampler
 from srt.server_args import ServerArgs
+from srt.speculative.ngram import NgramDrafter
 from srt.utils.model_config import ModelConfig
 
 
@@ -76,7 +78,20 @@ def build_runner(
         pieces = None if capture is None else PiecewiseCudaGraphRunner.of(loaded, state, capture)
     draws_by_row = device.type == "cuda" or capture is not None
     sampler = RowSampler(loaded, state, decodes) if draws_by_row else StepSampler(loaded, state)
-    return ModelRunner(loaded, state, sampler, StepGraphs(loaded, decodes, pieces, kernels))
+    step_graphs = StepGraphs(loaded, decodes, pieces, kernels)
+    if args.speculative_algorithm is not None:
+        return _build_speculating_runner(loaded, state, sampler, step_graphs)
+    return ModelRunner(loaded, state, sampler, step_graphs)
+
+
+def _build_speculating_runner(
+    loaded: LoadedModel, state: DeviceState, sampler: StepSampler, graphs: StepGraphs
+) -> ModelRunner:
+    """Create the runner of a server that drafts."""
+    args, tables = loaded.args, state.req_to_token_pool
+    least, longest = args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
+    drafter = NgramDrafter(tables.token_table, least, longest)
+    return SpeculatingRunner(loaded, state, sampler, graphs, drafter, args.num_drafts)
 
 
 def _build_pooling_runner(

@@ -220,3 +220,9 @@ def test_weights_larger_than_a_gpu_are_refused_before_anything_starts(
     monkeypatch.setattr(preflight, "gpu_memory", lambda index: GpuMemory(100_000, 100_000))
     with pytest.raises(StartError, match=r"^The weights take .* GB on each of 1 GPUs as float32, and one has 0\.0 GB"):
         check_and_listen(replace(args_for(qwen3_checkpoint), device="cuda"), http=False)
+
+
+def test_drafts_are_refused_on_a_gpu(qwen3_checkpoint: Path) -> None:
+    args = replace(args_for(qwen3_checkpoint), device="cuda", speculative_algorithm="NGRAM")
+    with pytest.raises(StartError, match="--speculative-algorithm NGRAM works on a CPU only"):
+        check_and_listen(args, http=False)

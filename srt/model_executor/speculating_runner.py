@@ -1,0 +1,118 @@
+"""A runner whose decode rows bring drafts: guesses of their next tokens, which the same step verifies.
+
+A row that brings k drafts computes 1 + k tokens, as a chunk of a prompt does, and draws behind each. The draws up to the first one
+that differs from its draft count. The keys and values behind them are written anew by the row's next steps.
+
+Lengths are read from the tables, which on a CPU are the host's own memory. So a step is planned when the one before has run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from srt.layers.sampler import Draws
+from srt.layers.token_masks import TokenMasks
+from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.step.executed_step import DecodeOutput, ModelRunnerOutput
+from srt.model_executor.step.plan_arrays import write_tables
+from srt.model_executor.step.slot_mirror import Ints
+from srt.model_executor.step.step_output import StepOutput, VerifiedOutput
+from srt.protocol.messages import Int32Array, PlanSection, int32_array
+from srt.speculative.acceptance import count_accepted
+from srt.speculative.drafter import Drafter, DraftLimits
+
+if TYPE_CHECKING:
+    from srt.model_executor.graphs.step_graphs import StepGraphs
+    from srt.model_executor.loaded_model import LoadedModel
+    from srt.model_executor.memory.device_state import DeviceState
+    from srt.model_executor.step.step_sampler import StepSampler
+
+NO_SLOTS = int32_array()
+
+
+class SpeculatingRunner(ModelRunner):
+    """A runner for CPUs. Steps without drafts run as they do without speculation."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        state: DeviceState,
+        sampler: StepSampler,
+        graphs: StepGraphs,
+        drafter: Drafter,
+        most_drafts: int,
+    ) -> None:
+        super().__init__(loaded, state, sampler, graphs)
+        assert loaded.device.type == "cpu", "the lengths of rows are read from the tables"
+        self._drafter = drafter
+        self._most_drafts = most_drafts
+        self._limits = DraftLimits(state.num_slots, most_drafts)
+        self._lengths: Ints = state.req_to_token_pool.seq_lens.numpy()
+
+    @property
+    def max_row_tokens(self) -> int:
+        return 1 + self._most_drafts
+
+    def _execute(self, section: PlanSection) -> ModelRunnerOutput | DecodeOutput:
+        self._write_changes(section)
+        rows = structs.replace(section, admissions=[], pages=[])
+        if len(rows.extend_slots):
+            self._drafter.read_prompts(rows)
+        num_drafts = self._draft(rows.decode_slots.astype(np.int64))
+        if not num_drafts.any():
+            return super()._execute(rows)
+        return self._execute_planned(self._planner.plan(rows, num_drafts))
+
+    def _write_changes(self, section: PlanSection) -> None:
+        """Write the section's admissions and pages into the tables, so that drafts find them there."""
+        for admission in section.admissions:
+            self._limits.admit(admission)
+        if section.admissions or any(len(delta.slots) for delta in section.pages):
+            changes = PlanSection(section.admissions, section.pages, *[NO_SLOTS] * 5)
+            plan = self.loaded.staging.copy(self._planner.plan(changes).arrays)
+            write_tables(plan, self.state.req_to_token_pool)
+
+    def _draft(self, slots: Ints) -> Ints:
+        if not len(slots):
+            return slots
+        lengths, room = self._planner.slots.lengths_and_room(slots)
+        rows = self._limits.rows(slots, lengths, room)
+        return self._drafter.draft(rows) if rows.most.any() else rows.most
+
+    def _sample(self, step: ModelRunnerOutput | DecodeOutput, masks: TokenMasks | None) -> StepOutput:
+        if isinstance(step, DecodeOutput) or step.host.num_draws is None:
+            return super()._sample(step, masks)
+        logits, num_draws = step.logits_output.next_token_logits, step.host.num_draws
+        assert logits is not None, "a step with drafts draws"
+        if masks is not None:  # their rows are those that sample, which have one draw each
+            firsts = torch.from_numpy(np.cumsum(num_draws) - num_draws)
+            masks = replace(masks, rows=firsts[masks.rows.long()].to(torch.int32))
+        draws, logprobs = self._sampler.draws_of(step, logits, masks)
+        ids, counts = self._accept(step, draws, num_draws)
+        return VerifiedOutput(ids, counts, self._prompt_parts(step) + logprobs, self.loaded.device)
+
+    def _accept(self, step: ModelRunnerOutput, draws: Draws, num_draws: Ints) -> tuple[Int32Array, Int32Array]:
+        """Keep the draws that count, set the rows' lengths by them, and return their ids and numbers."""
+        tables, info = self.state.req_to_token_pool, step.sampling_info
+        ids, slots, positions = draws.ids.numpy(), info.slots.numpy(), info.positions.numpy()
+        tokens = tables.token_table.numpy()
+        is_finite = np.isfinite(draws.values.numpy())
+        counts = count_accepted(ids, tokens[slots, positions], is_finite, num_draws)
+        firsts = np.cumsum(num_draws) - num_draws
+        known = np.maximum(counts, 1)  # a row that failed has a token too, which nobody sees
+        places = np.arange(len(ids)) - np.repeat(firsts, num_draws)
+        kept = places < np.repeat(known, num_draws)
+        tokens[slots[kept], positions[kept]] = ids[kept]
+        row_slots, lengths = slots[firsts], positions[firsts] - 1 + known
+        self._lengths[row_slots] = lengths
+        self._planner.slots.set_lengths(row_slots, lengths)
+        self._drafter.note_lengths(row_slots, lengths)
+        has_drafts = num_draws > 1
+        self._limits.note(row_slots[has_drafts], num_draws[has_drafts] - 1, known[has_drafts] - 1)
+        told = places < np.repeat(counts, num_draws)
+        return ids[told].astype(np.int32), counts.astype(np.int32)

@@ -1,0 +1,78 @@
+"""What guesses the next tokens of decoding rows, and how many it may guess."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from srt.protocol.messages import Admission, PlanSection
+
+Ints = NDArray[np.int64]
+FIRST_REST = 8  # verifications for which a row rests after its guesses were wrong
+LONGEST_REST = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Decoding rows that may guess. The token at position `lengths[i]` of slot `slots[i]` is its last known one."""
+
+    slots: Ints
+    lengths: Ints
+    most: Ints  # drafts that each row may have in this step
+
+
+class Drafter(Protocol):
+    """Guesses tokens. All ranks must guess the same, from the same tables."""
+
+    def read_prompts(self, section: PlanSection) -> None:
+        """Compute what later guesses need of the step's chunks of prompts. The tables have the step's pages and ids already."""
+
+    def draft(self, rows: DraftRows) -> Ints:
+        """Write up to `most` drafts of each row into the token table, behind its last known token. Return how many each has got."""
+
+    def note_lengths(self, slots: Ints, lengths: Ints) -> None:
+        """Note how long these rows are after a step: the drafts up to there were right."""
+
+
+class DraftLimits:
+    """How many drafts each row may have, by slot.
+
+    A row never computes a position that its request cannot use. It drafts one token more after all its drafts were right, and as many
+    as were right after one was wrong. If the first was wrong the row rests, each time twice as long, until a first draft is right again.
+    """
+
+    def __init__(self, num_slots: int, most: int) -> None:
+        self._most = most
+        self._end: Ints = np.zeros(num_slots, np.int64)  # positions that the request computes at most
+        self._now: Ints = np.zeros(num_slots, np.int64)  # drafts of the row's next step, when it does not rest
+        self._rest: Ints = np.zeros(num_slots, np.int64)  # steps without drafts that are left
+        self._next_rest: Ints = np.zeros(num_slots, np.int64)
+
+    def admit(self, admission: Admission) -> None:
+        """Begin a slot anew. Rows that need a mask for each token do not draft, because masks are made one token at a time."""
+        slot = admission.slot
+        self._end[slot] = admission.prompt_len + admission.sampling.max_new_tokens - 1
+        self._now[slot] = 0 if admission.resource else self._most
+        self._rest[slot] = 0
+        self._next_rest[slot] = FIRST_REST
+
+    def rows(self, slots: Ints, lengths: Ints, room: Ints) -> DraftRows:
+        """Return how many drafts these rows may have now. `room` is the number of positions in their pages."""
+        rest = self._rest[slots]
+        most = np.minimum(np.minimum(self._end[slots], room) - lengths - 1, self._now[slots]).clip(0)
+        most[rest > 0] = 0
+        self._rest[slots] = np.maximum(rest - 1, 0)
+        return DraftRows(slots, lengths, most)
+
+    def note(self, slots: Ints, num_drafts: Ints, num_right: Ints) -> None:
+        """Note how many drafts of each row were right, of rows that had some."""
+        now = np.where(num_right == num_drafts, num_drafts + 1, np.maximum(num_right, 1))
+        self._now[slots] = np.minimum(now, self._most)
+        is_wrong = num_right == 0
+        wrong, right = slots[is_wrong], slots[~is_wrong]
+        self._rest[wrong] = self._next_rest[wrong]
+        self._next_rest[wrong] = np.minimum(2 * self._next_rest[wrong], LONGEST_REST)
+        self._next_rest[right] = FIRST_REST
