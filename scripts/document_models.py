@@ -47,7 +47,8 @@ layers run, which are slower.
 | `--tp` | by the library's own plan (products cut by outputs or inputs, experts); models without one are refused |
 | windows, capped scores, factors | computed as the library's masks and arguments say; what our attention lacks is refused by name |
 | sinks, biases of scores (ALiBi), chunked attention, values of another size than keys (MLA) | refused |
-| encoders, states instead of keys and values, mixing of tokens outside attention | refused |
+| encoders | [embed, score and rank texts](embeddings.md#encoders) |
+| states instead of keys and values, mixing of tokens outside attention | refused |
 | RoPE types `dynamic` and `longrope` | refused |
 | code that comes with a checkpoint (`trust_remote_code`) | refused |
 | quantised weights | refused |

@@ -20,16 +20,19 @@ from srt.model_executor.step.draw_store import DrawStore
 from srt.model_executor.step.plan_arrays import Staging
 from srt.model_loader.kv_scales import read_kv_scales
 from srt.model_loader.loader import LoadConfig, get_model_loader
-from srt.models.any_model import AnyCausalLM
+from srt.models.any_model import AnyModel
 from srt.models.causal_lm import CausalLM
+from srt.models.library.encoder import LibraryEncoder
 from srt.models.library.library_model import LibraryCausalLM
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
-from srt.utils.layer_spec import AttentionKind, LatentAttention
+from srt.utils.layer_spec import AttentionKind, LatentAttention, SelfAttention
 from srt.utils.model_config import ModelConfig
 from srt.utils.page_groups import MemoryShares, PageGroups
 
 logger = logging.getLogger(__name__)
+NO_ATTENTION = SelfAttention(0, 1, 1, 1.0, None)
+"""What attention backends have to compute for an encoder, which attends by itself."""
 Progress = Callable[[int, int], None]
 KVScales = tuple[list[float], list[float]]  # of keys and of values, one a layer
 
@@ -53,7 +56,7 @@ class LoadedModel:
     logits_processor: LogitsProcessor
     staging: Staging
     draw_store: DrawStore
-    model: AnyCausalLM
+    model: AnyModel
 
     @property
     def our_model(self) -> CausalLM:
@@ -107,8 +110,10 @@ def load_model(
     dtype = resolve_dtype(args, config)
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else torch.float8_e4m3fn
     memory = DeviceMemory(device)
-    library = None
-    if config.implementation == "transformers":
+    library: LibraryCausalLM | LibraryEncoder | None = None
+    if config.is_encoder:
+        library = LibraryEncoder.build(config, folder, args.model_overrides(), tp, dtype)
+    elif config.implementation == "transformers":
         library = LibraryCausalLM.build(config, folder, args.model_overrides(), tp, dtype, device)
         config = library.config
     with memory.region("buffers"):
@@ -157,7 +162,7 @@ def init_attention_backend(
     args: ServerArgs, spec: AttentionSpec, device: torch.device
 ) -> tuple[BackendChoice, AttentionBackend]:
     """Choose the attention kernels; warn if the default is not the fastest. StartError if the requested ones cannot serve."""
-    choice = choose_backends(args, spec, device)
+    choice = choose_backends(args, spec, device) if spec.num_heads else BackendChoice("torch_native", "torch_native")
     backend = make_backend(choice, spec, device)
     if choice.reason:
         logger.warning("%s", choice.reason)
@@ -170,7 +175,7 @@ def _attention_spec(
     latents = [one.attention for one in config.layers if isinstance(one.attention, LatentAttention)]
     if latents:
         return _latent_spec(args, config, latents, tp, dtype, kv_dtype)
-    attentions = [layer.self_attention for layer in config.layers]
+    attentions = [layer.self_attention for layer in config.layers] or [NO_ATTENTION]
     first = attentions[0]
     heads = {
         (one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.softcap, one.has_sinks) for one in attentions

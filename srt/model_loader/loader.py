@@ -21,8 +21,9 @@ from srt.layers.weights import WeightedModule, WeightPiece
 from srt.model_loader.dummy_weights import DummyWeights
 from srt.model_loader.safetensors_weights import check_checkpoint
 from srt.model_loader.weight_copy import copy_weights
-from srt.models.any_model import AnyCausalLM
+from srt.models.any_model import AnyModel
 from srt.models.causal_lm import CausalLM
+from srt.models.library.encoder import LibraryEncoder
 from srt.models.library.library_model import LibraryCausalLM
 from srt.utils.checkpoint import TensorHeader, is_copy, read_headers
 from srt.utils.model_config import ModelConfig
@@ -55,8 +56,8 @@ class ModelLoader(ABC):
         device: torch.device,
         progress: Progress,
         check_size: Callable[[int], None] = lambda num_bytes: None,
-        model: LibraryCausalLM | None = None,
-    ) -> AnyCausalLM:
+        model: LibraryCausalLM | LibraryEncoder | None = None,
+    ) -> AnyModel:
         """Return this rank's model on `device`, ready to run; ModelError names what the checkpoint lacks.
 
         `check_size` is called with the size of the parameters in bytes before anything is read or allocated. `model` is a model of the
@@ -77,17 +78,17 @@ class ModelLoader(ABC):
         return built.eval()
 
     @abstractmethod
-    def prepare(self, config: ModelConfig, folder: Path, model: AnyCausalLM) -> tuple[list[WeightPiece], Fill]:
+    def prepare(self, config: ModelConfig, folder: Path, model: AnyModel) -> tuple[list[WeightPiece], Fill]:
         """Check everything that can be checked before memory is allocated. Return what will be filled, and a function that fills it."""
 
 
 class SafetensorsLoader(ModelLoader):
     """Reads this rank's slices of safetensors files."""
 
-    def prepare(self, config: ModelConfig, folder: Path, model: AnyCausalLM) -> tuple[list[WeightPiece], Fill]:
+    def prepare(self, config: ModelConfig, folder: Path, model: AnyModel) -> tuple[list[WeightPiece], Fill]:
         headers = read_headers(folder)
         pieces = model.weight_pieces(headers)
-        ignored = _unused(folder, headers, model) if isinstance(model, LibraryCausalLM) else []
+        ignored = _unused(folder, headers, model) if isinstance(model, LibraryCausalLM | LibraryEncoder) else []
         check_checkpoint(folder, config, headers, pieces, ignored)
         stored = [piece for piece in pieces if piece.name in headers]
         return pieces, lambda progress: copy_weights(headers, stored, stored[0].parameter.device, progress)
@@ -99,7 +100,7 @@ class DummyLoader(ModelLoader):
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def prepare(self, config: ModelConfig, folder: Path, model: AnyCausalLM) -> tuple[list[WeightPiece], Fill]:
+    def prepare(self, config: ModelConfig, folder: Path, model: AnyModel) -> tuple[list[WeightPiece], Fill]:
         pieces = model.weight_pieces(None)
         stored = [piece for piece in pieces if not piece.is_optional]
         return pieces, lambda progress: DummyWeights(self._seed).fill(stored, progress)
@@ -110,7 +111,7 @@ def _build_ours(config: ModelConfig, tp: TensorParallel, device: torch.device) -
         return CausalLM(config, tp, layer_ops(device))
 
 
-def _unused(folder: Path, headers: Mapping[str, TensorHeader], model: LibraryCausalLM) -> list[str]:
+def _unused(folder: Path, headers: Mapping[str, TensorHeader], model: LibraryCausalLM | LibraryEncoder) -> list[str]:
     """Return the tensors that a model of the library ignores; ModelError if one of them differs from what is used in its place."""
     ignored, copies = model.unused_weights(headers)
     for name, used in copies:

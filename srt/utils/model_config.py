@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from srt.utils.config_values import names, positive_int, shown, token_ids
+from srt.utils.families.encoders import Encoder, encoder_of, num_positions
 from srt.utils.families.family import ConfigReader, Family
 from srt.utils.families.library import LibraryConfigReader
 from srt.utils.families.registry import FAMILIES, family_of
@@ -72,6 +73,8 @@ class ModelConfig:
     """Defaults from generation_config.json for requests: any of temperature, top_k, top_p, min_p, repetition_penalty."""
     pooling: PoolingSpec | None = None
     """How an embedding model or a classifier makes a vector of a text; None for a model that generates text."""
+    is_encoder: bool = False
+    """Whether tokens see all others of their text. Nothing is kept of them then, and each text is computed whole."""
 
     @classmethod
     def served_from(cls, folder: Path | str, args: ServerArgs) -> ModelConfig:
@@ -105,11 +108,21 @@ class ModelConfig:
         stated = _read_json(folder / "config.json", required=True)
         architecture = _architecture({**stated, **overrides})
         pooling = read_pooling(folder, architecture, {**stated, **overrides}, is_asked_for=is_embedding)
+        encoder = encoder_of(architecture)
+        if encoder is not None and pooling is not None and model_impl != "srt":
+            config = cls._of_encoder(
+                encoder, architecture, {**stated, **overrides}, folder, context_length, quantization
+            )
+            return replace(config, pooling=pooling)
         if pooling is not None:
             family, raw = _pooling_family(architecture, model_impl), _merged(stated, overrides)
             config = cls._of_family(family, raw, folder, context_length, quantization)
             # There is no output layer. One that shares the embedding's weight takes no memory.
             return replace(config, architecture=architecture, tie_word_embeddings=True, pooling=pooling)
+        if encoder is not None:
+            raise ModelError(
+                f"{architecture} is an encoder, which generates no text: embed texts with it by --is-embedding."
+            )
         if model_impl == "transformers" or (model_impl == "auto" and architecture not in FAMILIES):
             raw = {**stated, **overrides}
             return cls._of_library(architecture, raw, folder, context_length, quantization)
@@ -169,6 +182,23 @@ class ModelConfig:
             weight_formats=_plain_formats(architecture, raw, quantization),
             **_outside_the_layers(raw, folder),
         )
+
+    @classmethod
+    def _of_encoder(
+        cls,
+        encoder: Encoder,
+        architecture: str,
+        raw: Mapping[str, Any],
+        folder: Path,
+        context_length: int | None,
+        quantization: str | None,
+    ) -> ModelConfig:
+        """Read an encoder. Its context has one position more than its texts, for the token that is drawn behind each and never computed."""
+        length = num_positions(encoder, raw) + 1
+        config = cls._of_library(
+            architecture, {**raw, "max_position_embeddings": length}, folder, context_length, quantization
+        )
+        return replace(config, is_encoder=True)
 
     @property
     def num_layers(self) -> int:

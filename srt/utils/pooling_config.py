@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from srt.utils.config_values import mapping, positive_int, shown
+from srt.utils.families.encoders import encoder_of
 from srt.utils.model_error import ModelError
 
 Pooling = Literal["last", "mean", "cls"]
@@ -64,12 +65,13 @@ def read_pooling(folder: Path, architecture: str, raw: Mapping[str, Any], *, is_
     asked to. Raises ModelError for steps that are not supported.
     """
     modules_file = folder / MODULES_FILE
+    usual: Pooling = "last" if encoder_of(architecture) is None else "cls"
     if architecture.endswith(CLASSIFIER):
-        spec = PoolingSpec("last", labels=_labels(raw))
+        spec = PoolingSpec(usual, labels=_labels(raw))
     elif modules_file.is_file():
         spec = _spec_of_modules(folder, _read(modules_file))
     elif (architecture.endswith(BARE) and not architecture.endswith(WITH_HEAD)) or is_asked_for:
-        spec = PoolingSpec("last", normalize=True)
+        spec = PoolingSpec(usual, normalize=True)
     else:
         return None
     if raw.get("is_causal") is False:

@@ -18,6 +18,7 @@ import srt
 from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.utils.tokenizer import load_tokenizer
 from tests.support.checkpoints import CheckpointFactory
+from tests.support.encoder_checkpoint import encoder_outputs, write_encoder
 from tests.support.oracle import Oracle
 from tests.support.pooling_checkpoint import reference_scores, reference_vectors, write_classifier, write_embedder
 from tests.support.server_process import ServerProcess
@@ -124,3 +125,34 @@ def test_scores_of_labels_equal_the_models_probabilities(checkpoint: CheckpointF
     np.testing.assert_allclose(found, expected, atol=1e-5)
     first = [np.exp(oracle.logprobs(item + query)[-1][labels]) for item in items]
     np.testing.assert_allclose(shares, [row / row.sum() for row in first], atol=1e-5)
+
+
+def test_an_encoder_embeds_texts_in_chunks_and_batches(tmp_path: Path) -> None:
+    write_encoder(tmp_path, "xlm-roberta")
+    words = ["--model-path", str(tmp_path), "--served-model-name", "e", *FEW, "--chunked-prefill-size", "8"]
+    texts = [
+        *TEXTS[:1],
+        "Twenty words " * 5,
+        *TEXTS[2:],
+        "y" * 126,
+    ]  # the last with as many tokens as there are positions
+    with ServerProcess("srt.launch_server", words, tmp_path) as process, httpx.Client(timeout=60) as client:
+        url = process.wait_ready()
+        answer = client.post(f"{url}/v1/embeddings", json={"input": texts}).json()
+        vectors = encoder_outputs(tmp_path, texts, "cls")
+        expected = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        np.testing.assert_allclose([one["embedding"] for one in answer["data"]], expected, atol=1e-4)
+        assert client.post(f"{url}/v1/embeddings", json={"input": "y" * 127}).status_code == 400
+        assert client.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 501
+
+
+def test_an_encoder_scores_and_ranks_pairs(tmp_path: Path) -> None:
+    write_encoder(tmp_path, "bert", ["fits"])
+    with srt.Runtime(model_path=str(tmp_path), device="cpu", dtype="float32", max_total_tokens=4096) as runtime:
+        scores = [one["embedding"] for one in runtime.classify([TEXTS[0], TEXTS[2]])]
+        np.testing.assert_allclose(scores, encoder_outputs(tmp_path, [TEXTS[0], TEXTS[2]], "scores"), atol=1e-4)
+        documents = [TEXTS[0], TEXTS[2], TEXTS[3]]
+        ranked = runtime.rerank("What?", documents)
+        pairs = encoder_outputs(tmp_path, [("What?", text) for text in documents], "scores")[:, 0]
+        assert [one["index"] for one in ranked] == np.argsort(-pairs).tolist()
+        np.testing.assert_allclose(ranked[0]["score"], 1 / (1 + np.exp(-pairs.max())), atol=1e-4)

@@ -13,6 +13,7 @@ from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.messages import LogprobSpec
 from srt.utils.pooling_config import Pooling
 from tests.support.checkpoints import CheckpointFactory
+from tests.support.encoder_checkpoint import write_encoder
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
 from tests.support.pooling_checkpoint import write_embedder
 from tests.support.runners import make_runner
@@ -41,6 +42,12 @@ def test_float32_gives_the_vectors_of_a_cpu(
     runner.graphs.capture_all()
     assert runner.graphs.decodes is None
     np.testing.assert_allclose(vectors_of(runner, chunk), vectors_of(make_runner(folder, 16), chunk), atol=1e-4)
+
+
+def test_an_encoder_gives_the_vectors_of_a_cpu(tmp_path: Path) -> None:
+    write_encoder(tmp_path, "xlm-roberta")
+    runner = make_runner(tmp_path, 16, device=CUDA)
+    np.testing.assert_allclose(vectors_of(runner, 7), vectors_of(make_runner(tmp_path, 16), 64), atol=1e-4)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

@@ -18,6 +18,14 @@ MODE_KEYS = {"last": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens
 def write_embedder(folder: Path, source: Path, pooling: Pooling, *, normalize: bool = True, bare: bool = False) -> Path:
     """Copy a checkpoint with the files of sentence-transformers. `bare`: saved without its head, as those save it."""
     shutil.copytree(source, folder)
+    write_modules(folder, pooling, normalize=normalize)
+    if bare:
+        _rewrite(folder, "Model", lambda weights: {k.removeprefix("model."): v for k, v in weights.items()})
+    return folder
+
+
+def write_modules(folder: Path, pooling: Pooling, *, normalize: bool) -> None:
+    """Write the files of sentence-transformers beside a checkpoint."""
     kinds = ["Transformer", "Pooling", "Normalize"] if normalize else ["Transformer", "Pooling"]
     modules = [
         {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
@@ -27,9 +35,6 @@ def write_embedder(folder: Path, source: Path, pooling: Pooling, *, normalize: b
     (folder / "1_Pooling").mkdir()
     modes = {key: mode == pooling for mode, key in MODE_KEYS.items()}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **modes}))
-    if bare:
-        _rewrite(folder, "Model", lambda weights: {k.removeprefix("model."): v for k, v in weights.items()})
-    return folder
 
 
 def write_classifier(folder: Path, source: Path, labels: list[str]) -> Path:

@@ -120,6 +120,8 @@ def check_model(args: ServerArgs) -> Path:
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
     config = ModelConfig.served_from(folder, args)
     config.check_tp(args.tp_size)
+    if config.is_encoder:
+        check_encoder(args, config)
     if args.enable_torch_compile and config.pooling is not None:
         raise StartError("--enable-torch-compile compiles the steps that generate text: leave it out for this model.")
     if args.enable_torch_compile and "compiled" not in config.fast_paths:
@@ -135,6 +137,21 @@ def check_model(args: ServerArgs) -> Path:
         check_memory(folder, config, args)
         check_tied_head(folder, config)
     return folder
+
+
+def check_encoder(args: ServerArgs, config: ModelConfig) -> None:
+    """Raise StartError for options that an encoder has no use for: the library runs its layers, and nothing is kept of its tokens."""
+    asked = {
+        "--tp": args.tp_size > 1,
+        "--attention-backend": args.attention_backend,
+        "--prefill-attention-backend": args.prefill_attention_backend,
+        "--decode-attention-backend": args.decode_attention_backend,
+        "--kv-cache-dtype": args.kv_cache_dtype != "auto",
+        "--mem-fraction-static": args.mem_fraction_static,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise StartError(f"{name} is not supported for encoders such as {config.architecture}: leave it out.")
 
 
 def with_model_defaults(args: ServerArgs, folder: Path) -> ServerArgs:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from srt.kernels.decoder.resident_layers import ResidentLayers
     from srt.model_executor.loaded_model import LoadedModel
     from srt.model_executor.memory.device_state import DeviceState
-    from srt.models.any_model import AnyCausalLM
+    from srt.models.any_model import AnyModel
 
 NO_ROWS = np.zeros(0, np.int64)
 FORWARD = 0  # index of the forward pass among a size's graphs
@@ -52,7 +52,7 @@ MOST_LT_ROWS = 112  # up to this many rows, products are done by cuBLASLt
 class DecodeParts:
     """The objects that decode steps use."""
 
-    model: AnyCausalLM
+    model: AnyModel
     logits_processor: LogitsProcessor
     sampler: Sampler
     attn_backend: AttentionBackend

@@ -28,7 +28,7 @@ from srt.model_executor.graphs.piece_inputs import PieceInputs
 if TYPE_CHECKING:
     from srt.model_executor.loaded_model import LoadedModel
     from srt.model_executor.memory.device_state import DeviceState
-    from srt.models.any_model import AnyCausalLM
+    from srt.models.any_model import AnyModel
 
 LAUNCH_S = 0.8e-3  # time to launch a layer kernel by kernel: 0.35e-3 to 1.0e-3 on hosts of an H200
 ATTENTION_LAUNCH_S = 0.15e-3  # time to launch a layer in pieces
@@ -117,7 +117,7 @@ class PiecewiseCudaGraphRunner:
     def __init__(
         self,
         sizes: Sequence[int],
-        model: AnyCausalLM,
+        model: AnyModel,
         hidden_size: int,
         spec: AttentionSpec,
         attn_backend: AttentionBackend,

@@ -32,6 +32,8 @@ def profile_num_pages(loaded: LoadedModel, num_tokens: int) -> list[int]:
     """
     args, device, shares = loaded.args, loaded.device, loaded.memory_shares
     num_slots, page_size = args.max_running_requests, args.page_size
+    if loaded.config.is_encoder:  # keeps nothing in its pages
+        return [(num_tokens or args.max_total_tokens or num_slots * loaded.config.context_length) // page_size]
     with loaded.memory.region("buffers"):
         other_bytes = _measure_other_bytes(loaded) if device.type == "cuda" else 0
     most_tokens = profile_max_num_token(args, device, shares, other_bytes, num_tokens)

@@ -44,7 +44,7 @@ def start_runner(
     """
     loaded = load_model(args, config, folder, tp, device, report_weights)
     kernels = GraphKernels()
-    if device.type == "cuda":
+    if device.type == "cuda" and not config.is_encoder:
         report_phase("kernels")
         with loaded.memory.region("buffers"):  # attention keeps the buffers that it allocates here
             kernels = precompile(loaded)
@@ -100,6 +100,7 @@ def _build_pooling_runner(
     """Create the runner of a model that pools. It decodes nothing but warm-ups, so it has no graphs of decode steps."""
     with loaded.memory.region("buffers"):
         sampler, pieces = StepPooler(loaded, state), None
-        if capture is not None and not sampler.reads_all_tokens:  # graphs hold the states of one token per text
+        is_captured = capture is not None and not loaded.config.is_encoder
+        if is_captured and not sampler.reads_all_tokens:  # graphs hold the states of one token per text
             pieces = PiecewiseCudaGraphRunner.of(loaded, state, capture)
     return ModelRunner(loaded, state, sampler, StepGraphs(loaded, None, pieces, kernels))

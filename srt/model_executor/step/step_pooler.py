@@ -15,7 +15,9 @@ from srt.layers.sampler import Draws
 from srt.layers.token_masks import TokenMasks
 from srt.model_executor.step.executed_step import ModelRunnerOutput
 from srt.model_executor.step.step_sampler import LogprobParts, StepSampler
-from srt.models.causal_lm import CausalLM
+from srt.models.library.encoder import LibraryEncoder
+from srt.models.library.library_model import LibraryCausalLM
+from srt.utils.pooling_config import PoolingSpec
 
 if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
@@ -30,9 +32,10 @@ class StepPooler(StepSampler):
         super().__init__(loaded, state)
         spec, model = loaded.config.pooling, loaded.model
         assert spec is not None, "a model that generates text is not pooled"
-        assert isinstance(model, CausalLM), "the library's models generate text"
-        self._pooler = make_pooler(spec, state.num_slots, loaded.config.hidden_size, loaded.device)
-        self._score = model.score
+        assert not isinstance(model, LibraryCausalLM), "the library's decoders generate text"
+        pooling = PoolingSpec() if isinstance(model, LibraryEncoder) else spec  # it pools by itself
+        self._pooler = make_pooler(pooling, state.num_slots, loaded.config.hidden_size, loaded.device)
+        self._score = None if isinstance(model, LibraryEncoder) else model.score
         self._dtype = loaded.dtype
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +30,45 @@ def build_architecture(architecture: str, folder: str | Path, overrides: Mapping
         raise ModelError(f"Neither this server nor transformers {version} has the architecture {architecture}.")
     _refuse_kinds(architecture, build, config)
     register()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # the library computes some constants in it
     try:
-        with torch.device("meta"):
-            config._attn_implementation = PAGED
-            model = build(config).eval()
-            model.tie_weights()
+        model = _built(build, config, PAGED, dtype)
     except Exception as error:  # models choose their attention in their own ways, some from a table
         reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise ModelError(
             f"{architecture} cannot be served by the library transformers: it cannot be built with attention from outside"
             f" ({type(error).__name__}: {reason})."
         ) from error
+    return model
+
+
+def build_encoder(
+    architecture: str, folder: str | Path, overrides: Mapping[str, Any], dtype: torch.dtype, *, is_classifier: bool
+) -> Any:
+    """Return the library's encoder, with its head if it is a classifier, and without any otherwise."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            f"{architecture} is run by the library transformers, which cannot be imported ({error}): install transformers>=5."
+        ) from error
+    config = _read_config(architecture, folder, overrides, transformers.__version__)
+    kind = getattr(transformers, architecture) if is_classifier else transformers.AutoModel._model_mapping[type(config)]
+    has_pooling_layer = not is_classifier and "add_pooling_layer" in signature(kind).parameters
+    build = partial(kind, add_pooling_layer=False) if has_pooling_layer else kind
+    return _built(build, config, "sdpa" if kind._supports_sdpa else "eager", dtype)
+
+
+def _built(build: Callable[[Any], Any], config: Any, attention: str, dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # the library computes some constants in it
+    try:
+        with torch.device("meta"):
+            config._attn_implementation = attention
+            model = build(config).eval()
+            model.tie_weights()
+            return model
     finally:
         torch.set_default_dtype(before)
-    return model
 
 
 def _read_config(architecture: str, folder: str | Path, overrides: Mapping[str, Any], version: str) -> Any:

@@ -52,9 +52,12 @@ class NamedWeights:
             return [piece for name in self._names for piece in self._whole(name, name)]
         return list(self._stored_pieces(stored))
 
-    def unused(self, stored: Collection[str]) -> tuple[list[str], list[tuple[str, str]]]:
-        """Return the stored tensors that the library ignores, and pairs of which the second is used, and the first must be a copy."""
-        ignored = [*(self._library._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    def unused(self, stored: Collection[str], others: str = "$^") -> tuple[list[str], list[tuple[str, str]]]:
+        """Return the stored tensors that the library ignores, and pairs of which the second is used, and the first must be a copy.
+
+        The library ignores those that its model names, and those whose names match `others`.
+        """
+        ignored = [*(self._library._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", others]
         names = [name for name in stored if any(re.search(pattern, name) for pattern in ignored)]
         sources = _Conversions(self._library, self._owners, self._prefix).sources(stored)
         copies = [

@@ -114,7 +114,7 @@ def test_tokens_that_see_those_behind_them_are_refused(tmp_path: Path) -> None:
         pooling_in(write(tmp_path, {"is_causal": False}, [TRANSFORMER, POOLING]))
 
 
-@pytest.mark.parametrize("architecture", ["BertModel", "XLMRobertaForSequenceClassification", "Qwen2ForRewardModel"])
+@pytest.mark.parametrize("architecture", ["DebertaV2Model", "XLNetForSequenceClassification", "Qwen2ForRewardModel"])
 def test_an_unknown_architecture_is_refused_by_its_own_name(tmp_path: Path, architecture: str) -> None:
     with pytest.raises(ModelError, match=f"The model architecture {architecture} is not supported"):
         pooling_in(write(tmp_path, {"architectures": [architecture]}))
