@@ -44,13 +44,21 @@ def check(
         assert not shares.arrived.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("group", "page_size"), [(1, 1), (2, 16), (4, 1), (5, 16)])
+@pytest.mark.parametrize(
+    ("group", "page_size", "dtype"),
+    [
+        (1, 1, torch.float32),
+        (2, 16, torch.float32),
+        (4, 1, torch.float16),
+        (4, 16, torch.bfloat16),
+        (5, 1, torch.bfloat16),
+    ],
+)
 def test_every_group_and_page_size_equals_the_reference(group: int, page_size: int, dtype: torch.dtype) -> None:
     check([1, 63, 64, 65, 300], group=group, num_kv_heads=1, page_size=page_size, dtype=dtype)
 
 
-@pytest.mark.parametrize("programs", [1, 2, 3, 5, 8, 13])
+@pytest.mark.parametrize("programs", [1, 3, 8])
 @pytest.mark.parametrize(
     "lengths", [[0], [1000], [1, 1, 1], [700, 3, 0, 64, 129, 500], [64] * 9, [0, 0, 5, 900, 0, 7, 0]]
 )

@@ -13,6 +13,12 @@ from tests.unit.kernels.paged_world import make_paged_world
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SMALL_TILES = ExtendTiles(block_m=16, block_n=16)
 MIX = [(0, 1), (0, 17), (15, 2), (16, 1), (17, 16), (3, 0), (33, 31)]  # (cached prefix, chunk)
+# Every group with both page sizes, and every type with both and with several groups.
+SHAPES = [
+    (1, 1, torch.float32), (2, 16, torch.float32), (4, 1, torch.float32), (5, 16, torch.float32),
+    (1, 16, torch.float16), (4, 1, torch.float16), (2, 1, torch.bfloat16), (5, 16, torch.bfloat16), (4, 16, torch.bfloat16),
+    (5, 1, torch.bfloat16),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +60,7 @@ def check(
     assert any_rows[num_tokens:].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("group", [1, 2, 4, 5])
+@pytest.mark.parametrize(("group", "page_size", "dtype"), SHAPES)
 def test_every_group_and_page_size_equals_the_reference(group: int, page_size: int, dtype: torch.dtype) -> None:
     check(MIX, group=group, page_size=page_size, dtype=dtype, num_kv_heads=1)
 
@@ -106,8 +110,7 @@ def test_a_cap_bends_the_scores(window: int | None, softcap: float) -> None:
     check([*MIX, (70, 40)], group=2, num_kv_heads=1, window=window, softcap=softcap)
 
 
-@pytest.mark.parametrize("window", [1, 16, 20, 1000])
-@pytest.mark.parametrize("group", [1, 5])
+@pytest.mark.parametrize(("window", "group"), [(1, 1), (16, 5), (20, 1), (1000, 5)])
 def test_a_window_hides_all_but_the_last_positions(window: int, group: int) -> None:
     check([*MIX, (70, 40)], group=group, num_kv_heads=1, window=window)
 

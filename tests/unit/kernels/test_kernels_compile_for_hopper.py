@@ -34,6 +34,7 @@ def printed(build: Callable[..., subprocess.CompletedProcess[str]]) -> str:
     return build().stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kernel", ["write_kv", "decode_attention", "extend"])
 def test_a_kernel_becomes_a_hopper_binary_that_fits_into_shared_memory(
@@ -47,6 +48,7 @@ def test_a_kernel_becomes_a_hopper_binary_that_fits_into_shared_memory(
     assert int(line[2]) <= 227 * 1024
 
 
+@pytest.mark.full
 def test_no_kernel_is_missing_from_the_list_of_builds(printed: str) -> None:
     defined = {
         name for file in KERNELS.rglob("*.py") for name in re.findall(r"^def (\w+)_kernel\(", file.read_text(), re.M)
