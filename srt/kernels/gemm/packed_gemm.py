@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from srt.kernels.build.jit import IS_INTERPRETED, dot_dtype, jit, kernel
+from srt.kernels.build.jit import IS_INTERPRETED, dot_dtype, kernel
 from srt.kernels.build.pdl import let_next_start, pdl_options, wait_for_inputs
+from srt.kernels.gemm.conversions import e4m3_to, e4m3_to_bf16, halves_to_bf16
 
 MOST_ROWS: Final = 64
 """Rows of a tile. More rows take several tiles, each of which reads the weights."""
@@ -26,73 +27,6 @@ _HALF_UNIT: Final = 16
 _PROGRAMS_PER_PROCESSOR: Final = 2
 _LEAST_PART: Final = 512
 """Fewest inputs of a program: adding more parts costs more than it gains."""
-
-
-@jit
-def _e4m3_to_bf16(numbers: tl.tensor) -> tl.tensor:
-    """Convert bytes that are e4m3 numbers, on Hopper. Exponents are moved to their place, and the bias is corrected by a product."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, s, t;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        and.b32 s, a, 0x80008000;
-        and.b32 t, b, 0x80008000;
-        shr.u32 a, a, 4;
-        shr.u32 b, b, 4;
-        and.b32 a, a, 0x07F007F0;
-        and.b32 b, b, 0x07F007F0;
-        or.b32 a, a, s;
-        or.b32 b, b, t;
-        mov.b32 s, 0x7B807B80;
-        mul.rn.bf16x2 $0, a, s;
-        mul.rn.bf16x2 $1, b, s;
-        }
-        """,
-        "=r,=r,r",
-        [numbers],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@jit
-def _halves_to_bf16(numbers: tl.tensor) -> tl.tensor:
-    """Convert bytes to (low half - 8, high half - 8), on Hopper. 0x4300 with a small number in its last bits is 128 plus that number."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 low, high, m, a, b;
-        and.b32 low, $4, 0x0F0F0F0F;
-        shr.u32 high, $4, 4;
-        and.b32 high, high, 0x0F0F0F0F;
-        mov.b32 m, 0x43084308;
-        prmt.b32 a, low, 0x43434343, 0x4140;
-        prmt.b32 b, low, 0x43434343, 0x4342;
-        sub.rn.bf16x2 $0, a, m;
-        sub.rn.bf16x2 $1, b, m;
-        prmt.b32 a, high, 0x43434343, 0x4140;
-        prmt.b32 b, high, 0x43434343, 0x4342;
-        sub.rn.bf16x2 $2, a, m;
-        sub.rn.bf16x2 $3, b, m;
-        }
-        """,
-        "=r,=r,=r,=r,r",
-        [numbers],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@jit
-def _e4m3_to(numbers: tl.tensor, DOT_DTYPE: tl.constexpr) -> tl.tensor:
-    """Convert bytes that are e4m3 numbers with operations that every GPU has."""
-    bits = numbers.to(tl.int32)
-    moved = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-    return (moved.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DOT_DTYPE)  # 2 ** 120
 
 
 @kernel(one_variant_for=("num_rows",))
@@ -144,7 +78,7 @@ def packed_gemm_kernel(
                 eviction_policy="evict_first",
             )
             x = tl.load(x_ptr + rows[None, :] * K + k[:, None], mask=in_m[None, :] & inside[:, None], other=0.0)
-            w = _e4m3_to_bf16(numbers) if HOPPER else _e4m3_to(numbers, DOT_DTYPE)
+            w = e4m3_to_bf16(numbers) if HOPPER else e4m3_to(numbers, DOT_DTYPE)
             product = tl.dot(w, x.to(DOT_DTYPE), input_precision="ieee")
         else:
             byte = tl.arange(0, BLOCK_K // 2)
@@ -159,7 +93,7 @@ def packed_gemm_kernel(
             low_x = tl.load(x_ptr + rows[None, :] * K + low_k[:, None], mask=inside, other=0.0)
             high_x = tl.load(x_ptr + rows[None, :] * K + low_k[:, None] + 16, mask=inside, other=0.0)
             if HOPPER:
-                low, high = _halves_to_bf16(numbers)
+                low, high = halves_to_bf16(numbers)
             else:
                 low = ((numbers & 15).to(tl.float32) - 8.0).to(DOT_DTYPE)
                 high = ((numbers >> 4).to(tl.float32) - 8.0).to(DOT_DTYPE)
