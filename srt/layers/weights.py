@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -60,8 +61,9 @@ class WeightPiece:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the matrix or vector in the checkpoint that the range is read from."""
-        return self.shape if self.stored_index is None else self.shape[1:]
+        """Shape of the matrix or vector in the checkpoint that the range is read from. What has more dimensions is a matrix of rows."""
+        shape = self.shape if self.stored_index is None else self.shape[1:]
+        return shape if len(shape) <= 2 else (shape[0], math.prod(shape[1:]))
 
     @property
     def stored_dim(self) -> int:

@@ -83,9 +83,8 @@ class DummyWeights:
     def _noise_like(self, target: Tensor, scale: float) -> Tensor:
         key = (scale, target.dtype, target.device)
         if key not in self._scaled:
-            is_packed = (
-                target.dtype is torch.int32
-            )  # any bits are numbers: those of the noise, without signs and exponents
-            noise = (self._noise * PERIOD).int() * -1640531535 if is_packed else (self._noise * scale).to(target.dtype)
-            self._scaled[key] = noise.to(target.device)
+            # Any bits are packed numbers: those of the noise, without signs and exponents.
+            is_packed = target.dtype in (torch.int32, torch.uint8)
+            noise = (self._noise * PERIOD).int() * -1640531535 if is_packed else self._noise * scale
+            self._scaled[key] = noise.to(target.dtype).to(target.device)
         return self._scaled[key]

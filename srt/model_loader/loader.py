@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.moe.packed_experts import PackedExperts
 from srt.layers.ops_choice import layer_ops
 from srt.layers.quantization.weight import LinearWeight
 from srt.layers.weights import WeightedModule, WeightPiece
@@ -70,11 +71,7 @@ class ModelLoader(ABC):
         materialize(built, dtype, device)
         _clear_padding(pieces)
         fill(progress)
-        for module in reversed(list(built.modules())):  # weights before the layers that hold them
-            if isinstance(module, LinearWeight):
-                module.finish()
-            elif isinstance(module, WeightedModule):
-                module.finish(dtype, device)
+        _finish(built, dtype, device)
         return built.eval()
 
     @abstractmethod
@@ -148,6 +145,17 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
             setattr(module, name, twin)
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
+
+
+def _finish(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Make all weights ready to multiply: those of experts together, and weights before the layers that hold them."""
+    if isinstance(module, LinearWeight | PackedExperts):
+        module.finish()
+        return
+    for child in module.children():
+        _finish(child, dtype, device)
+    if isinstance(module, WeightedModule):
+        module.finish(dtype, device)
 
 
 def _num_bytes(model: nn.Module, dtype: torch.dtype) -> int:

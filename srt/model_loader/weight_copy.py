@@ -31,6 +31,7 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
 }

@@ -37,8 +37,11 @@ HUB_PATTERNS = (
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Element types, by their safetensors name, that are converted to the model's."""
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I32": 4, "I64": 8}
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
 """Sizes of the loadable element types."""
+
+_QUANTISED = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "_linear.weight")
+"""How the names of the matrices end that --quantization quantises, experts' included."""
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 COMPARED_BYTES = 1 << 18  # read at a time: both tensors' parts fit in a core's cache
@@ -159,7 +162,7 @@ def estimate_weight_bytes(folder: str | Path, dtype: str | None = None, quantise
     def size_of(header: TensorHeader) -> int:
         if header.dtype not in FLOATS:
             return header.num_bytes  # packed, and not converted
-        return header.num_elements * (1 if quantises and header.name.endswith("_proj.weight") else item_bytes)
+        return header.num_elements * (1 if quantises and header.name.endswith(_QUANTISED) else item_bytes)
 
     return sum(map(size_of, headers))
 

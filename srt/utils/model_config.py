@@ -17,7 +17,7 @@ from srt.utils.families.registry import FAMILIES, family_of
 from srt.utils.layer_spec import NO_SCALES, Experts, FastPath, LatentAttention, LayerSpec, NormSpec, Scales
 from srt.utils.model_error import ModelError as ModelError
 from srt.utils.pooling_config import PoolingSpec, generating_architecture, read_pooling
-from srt.utils.quantization import WeightFormats, read_formats
+from srt.utils.quantization import WHAT_WORKS, WeightFormats, read_formats
 from srt.utils.rope_config import rope_parameters
 
 if TYPE_CHECKING:
@@ -331,11 +331,23 @@ def _dtype(raw: Mapping[str, Any]) -> str:
 
 
 def _weight_formats(raw: Mapping[str, Any], quantization: str | None, layers: Sequence[LayerSpec]) -> WeightFormats:
+    """Return the formats of our own layers; ModelError if there is none for the way in which the checkpoint stores its experts."""
     formats = read_formats(raw, quantization)
-    if not formats.is_plain and any(isinstance(layer.feed_forward, Experts) for layer in layers):
+    layouts = {layer.feed_forward.layout for layer in layers if isinstance(layer.feed_forward, Experts)}
+    if formats.method == "mxfp4" and layouts != {"transposed"}:
         raise ModelError(
-            f"Quantised experts are not supported yet ({formats.method}): choose an unquantised checkpoint of the model, without"
-            " --quantization."
+            f"config.json: quant_method 'mxfp4' is supported for the experts of gpt-oss only: {WHAT_WORKS}."
+        )
+    if formats.method not in (None, "mxfp4") and "transposed" in layouts:
+        raise ModelError(
+            f"The experts of gpt-oss are not supported in {formats.method}: choose its checkpoint in mxfp4 or in bfloat16,"
+            " without --quantization."
+        )
+    is_stored = any(form.layout != "plain" for _, form in formats.groups)
+    if is_stored and "input_output" in layouts:
+        raise ModelError(
+            f"Experts that are stored in one tensor for all are not supported in {formats.method}: choose an unquantised"
+            " checkpoint, which --quantization fp8 quantises while it is loaded."
         )
     return formats
 

@@ -13,18 +13,19 @@ from typing import Any, Final, Literal
 from srt.utils.config_values import flag, mapping, names, positive_int, shown
 from srt.utils.model_error import ModelError
 
-Layout = Literal["plain", "fp8", "compressed", "gptq", "awq"]
+Layout = Literal["plain", "fp8", "compressed", "gptq", "awq", "mxfp4"]
 """The names and shapes of a layer's tensors: "plain" is one matrix that is quantised while it is loaded."""
 ScaleShape = Literal["tensor", "channel", "block", "group"]
 Activations = Literal["none", "static", "token", "group"]
 
 WHAT_WORKS: Final = (
-    "choose a checkpoint in fp8, compressed-tensors (float-quantized or pack-quantized), gptq or awq, or the unquantised"
-    " one, which --quantization fp8 quantises while it is loaded"
+    "choose a checkpoint in fp8, compressed-tensors (float-quantized or pack-quantized), gptq, awq or mxfp4, or the"
+    " unquantised one, which --quantization fp8 quantises while it is loaded"
 )
 LEAST_GROUP: Final = 32
 """Fewest inputs that share a scale in 4-bit weights."""
 FP8_BLOCK: Final = 128
+MXFP4_GROUP: Final = 32
 KV_SCHEME: Final = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 """The only quantization of keys and values that is read: fp8 with one scale per layer in the checkpoint."""
 
@@ -40,7 +41,7 @@ class WeightFormat:
     group_size: int | None = None
     """Inputs that share a scale if `scales` is "group"; None: all inputs."""
     is_float: bool = False
-    """Whether weights are e4m3 numbers; else they are unsigned integers less a zero point."""
+    """Whether weights are e4m3 numbers; else they are unsigned integers less a zero point, or those of MXFP4."""
     has_zeros: bool = False
     """Whether the checkpoint has a zero point for each scale."""
     zero_offset: int = 0
@@ -83,9 +84,12 @@ class WeightFormats:
 
 
 PLAIN_FORMATS: Final = WeightFormats()
-QUANTIZATIONS: Final = ("fp8", "compressed-tensors", "gptq", "awq")
+QUANTIZATIONS: Final = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 """Values of --quantization. Only fp8 quantises; the others are for the user to say what the checkpoint is."""
 _EVERY: Final = LayerNames(("re:.*",))
+_EXPERTS: Final = LayerNames((r"re:.*\.experts\.",))
+_SHARED_GATES: Final = LayerNames((r"re:.*\.shared_expert_gate$",))
+"""Layers of one output, which is a weight of the whole shared expert."""
 
 
 def read_formats(raw: Mapping[str, Any], asked: str | None = None) -> WeightFormats:
@@ -108,7 +112,7 @@ def read_formats(raw: Mapping[str, Any], asked: str | None = None) -> WeightForm
             f" use --quantization fp8, or a checkpoint in {asked}."
         )
     form = WeightFormat("plain", 8, "channel", is_float=True, activations="token")
-    return WeightFormats("fp8", LayerNames(()), ((_EVERY, form),))
+    return WeightFormats("fp8", _SHARED_GATES, ((_EVERY, form),))
 
 
 def _formats_of(quantization: Mapping[str, Any]) -> WeightFormats:
@@ -121,6 +125,10 @@ def _formats_of(quantization: Mapping[str, Any]) -> WeightFormats:
             ignored = ignored or names(quantization, "ignored_layers")
         case "gptq":
             return _gptq(quantization)
+        case "mxfp4":
+            # The experts of gpt-oss; `modules_to_not_convert` lists everything else.
+            form = WeightFormat("mxfp4", 4, "group", MXFP4_GROUP)
+            return WeightFormats(method, LayerNames(()), ((_EXPERTS, form),))
         case "awq":
             form, ignored = _awq(quantization), names(quantization, "modules_to_not_convert")
         case _:

@@ -12,6 +12,7 @@ from srt.kernels.moe.expert_gemm import multiply_experts
 from srt.layers.moe.expert_kernels import ExpertKernels
 from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router
 from srt.utils.layer_spec import Routing
+from tests.support.packed_experts import PACKED_FORMS, meant_by, packed_experts
 
 pytestmark = pytest.mark.gpu
 
@@ -33,12 +34,12 @@ def error_of(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
-def exactly(x: Tensor, choice: Choice, weights: ExpertWeights) -> Tensor:
+def exactly(x: Tensor, choice: Choice, gate_up: Tensor, down: Tensor) -> Tensor:
     """The result in float32, expert by expert, as all at once would need too much memory."""
     results = torch.zeros(x.shape, device=CUDA, dtype=torch.float32)
     for expert in choice.ids.unique().tolist():
         tokens, choices = (choice.ids == expert).nonzero(as_tuple=True)
-        one = ExpertWeights(weights.gate_up[expert, None].float(), weights.down[expert, None].float())
+        one = ExpertWeights(gate_up[expert, None].float(), down[expert, None].float())
         alone = Choice(torch.zeros_like(tokens)[:, None], choice.weights[tokens, choices][:, None])
         results.index_add_(0, tokens, TORCH_EXPERT_OPS.multiply(x[tokens].float(), alone, one))
     return results
@@ -49,15 +50,17 @@ def exactly(x: Tensor, choice: Choice, weights: ExpertWeights) -> Tensor:
 def test_products_are_right_and_the_same_every_time(num_tokens: int, shape: str) -> None:
     num_experts, top_k, hidden, size = SHAPES[shape]
     kernels, routing = ExpertKernels(), Routing(num_experts, top_k)
-    weights = ExpertWeights(
-        randn(num_experts, 2 * size, hidden) * hidden**-0.5, randn(num_experts, hidden, size) * size**-0.5
+    matrices = (
+        randn(num_experts, 2 * size, hidden) * hidden**-0.5,
+        randn(num_experts, hidden, size) * size**-0.5,
     )
+    weights = ExpertWeights(*matrices)
     x, router = randn(num_tokens, hidden), Router(routing, randn(num_experts, hidden) * hidden**-0.5)
     choice = kernels.route(x, router)
     expected_choice = TORCH_EXPERT_OPS.route(x, router)
     assert (choice.ids == expected_choice.ids).float().mean() > 0.99, "all but ties"
     torch.testing.assert_close(choice.weights, expected_choice.weights, rtol=1e-3, atol=1e-5)
-    expected, got = exactly(x, choice, weights), kernels.multiply(x, choice, weights)
+    expected, got = exactly(x, choice, *matrices), kernels.multiply(x, choice, weights)
     assert error_of(got, expected) < MOST
     assert all(torch.equal(kernels.multiply(x, choice, weights), got) for _ in range(10))
 
@@ -68,12 +71,50 @@ def test_products_are_right_and_the_same_every_time(num_tokens: int, shape: str)
     assert error_of(kernels.multiply(x, replace(choice, weights=lost), weights), expected) > 2 * MOST, "a weight lost"
 
 
+@pytest.mark.parametrize("kind", PACKED_FORMS)
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 256, 4096])
+def test_quantised_weights_are_multiplied_as_what_they_stand_for(num_tokens: int, kind: str) -> None:
+    num_experts, top_k, hidden, size = 32, 4, 2048, 768
+    gate_up = packed_experts(kind, num_experts, 2 * size, hidden, device="cuda")
+    down = packed_experts(kind, num_experts, hidden, size, device="cuda")
+    x, kernels = randn(num_tokens, hidden), ExpertKernels()
+    choice = kernels.route(x, Router(Routing(num_experts, top_k), randn(num_experts, hidden) * hidden**-0.5))
+    expected = exactly(x, choice, meant_by(gate_up), meant_by(down))
+    got = kernels.multiply(x, choice, ExpertWeights(gate_up, down))
+    assert error_of(got, expected) < MOST
+    assert torch.equal(kernels.multiply(x, choice, ExpertWeights(gate_up, down)), got)
+    other = packed_experts(kind, num_experts, hidden, size, seed=1, device="cuda")
+    assert error_of(kernels.multiply(x, choice, ExpertWeights(gate_up, other)), expected) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["e4m3 by block", "mxfp4"])
+def test_every_number_is_converted_exactly(kind: str) -> None:
+    """Rows of an identity show each weight of the last product by itself, behind gates and ups that return them."""
+    weights = packed_experts(kind, 1, 128, 128, device="cuda")
+    bits = torch.arange(256, device=CUDA, dtype=torch.uint8)
+    stacked = weights.stacked
+    if kind == "mxfp4":
+        stacked.numbers.view(-1)[:256] = bits
+    else:
+        bits[[127, 255]] = 0  # not numbers
+        stacked.numbers.view(torch.uint8).view(-1)[:256] = bits
+        stacked.scales.fill_(1.0)
+    ones = torch.eye(128, device=CUDA, dtype=torch.bfloat16)
+    plain = torch.cat((100 * ones, ones / 100))[None]  # silu(100) is 100
+    ids, factors = torch.zeros(128, 1, device=CUDA, dtype=torch.int32), torch.ones(128, 1, device=CUDA)
+    got = multiply_experts(ones, ids, factors, ExpertWeights(plain, weights))
+    expected = multiply_experts(ones, ids, factors, ExpertWeights(plain, meant_by(weights).bfloat16()))
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("num_tokens", [4, 64, 1000])
 def test_a_graph_serves_any_choice(num_tokens: int) -> None:
     num_experts, top_k, hidden, size = 32, 4, 512, 256
-    experts = ExpertWeights(
-        randn(num_experts, 2 * size, hidden) * hidden**-0.5, randn(num_experts, hidden, size) * size**-0.5
+    matrices = (
+        randn(num_experts, 2 * size, hidden) * hidden**-0.5,
+        randn(num_experts, hidden, size) * size**-0.5,
     )
+    experts = ExpertWeights(*matrices)
     x, weights = randn(num_tokens, hidden), torch.rand(num_tokens, top_k, device=CUDA)
     ids = torch.zeros(num_tokens, top_k, device=CUDA, dtype=torch.int32)
     multiply_experts(x, ids, weights, experts)
@@ -84,4 +125,4 @@ def test_a_graph_serves_any_choice(num_tokens: int) -> None:
         ids.copy_(torch.rand(num_tokens, max(most, top_k), device=CUDA).argsort(dim=-1)[:, :top_k] % most)
         graph.replay()
         assert torch.equal(captured, multiply_experts(x, ids, weights, experts))
-        assert error_of(captured, exactly(x, Choice(ids, weights), experts)) < MOST
+        assert error_of(captured, exactly(x, Choice(ids, weights), *matrices)) < MOST

@@ -29,6 +29,17 @@ def expert_builds() -> list[KernelBuild]:
     for dtype, tokens in ((bf16, 1), (bf16, 64), (bf16, 256), (bf16, 512), (bf16, 8192), (fp32, 1), (fp32, 8192)):
         tiles = ExpertGemmTiles.choose(tokens * TOP_K, EXPERTS, dtype.itemsize)
         builds += [_gates(dtype, tokens, tiles), _downs(dtype, tokens, tiles)]
+    for kind, tokens in (
+        ("e4m3", 64),
+        ("e4m3 by 128", 8192),
+        ("mxfp4", 64),
+        ("mxfp4", 8192),
+        ("int4", 64),
+        ("int8", 64),
+    ):
+        tiles = ExpertGemmTiles.choose(tokens * TOP_K, EXPERTS, bf16.itemsize)
+        builds.append(_gates(bf16, tokens, tiles, kind))
+    builds.append(_downs(bf16, 8192, tiles, "mxfp4"))
     return builds
 
 
@@ -100,31 +111,54 @@ def _sum(dtype: torch.dtype) -> KernelBuild:
     )
 
 
-def _gates(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles) -> KernelBuild:
-    return _product(
-        "expert_gates", expert_gates_kernel, dtype, tokens, tiles.block_m, tiles.gates, {"TOP_K": TOP_K, "LIMIT": 7.0}
-    )
+def _gates(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles, kind: str = "") -> KernelBuild:
+    more = {"TOP_K": TOP_K, "LIMIT": 7.0}
+    return _product("expert_gates", expert_gates_kernel, dtype, tokens, tiles.block_m, tiles.gates, more, kind)
 
 
-def _downs(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles) -> KernelBuild:
-    return _product("expert_downs", expert_downs_kernel, dtype, tokens, tiles.block_m, tiles.downs, {})
+def _downs(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles, kind: str = "") -> KernelBuild:
+    return _product("expert_downs", expert_downs_kernel, dtype, tokens, tiles.block_m, tiles.downs, {}, kind)
+
+
+_PLAIN: dict[str, Any] = {"KIND": 0, "GROUP": 1 << 30, "HAS_ZEROS": False, "HOPPER": True}
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "e4m3": ("*fp32", {"KIND": 1}),
+    "e4m3 by 128": ("*fp32", {"KIND": 1, "GROUP": 128}),
+    "int8": ("*bf16", {"KIND": 2, "GROUP": 128}),
+    "int4": ("*bf16", {"KIND": 3, "GROUP": 32, "HAS_ZEROS": True}),
+    "mxfp4": ("*u8", {"KIND": 4, "GROUP": 32}),
+}
+"""The type of scales, and the constants of each form of quantised weights."""
 
 
 def _product(
-    label: str, kernel: Any, dtype: torch.dtype, tokens: int, block_m: int, tiles: ProductTiles, more: dict[str, float]
+    label: str,
+    kernel: Any,
+    dtype: torch.dtype,
+    tokens: int,
+    block_m: int,
+    tiles: ProductTiles,
+    more: dict[str, float],
+    kind: str,
 ) -> KernelBuild:
     name = TYPE_NAMES[dtype]
+    scales, constants = _KINDS[kind] if kind else (f"*{name}", {})
     types = {
-        **dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{name}"),
+        **dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{name}"),
         **_TABLE,
+        "weight_ptr": "*u8" if kind else f"*{name}",
+        "scales_ptr": scales,
+        "zeros_ptr": "*i16",
         "factors_ptr": "*fp32",
     }
     return KernelBuild(
-        f"{label}[{name}, {tokens} tokens]",
+        f"{label}[{name}, {kind + ', ' if kind else ''}{tokens} tokens]",
         kernel,
         {argument: kind for argument, kind in types.items() if argument in kernel.arg_names},
         {
             **more,
+            **_PLAIN,
+            **constants,
             "HAS_BIAS": True,
             "SIZE": SIZE,
             "HIDDEN": HIDDEN,

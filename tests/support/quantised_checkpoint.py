@@ -54,6 +54,40 @@ def write_quantised(plain: Path, folder: Path, how: Quantisation) -> tuple[Path,
     return stored, meant
 
 
+def write_mxfp4(plain: Path, folder: Path) -> tuple[Path, Path]:
+    """Write a checkpoint of gpt-oss as it is published, and the one that it stands for. Returns both folders."""
+    stored, meant = folder / "stored", folder / "meant"
+    for copy in (stored, meant):
+        shutil.copytree(plain, copy)
+    tensors = load_file(plain / "model.safetensors")
+    new: Tensors = {}
+    for name, tensor in tensors.items():
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            new[name] = tensor
+            continue
+        parts, matrix = store_mxfp4(tensor.transpose(1, 2))
+        tensors[name] = matrix.transpose(1, 2).contiguous()
+        new |= {f"{name}_{key}": part for key, part in parts.items()}
+    save_file(new, stored / "model.safetensors")
+    save_file(tensors, meant / "model.safetensors")
+    path = stored / "config.json"
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
+    return stored, meant
+
+
+def store_mxfp4(matrices: Tensor) -> tuple[Tensors, Tensor]:
+    """Matrices [experts, outputs, inputs] as the OCP's specification of microscaling formats says."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat((values, -values))
+    groups = matrices.unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1).log2().floor() - 2
+    factors = torch.exp2(exponents).unsqueeze(-1)
+    numbers = ((groups / factors).unsqueeze(-1) - values).abs().argmin(-1)
+    blocks = (numbers[..., 0::2] | numbers[..., 1::2] << 4).to(torch.uint8)
+    return {"blocks": blocks, "scales": (exponents + 127).to(torch.uint8)}, (values[numbers] * factors).flatten(-2)
+
+
 def fp8_numbers(matrix: Tensor, scale: Tensor) -> Tensor:
     return (matrix / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 

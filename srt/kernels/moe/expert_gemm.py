@@ -6,7 +6,7 @@ choice of a token and added in the order of its choices, so the same step gives 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 
 from srt.kernels.build.jit import dot_dtype, kernel
+from srt.kernels.gemm.packed_gemm import is_hopper
 from srt.kernels.moe.expert_tiles import ExpertTiles
+from srt.kernels.moe.packed_tiles import E4M3, INT4, INT8, MXFP4, PLAIN, add_bytes, add_halves
 
 if TYPE_CHECKING:
-    from srt.layers.moe.expert_ops import ExpertWeights
+    from srt.layers.moe.expert_ops import ExpertMatrices, ExpertWeights
 
 _SUM_BLOCK: Final = 1024
 _GATE_SLOPE = tl.constexpr(1.702)  # of gpt-oss's activation
@@ -57,12 +59,17 @@ class ExpertGemmTiles:
 def expert_gates_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
     experts_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
     ends_ptr: tl.tensor,
+    KIND: tl.constexpr,  # of the weights' numbers (packed_tiles.py)
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     LIMIT: tl.constexpr,  # 0: the activation is silu(gate) * up
     TOP_K: tl.constexpr,
@@ -72,6 +79,7 @@ def expert_gates_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
+    HOPPER: tl.constexpr,
 ) -> None:
     """Program (n, t) computes block n of the activated gates and ups for the rows of tile t, in sorted order."""
     tile = tl.program_id(1)
@@ -83,20 +91,51 @@ def expert_gates_kernel(
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_column = (columns < SIZE)[None, :]
         expert = tl.load(experts_ptr + tile).to(tl.int64)
-        of_expert = weight_ptr + expert * (2 * SIZE * HIDDEN)
+        WIDTH: tl.constexpr = HIDDEN // 2 if KIND >= INT4 else HIDDEN
+        of_expert = weight_ptr + expert * (2 * SIZE * WIDTH)
         x_at = x_ptr + tokens.to(tl.int64)[:, None] * HIDDEN
-        gate_at = of_expert + columns[None, :] * HIDDEN
+        gate_at = of_expert + columns[None, :] * WIDTH
+        groups_at = expert * (2 * SIZE * ((HIDDEN + GROUP - 1) // GROUP)) + columns
+        scales_at, zeros_at = scales_ptr + groups_at, zeros_ptr + groups_at
         gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for begin in range(0, HIDDEN, BLOCK_K):
-            k = begin + tl.arange(0, BLOCK_K)
-            inside = k < HIDDEN
-            x = tl.load(x_at + k[None, :], mask=is_row[:, None] & inside[None, :], other=0.0).to(DOT)
-            is_weight = is_column & inside[:, None]
-            gates = tl.load(gate_at + k[:, None], mask=is_weight, other=0.0).to(DOT)
-            ups = tl.load(gate_at + SIZE * HIDDEN + k[:, None], mask=is_weight, other=0.0).to(DOT)
-            gate = tl.dot(x, gates, gate, input_precision="ieee")
-            up = tl.dot(x, ups, up, input_precision="ieee")
+            if KIND >= INT4:
+                byte = tl.arange(0, BLOCK_K // 2)
+                k = begin + byte // 16 * 32 + byte % 16
+                inside = k < HIDDEN
+                is_x, is_weight = is_row[:, None] & inside[None, :], is_column & inside[:, None]
+                low_x = tl.load(x_at + k[None, :], mask=is_x, other=0.0).to(DOT)
+                high_x = tl.load(x_at + k[None, :] + 16, mask=is_x, other=0.0).to(DOT)
+                at = gate_at + (begin // 2 + byte)[:, None]
+                gate = add_halves(
+                    gate, low_x, high_x, at, is_weight, scales_at, zeros_at, columns < SIZE, begin,
+                    KIND, HAS_ZEROS, HIDDEN, 2 * SIZE, GROUP, BLOCK_K, DOT,
+                )  # fmt: skip
+                up = add_halves(
+                    up, low_x, high_x, at + SIZE * WIDTH, is_weight, scales_at + SIZE, zeros_at + SIZE,
+                    columns < SIZE, begin, KIND, HAS_ZEROS, HIDDEN, 2 * SIZE, GROUP, BLOCK_K, DOT,
+                )  # fmt: skip
+            else:
+                k = begin + tl.arange(0, BLOCK_K)
+                inside = k < HIDDEN
+                x = tl.load(x_at + k[None, :], mask=is_row[:, None] & inside[None, :], other=0.0).to(DOT)
+                is_weight = is_column & inside[:, None]
+                if KIND == PLAIN:
+                    gates = tl.load(gate_at + k[:, None], mask=is_weight, other=0.0).to(DOT)
+                    ups = tl.load(gate_at + SIZE * HIDDEN + k[:, None], mask=is_weight, other=0.0).to(DOT)
+                    gate = tl.dot(x, gates, gate, input_precision="ieee")
+                    up = tl.dot(x, ups, up, input_precision="ieee")
+                else:
+                    at = gate_at + k[:, None]
+                    gate = add_bytes(
+                        gate, x, at, is_weight, scales_at, zeros_at, columns < SIZE, begin,
+                        KIND, HAS_ZEROS, HIDDEN, 2 * SIZE, GROUP, BLOCK_K, DOT, HOPPER,
+                    )  # fmt: skip
+                    up = add_bytes(
+                        up, x, at + SIZE * WIDTH, is_weight, scales_at + SIZE, zeros_at + SIZE,
+                        columns < SIZE, begin, KIND, HAS_ZEROS, HIDDEN, 2 * SIZE, GROUP, BLOCK_K, DOT, HOPPER,
+                    )  # fmt: skip
         if HAS_BIAS:
             bias_at = bias_ptr + expert * (2 * SIZE) + columns
             gate += tl.load(bias_at, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]
@@ -115,6 +154,8 @@ def expert_gates_kernel(
 def expert_downs_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     factors_ptr: tl.tensor,
@@ -122,6 +163,9 @@ def expert_downs_kernel(
     experts_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
     ends_ptr: tl.tensor,
+    KIND: tl.constexpr,  # of the weights' numbers (packed_tiles.py)
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SIZE: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -129,6 +173,7 @@ def expert_downs_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
+    HOPPER: tl.constexpr,
 ) -> None:
     """Program (n, t) computes block n of the weighted results for the rows of tile t, and stores each at its pair."""
     tile = tl.program_id(1)
@@ -139,16 +184,38 @@ def expert_downs_kernel(
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_column = (columns < HIDDEN)[None, :]
         expert = tl.load(experts_ptr + tile).to(tl.int64)
-        of_expert = weight_ptr + expert * (HIDDEN * SIZE)
+        WIDTH: tl.constexpr = SIZE // 2 if KIND >= INT4 else SIZE
+        of_expert = weight_ptr + expert * (HIDDEN * WIDTH)
         x_at = x_ptr + rows.to(tl.int64)[:, None] * SIZE
+        weight_at = of_expert + columns[None, :] * WIDTH
+        groups_at = expert * (HIDDEN * ((SIZE + GROUP - 1) // GROUP)) + columns
+        scales_at, zeros_at = scales_ptr + groups_at, zeros_ptr + groups_at
         sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for begin in range(0, SIZE, BLOCK_K):
-            k = begin + tl.arange(0, BLOCK_K)
-            inside = k < SIZE
-            x = tl.load(x_at + k[None, :], mask=is_row[:, None] & inside[None, :], other=0.0).to(DOT)
-            weight_at = of_expert + columns[None, :] * SIZE + k[:, None]
-            weight = tl.load(weight_at, mask=is_column & inside[:, None], other=0.0).to(DOT)
-            sums = tl.dot(x, weight, sums, input_precision="ieee")
+            if KIND >= INT4:
+                byte = tl.arange(0, BLOCK_K // 2)
+                k = begin + byte // 16 * 32 + byte % 16
+                inside = k < SIZE
+                is_x, is_weight = is_row[:, None] & inside[None, :], is_column & inside[:, None]
+                low_x = tl.load(x_at + k[None, :], mask=is_x, other=0.0).to(DOT)
+                high_x = tl.load(x_at + k[None, :] + 16, mask=is_x, other=0.0).to(DOT)
+                sums = add_halves(
+                    sums, low_x, high_x, weight_at + (begin // 2 + byte)[:, None], is_weight, scales_at, zeros_at,
+                    columns < HIDDEN, begin, KIND, HAS_ZEROS, SIZE, HIDDEN, GROUP, BLOCK_K, DOT,
+                )  # fmt: skip
+            else:
+                k = begin + tl.arange(0, BLOCK_K)
+                inside = k < SIZE
+                x = tl.load(x_at + k[None, :], mask=is_row[:, None] & inside[None, :], other=0.0).to(DOT)
+                is_weight = is_column & inside[:, None]
+                if KIND == PLAIN:
+                    weight = tl.load(weight_at + k[:, None], mask=is_weight, other=0.0).to(DOT)
+                    sums = tl.dot(x, weight, sums, input_precision="ieee")
+                else:
+                    sums = add_bytes(
+                        sums, x, weight_at + k[:, None], is_weight, scales_at, zeros_at, columns < HIDDEN, begin,
+                        KIND, HAS_ZEROS, SIZE, HIDDEN, GROUP, BLOCK_K, DOT, HOPPER,
+                    )  # fmt: skip
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
             sums += bias.to(tl.float32)[None, :]
@@ -173,6 +240,43 @@ def sum_choices_kernel(
     tl.store(out_ptr + token * HIDDEN + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+_KINDS: Final = {"e4m3": E4M3, "int8": INT8, "int4": INT4, "mxfp4": MXFP4}
+_ONE_GROUP: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What the kernels are told of the matrices of all experts."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """Numbers, scales, zero points."""
+    kind: int
+    group: int
+    """Inputs that share a scale."""
+    has_zeros: bool
+
+    @classmethod
+    def of(cls, matrices: torch.Tensor | ExpertMatrices) -> _Stored:
+        if isinstance(matrices, torch.Tensor):
+            return cls((matrices, matrices, matrices), PLAIN.value, _ONE_GROUP, False)
+        stacked = matrices.stacked
+        numbers, scales = stacked.numbers.view(torch.uint8), stacked.scales
+        zeros = scales if stacked.zeros is None else stacked.zeros
+        group = _ONE_GROUP if scales.shape[1] == 1 else stacked.group_size
+        return cls((numbers, scales, zeros), _KINDS[stacked.kind].value, group, stacked.zeros is not None)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"KIND": self.kind, "GROUP": self.group, "HAS_ZEROS": self.has_zeros}
+
+    def fitting(self, tiles: ProductTiles) -> ProductTiles:
+        """Return tiles that have whole groups, or parts of one group. Tensor cores want 16 inputs or more of each half of a byte."""
+        least = 32 if self.kind >= INT4.value else 16
+        power = self.group & -self.group
+        block_k = tiles.block_k if power == self.group else min(tiles.block_k, power)
+        return replace(tiles, block_k=max(least, block_k))
+
+
 def multiply_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -182,39 +286,44 @@ def multiply_experts(
 ) -> torch.Tensor:
     """Return the weighted sum of the results of each token's experts.
 
-    x [tokens, hidden], ids i32 and factors f32 [tokens, top_k]. All tensors are contiguous. There must be tokens.
+    x [tokens, hidden], ids i32 and factors f32 [tokens, top_k]. All tensors are contiguous. There must be tokens. Inputs of quantised
+    weights are multiplied as they are.
     """
-    gate_up, down = weights.gate_up, weights.down
-    num_experts, hidden, size = down.shape
+    num_experts, hidden, size = weights.down.shape
     tiles = tiles or ExpertGemmTiles.choose(ids.numel(), num_experts, x.itemsize)
     table = ExpertTiles.sort(ids, num_experts, tiles.block_m)
     activated = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
     results = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
     rows = (table.pairs, table.experts, table.firsts, table.ends)
     shape: dict[str, Any] = {"SIZE": size, "HIDDEN": hidden, "BLOCK_M": tiles.block_m, "DOT": dot_dtype(x.dtype)}
+    shape["HOPPER"] = x.dtype is torch.bfloat16 and is_hopper(x.device)
     num_tiles = len(table.experts)
-    expert_gates_kernel[(triton.cdiv(size, tiles.gates.block_n), num_tiles)](
+    gates, downs = _Stored.of(weights.gate_up), _Stored.of(weights.down)
+    gate_tiles, down_tiles = gates.fitting(tiles.gates), downs.fitting(tiles.downs)
+    expert_gates_kernel[(triton.cdiv(size, gate_tiles.block_n), num_tiles)](
         x,
-        gate_up,
-        gate_up if weights.gate_up_bias is None else weights.gate_up_bias,
+        *gates.tensors,
+        x if weights.gate_up_bias is None else weights.gate_up_bias,
         activated,
         *rows,
         HAS_BIAS=weights.gate_up_bias is not None,
         LIMIT=weights.limit or 0.0,
         TOP_K=ids.shape[1],
         **shape,
-        **_options(tiles.gates),
+        **gates.constants,
+        **_options(gate_tiles),
     )
-    expert_downs_kernel[(triton.cdiv(hidden, tiles.downs.block_n), num_tiles)](
+    expert_downs_kernel[(triton.cdiv(hidden, down_tiles.block_n), num_tiles)](
         activated,
-        down,
-        down if weights.down_bias is None else weights.down_bias,
+        *downs.tensors,
+        x if weights.down_bias is None else weights.down_bias,
         results,
         factors,
         *rows,
         HAS_BIAS=weights.down_bias is not None,
         **shape,
-        **_options(tiles.downs),
+        **downs.constants,
+        **_options(down_tiles),
     )
     out = torch.empty_like(x)
     sum_choices_kernel[(len(x), triton.cdiv(hidden, _SUM_BLOCK))](

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from srt.layers.quantization.weight import NumberKind
 from srt.utils.layer_spec import Routing
 
 GATE_SLOPE: Final = 1.702  # of gpt-oss's activation
@@ -24,11 +26,37 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class StackedMatrices:
+    """One matrix of each expert in the form of a quantised scheme, for kernels."""
+
+    kind: NumberKind
+    numbers: Tensor  # [experts, outputs, inputs]; or [experts, outputs, inputs / 2] bytes of two 4-bit numbers (int_weight.py)
+    scales: Tensor  # [experts, groups of inputs, outputs]: factors, or the exponents of MXFP4
+    zeros: Tensor | None  # [experts, groups of inputs, outputs] int16; None: all are the middle of the range
+    group_size: int
+
+
+class ExpertMatrices(Protocol):
+    """One matrix [outputs, inputs] of each expert, which may be stored in another form."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """(experts, outputs, inputs)."""
+
+    @property
+    def stacked(self) -> StackedMatrices:
+        """What kernels read."""
+
+    def multiply(self, expert: int, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x Wᵀ + b for one expert."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The matrices of all experts on one rank, in the order in which the router counts them."""
 
-    gate_up: Tensor  # [experts, 2 * size, hidden_size]: the gates of an expert, then its ups
-    down: Tensor  # [experts, hidden_size, size]
+    gate_up: Tensor | ExpertMatrices  # [experts, 2 * size, hidden_size]: the gates of an expert, then its ups
+    down: Tensor | ExpertMatrices  # [experts, hidden_size, size]
     gate_up_bias: Tensor | None = None  # [experts, 2 * size]
     down_bias: Tensor | None = None  # [experts, hidden_size]; on one rank only, because the ranks' results are added
     limit: float | None = None  # None: silu(gate) * up; else gpt-oss's activation
@@ -63,13 +91,13 @@ class ExpertOps:
         sorted_pairs = flat.argsort(stable=True)
         results = x.new_empty(len(flat), weights.down.shape[1])
         first = 0
-        for expert, count in enumerate(torch.bincount(flat, minlength=len(weights.down)).tolist()):
+        for expert, count in enumerate(torch.bincount(flat, minlength=weights.down.shape[0]).tolist()):
             if not count:
                 continue
             pairs = sorted_pairs[first : first + count]
-            gate_up = F.linear(x[pairs // top_k], weights.gate_up[expert], _of(weights.gate_up_bias, expert))
+            gate_up = _product(x[pairs // top_k], weights.gate_up, expert, weights.gate_up_bias)
             activated = activate(gate_up, weights.limit)
-            results[pairs] = F.linear(activated, weights.down[expert], _of(weights.down_bias, expert))
+            results[pairs] = _product(activated, weights.down, expert, weights.down_bias)
             first += count
         weighted: Tensor = results.view(-1, top_k, results.shape[1]) * choice.weights.unsqueeze(-1)
         return weighted.sum(dim=1).to(x.dtype)
@@ -110,5 +138,6 @@ def _in_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
     return chosen.unsqueeze(-1).expand_as(groups).flatten(1)
 
 
-def _of(biases: Tensor | None, expert: int) -> Tensor | None:
-    return None if biases is None else biases[expert]
+def _product(x: Tensor, matrices: Tensor | ExpertMatrices, expert: int, biases: Tensor | None) -> Tensor:
+    bias = None if biases is None else biases[expert]
+    return F.linear(x, matrices[expert], bias) if isinstance(matrices, Tensor) else matrices.multiply(expert, x, bias)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.moe.expert_ops import Choice, ExpertOps, ExpertWeights, Router
+from srt.layers.moe.packed_experts import PackedExperts
+from srt.layers.quantization.weight import Place
 from srt.layers.weights import WeightedModule, WeightPiece
 from srt.utils.layer_spec import Experts, Routing
 
@@ -59,8 +61,9 @@ class ExpertLayers(WeightedModule):
         self._size = spec.size // tp.size
         self._start = tp.rank * self._size
         num_experts = spec.routing.num_experts
-        self.gate_up = _empty(num_experts, 2 * self._size, hidden_size)
-        self.down = _empty(num_experts, hidden_size, self._size)
+        self._hidden_size = hidden_size
+        self.gate_up: nn.Parameter | PackedExperts = _empty(num_experts, 2 * self._size, hidden_size)
+        self.down: nn.Parameter | PackedExperts = _empty(num_experts, hidden_size, self._size)
         self.gate_up_bias = _empty(num_experts, 2 * self._size) if spec.bias else None
         self.down_bias = _empty(num_experts, hidden_size) if spec.bias else None
         self._adds_bias = tp.rank == 0  # the ranks' results are added, so one of them adds it
@@ -70,7 +73,54 @@ class ExpertLayers(WeightedModule):
         biases = self.gate_up_bias, self.down_bias if self._adds_bias else None
         return self._ops.multiply(x, choice, ExpertWeights(self.gate_up, self.down, *biases, self._spec.limit))
 
+    def places(self, path: str) -> tuple[list[list[Place]], list[list[Place]]]:
+        """Return the checkpoint's layers that make up each expert's gates and ups, and its downs, if these are not plain matrices."""
+        count, whole, hidden_size = self._spec.routing.num_experts, self._spec.size, self._hidden_size
+        start, size = self._start, self._size
+        experts = range(count)
+        match self._spec.layout:
+            case "input_output":
+                parent = path.rpartition(".")[0]
+                return [
+                    [
+                        Place(f"{parent}.input_linear", 2 * whole, hidden_size, 0, first, size, at, (index, count))
+                        for first, at in ((start, 0), (whole + start, size))
+                    ]
+                    for index in experts
+                ], [
+                    [Place(f"{parent}.output_linear", hidden_size, whole, 1, start, size, 0, (index, count))]
+                    for index in experts
+                ]
+            case "transposed":
+                both = (2 * whole, hidden_size, 0, 2 * start, 2 * size, 0)
+                down = (hidden_size, whole, 1, start, size, 0)
+                return [
+                    [Place(f"{path}.gate_up_proj", *both, (index, count), takes_turns=True)] for index in experts
+                ], [[Place(f"{path}.down_proj", *down, (index, count))] for index in experts]
+            case named:
+                gate, up, down_name = _MATRICES[named]
+                return [
+                    [
+                        Place(f"{path}.{index}.{name}", whole, hidden_size, 0, start, size, at)
+                        for name, at in ((gate, 0), (up, size))
+                    ]
+                    for index in experts
+                ], [[Place(f"{path}.{index}.{down_name}", hidden_size, whole, 1, start, size)] for index in experts]
+
+    def pack(self, gate_up: PackedExperts, down: PackedExperts) -> None:
+        """Store the matrices in the form of a quantised checkpoint. Called before anything is allocated."""
+        del self.gate_up, self.down
+        self.gate_up, self.down = gate_up, down
+
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
+        if isinstance(self.gate_up, PackedExperts) and isinstance(self.down, PackedExperts):
+            yield from self.gate_up.pieces()
+            yield from self.down.pieces()
+            yield from self._bias_pieces(path)
+            return
+        yield from self._plain_pieces(path)
+
+    def _plain_pieces(self, path: str) -> Iterator[WeightPiece]:
         match self._spec.layout:
             case "input_output":
                 return self._stacked_pieces(path.rpartition(".")[0])
@@ -81,7 +131,7 @@ class ExpertLayers(WeightedModule):
 
     def _single_pieces(self, path: str, gate: str, up: str, down: str) -> Iterator[WeightPiece]:
         """Yield the pieces of a checkpoint with a tensor for each matrix of each expert."""
-        hidden_size, whole, start, size = self.down.shape[1], self._spec.size, self._start, self._size
+        hidden_size, whole, start, size = self._hidden_size, self._spec.size, self._start, self._size
         for index in range(self._spec.routing.num_experts):
             for name, target_start in ((gate, 0), (up, size)):
                 tensor = f"{path}.{index}.{name}.weight"
@@ -91,7 +141,7 @@ class ExpertLayers(WeightedModule):
 
     def _stacked_pieces(self, path: str) -> Iterator[WeightPiece]:
         """Yield the pieces of a checkpoint with a tensor for all gates and ups, and one for all downs."""
-        hidden_size, whole, start, size = self.down.shape[1], self._spec.size, self._start, self._size
+        hidden_size, whole, start, size = self._hidden_size, self._spec.size, self._start, self._size
         num_experts = self._spec.routing.num_experts
         gate_up, down = (num_experts, 2 * whole, hidden_size), (num_experts, hidden_size, whole)
         for index in range(num_experts):
@@ -103,18 +153,28 @@ class ExpertLayers(WeightedModule):
 
     def _transposed_pieces(self, path: str) -> Iterator[WeightPiece]:
         """Yield the pieces of gpt-oss: both tensors have inputs as rows, and gates and ups take turns among the outputs."""
-        hidden_size, whole, start, size = self.down.shape[1], self._spec.size, self._start, self._size
+        hidden_size, whole, start, size = self._hidden_size, self._spec.size, self._start, self._size
         num_experts = self._spec.routing.num_experts
         gate_up, down = (num_experts, hidden_size, 2 * whole), (num_experts, whole, hidden_size)
         for index in range(num_experts):
             at = index, index
             for turn in (0, 1):
                 place = (0, 2 * start + turn, size, turn * size, *at)
-                tensor = f"{path}.gate_up_proj"
-                yield WeightPiece(tensor, gate_up, self, "gate_up", *place, step=2, is_transposed=True)
-                if self.gate_up_bias is not None:
-                    yield WeightPiece(f"{tensor}_bias", gate_up[::2], self, "gate_up_bias", *place, step=2)
+                yield WeightPiece(f"{path}.gate_up_proj", gate_up, self, "gate_up", *place, step=2, is_transposed=True)
             yield WeightPiece(f"{path}.down_proj", down, self, "down", 1, start, size, 0, *at, is_transposed=True)
+        yield from self._bias_pieces(path)
+
+    def _bias_pieces(self, path: str) -> Iterator[WeightPiece]:
+        """Yield the pieces of gpt-oss' biases, among which those of gates and ups take turns."""
+        hidden_size, whole, start, size = self._hidden_size, self._spec.size, self._start, self._size
+        num_experts = self._spec.routing.num_experts
+        for index in range(num_experts):
+            at = index, index
+            if self.gate_up_bias is not None:
+                for turn in (0, 1):
+                    place = (0, 2 * start + turn, size, turn * size, *at)
+                    shape = (num_experts, 2 * whole)
+                    yield WeightPiece(f"{path}.gate_up_proj_bias", shape, self, "gate_up_bias", *place, step=2)
             if self.down_bias is not None:
                 shape = (num_experts, hidden_size)
                 yield WeightPiece(f"{path}.down_proj_bias", shape, self, "down_bias", 0, 0, hidden_size, 0, *at)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
 from srt.layers.linear import LinearLayer
+from srt.layers.moe.experts import ExpertLayers
+from srt.layers.moe.packed_experts import PackedExperts
 from srt.layers.quantization.fp8_weight import Fp8Weight
 from srt.layers.quantization.int_weight import IntWeight
+from srt.layers.quantization.mxfp4_weight import Mxfp4Weight
 from srt.layers.quantization.weight import LinearWeight, Place
 from srt.utils.model_error import ModelError
 from srt.utils.quantization import WeightFormat, WeightFormats
@@ -26,7 +30,19 @@ def use_formats(model: nn.Module, formats: WeightFormats) -> None:
             places = layer.places(path)
             form = _common_format(places, formats)
             if form is not None:
-                layer.weight = _new_weight(form, layer.weight.shape, places)
+                layer.weight = new_weight(form, places)
+        elif isinstance(layer, ExpertLayers):
+            _pack_experts(layer, path, formats)
+
+
+def _pack_experts(layer: ExpertLayers, path: str, formats: WeightFormats) -> None:
+    gate_up, down = layer.places(path)
+    # The first expert tells for all: if another one is stored otherwise, its tensors do not fit.
+    form = _common_format([*gate_up[0], *down[0]], formats)
+    if form is None:
+        return
+    new = partial(new_weight, form)
+    layer.pack(PackedExperts(gate_up, new), PackedExperts(down, new))
 
 
 def _common_format(places: Sequence[Place], formats: WeightFormats) -> WeightFormat | None:
@@ -40,6 +56,10 @@ def _common_format(places: Sequence[Place], formats: WeightFormats) -> WeightFor
     return first
 
 
-def _new_weight(form: WeightFormat, shape: tuple[int, int], places: Sequence[Place]) -> LinearWeight:
-    kind = Fp8Weight if form.is_float else IntWeight
-    return kind(form, *shape, places)
+def new_weight(form: WeightFormat, places: Sequence[Place]) -> LinearWeight:
+    """Return this rank's weight: the outputs of all places, or the part of one place's inputs."""
+    by_outputs = places[0].dim == 0
+    num_outputs = sum(at.size for at in places) if by_outputs else places[0].num_outputs
+    num_inputs = places[0].num_inputs if by_outputs else places[0].size
+    kind = Mxfp4Weight if form.layout == "mxfp4" else Fp8Weight if form.is_float else IntWeight
+    return kind(form, num_outputs, num_inputs, places)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.layers.quantization.cpu_products import from_e4m3
-from srt.layers.quantization.weight import LinearWeight, Place
+from srt.layers.quantization.weight import LinearWeight, NumberForm, Place
 from srt.layers.weights import WeightPiece
 from srt.utils.model_error import ModelError
 from srt.utils.quantization import FP8_BLOCK, WeightFormat
@@ -78,10 +78,10 @@ class Fp8Weight(LinearWeight):
                 yield WeightPiece(name, (1,), self, "input_scales", 0, 0, 1, index, is_scale=True)
 
     def _values_piece(self, at: Place) -> WeightPiece:
-        shape = (at.num_outputs, at.num_inputs)
+        shape = at.stored_shape(at.num_outputs, at.num_inputs)
+        place = (at.dim, at.start, at.size, at.target_start, None, at.stored_index)
         quantise = self._quantise if self._form.layout == "plain" else None
-        name = f"{at.path}.weight"
-        return WeightPiece(name, shape, self, "values", at.dim, at.start, at.size, at.target_start, quantise=quantise)
+        return WeightPiece(f"{at.path}.weight", shape, self, "values", *place, quantise=quantise)
 
     def _quantise(self, first: int, rows: Tensor) -> None:
         """Store rows of an unquantised weight; `first` is the place of the first one."""
@@ -109,7 +109,7 @@ class Fp8Weight(LinearWeight):
         start, size = at.start // FP8_BLOCK, -(-at.size // FP8_BLOCK)
         return WeightPiece(name, shape, self, "scales", 1, start, size, 0, is_scale=True)
 
-    def finish(self) -> None:
+    def arrange(self) -> None:
         scales = self.scales.detach()
         self._check(scales, "scale")
         match self._form.scales:
@@ -122,6 +122,8 @@ class Fp8Weight(LinearWeight):
         if self.input_scales is not None:
             self._check(self.input_scales, "input_scale")
             self.input_scales = nn.Parameter(self.input_scales.detach().max().view(1, 1), requires_grad=False)
+
+    def choose_product(self) -> None:
         if self.values.is_cuda:
             self._product = self._gpu_product()
 
@@ -131,6 +133,14 @@ class Fp8Weight(LinearWeight):
             return None
         return self._product.packed, self._product.scales
 
+    @property
+    def number_form(self) -> NumberForm:
+        return NumberForm("e4m3", "values", "scales", self._group_size)
+
+    @property
+    def _group_size(self) -> int:
+        return FP8_BLOCK if self._form.scales == "block" else self.shape[1]
+
     def _gpu_product(self) -> PackedProduct:
         # Imported here because Triton is installed only with PyTorch for CUDA.
         from srt.layers.quantization.gpu_products import PackedProduct
@@ -139,7 +149,7 @@ class Fp8Weight(LinearWeight):
             packed=self.values.detach(),
             scales=self.scales.detach(),
             zeros=None,
-            group_size=self.shape[1] if len(self.scales) == 1 else FP8_BLOCK,
+            group_size=self._group_size,
             quantises_inputs=self._form.activations != "none",
             input_scale=None if self.input_scales is None else self.input_scales.detach(),
         )

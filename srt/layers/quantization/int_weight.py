@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.layers.quantization.cpu_products import GROUP_SIZES, OUTPUT_UNIT, Int4Product
-from srt.layers.quantization.weight import LinearWeight, Place
+from srt.layers.quantization.weight import LinearWeight, NumberForm, Place
 from srt.layers.weights import WeightPiece
 from srt.utils.model_error import ModelError
 from srt.utils.quantization import LEAST_GROUP, WeightFormat
@@ -159,7 +159,7 @@ class IntWeight(LinearWeight):
         """Return in units of the axis a number of outputs or inputs."""
         return number // self.group_size if axis == "groups" else self._length(axis, number, number)
 
-    def finish(self) -> None:
+    def arrange(self) -> None:
         self._check_scales()
         is_transposed = self._form.layout != "compressed"
         scales = self.scales.detach().t() if is_transposed else self.scales.detach()
@@ -181,10 +181,25 @@ class IntWeight(LinearWeight):
         is_symmetric = zeros is None or bool((zeros == self.middle).all())
         self.zeros = None if is_symmetric or zeros is None else _parameter(zeros.t().to(torch.int16).contiguous())
         self.group_of = None if group_of is None else _parameter(group_of)
-        if self.packed.is_cuda and self.num_bits == 4 and group_of is None:
+
+    def choose_product(self) -> None:
+        if self.packed.is_cuda and self.num_bits == 4 and self.group_of is None:
             self._product = self._gpu_product()
         if self._runs_on_cpu_as_packed:
             self._product = self._cpu_product()
+
+    @property
+    def number_form(self) -> NumberForm | None:
+        if self.group_of is not None or self.order is not None:
+            return None  # inputs of a group are not neighbours
+        zeros = None if self.zeros is None else "zeros"
+        return NumberForm(
+            "int4" if self.num_bits == 4 else "int8", "packed", "scales", self._num_inputs_of_group, zeros
+        )
+
+    @property
+    def _num_inputs_of_group(self) -> int:
+        return self.shape[1] // len(self.scales)
 
     @property
     def _runs_on_cpu_as_packed(self) -> bool:

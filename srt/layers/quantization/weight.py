@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,37 @@ class Place:
     size: int
     target_start: int = 0
     """First row of the range in this rank's weight; 0 if inputs are split."""
+    stack: tuple[int, int] | None = None
+    """(number of this layer, number of layers) if each tensor of the checkpoint stacks those of several layers."""
+    takes_turns: bool = False
+    """Whether the layer is two, of which one has the even outputs and the other the odd ones."""
+
+    @property
+    def stored_index(self) -> int | None:
+        """Number of this layer in the checkpoint's tensors; None if they are this layer's alone."""
+        return None if self.stack is None else self.stack[0]
+
+    def stored_shape(self, *shape: int) -> tuple[int, ...]:
+        """Return the shape of the checkpoint's tensor of which this layer has a part of the given shape."""
+        return shape if self.stack is None else (self.stack[1], *shape)
+
+
+NumberKind = Literal["e4m3", "mxfp4", "int4", "int8"]
+
+
+@dataclass(frozen=True, slots=True)
+class NumberForm:
+    """Where a quantised weight has what kernels read, as names of its parameters."""
+
+    kind: NumberKind
+    numbers: str
+    """[outputs, inputs], or [outputs, inputs / 2] of two numbers a byte (int_weight.py)."""
+    scales: str
+    """[groups, outputs]."""
+    group_size: int
+    """Inputs that share a scale."""
+    zeros: str | None = None
+    """Zero points [groups, outputs] int16; None: all are the middle of the range."""
 
 
 class LinearWeight(nn.Module):
@@ -47,6 +79,11 @@ class LinearWeight(nn.Module):
         """(e4m3 numbers, a factor f32 of each row), which kernels for one row may read; None if the weight is not stored so."""
         return None
 
+    @property
+    def number_form(self) -> NumberForm | None:
+        """Where kernels find numbers and scales of the arranged weight; None if they cannot read it."""
+        return None
+
     def dummy_scale(self) -> float:
         """Return the scale by which random stored numbers become weights of the usual size."""
         return 1.0
@@ -56,7 +93,15 @@ class LinearWeight(nn.Module):
         """Yield the parts of the checkpoint that fill this weight."""
 
     def finish(self) -> None:
-        """Bring the loaded tensors into the form in which they are multiplied. Called once, after loading."""
+        """Make the weight ready to multiply. Called once, after loading."""
+        self.arrange()
+        self.choose_product()
+
+    def arrange(self) -> None:
+        """Bring the loaded tensors into the form in which they are multiplied."""
+
+    def choose_product(self) -> None:
+        """Prepare a product that is faster than the plain path, if the device has one."""
 
     def unpacked(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the loaded and finished weight as a plain matrix: its product with ones on the diagonal."""

@@ -12,6 +12,7 @@ from srt.kernels.moe.expert_tiles import ExpertTiles
 from srt.layers.moe.expert_kernels import ExpertKernels
 from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router, choose
 from srt.utils.layer_spec import Routing
+from tests.support.packed_experts import PACKED_FORMS, meant_by, packed_experts
 
 SMALL = ExpertGemmTiles(16, ProductTiles(16, 32, 4, 1), ProductTiles(32, 16, 4, 1))
 
@@ -92,6 +93,18 @@ def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, tolerance
     lost[-1, -1] = 0.0
     assert error_of(product(choice.ids, lost), expected) > 2 * tolerance, "a weight of the choice lost"
     assert ExpertKernels().multiply(x[:0], Choice(choice.ids[:0], choice.weights[:0]), weights).shape == (0, 40)
+
+
+@pytest.mark.parametrize("kind", PACKED_FORMS)
+def test_quantised_weights_are_multiplied_as_what_they_stand_for(kind: str) -> None:
+    """The last tile of inputs is not full. Those of both products differ in what they hold of a group."""
+    hidden, size = 160, 96
+    gate_up, down = packed_experts(kind, 3, 2 * size, hidden), packed_experts(kind, 3, hidden, size)
+    x, choice = torch.randn(5, hidden), choose(torch.randn(5, 3), Routing(3, 2))
+    expected = TORCH_EXPERT_OPS.multiply(x, choice, ExpertWeights(meant_by(gate_up), meant_by(down)))
+    tiles = ExpertGemmTiles(16, ProductTiles(64, 128, 4, 1), ProductTiles(64, 32, 4, 1))
+    weights = ExpertWeights(gate_up, down)
+    assert error_of(multiply_experts(x, choice.ids.int(), choice.weights, weights, tiles), expected) < 1e-5
 
 
 def test_tiles_are_chosen_for_every_number_of_rows() -> None:

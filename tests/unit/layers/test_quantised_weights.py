@@ -14,7 +14,10 @@ from torch import Tensor
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.linear import LinearLayer
+from srt.layers.moe.expert_ops import Choice
+from srt.layers.moe.experts import ExpertLayers
 from srt.layers.quantization.cpu_products import from_e4m3
+from srt.layers.quantization.fp8_weight import quantise_rows
 from srt.layers.quantization.weight import LinearWeight, Place, PlainWeight
 from srt.layers.weights import WeightPiece
 from srt.model_loader.loader import LoadConfig, get_model_loader
@@ -22,7 +25,7 @@ from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.dense_attention import dense_batch
-from tests.support.quantised_checkpoint import WEIGHT_ONLY, WITH_INPUTS, Quantisation, write_quantised
+from tests.support.quantised_checkpoint import WEIGHT_ONLY, WITH_INPUTS, Quantisation, write_mxfp4, write_quantised
 from tests.support.ranks import CPU, idle_rank, run_ranks, single_rank
 
 
@@ -63,6 +66,41 @@ def test_stored_weights_multiply_like_those_that_they_stand_for(
         p.nbytes for p in dense.model.layers.parameters()
     )
     check_two_ranks(stored, tmp_path, expected, 1e-4)
+
+
+def experts_of(model: Any) -> Any:
+    return next(module for module in model.modules() if isinstance(module, ExpertLayers))
+
+
+@pytest.mark.parametrize("name", ["fp8 weights", "packed int4 ordered", "gptq v2 of 8 bits", "awq", "mxfp4"])
+def test_stored_experts_multiply_like_those_that_they_stand_for(
+    name: str, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    if name == "mxfp4":
+        stored, meant = write_mxfp4(checkpoint("gpt_oss"), tmp_path)
+    else:
+        plain = checkpoint("qwen3_moe", config={"moe_intermediate_size": 128, "decoder_sparse_step": 1})
+        stored, meant = write_quantised(plain, tmp_path, WEIGHT_ONLY[name])
+    expected, model = logits_of(load(meant, single_rank())), load(stored, single_rank())
+    torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
+    experts = experts_of(model)
+    assert sum(p.nbytes for p in experts.parameters()) < 0.32 * 4 * 3 * 128 * 64 * len(experts.gate_up.weights)
+    check_two_ranks(stored, tmp_path, expected, 1e-4)
+
+
+@pytest.mark.parametrize("tp", [single_rank(), idle_rank(1, 2)], ids=["one rank", "the second of two"])
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
+def test_experts_are_quantised_while_they_are_loaded(
+    family: str, tp: TensorParallel, checkpoint: CheckpointFactory
+) -> None:
+    """A checkpoint of Mixtral has a tensor for each matrix, one of Granite has one for all experts."""
+    ours, plain = (load(checkpoint(family), tp, how) for how in ("fp8", None))
+    quantised, exact = (experts_of(model) for model in (ours, plain))
+    for packed, matrices in ((quantised.gate_up, exact.gate_up), (quantised.down, exact.down)):
+        for weight, matrix in zip(packed.weights, matrices, strict=True):
+            numbers, scales = quantise_rows(matrix)
+            assert torch.equal(weight.dequantised(torch.float32), numbers.float() * scales)
+    assert torch.isfinite(quantised(torch.ones(2, 64), Choice(torch.tensor([[0, 1]] * 2), torch.ones(2, 2)))).all()
 
 
 @pytest.mark.parametrize("name", ["packed int4", "gptq ordered with zeros", "awq"])

@@ -292,6 +292,29 @@ def test_any_other_quantization_is_refused_with_the_part_that_is_not_read(
     assert "quantization_config" in sentence
 
 
+@pytest.mark.parametrize(
+    ("architecture", "quantization", "option", "words"),
+    [
+        (
+            "Qwen3MoeForCausalLM",
+            {"quant_method": "mxfp4"},
+            None,
+            "'mxfp4' is supported for the experts of gpt-oss only",
+        ),
+        ("Qwen3ForCausalLM", {"quant_method": "mxfp4"}, None, "'mxfp4' is supported for the experts of gpt-oss only"),
+        ("GptOssForCausalLM", GPTQ, None, "experts of gpt-oss are not supported in gptq"),
+        ("GptOssForCausalLM", None, "fp8", "experts of gpt-oss are not supported in fp8"),
+        ("GraniteMoeForCausalLM", {"quant_method": "fp8"}, "fp8", "one tensor for all are not supported in fp8"),
+    ],
+)
+def test_experts_in_a_format_that_their_model_has_not_are_refused(
+    architecture: str, quantization: dict[str, Any] | None, option: str | None, words: str, tmp_path: Path
+) -> None:
+    experts = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    changes = {"architectures": [architecture], "quantization_config": quantization, **experts}
+    assert words in refusal(tmp_path, changes, quantization=option)
+
+
 QWEN_SLIDES = {"use_sliding_window": True, "sliding_window": 128}
 
 

@@ -17,13 +17,13 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def token_by_token(x: Tensor, choice: Choice, weights: ExpertWeights) -> Tensor:
+def token_by_token(x: Tensor, choice: Choice, gate_up_of: Tensor, down_of: Tensor) -> Tensor:
     rows = []
     for token, ids, factors in zip(x.double(), choice.ids, choice.weights.double(), strict=True):
         row = torch.zeros(HIDDEN, dtype=torch.float64)
         for expert, factor in zip(ids, factors, strict=True):
-            gate, up = (weights.gate_up[expert].double() @ token).split(SIZE)
-            row += factor * (weights.down[expert].double() @ (F.silu(gate) * up))
+            gate, up = (gate_up_of[expert].double() @ token).split(SIZE)
+            row += factor * (down_of[expert].double() @ (F.silu(gate) * up))
         rows.append(row)
     return torch.stack(rows)
 
@@ -35,10 +35,10 @@ def test_results_are_the_weighted_sums_of_the_chosen_experts(
 ) -> None:
     x = randn(num_tokens, HIDDEN).to(dtype)
     choice = choose(randn(num_tokens, EXPERTS), Routing(EXPERTS, TOP_K))
-    weights = ExpertWeights(randn(EXPERTS, 2 * SIZE, HIDDEN).to(dtype), randn(EXPERTS, HIDDEN, SIZE).to(dtype))
-    results = TORCH_EXPERT_OPS.multiply(x, choice, weights)
+    matrices = randn(EXPERTS, 2 * SIZE, HIDDEN).to(dtype), randn(EXPERTS, HIDDEN, SIZE).to(dtype)
+    results = TORCH_EXPERT_OPS.multiply(x, choice, ExpertWeights(*matrices))
     assert results.dtype == dtype
-    expected = token_by_token(x, choice, weights)
+    expected = token_by_token(x, choice, *matrices)
     assert (results.double() - expected).norm() / expected.norm() < tolerance
 
 
