@@ -23,7 +23,7 @@ def read_version() -> str:
 
 
 class Package(Distribution):  # type: ignore[misc]
-    """Knows whether the scheduler was compiled, which ties a wheel to this interpreter and this kind of machine."""
+    """Knows whether anything was compiled, which ties a wheel to this interpreter and this kind of machine."""
 
     holds_compiled = False
 
@@ -32,13 +32,17 @@ class Package(Distribution):  # type: ignore[misc]
 
 
 class BuildPy(build_py):  # type: ignore[misc]
-    """Compiles the scheduler too, where that can be done. Where it cannot, the same sources run as they are, and slower."""
+    """Compiles the scheduler and the code for steps on a CPU too, where that can be done. Where it cannot, srt runs without, and slower."""
 
     def run(self) -> None:
         if not self.editable_mode:  # an earlier build may have left files there that the package no longer has
             shutil.rmtree(Path(self.build_lib, "srt"), ignore_errors=True)
         super().run()
         sys.path.insert(0, str(HERE))
+        self._compile_scheduler()
+        self._compile_cpu_kernels()
+
+    def _compile_scheduler(self) -> None:
         try:
             from scripts.compile_scheduler import compile_into
             from srt.utils.compiled import built_folder
@@ -52,6 +56,21 @@ class BuildPy(build_py):  # type: ignore[misc]
                 self.distribution.holds_compiled = True
         except (Exception, SystemExit) as error:
             self.warn(f"The scheduler is not compiled and will run as plain Python: {str(error)[:200]}")
+
+    def _compile_cpu_kernels(self) -> None:
+        try:
+            from scripts.compile_cpu_kernels import compile_library
+            from srt.kernels.build.cpu_library import built_library
+
+            path = built_library()
+            if self.editable_mode and not path.is_file():
+                shutil.rmtree(path.parents[1], ignore_errors=True)
+                compile_library(path)
+            elif not self.editable_mode:
+                compile_library(Path(self.build_lib).resolve() / path.relative_to(HERE.resolve()))
+                self.distribution.holds_compiled = True
+        except (Exception, SystemExit) as error:
+            self.warn(f"Steps on a CPU will run by PyTorch's operations, which is slower: {str(error)[:200]}")
 
 
 class BdistWheel(bdist_wheel):  # type: ignore[misc]
@@ -126,7 +145,14 @@ setup(
     packages=find_packages(include=["srt", "srt.*"]),
     # Named, so that an editable install is a line in a .pth file. A finder would be imported by every process.
     package_dir={"": "."},
-    package_data={"srt": ["py.typed", "assets/**/*", "entrypoints/page/*", "kernels/**/*.cu", "kernels/**/*.cuh"]},
+    package_data={
+        "srt": [
+            "py.typed",
+            "assets/**/*",
+            "entrypoints/page/*",
+            *(f"kernels/**/*.{end}" for end in ("cu", "cuh", "cpp", "h")),
+        ]
+    },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
     distclass=Package,

@@ -19,13 +19,13 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: RopeConfig, head_dim: int, ops: LayerOps = TORCH_OPS) -> None:
         super().__init__()
         self._ops = ops
-        self._attention_factor = config.attention_factor
+        self.attention_factor = config.attention_factor
         # On the CPU even while the model is built on the meta device, because it is not read from a checkpoint.
         self.register_buffer("frequencies", compute_frequencies(config, head_dim), persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
         """Return the rotation for `positions` [tokens]."""
-        return self._ops.angles(positions, self.frequencies, self._attention_factor)
+        return self._ops.angles(positions, self.frequencies, self.attention_factor)
 
 
 def compute_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from srt import __version__
+from srt.kernels.build.cpu_library import NAME
 from srt.utils.compiled import GROUP, MODULES, SUFFIX
 from tests.support.server_process import ROOT, ServerProcess
 
@@ -24,14 +25,14 @@ pytestmark = pytest.mark.e2e
 # As `python -m build` calls them, but with the packages of this environment in place of freshly installed ones.
 SDIST = "from setuptools.build_meta import build_sdist as build; build({!r})"
 WHEEL = "from setuptools.build_meta import build_wheel as build; build({!r})"
-WITHOUT_COMPILER = "import sys; sys.modules['mypyc'] = None; "
+WITHOUT_COMPILER = "import os, sys; sys.modules['mypyc'] = None; os.environ['CXX'] = 'no-compiler'; "
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "compiled")
 
 
 def package_files() -> set[str]:
     """Names of all files of the package, as in a fresh clone: without caches and without what was compiled here."""
     names = (path.relative_to(ROOT).as_posix() for path in (ROOT / "srt").rglob("*") if path.is_file())
-    return {name for name in names if "/__pycache__/" not in name and not name.startswith("srt/compiled/")}
+    return {name for name in names if "/__pycache__/" not in name and "/compiled/" not in name}
 
 
 def copy_project(folder: Path) -> Path:
@@ -80,9 +81,9 @@ def test_a_wheel_serves_the_shipped_model_with_the_compiled_scheduler(
 
     version = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert wheel.name.startswith(f"srt_serve-{__version__}-{version}-{version}-linux_"), wheel.name
-    compiled = {name for name in names_in(wheel) if name.startswith("srt/compiled/")}
+    compiled = {name for name in names_in(wheel) if "/compiled/" in name}
     assert names_in(wheel) - compiled == package_files()
-    assert {Path(name).name for name in compiled} == {name + SUFFIX for name in (*MODULES, GROUP)}
+    assert {Path(name).name for name in compiled} == {NAME, *(name + SUFFIX for name in (*MODULES, GROUP))}
 
     python = install(wheel, tmp_path / "environment")
     elsewhere = tmp_path_factory.mktemp("wheel")  # The sockets of the server lie in it: its path has to be short.
@@ -100,6 +101,7 @@ def test_a_wheel_serves_the_shipped_model_with_the_compiled_scheduler(
         packages = python.parents[1] / f"lib/python3.{sys.version_info.minor}/site-packages"
         assert any(Path(name).name == GROUP + SUFFIX for name in loaded)
         assert loaded <= {str(packages / name) for name in compiled}
+        assert {Path(name).name for name in compiled_files_of(server, "srt.managers.tp_worker")} == {NAME}
         server.send(signal.SIGTERM)
         assert server.wait() == 0, server.lines
 
@@ -119,4 +121,4 @@ def install(wheel: Path, environment: Path) -> Path:
 def compiled_files_of(server: ServerProcess, module: str) -> set[str]:
     """The compiled files of ours that the child process which runs `module` has loaded."""
     (child,) = (one for one in server.children() if module in one.cmdline())
-    return {region.path for region in psutil.Process(child.pid).memory_maps() if "/srt/compiled/" in region.path}
+    return {region.path for region in psutil.Process(child.pid).memory_maps() if "/compiled/" in region.path}

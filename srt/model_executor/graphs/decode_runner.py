@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from srt.kernels.cpu.decode_step import MOST_ROWS, CpuDecodeStep
 from srt.layers.attention.base import AttentionBackend, HostPlans, Reading
 from srt.layers.logits_processor import LogitsProcessor
 from srt.layers.sampler import Draws, Sampler
@@ -60,6 +61,7 @@ class DecodeParts:
     kv_pool: MHATokenToKVPool
     draw_store: DrawStore
     compiled: CompiledForward | None = None  # replaces the model in steps of few rows
+    cpu_step: CpuDecodeStep | None = None  # likewise, on a CPU
     resident: Mapping[int, ResidentLayers] = field(
         default_factory=dict
     )  # replace it in short steps, by their number of rows
@@ -136,6 +138,7 @@ class DecodeRunner:
             state.token_to_kv_pool,
             loaded.draw_store,
             compiled,
+            cpu_step_of(loaded, state, compiled),
             resident_layers_of(loaded, state, compiled),
         )
         return cls(
@@ -327,6 +330,9 @@ class DecodeRunner:
     def _run_forward(self, size: int, reading: Reading = Reading.BY_ROW) -> None:
         parts, batch = self._parts, self._batch(size)
         self.buffers.gather(size)
+        if parts.cpu_step is not None and size <= MOST_ROWS and reading is Reading.BY_ROW:
+            parts.cpu_step.logits_into(batch, self.logits[:size])
+            return
         forward: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor] = parts.model
         if reading is Reading.RESIDENT:
             forward = parts.resident[size]
@@ -408,6 +414,13 @@ def resident_layers_of(
     parts = loaded.our_model, state.token_to_kv_pool, state.req_to_token_pool, loaded.device
     made = {rows: ResidentLayers.of(*parts, rows) for rows in ROWS if rows <= state.num_slots}
     return {rows: layers for rows, layers in made.items() if layers is not None}
+
+
+def cpu_step_of(loaded: LoadedModel, state: DeviceState, compiled: CompiledForward | None) -> CpuDecodeStep | None:
+    """Return the compiled step for a CPU; None if it cannot run this model here, or if PyTorch's compiler was asked for."""
+    if "fused" not in loaded.config.fast_paths or loaded.device.type != "cpu" or loaded.tp.size > 1 or compiled:
+        return None
+    return CpuDecodeStep.of(loaded.our_model, loaded.config, state.token_to_kv_pool)
 
 
 def find_graph(

@@ -1,0 +1,1 @@
+"""Compiled code of ours for steps on a CPU."""

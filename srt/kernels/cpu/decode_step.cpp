@@ -1,0 +1,309 @@
+// The decode step of a decoder with pre-norm, rotary grouped-query attention and a gated MLP: one call for all layers.
+//
+// `decode_step.py` builds the structs. Activations are float32, whatever the type of the weights.
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "attention.h"
+#include "products.h"
+#include "team.h"
+
+namespace srt {
+
+struct Layer {
+    const float* input_norm;
+    const float* post_norm;
+    const float* q_norm;  // [head_dim], or null
+    const float* k_norm;
+    Matrix qkv;
+    Matrix o;
+    Matrix gate_up;
+    Matrix down;
+    void* keys;  // [locations, kv_heads, head_dim] of the model's type
+    void* values;
+    int64_t window;  // positions that a token sees; 0: all
+    int64_t group;   // of pages
+};
+
+struct Model {
+    const Layer* layers;
+    int64_t num_layers;
+    const void* embedding;  // [vocabulary, hidden]
+    const float* final_norm;
+    const float* frequencies;  // [head_dim / 2]
+    Matrix head;
+    Heads heads;
+    int64_t hidden_size;
+    int64_t page_size;
+    float eps;
+    float angle_factor;
+    Kind kind;  // of the embedding, the memory of keys and values, and the logits
+};
+
+struct PageTable {
+    const int32_t* pages;  // [slots, stride]
+    int64_t stride;
+    const int64_t* locations;  // [rows]: where each row's new key and value are stored
+};
+
+struct Rows {
+    int64_t num_rows;
+    const int64_t* ids;
+    const int64_t* positions;
+    const int64_t* slots;
+    const PageTable* tables;  // [groups]
+    void* logits;             // [rows, vocabulary]
+};
+
+constexpr int64_t CHUNK_BYTES = 64 << 10;  // of weights, unless there are too few of them for all threads
+
+enum Part { NORM, QKV, ATTENTION, O, POST_NORM, GATE_UP, DOWN, NUM_PARTS };
+
+// Memory for the activations of a step.
+struct Buffers {
+    std::vector<float> hidden, normed, wide, activated, attended, cosines, sines;
+
+    void fit(const Model& model, int64_t rows) {
+        int64_t widest = 0, most_activated = 0;
+        for (int64_t i = 0; i < model.num_layers; i++) {
+            const Layer& layer = model.layers[i];
+            widest = std::max({widest, layer.qkv.num_outputs, layer.gate_up.num_outputs});
+            most_activated = std::max(most_activated, layer.down.num_inputs);
+        }
+        grow(hidden, rows * model.hidden_size);
+        grow(normed, rows * model.hidden_size);
+        grow(wide, rows * widest);
+        grow(activated, rows * most_activated);
+        grow(attended, rows * model.heads.num_heads * model.heads.head_dim);
+        grow(cosines, rows * model.heads.head_dim / 2);
+        grow(sines, rows * model.heads.head_dim / 2);
+    }
+
+    static void grow(std::vector<float>& buffer, int64_t size) {
+        if (int64_t(buffer.size()) < size) buffer.resize(size);
+    }
+};
+
+// Memory that a thread has for itself.
+struct Own {
+    std::vector<float> scores;
+};
+
+// Stored: the type of the embedding, of keys and values, and of the logits.
+template <class Stored>
+class Step final : public Job {
+public:
+    Step(const Model& model, const Rows& rows, Buffers& buffers, std::vector<Own>& own, int num_threads)
+        : model_(model), rows_(rows), buffers_(buffers), own_(own), num_threads_(num_threads) {}
+
+    // Embedding, then the parts of each layer, then the last norm and the head.
+    int num_phases() const override { return 3 + NUM_PARTS * int(model_.num_layers); }
+
+    int num_chunks(int phase) const override {
+        if (phase == 0 || phase == num_phases() - 2) return int(rows_.num_rows);
+        if (phase == num_phases() - 1) return chunks_of(model_.head);
+        const Layer& layer = model_.layers[(phase - 1) / NUM_PARTS];
+        switch ((phase - 1) % NUM_PARTS) {
+            case QKV: return chunks_of(layer.qkv);
+            case ATTENTION: return int(rows_.num_rows * model_.heads.num_kv_heads);
+            case O: return chunks_of(layer.o);
+            case GATE_UP: return chunks_of(half_of(layer.gate_up));
+            case DOWN: return chunks_of(layer.down);
+            default: return int(rows_.num_rows);
+        }
+    }
+
+    void run(int phase, int chunk, int thread) override {
+        if (phase == 0) return embed(chunk);
+        if (phase == num_phases() - 2) return norm_row(chunk, model_.final_norm);
+        if (phase == num_phases() - 1) return logits(chunk);
+        const Layer& layer = model_.layers[(phase - 1) / NUM_PARTS];
+        switch ((phase - 1) % NUM_PARTS) {
+            case NORM: return norm_row(chunk, layer.input_norm);
+            case QKV: return project(layer.qkv, chunk);
+            case ATTENTION: return attend_chunk(layer, chunk, own_[thread]);
+            case O: return add(layer.o, buffers_.attended.data(), chunk);
+            case POST_NORM: return norm_row(chunk, layer.post_norm);
+            case GATE_UP: return gate(layer.gate_up, chunk);
+            case DOWN: return add(layer.down, buffers_.activated.data(), chunk);
+        }
+    }
+
+private:
+    static Matrix half_of(Matrix matrix) {
+        matrix.num_outputs /= 2;
+        return matrix;
+    }
+
+    static int64_t tiles_of(const Matrix& matrix) { return (matrix.num_outputs + OUTPUTS - 1) / OUTPUTS; }
+
+    // Tiles of outputs in a chunk: enough chunks for all threads, and few enough that claiming them costs nothing.
+    int64_t tiles_in_chunk(const Matrix& matrix) const {
+        static const int64_t BYTES[] = {4, 2, 1};
+        const int64_t tile_bytes = OUTPUTS * matrix.num_inputs * BYTES[int(matrix.kind)];
+        const int64_t share = tiles_of(matrix) / (3 * num_threads_);
+        const int64_t tiles = std::max<int64_t>(1, std::min(share, CHUNK_BYTES / tile_bytes));
+        return (tiles + 1) / 2 * 2;  // whole vectors, for `gate`
+    }
+
+    int chunks_of(const Matrix& matrix) const {
+        const int64_t in_chunk = tiles_in_chunk(matrix);
+        return int((tiles_of(matrix) + in_chunk - 1) / in_chunk);
+    }
+
+    template <class Use>
+    void each_tile(const Matrix& matrix, int chunk, Use use) const {
+        const int64_t in_chunk = tiles_in_chunk(matrix), last = std::min((chunk + 1) * in_chunk, tiles_of(matrix));
+        for (int64_t tile = chunk * in_chunk; tile < last; tile++) use(tile * OUTPUTS);
+    }
+
+    void embed(int64_t row) {
+        const int64_t size = model_.hidden_size, half = model_.heads.head_dim / 2;
+        const Stored* from = static_cast<const Stored*>(model_.embedding) + rows_.ids[row] * size;
+        for (int64_t i = 0; i < size; i += LANES) store(&buffers_.hidden[row * size + i], load(from + i));
+        for (int64_t i = 0; i < half; i++) {
+            const float angle = float(rows_.positions[row]) * model_.frequencies[i];
+            buffers_.cosines[row * half + i] = std::cos(angle) * model_.angle_factor;
+            buffers_.sines[row * half + i] = std::sin(angle) * model_.angle_factor;
+        }
+    }
+
+    void norm_row(int64_t row, const float* weight) {
+        const int64_t size = model_.hidden_size;
+        norm(&buffers_.hidden[row * size], weight, size, model_.eps, &buffers_.normed[row * size]);
+    }
+
+    void project(const Matrix& matrix, int chunk) {
+        float* out = buffers_.wide.data();
+        each_tile(matrix, chunk, [&](int64_t begin) {
+            multiply(matrix, begin, buffers_.normed.data(), rows_.num_rows, [&](int64_t row, int64_t output, float value) {
+                out[row * matrix.num_outputs + output] = value;
+            });
+        });
+    }
+
+    // Add the product to the stream.
+    void add(const Matrix& matrix, const float* x, int chunk) {
+        float* out = buffers_.hidden.data();
+        each_tile(matrix, chunk, [&](int64_t begin) {
+            multiply(matrix, begin, x, rows_.num_rows, [&](int64_t row, int64_t output, float value) {
+                out[row * matrix.num_outputs + output] += value;
+            });
+        });
+    }
+
+    // Compute silu(gate) * up of the matrix' halves.
+    void gate(const Matrix& matrix, int chunk) {
+        const int64_t size = matrix.num_outputs / 2;
+        const Matrix half = half_of(matrix);
+        float* out = buffers_.wide.data();
+        const auto keep = [&](int64_t row, int64_t output, float value) { out[row * 2 * size + output] = value; };
+        each_tile(half, chunk, [&](int64_t begin) {
+            multiply(matrix, begin, buffers_.normed.data(), rows_.num_rows, keep);
+            multiply(matrix, size + begin, buffers_.normed.data(), rows_.num_rows, keep);
+        });
+        const int64_t width = tiles_in_chunk(half) * OUTPUTS, begin = chunk * width, end = std::min(begin + width, size);
+        for (int64_t row = 0; row < rows_.num_rows; row++) {
+            for (int64_t i = begin; i < end; i += LANES) {
+                const Floats gated = load(out + row * 2 * size + i), up = load(out + row * 2 * size + size + i);
+                store(&buffers_.activated[row * size + i], gated / (fill(1.0f) + exp(-gated)) * up);
+            }
+        }
+    }
+
+    void logits(int chunk) {
+        Stored* out = static_cast<Stored*>(rows_.logits);
+        each_tile(model_.head, chunk, [&](int64_t begin) {
+            multiply(model_.head, begin, buffers_.normed.data(), rows_.num_rows, [&](int64_t row, int64_t output, float value) {
+                put(out + row * model_.head.num_outputs + output, value);
+            });
+        });
+    }
+
+    // Norm and rotate one key head of one row and its queries, store the key and the value, and attend.
+    void attend_chunk(const Layer& layer, int chunk, Own& own) {
+        const Heads& heads = model_.heads;
+        const int64_t row = chunk / heads.num_kv_heads, kv_head = chunk % heads.num_kv_heads, size = heads.head_dim;
+        const int64_t group = heads.num_heads / heads.num_kv_heads;
+        float* queries = &buffers_.wide[row * layer.qkv.num_outputs + kv_head * group * size];
+        float* key = &buffers_.wide[row * layer.qkv.num_outputs + (heads.num_heads + kv_head) * size];
+        const float* value = key + heads.num_kv_heads * size;
+        for (int64_t g = 0; g < group; g++) turn(queries + g * size, layer.q_norm, row);
+        turn(key, layer.k_norm, row);
+
+        const PageTable& table = rows_.tables[layer.group];
+        const int64_t at = (table.locations[row] * heads.num_kv_heads + kv_head) * size;
+        Stored *keys = static_cast<Stored*>(layer.keys), *values = static_cast<Stored*>(layer.values);
+        for (int64_t d = 0; d < size; d++) {
+            put(keys + at + d, key[d]);
+            put(values + at + d, value[d]);
+        }
+        const int64_t end = rows_.positions[row] + 1, begin = layer.window ? std::max<int64_t>(0, end - layer.window) : 0;
+        const Pages pages{table.pages + rows_.slots[row] * table.stride, model_.page_size, begin, end};
+        float* out = &buffers_.attended[(row * heads.num_heads + kv_head * group) * size];
+        attend(queries, heads, kv_head, keys, values, pages, own.scores, out);
+    }
+
+    void turn(float* head, const float* weight, int64_t row) {
+        const int64_t size = model_.heads.head_dim, half = size / 2;
+        if (weight) norm(head, weight, size, model_.eps, head);
+        rotate(head, &buffers_.cosines[row * half], &buffers_.sines[row * half], size);
+    }
+
+    const Model& model_;
+    const Rows& rows_;
+    Buffers& buffers_;
+    std::vector<Own>& own_;
+    const int num_threads_;
+};
+
+// What is kept from one step to the next.
+struct Runner {
+    Runner(const Model& model, int num_threads) : model(model), own(num_threads) {}
+
+    const Model model;
+    Buffers buffers;
+    std::vector<Own> own;
+};
+
+// The threads of all runners of this process, of which one runs at a time.
+Team& team_of(int num_threads) {
+    static std::map<int, std::unique_ptr<Team>>& teams = *new std::map<int, std::unique_ptr<Team>>;
+    std::unique_ptr<Team>& team = teams[num_threads];
+    if (!team) team = std::make_unique<Team>(num_threads);
+    return *team;
+}
+
+template <class Stored>
+void run_step(Runner& runner, const Rows& rows) {
+    Team& team = team_of(int(runner.own.size()));
+    runner.buffers.fit(runner.model, rows.num_rows);
+    Step<Stored> step(runner.model, rows, runner.buffers, runner.own, team.num_threads());
+    team.run(step);
+}
+
+}  // namespace srt
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// Changes with the layout of the structs.
+EXPORTED int srt_version() { return 1; }
+
+// The layers and all tensors must outlive the runner. Null: the model has too many layers.
+EXPORTED srt::Runner* srt_new_runner(const srt::Model* model, int num_threads) {
+    if (3 + srt::NUM_PARTS * model->num_layers > srt::MOST_PHASES) return nullptr;
+    return new srt::Runner(*model, num_threads);
+}
+
+EXPORTED void srt_delete_runner(srt::Runner* runner) { delete runner; }
+
+EXPORTED void srt_run(srt::Runner* runner, const srt::Rows* rows) {
+    static std::mutex one_at_a_time;
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    if (runner->model.kind == srt::Kind::FLOAT32) srt::run_step<float>(*runner, *rows);
+    else srt::run_step<srt::BFloat16>(*runner, *rows);
+}

@@ -1,0 +1,223 @@
+"""Run the decode step of a model on a CPU in one call of compiled code: all layers and the output layer.
+
+Separate operations of PyTorch spend most of a small model's step on being called. `decode_step.cpp` has the code; it computes in float32,
+whatever the type of the weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING, Final, cast
+
+import torch
+from torch import Tensor
+
+from srt.kernels.build.cpu_library import load_library
+from srt.utils.layer_spec import NO_SCALES, FeedForward
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from srt.layers.linear import LinearLayer
+    from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from srt.model_executor.forward_batch_info import ForwardBatch
+    from srt.models.causal_lm import CausalLM
+    from srt.models.decoder import Decoder, DecoderLayer
+    from srt.utils.model_config import ModelConfig
+
+KINDS: Final = {torch.float32: 0, torch.bfloat16: 1}
+MOST_ROWS: Final = 32
+"""Steps of more rows are left to PyTorch."""
+_LANES: Final = 8
+
+
+class _Matrix(Structure):
+    _fields_ = (
+        ("values", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("num_outputs", c_int64),
+        ("num_inputs", c_int64),
+        ("kind", c_int32),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_int64) for name in ("window", "group")),
+    )
+
+
+class _Heads(Structure):
+    _fields_ = (("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("scale", c_float))
+
+
+class _Model(Structure):
+    _fields_ = (
+        ("layers", POINTER(_Layer)),
+        ("num_layers", c_int64),
+        *((name, c_void_p) for name in ("embedding", "final_norm", "frequencies")),
+        ("head", _Matrix),
+        ("heads", _Heads),
+        ("hidden_size", c_int64),
+        ("page_size", c_int64),
+        ("eps", c_float),
+        ("angle_factor", c_float),
+        ("kind", c_int32),
+    )
+
+
+class _PageTable(Structure):
+    _fields_ = (("pages", c_void_p), ("stride", c_int64), ("locations", c_void_p))
+
+
+class _Rows(Structure):
+    _fields_ = (
+        ("num_rows", c_int64),
+        *((name, c_void_p) for name in ("ids", "positions", "slots")),
+        ("tables", POINTER(_PageTable)),
+        ("logits", c_void_p),
+    )
+
+
+class CpuDecodeStep:
+    """The compiled decode step of one model and its memory. Its results are those of the model but for rounding."""
+
+    def __init__(self, library: ctypes.CDLL, model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> None:
+        """Reads all tensors in place: they must not move while this object lives."""
+        self._kept: list[Tensor] = []  # copies that only the compiled code refers to
+        decoder = cast("Decoder", model.model)
+        layers = [self._layer_of(index, layer, pool) for index, layer in enumerate(_layers_of(decoder))]
+        self._layers = (_Layer * len(layers))(*layers)
+        spec, rope = config.layers[0].attention, decoder.rotary_emb
+        heads = _Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale)
+        self._model = _Model(
+            layers=self._layers,
+            num_layers=len(layers),
+            embedding=_pointer(decoder.embed_tokens.weight),
+            final_norm=self._floats(decoder.norm.weight),
+            frequencies=self._floats(rope.frequencies),
+            head=_matrix(model.lm_head.weight, None),
+            heads=heads,
+            hidden_size=config.hidden_size,
+            page_size=pool.page_size,
+            eps=config.norm.eps,
+            angle_factor=rope.attention_factor,
+            kind=KINDS[pool.dtype],
+        )
+        self._run = library.srt_run
+        self._runner = library.srt_new_runner(ctypes.byref(self._model), torch.get_num_threads())
+        weakref.finalize(self, library.srt_delete_runner, self._runner)
+        self._rows: dict[
+            int, tuple[_Rows, ForwardBatch, Tensor]
+        ] = {}  # by number of rows: a batch's tensors stay the same
+
+    @classmethod
+    def of(cls, model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> CpuDecodeStep | None:
+        """Return the step, or None if the library is not there or cannot run this model."""
+        library = load_library() if can_run(model, config, pool) else None
+        return None if library is None else cls(library, model, config, pool)
+
+    def logits_into(self, batch: ForwardBatch, out: Tensor) -> None:
+        """Run the step of a batch in which every row decodes, and write its logits [rows, vocabulary]."""
+        num_rows = batch.batch_size
+        if num_rows not in self._rows:
+            self._rows[num_rows] = _rows_of(batch, out), batch, out
+        rows, known, _ = self._rows[num_rows]
+        assert known is batch, f"another batch of {num_rows} rows has the addresses that were looked up"
+        self._run(self._runner, ctypes.byref(rows))
+
+    def _layer_of(self, index: int, layer: DecoderLayer, pool: MHATokenToKVPool) -> _Layer:
+        attention, mlp = layer.self_attn, layer.gated_mlp
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        keys, values = pool.get_kv(index)
+        return _Layer(
+            input_norm=self._floats(layer.input_layernorm.weight),
+            post_norm=self._floats(layer.post_attention_layernorm.weight),
+            q_norm=None if q_norm is None else self._floats(q_norm.weight),
+            k_norm=None if k_norm is None else self._floats(k_norm.weight),
+            qkv=self._product_of(attention.qkv_proj),
+            o=self._product_of(attention.o_proj),
+            gate_up=self._product_of(mlp.gate_up_proj),
+            down=self._product_of(mlp.down_proj),
+            keys=_pointer(keys),
+            values=_pointer(values),
+            window=attention.attn.window or 0,
+            group=pool.group_of[index],
+        )
+
+    def _product_of(self, linear: LinearLayer) -> _Matrix:
+        matrix = linear.affine.matrix
+        assert matrix is not None, "`can_run` lets no other weights pass"
+        return _matrix(matrix, None if linear.bias is None else self._floats(linear.bias))
+
+    def _floats(self, values: Tensor) -> int:
+        """Return the address of the values as float32, which this object keeps."""
+        self._kept.append(values.float().contiguous())
+        return _pointer(self._kept[-1])
+
+
+def can_run(model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> bool:
+    """Return whether the compiled step computes what these layers do, with weights and memory of these types and sizes."""
+    decoder, dtype = cast("Decoder", model.model), model.lm_head.weight.dtype
+    if dtype not in KINDS or pool.dtype != dtype or config.scales != NO_SCALES:
+        return False
+    if any(not isinstance(layer.feed_forward, FeedForward) for layer in config.layers):
+        return False
+    linears = [
+        linear
+        for layer in _layers_of(decoder)
+        for linear in (
+            layer.self_attn.qkv_proj,
+            layer.self_attn.o_proj,
+            layer.gated_mlp.gate_up_proj,
+            layer.gated_mlp.down_proj,
+        )
+    ]
+    matrices = [*(linear.affine.matrix for linear in linears), model.lm_head.weight]
+    widths = config.hidden_size, *(layer.feed_forward.size for layer in config.layers)
+    return (
+        all(matrix is not None and _is_regular(matrix, dtype) for matrix in matrices)
+        and all(width % _LANES == 0 for width in widths)
+        and all(layer.attention.head_dim % (2 * _LANES) == 0 for layer in config.layers)
+        and 2 * decoder.rotary_emb.frequencies.numel() == config.layers[0].attention.head_dim
+    )
+
+
+def _layers_of(decoder: Decoder) -> Sequence[DecoderLayer]:
+    return cast("list[DecoderLayer]", list(decoder.layers))
+
+
+def _is_regular(matrix: Tensor, dtype: torch.dtype) -> bool:
+    return matrix.dtype == dtype and matrix.is_contiguous() and matrix.shape[1] % _LANES == 0
+
+
+def _matrix(matrix: Tensor, bias: int | None) -> _Matrix:
+    return _Matrix(_pointer(matrix), None, bias, *matrix.shape, KINDS[matrix.dtype])
+
+
+def _rows_of(batch: ForwardBatch, out: Tensor) -> _Rows:
+    tables: ReqToTokenPool = batch.req_to_token_pool
+    locations = batch.out_cache_loc, *batch.window_locations
+    page_tables = [
+        _PageTable(_pointer(table), table.stride(0), _pointer(where))
+        for table, where in zip(tables.page_tables, locations, strict=True)
+    ]
+    return _Rows(
+        batch.batch_size,
+        _pointer(batch.input_ids),
+        _pointer(batch.positions),
+        _pointer(batch.req_pool_indices),
+        (_PageTable * len(page_tables))(*page_tables),
+        _pointer(out),
+    )
+
+
+def _pointer(tensor: Tensor) -> int:
+    assert tensor.is_contiguous(), "the compiled code reads whole tensors"
+    return tensor.data_ptr()

@@ -1,0 +1,91 @@
+// Vectors of 8 floats in the compiler's own notation, so that one source serves every processor.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace srt {
+
+constexpr int LANES = 8;
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+// A number of type bfloat16: the upper half of a float.
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline Floats fill(float value) {
+    return Floats{value, value, value, value, value, value, value, value};
+}
+
+inline Floats load(const float* from) {
+    Floats values;
+    std::memcpy(&values, from, sizeof values);
+    return values;
+}
+
+inline Floats load(const BFloat16* from) {
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+
+inline Floats load(const int8_t* from) {
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+}
+
+inline void store(float* to, Floats values) {
+    std::memcpy(to, &values, sizeof values);
+}
+
+// Round to the nearest, ties to even, as PyTorch does. A NaN stays one.
+inline BFloat16 to_bfloat16(float value) {
+    uint32_t word;
+    std::memcpy(&word, &value, sizeof word);
+    if ((word & 0x7fffffff) > 0x7f800000) return {0x7fc0};
+    return {uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16)};
+}
+
+inline void put(float* to, float value) { *to = value; }
+inline void put(BFloat16* to, float value) { *to = to_bfloat16(value); }
+
+inline float to_float(float value) { return value; }
+inline float to_float(BFloat16 value) {
+    uint32_t word = uint32_t(value.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &word, sizeof wide);
+    return wide;
+}
+
+// The sum of the lanes, always in the same order.
+inline float sum(Floats v) {
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+// e to the power of each lane, within two units in the last place; 0 below -87.
+inline Floats exp(Floats x) {
+    const Ints is_low = x < fill(-87.0f);
+    x = is_low ? fill(-87.0f) : x;
+    x = x > fill(88.0f) ? fill(88.0f) : x;
+    const Floats shifter = fill(12582912.0f);  // adding 1.5 * 2^23 rounds to a whole number
+    const Floats whole = (x * fill(1.44269504088896341f) + shifter) - shifter;
+    Floats rest = x - whole * fill(0.693359375f);
+    rest = rest - whole * fill(-2.12194440e-4f);
+    Floats series = fill(1.9875691500e-4f);
+    series = series * rest + fill(1.3981999507e-3f);
+    series = series * rest + fill(8.3334519073e-3f);
+    series = series * rest + fill(4.1665795894e-2f);
+    series = series * rest + fill(1.6666665459e-1f);
+    series = series * rest + fill(5.0000001201e-1f);
+    series = series * rest * rest + rest + fill(1.0f);
+    const Ints exponent = (__builtin_convertvector(whole, Ints) + 127) << 23;
+    return is_low ? fill(0.0f) : series * (Floats)exponent;
+}
+
+}  // namespace srt
