@@ -24,7 +24,7 @@ or refused by name at the start.
 | layers | every kind that a family has, in small random checkpoints |
 | two ranks (`--tp 2`) | the tokens of one rank |
 | GPUs | families with fused kernels, and of those with experts Qwen3-MoE and OLMoE; the others were not tried |
-| latent attention on GPUs | not tried; it runs kernel by kernel, in plain PyTorch |
+| latent attention on GPUs | not tried; a Triton kernel serves prompts and decodes, and graphs capture decodes |
 | real checkpoints | not tried, for families without fused kernels |
 
 Layers with a window keep only what it shows, if other layers of the model have none

@@ -50,7 +50,7 @@ def choose_backends(args: ServerArgs, spec: AttentionSpec, device: torch.device)
     if prefill is None:
         prefill, reason = _best_prefill(spec, device)
     if decode is None:
-        decode = _default_decode(spec, device)
+        decode = "triton" if device.type == "cuda" else "torch_native"
     for name, role in ((prefill, "prefill"), (decode, "decode")):
         obstacle = _obstacle(name, role, spec, device)
         if obstacle is not None:
@@ -87,7 +87,10 @@ def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBack
 
         require_triton(device.type)
         from srt.layers.attention.triton_backend import TritonAttentionBackend
+        from srt.layers.attention.triton_latent import TritonLatentBackend
 
+        if spec.latents is not None:
+            return TritonLatentBackend(spec, device)
         return TritonAttentionBackend(spec, device)
     from srt.layers.attention.flashinfer_backend import FlashInferBackend
 
@@ -95,14 +98,12 @@ def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBack
     return FlashInferBackend(spec, device, KERNELS[name], _make("triton", spec, device) if needs_other else None)
 
 
-def _default_decode(spec: AttentionSpec, device: torch.device) -> str:
-    return "triton" if device.type == "cuda" and spec.latents is None else "torch_native"
-
-
 def _best_prefill(spec: AttentionSpec, device: torch.device) -> tuple[str, str]:
     """Return the fastest backend for prompts that needs no compiling, and the reason why no faster one serves."""
-    if device.type != "cuda" or spec.latents is not None:
+    if device.type != "cuda":
         return "torch_native", ""
+    if spec.latents is not None:
+        return "triton", ""
     obstacle = uncompiled = None
     for name in ("fa3", "flashinfer"):
         obstacle = _obstacle(name, "prefill", spec, device)
@@ -120,10 +121,11 @@ def _obstacle(name: str, role: str, spec: AttentionSpec, device: torch.device) -
     """Return why a backend cannot serve; None if it can."""
     if name == "torch_native":
         return None
+    if name == "triton":
+        is_large = spec.latents is None and spec.head_dim > 256
+        return f"Triton's kernels hold heads of at most 256, not {spec.head_dim}" if is_large else None
     if spec.latents is not None:
         return "it does not read latents (MLA)"
-    if name == "triton":
-        return f"Triton's kernels hold heads of at most 256, not {spec.head_dim}" if spec.head_dim > 256 else None
     if spec.has_sinks:
         return "it does not know the sinks of this model's heads"
     if spec.softcap is not None:

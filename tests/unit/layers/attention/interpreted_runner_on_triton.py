@@ -28,7 +28,10 @@ from tests.support.runners import make_runner
 VOCABULARY = 512
 
 
-@pytest.mark.parametrize(("family", "page_size", "chunk"), [("llama", 1, 9), ("qwen2", 16, 32), ("qwen3", 16, 1 << 30)])
+@pytest.mark.parametrize(
+    ("family", "page_size", "chunk"),
+    [("llama", 1, 9), ("qwen2", 16, 32), ("qwen3", 16, 1 << 30), ("deepseek_v3", 4, 20)],
+)
 def test_greedy_tokens_equal_those_of_transformers(
     checkpoint: CheckpointFactory, family: str, page_size: int, chunk: int
 ) -> None:

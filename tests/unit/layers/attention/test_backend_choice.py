@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from srt.layers.attention import backend_choice
-from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.attention_spec import AttentionSpec, LatentSizes
 from srt.layers.attention.backend_choice import BackendChoice, choose_backends, make_backend
+from srt.layers.attention.torch_latent import TorchLatentBackend
 from srt.layers.attention.torch_native import TorchNativeBackend
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
@@ -43,6 +44,16 @@ def choose(spec: AttentionSpec = QWEN3, device: torch.device = CUDA, **options: 
 def test_a_cpu_serves_with_plain_pytorch() -> None:
     assert choose(device=CPU) == ("torch_native", "torch_native")
     assert isinstance(make_backend(BackendChoice("torch_native", "torch_native"), QWEN3, CPU), TorchNativeBackend)
+
+
+def test_latents_are_read_by_pytorch_and_by_triton_only(host: Any) -> None:
+    host()
+    latents = replace(QWEN3, head_dim=192, num_kv_heads=1, latents=LatentSizes(512, 576, 128))
+    assert choose(latents, CPU) == ("torch_native", "torch_native")
+    assert choose(latents) == ("triton", "triton")
+    assert isinstance(make_backend(BackendChoice("torch_native", "torch_native"), latents, CPU), TorchLatentBackend)
+    with pytest.raises(StartError, match=r"fa3 cannot serve prefill here: it does not read latents"):
+        choose(latents, attention_backend="fa3")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""Attention over latents through our own kernel. Importing this module imports Triton: call `require_triton` first.
+
+On a CPU the kernel runs in Triton's interpreter, which is for tests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from srt.kernels.attention.latent_attention import (
+    DECODE_PAIRS,
+    LatentScratch,
+    LatentTiles,
+    PagedLatents,
+    latent_decode,
+    latent_extend,
+    num_splits_of,
+)
+from srt.kernels.build.shared_memory import shared_bytes
+from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
+from srt.layers.attention.base import AttentionBackend, DecodeGraphs
+from srt.layers.attention.latent_layer import LatentLayer, latent_layer
+
+if TYPE_CHECKING:
+    from srt.model_executor.forward_batch_info import ForwardBatch
+
+INTERPRETER_PROCESSORS: Final = 2  # used on a CPU in place of the device's number of multiprocessors
+
+
+class TritonLatentBackend(AttentionBackend):
+    """Absorbs decodes and chunks alike, with any page size. The plan of a decode step does not depend on lengths, so graphs capture it."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        assert spec.latents is not None, spec
+        if device.type == "cuda":
+            self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        else:
+            self._num_processors = INTERPRETER_PROCESSORS
+        self._scratch = LatentScratch.allocate(self._num_processors, spec.latents.rank, device)
+        self._shared_bytes = shared_bytes(device)
+        self._max_extend_len = 0
+
+    @property
+    def decode_graphs(self) -> DecodeGraphs:
+        return self
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        """There is nothing to allocate: the scratch memory is enough for every number of rows."""
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
+        self.plan_decode(batch)
+
+    def plan_extend(self, batch: ForwardBatch) -> None:
+        self._max_extend_len = int(batch.extend_seq_lens_cpu.max())
+
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        """Decodes need no plan: the kernel reads all lengths on the device."""
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch, out: Tensor
+    ) -> None:
+        latents = latent_layer(layer)
+        absorbed = latents.absorb(q)
+        attended = absorbed.new_zeros((len(q), latents.num_heads, latents.latent_rank))
+        latent_extend(
+            absorbed,
+            _memory(latents, batch),
+            batch.req_pool_indices[: batch.num_extend_rows],
+            batch.extend_prefix_lens,
+            batch.extend_seq_lens,
+            batch.extend_start_loc,
+            self._max_extend_len,
+            latents.scale,
+            attended,
+            LatentTiles.choose(q.dtype, self._max_extend_len * latents.num_heads, self._shared_bytes),
+        )
+        out.copy_(latents.lift(attended))
+
+    def forward_decode(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, out: Tensor) -> None:
+        latents, tables = latent_layer(layer), batch.req_to_token_pool
+        absorbed = latents.absorb(q)
+        attended = absorbed.new_empty((len(q), latents.num_heads, latents.latent_rank))
+        latent_decode(
+            absorbed,
+            _memory(latents, batch),
+            batch.req_pool_indices[batch.num_extend_rows :],
+            batch.seq_lens[batch.num_extend_rows :],
+            latents.scale,
+            attended,
+            num_splits_of(len(q), latents.num_heads, tables.max_pages * tables.page_size, self._num_processors),
+            self._scratch,
+            LatentTiles.choose(q.dtype, DECODE_PAIRS, self._shared_bytes),
+        )
+        out.copy_(latents.lift(attended))
+
+
+def _memory(layer: LatentLayer, batch: ForwardBatch) -> PagedLatents:
+    latents, _ = batch.token_to_kv_pool.get_kv(layer.layer_id)
+    return PagedLatents(
+        latents, layer.latent_rank, batch.page_table_of(layer.layer_id), batch.req_to_token_pool.page_size
+    )

@@ -1,0 +1,117 @@
+"""Attention over latents at DeepSeek's sizes, against float64; wrong ones would be noticed, and a graph serves any lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from srt.kernels.attention.latent_attention import (
+    DECODE_PAIRS,
+    LatentScratch,
+    LatentTiles,
+    PagedLatents,
+    latent_decode,
+    latent_extend,
+    num_splits_of,
+)
+from srt.kernels.build.shared_memory import shared_bytes
+from tests.support.latent_reference import latent_reference
+from tests.unit.kernels.paged_world import make_paged_world
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+RANK, ROPE, PAGE = 512, 64, 16
+SCALE = 192**-0.5
+MOST = 1e-2
+
+
+def memory_of(lengths: list[int]) -> tuple[PagedLatents, Tensor]:
+    """The latents of rows in shuffled pages, NaN elsewhere; and the slots of the rows."""
+    world = make_paged_world(lengths, 1, RANK + ROPE, PAGE, torch.bfloat16)
+    return PagedLatents(world.kv.k_buffer.to(CUDA), RANK, world.kv.page_table.to(CUDA), PAGE), world.req_pool_indices
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=CUDA, dtype=torch.bfloat16)
+
+
+def error_of(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def decode(q: Tensor, memory: PagedLatents, slots: Tensor, lengths: Tensor, out: Tensor, scratch: LatentScratch) -> int:
+    """Attend as the backend does, and return the number of splits."""
+    processors = torch.cuda.get_device_properties(CUDA).multi_processor_count
+    splits = num_splits_of(len(q), q.shape[1], 4096, processors)
+    tiles = LatentTiles.choose(q.dtype, DECODE_PAIRS, shared_bytes(CUDA))
+    latent_decode(q, memory, slots, lengths, SCALE, out, splits, scratch, tiles)
+    return splits
+
+
+def scratch_of() -> LatentScratch:
+    return LatentScratch.allocate(torch.cuda.get_device_properties(CUDA).multi_processor_count, RANK, CUDA)
+
+
+@pytest.mark.parametrize(("num_rows", "num_heads"), [(1, 16), (5, 128), (40, 16), (300, 16)])
+def test_decodes_are_right_and_the_same_every_time(num_rows: int, num_heads: int) -> None:
+    torch.manual_seed(0)
+    lengths = torch.randint(1, 2000 if num_rows < 100 else 300, (num_rows,)).tolist()
+    memory, slots = memory_of(lengths)
+    q, on_device = randn(num_rows, num_heads, RANK + ROPE), torch.tensor(lengths, device=CUDA)
+    out, scratch = randn(num_rows, num_heads, RANK), scratch_of()
+    splits = decode(q, memory, slots.to(CUDA), on_device, out, scratch)
+    assert (splits > 1) == (num_rows < 100)
+    rows = [(int(slot), length - 1, 1) for slot, length in zip(slots, lengths, strict=True)]
+    expected = latent_reference(q, memory.latents, RANK, memory.page_table, PAGE, rows, SCALE)
+    assert error_of(out, expected) < MOST
+    again = torch.empty_like(out)
+    for _ in range(5):
+        decode(q, memory, slots.to(CUDA), on_device, again, scratch)
+        assert torch.equal(again, out)
+
+    next_pages = (memory.page_table + 1) % (len(memory.latents) // PAGE)
+    shifted = replace(memory, page_table=next_pages, latents=memory.latents.nan_to_num())
+    decode(q, shifted, slots.to(CUDA), on_device, again, scratch)
+    assert error_of(again, expected) > 0.5, "pages shifted by one"
+    unrotated = q.clone()
+    unrotated[..., RANK:] = 0.0
+    decode(unrotated, memory, slots.to(CUDA), on_device, again, scratch)
+    assert error_of(again, expected) > 5 * MOST, "the rotated part lost"
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_chunks_see_their_prefix_and_themselves(num_heads: int) -> None:
+    torch.manual_seed(1)
+    prefixes, counts = [0, 700, 33], [150, 64, 1]
+    memory, slots = memory_of([p + c for p, c in zip(prefixes, counts, strict=True)])
+    q, on_device = randn(sum(counts), num_heads, RANK + ROPE), torch.tensor(counts, device=CUDA)
+    out = randn(sum(counts), num_heads, RANK)
+    tiles = LatentTiles.choose(q.dtype, max(counts) * num_heads, shared_bytes(CUDA))
+    rows = slots.to(CUDA), torch.tensor(prefixes, device=CUDA), on_device, on_device.cumsum(0) - on_device
+    latent_extend(q, memory, *rows, max(counts), SCALE, out, tiles)
+    known = [(int(slot), p, c) for slot, p, c in zip(slots, prefixes, counts, strict=True)]
+    expected = latent_reference(q, memory.latents, RANK, memory.page_table, PAGE, known, SCALE)
+    assert error_of(out, expected) < MOST
+
+
+def test_a_graph_serves_any_lengths() -> None:
+    torch.manual_seed(2)
+    memory, slots = memory_of([900, 1500])
+    q, lengths = randn(2, 16, RANK + ROPE), torch.tensor([1, 1], device=CUDA)
+    out, scratch, where = randn(2, 16, RANK), scratch_of(), slots.to(CUDA)
+    decode(q, memory, where, lengths, out, scratch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode(q, memory, where, lengths, out, scratch)
+    for some in ([900, 1500], [0, 7], [640, 1]):
+        lengths.copy_(torch.tensor(some))
+        graph.replay()
+        rows = [(int(slot), length - 1, 1) for slot, length in zip(slots, some, strict=True) if length]
+        kept = [index for index, length in enumerate(some) if length]
+        expected = latent_reference(q[kept], memory.latents, RANK, memory.page_table, PAGE, rows, SCALE)
+        assert error_of(out[kept], expected) < MOST
+        assert all(not out[index].any() for index in range(2) if index not in kept)

@@ -1,0 +1,67 @@
+"""The kernels of attention over latents, for the sizes of DeepSeek: 512 numbers and 64 rotated ones."""
+
+from __future__ import annotations
+
+import torch
+
+from srt.kernels.attention.latent_attention import (
+    DECODE_PAIRS,
+    MAX_SPLITS,
+    MIN_SPLIT_TOKENS,
+    LatentTiles,
+    latent_attention_kernel,
+    merge_latent_splits_kernel,
+)
+from srt.kernels.build.jit import dot_dtype
+from tests.kernel_builds.kernel_build import TYPE_NAMES, KernelBuild
+
+RANK, ROPE, HEADS = 512, 64, 16
+
+
+def latent_builds(shared: int) -> list[KernelBuild]:
+    """Decodes in splits, and chunks with the tiles of a GPU with `shared` bytes of shared memory. float32 takes long to compile."""
+    bf16 = torch.bfloat16
+    decodes, chunks = (LatentTiles.choose(bf16, pairs, shared) for pairs in (DECODE_PAIRS, 1 << 20))
+    return [_merge(bf16), _attention(bf16, decodes, 8, decodes=True), _attention(bf16, chunks, 1, decodes=False)]
+
+
+def _attention(dtype: torch.dtype, tiles: LatentTiles, splits: int, *, decodes: bool) -> KernelBuild:
+    name = TYPE_NAMES[dtype]
+    return KernelBuild(
+        name=f"latent_attention[{name}, {f'decodes in {splits} splits' if decodes else 'chunks'}]",
+        kernel=latent_attention_kernel,
+        types={
+            **dict.fromkeys(("q_ptr", "latents_ptr", "out_ptr"), f"*{name}"),
+            **dict.fromkeys(("slots_ptr", "prefix_lens_ptr", "extend_lens_ptr", "start_locs_ptr"), "*i64"),
+            **dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32"),
+            "page_table_ptr": "*i32",
+            "scale_log2": "fp32",
+            "location_stride": "i32",
+            "page_table_stride": "i32",
+        },
+        constants={
+            "HEADS": HEADS,
+            "RANK": RANK,
+            "ROPE": ROPE,
+            "PAGE_SIZE": 16,
+            "DECODES": decodes,
+            "SPLITS": splits,
+            "MIN_SPLIT": MIN_SPLIT_TOKENS,
+            "DOT_DTYPE": dot_dtype(dtype),
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_R": RANK,
+            "BLOCK_P": ROPE,
+            "BLOCK_N": tiles.block_n,
+        },
+        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+    )
+
+
+def _merge(dtype: torch.dtype) -> KernelBuild:
+    name = TYPE_NAMES[dtype]
+    return KernelBuild(
+        name=f"merge_latent_splits[{name}]",
+        kernel=merge_latent_splits_kernel,
+        types={"partial_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": f"*{name}"},
+        constants={"RANK": RANK, "SPLITS": 8, "BLOCK_R": RANK, "BLOCK_S": MAX_SPLITS},
+    )
