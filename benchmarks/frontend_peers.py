@@ -156,7 +156,7 @@ def listening() -> socket.socket:
 async def serve_ours(run_dir: str, folder: str) -> None:
     """The real frontend. Each line on its input starts (`probe`) or ends (`stop`) sampling how late its event loop is."""
     args = ServerArgs(model_path=folder, json_model_override_args=json.dumps({"max_position_embeddings": CONTEXT}))
-    manager = await TokenizerManager.connect(index=0, generation=1, run_dir=run_dir, model_folder=folder, args=args)
+    manager = await TokenizerManager.connect(index=0, generations=[1], run_dir=run_dir, model_folder=folder, args=args)
     await manager.wait_ready()
     service = Service(args)
     service.begin(manager, 0.0)

@@ -18,10 +18,10 @@ from srt.managers.process.child_process import (
     MODULES,
     ChildKey,
     ChildProcess,
-    children_of,
     environment_of,
     spawn,
 )
+from srt.managers.process.replica_layout import children_of
 from srt.managers.supervisor.preflight import ServerPlan, check_and_listen
 from srt.managers.supervisor.run_dir import RunDir
 from srt.managers.supervisor.signal_pipe import SignalPipe
@@ -100,7 +100,7 @@ def serve(
         signals = SignalPipe()
         service_manager = ServiceManager()
         spawn = spawner(plan, modules)
-        children = [spawn(key) for key in children_of(plan.num_http_frontends, plan.args.tp_size)]
+        children = [spawn(key) for key in all_children(plan)]
         # Imported here, while the children load their modules.
         from srt.managers.supervisor.progress_display import ProgressDisplay
         from srt.managers.supervisor.supervisor import Supervisor
@@ -117,13 +117,19 @@ def serve(
         run_dir.remove()
 
 
+def all_children(plan: ServerPlan) -> list[ChildKey]:
+    """List all processes that the supervisor starts for this plan."""
+    return children_of(plan.num_http_frontends, plan.args.tp_size, plan.args.dp_size)
+
+
 def spawner(plan: ServerPlan, modules: Mapping[str, str]) -> Callable[[ChildKey], ChildProcess]:
     """Return the function that starts a child, at first or as a replacement."""
-    num_processes = len(children_of(plan.num_http_frontends, plan.args.tp_size)) + 1
+    num_processes = len(all_children(plan)) + 1
+    num_workers = plan.args.tp_size * plan.args.dp_size
     cores = usable_cores()
 
     def start(key: ChildKey) -> ChildProcess:
-        environment = environment_of(key.role, plan.args.tp_size, num_processes, cores)
+        environment = environment_of(key.role, num_workers, num_processes, cores)
         return spawn(key, modules[key.role], environment, plan.listener if key.role == "frontend" else None)
 
     return start

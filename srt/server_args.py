@@ -228,6 +228,19 @@ class ServerArgs:
     tp_size: int = option(
         1, "GPUs (or CPU processes) that share each layer", group=DEVICE, aliases=("--tp", "--tensor-parallel-size")
     )
+    dp_size: int = option(
+        1,
+        "replicas of the model behind one port, each on --tp-size GPUs (or CPU processes) of its own",
+        group=DEVICE,
+        aliases=("--dp", "--data-parallel-size"),
+    )
+    load_balance_method: str = option(
+        "auto",
+        "replica for a request; auto: one that has its prefix, else the one with fewer requests; round_robin: in turn;"
+        " total_requests: the one with the fewest requests; total_tokens: the one with the fewest tokens",
+        group=DEVICE,
+        choices=("auto", "round_robin", "total_requests", "total_tokens"),
+    )
     device: str | None = option(
         None, "where the model runs (default: cuda if present)", group=DEVICE, choices=("cpu", "cuda")
     )
@@ -324,6 +337,7 @@ class ServerArgs:
             "max_running_requests",
             "page_size",
             "tp_size",
+            "dp_size",
             "torch_compile_max_bs",
             "dist_timeout",
         ):
@@ -460,7 +474,7 @@ class ServerArgs:
 
 # Options of SGLang that are not supported yet: refused as such, rather than as unknown options.
 UNSUPPORTED = frozenset(
-    "pp_size dp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode"
+    "pp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode"
     " skip_tokenizer_init trust_remote_code allow_auto_truncate"
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend"

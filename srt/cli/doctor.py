@@ -334,12 +334,14 @@ def _check_model(args: ServerArgs) -> str:
 
 
 def _check_devices(args: ServerArgs, torch: dict[str, Any] | str) -> str:
+    num_workers = args.tp_size * args.dp_size
     if runs_on_cpu(args):
-        return f"{args.tp_size} rank(s) on {usable_cores()} cores"
+        return f"{num_workers} rank(s) on {usable_cores()} cores"
     num_gpus = len(torch["gpus"]) if isinstance(torch, dict) else 0
-    if args.base_gpu_id + args.tp_size > num_gpus:
+    if args.base_gpu_id + num_workers > num_gpus:
+        sizes = f"--tp {args.tp_size}" + (f" and --dp-size {args.dp_size}" if args.dp_size > 1 else "")
         raise CheckFailed(
-            f"--tp {args.tp_size} from GPU {args.base_gpu_id} on needs {args.base_gpu_id + args.tp_size} GPUs, but PyTorch"
+            f"{sizes} from GPU {args.base_gpu_id} on needs {args.base_gpu_id + num_workers} GPUs, but PyTorch"
             f" sees {num_gpus}: use --device cpu to run without GPUs."
         )
-    return f"{args.tp_size} of {num_gpus} GPUs"
+    return f"{num_workers} of {num_gpus} GPUs"

@@ -15,7 +15,7 @@ import weakref
 
 from srt.managers.process.child_process import LIFELINE_FD
 from srt.protocol.link_errors import LinkBroken, PeerGone
-from srt.protocol.messages import EngineReplaced, EngineStart, EngineStarted, Failed, ServerReady, Stop
+from srt.protocol.messages import EngineLost, EngineReplaced, EngineStart, EngineStarted, Failed, ServerReady, Stop
 from srt.protocol.stream import MessageStream
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
@@ -79,13 +79,13 @@ class EngineProcess:
             return message
         raise StartError(message.message if isinstance(message, Failed) else ENDED)
 
-    def receive(self) -> ServerReady | EngineReplaced | Failed | None:
+    def receive(self) -> ServerReady | EngineReplaced | EngineLost | Failed | None:
         """Return the supervisor's next message, or None if there is none; does not wait. The supervisor's end is a Failed too."""
         try:
             message = self._lifeline.receive()
         except (PeerGone, LinkBroken):
             return Failed(ENDED)
-        if message is None or isinstance(message, (ServerReady, EngineReplaced, Failed)):
+        if message is None or isinstance(message, (ServerReady, EngineReplaced, EngineLost, Failed)):
             return message
         return Failed(ENDED)
 

@@ -24,7 +24,7 @@ from srt.entrypoints.service import Service
 from srt.managers.process.child import Child, SupervisorGone, run_child
 from srt.managers.tokenizer_manager.api_types import EngineDied
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
-from srt.protocol.messages import EngineReplaced, ServerReady, Stop
+from srt.protocol.messages import EngineLost, EngineReplaced, ServerReady, Stop
 from srt.utils.errors import StartError
 
 TICK_S = 0.5
@@ -67,7 +67,8 @@ class Frontend:
         self._service = Service(start.args, start.index, Path(start.run_dir), child.tracer)
         self._server = HttpServer(http_config(App(self._service), start.args))
         self._engine: TokenizerManager | None = None
-        self._replaced: EngineReplaced | None = None  # the last such message since this process was started
+        # By replica: the last that came before the engine was connected.
+        self._engine_news: dict[int, EngineReplaced | EngineLost] = {}
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         self._ticked_at = time.monotonic()
 
@@ -120,14 +121,14 @@ class Frontend:
         self._child.report_phase("tokenizer")
         self._engine = await TokenizerManager.connect(
             index=start.index,
-            generation=start.generation,
+            generations=start.engines,
             run_dir=start.run_dir,
             model_folder=start.model_folder,
             args=start.args,
             tracer=self._child.tracer,
         )
-        if self._replaced is not None:  # it came while we were connecting
-            self._engine.engine_replaced(self._replaced)
+        for news in self._engine_news.values():
+            self._engine.engine_changed(news)
         self._child.report_phase("waiting for the engine")
         try:
             await self._engine.wait_ready()
@@ -154,17 +155,18 @@ class Frontend:
             if not self._stop.done():
                 self._stop.set_exception(error)
 
-    def _obey(self, order: ServerReady | EngineReplaced | Stop) -> None:
+    def _obey(self, order: ServerReady | EngineReplaced | EngineLost | Stop) -> None:
         match order:
             case ServerReady(startup_s):
                 assert self._engine is not None, "the server is ready only after this process was"
                 self._service.begin(self._engine, startup_s)
                 self._engine.start_compiler()
                 self._service.feed.start()
-            case EngineReplaced():
-                self._replaced = order
+            case EngineReplaced() | EngineLost():
                 if self._engine is not None:
-                    self._engine.engine_replaced(order)
+                    self._engine.engine_changed(order)
+                else:
+                    self._engine_news[order.replica] = order
             case Stop():
                 if order.reason and self._engine is not None:
                     self._engine.engine_died(order.reason)

@@ -29,7 +29,7 @@ from srt.entrypoints.streaming import Pacer, run_all
 from srt.managers.tokenizer_manager import request_watch
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, EngineDied, RequestError
 from srt.managers.tokenizer_manager.tokenizer_manager import RequestHandle, TokenizerManager
-from srt.protocol.messages import EngineReplaced, EngineStarted, Failed, ServerReady
+from srt.protocol.messages import EngineLost, EngineReplaced, EngineStarted, Failed, ServerReady
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.logs import show_lines_of
@@ -48,13 +48,14 @@ class LocalEngine:
 
     def __init__(self, process: EngineProcess, args: ServerArgs) -> None:
         self.process = process
-        self.started = EngineStarted("", 0, "", 0, None)
+        self.started = EngineStarted("", [], "", 0, None)
         self._args = args
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="srt-runtime", daemon=True)
         self._service = Service(args)
         self._manager: TokenizerManager | None = None
-        self._replaced: EngineReplaced | None = None  # the last such message
+        # By replica: the last that came before the engine was connected.
+        self._engine_news: dict[int, EngineReplaced | EngineLost] = {}
         self._death: str | None = None  # why the engine is gone; None while it lives
         self._dead = asyncio.Event()
 
@@ -236,13 +237,13 @@ class LocalEngine:
         program when the garbage collector finds its context."""
         self._manager = await TokenizerManager.connect(
             index=self.started.frontend,
-            generation=self.started.generation,
+            generations=self.started.engines,
             run_dir=self.started.run_dir,
             model_folder=self.started.model_folder,
             args=self._args,
         )
-        if self._replaced is not None:  # it came while we were connecting
-            self._manager.engine_replaced(self._replaced)
+        for news in self._engine_news.values():
+            self._manager.engine_changed(news)
         return self._manager
 
     def _hear_supervisor(self, ready: asyncio.Future[float]) -> None:
@@ -250,10 +251,11 @@ class LocalEngine:
             match message:
                 case ServerReady(startup_s) if not ready.done():
                     ready.set_result(startup_s)
-                case EngineReplaced():
-                    self._replaced = message
+                case EngineReplaced() | EngineLost():
                     if self._manager is not None:
-                        self._manager.engine_replaced(message)
+                        self._manager.engine_changed(message)
+                    else:
+                        self._engine_news[message.replica] = message
                 case Failed(reason):
                     self._loop.remove_reader(self.process.fileno())
                     if not ready.done():

@@ -5,7 +5,8 @@ Everything is read from memory that the processes share: any frontend can answer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.service import Service
@@ -41,11 +42,20 @@ async def metrics(exchange: Exchange, service: Service) -> None:
 def render(service: Service) -> str:
     page = Page({"model_name": service.args.model_names()[0]})
     _frontends(page, service.frontend_numbers())
-    engine = service.engine_numbers()
-    if engine:
-        _engine(page, engine)
+    engines = service.engine_numbers()
+    if engines:
+        has_one = service.args.dp_size == 1
+        _engines(page, [({} if has_one else {"dp_rank": str(one)}, numbers) for one, numbers in engines.items()])
     _processes(page, service)
     return page.text()
+
+
+class Histogram(NamedTuple):
+    """The values of a histogram."""
+
+    buckets: list[tuple[float, float]]  # a bound, and the number of values at most that and above the bound before
+    above: float  # number of values above all bounds
+    total: float  # sum of all values
 
 
 class Page:
@@ -67,23 +77,17 @@ class Page:
         for labels, value in samples:
             self._sample(name, labels, value)
 
-    def histogram(
-        self, name: str, text: str, buckets: Iterable[tuple[float, float]], above: float, total: float
-    ) -> None:
-        """Add a histogram.
-
-        buckets: pairs of a bound and the number of values at most that and above the bound before.
-        above: number of values above all bounds.
-        total: sum of all values.
-        """
+    def histogram(self, name: str, text: str, samples: Iterable[tuple[Labels, Histogram]]) -> None:
         self._family(name, "histogram", text)
-        count = 0.0
-        for bound, one in buckets:
-            count += one
-            self._sample(f"{name}_bucket", {"le": f"{bound:g}"}, count)
-        self._sample(f"{name}_bucket", {"le": "+Inf"}, count + above)
-        self._sample(f"{name}_sum", {}, total)
-        self._sample(f"{name}_count", {}, count + above)
+        for labels, histogram in samples:
+            count = 0.0
+            for bound, one in histogram.buckets:
+                count += one
+                self._sample(f"{name}_bucket", {**labels, "le": f"{bound:g}"}, count)
+            count += histogram.above
+            self._sample(f"{name}_bucket", {**labels, "le": "+Inf"}, count)
+            self._sample(f"{name}_sum", labels, histogram.total)
+            self._sample(f"{name}_count", labels, count)
 
     def text(self) -> str:
         return "\n".join(self._lines) + "\n"
@@ -106,67 +110,93 @@ def _frontends(page: Page, numbers: Numbers) -> None:
     for name, bounds in HISTOGRAMS.items():
         *buckets, above, total = (numbers[one] for one in histogram_names(name))
         text = _HISTOGRAM_HELP[name]
-        page.histogram(f"sglang:{name}_seconds", text, zip(bounds, buckets, strict=True), above, total)
+        histogram = Histogram(list(zip(bounds, buckets, strict=True)), above, total)
+        page.histogram(f"sglang:{name}_seconds", text, [({}, histogram)])
     responses = [({"status": status}, numbers[f"http_{status}"]) for status in STATUS_CLASSES]
     page.counter("srt:http_responses_total", "HTTP responses, by the class of their status.", responses)
 
 
-def _engine(page: Page, engine: Numbers) -> None:
-    size, pages = engine["page_size"], engine["num_total_pages"]
+# Gauges of a replica: name, help, and the value from the counters that its scheduler publishes.
+_ENGINE_GAUGES: list[tuple[str, str, Callable[[Numbers], float]]] = [
+    ("sglang:num_running_reqs", "Running requests.", lambda n: n["num_running"]),
+    ("sglang:num_queue_reqs", "Waiting requests.", lambda n: n["num_waiting"]),
+    (
+        "sglang:num_used_tokens",
+        "Tokens of KV memory used by running requests.",
+        lambda n: _pages(n)["running"] * n["page_size"],
+    ),
+    (
+        "sglang:token_usage",
+        "Share of the KV memory used by running requests.",
+        lambda n: _pages(n)["running"] / n["num_total_pages"],
+    ),
+    (
+        "sglang:max_total_num_tokens",
+        "Capacity of the KV memory in tokens.",
+        lambda n: n["num_total_pages"] * n["page_size"],
+    ),
+    (
+        "sglang:gen_throughput",
+        "Generated tokens per second, over the last seconds.",
+        lambda n: n["gen_throughput"],
+    ),
+    (
+        "sglang:cache_hit_rate",
+        "Share of the latest prompts' tokens found in the prefix cache.",
+        lambda n: n["cache_hit_rate"],
+    ),
+    (
+        "sglang:num_retracted_reqs",
+        "Preemptions in the last seconds: requests that lost their slots to others.",
+        lambda n: n["num_recently_preempted"],
+    ),
+    (
+        "srt:prompt_throughput",
+        "Computed prompt tokens per second, over the last seconds.",
+        lambda n: n["prompt_throughput"],
+    ),
+]
+
+
+def _pages(engine: Numbers) -> dict[str, float]:
+    """Return the numbers of pages by state."""
     cached = engine["num_cached_pages"] - engine["num_pinned"]
-    in_use = pages - engine["num_free_pages"] - cached
-    gauges = [
-        ("sglang:num_running_reqs", "Running requests.", engine["num_running"]),
-        ("sglang:num_queue_reqs", "Waiting requests.", engine["num_waiting"]),
-        ("sglang:num_used_tokens", "Tokens of KV memory used by running requests.", in_use * size),
-        ("sglang:token_usage", "Share of the KV memory used by running requests.", in_use / pages),
-        ("sglang:max_total_num_tokens", "Capacity of the KV memory in tokens.", pages * size),
-        (
-            "sglang:gen_throughput",
-            "Generated tokens per second, over the last seconds.",
-            engine["gen_throughput"],
-        ),
-        (
-            "sglang:cache_hit_rate",
-            "Share of the latest prompts' tokens found in the prefix cache.",
-            engine["cache_hit_rate"],
-        ),
-        (
-            "sglang:num_retracted_reqs",
-            "Preemptions in the last seconds: requests that lost their slots to others.",
-            engine["num_recently_preempted"],
-        ),
-        (
-            "srt:prompt_throughput",
-            "Computed prompt tokens per second, over the last seconds.",
-            engine["prompt_throughput"],
-        ),
-    ]
-    for name, text, value in gauges:
-        page.gauge(name, text, [({}, value)])
-    states = {"free": engine["num_free_pages"], "running": in_use, "cached": cached}
-    page.gauge("srt:kv_pages", "Pages of KV memory by state.", [({"state": s}, n) for s, n in states.items()])
-    page.counter("srt:steps_total", "Steps of the model.", [({}, engine["num_steps"])])
+    free = engine["num_free_pages"]
+    return {"free": free, "running": engine["num_total_pages"] - free - cached, "cached": cached}
+
+
+def _engines(page: Page, engines: Sequence[tuple[Labels, Numbers]]) -> None:
+    """Add the metrics of each replica, with its labels."""
+    for name, text, value in _ENGINE_GAUGES:
+        page.gauge(name, text, [(labels, value(engine)) for labels, engine in engines])
+    states = [({**labels, "state": state}, num) for labels, engine in engines for state, num in _pages(engine).items()]
+    page.gauge("srt:kv_pages", "Pages of KV memory by state.", states)
+    page.counter(
+        "srt:steps_total", "Steps of the model.", [(labels, engine["num_steps"]) for labels, engine in engines]
+    )
     page.counter(
         "srt:retractions_total",
         "Preemptions: requests that lost their slots to others.",
-        [({}, engine["num_preempted"])],
+        [(labels, engine["num_preempted"]) for labels, engine in engines],
     )
-    _engine_histogram(
-        page, engine, "sglang:queue_time_seconds", "Seconds from a request's arrival to its slot.", "queue_ms"
+    page.histogram(
+        "sglang:queue_time_seconds",
+        "Seconds from a request's arrival to its slot.",
+        [(labels, _histogram(engine, "queue_ms", engine["queue_us"] / 1e6)) for labels, engine in engines],
     )
-    _engine_histogram(
-        page, engine, "srt:step_time_seconds", "Seconds that a step took, as the workers report it.", "step_ms"
+    page.histogram(
+        "srt:step_time_seconds",
+        "Seconds that a step took, as the workers report it.",
+        [(labels, _histogram(engine, "step_ms", engine["step_ms_sum"] / 1000)) for labels, engine in engines],
     )
 
 
-def _engine_histogram(page: Page, engine: Numbers, name: str, text: str, key: str) -> None:
+def _histogram(engine: Numbers, key: str, total: float) -> Histogram:
     prefix = f"{key}_to_"
-    bounds = [
+    buckets = [
         (float(one.removeprefix(prefix)) / 1000, value) for one, value in engine.items() if one.startswith(prefix)
     ]
-    total = engine["queue_us"] / 1e6 if key == "queue_ms" else engine[f"{key}_sum"] / 1000
-    page.histogram(name, text, bounds, engine[f"{key}_above"], total)
+    return Histogram(buckets, engine[f"{key}_above"], total)
 
 
 def _processes(page: Page, service: Service) -> None:

@@ -15,6 +15,7 @@ from srt.entrypoints.native_shapes import WEIGHT_VERSION, NativeAnswer, parse_ge
 from srt.entrypoints.request_schema import LABEL, RequestBody, bad_parameter, described
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import DONE, answer_call, event
+from srt.managers.process.replica_layout import ReplicaLayout
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, RequestError
 from srt.managers.tokenizer_manager.request_checks import check_label
 from srt.sampling.parameter_checks import show
@@ -131,24 +132,30 @@ async def server_info(exchange: Exchange, service: Service) -> None:
 
 
 async def server_facts(service: Service, deep: bool = False) -> dict[str, Any]:
-    """Return the answer of /server_info: options, limits, the scheduler's counters and those of the frontend that answers."""
+    """Return the answer of /server_info: options, limits, each scheduler's counters and those of the frontend that answers."""
     engine = service.engine()
     args = service.args.public_values()
     limits = msgspec.structs.asdict(engine.limits)
-    is_consistent, message, counters = await engine.get_state(deep)
-    if not is_consistent:
-        raise RequestError(500, message)
+    replies = await engine.get_states(deep)
+    differences = [reply.message for reply in replies.values() if not reply.ok]
+    if differences:
+        raise RequestError(500, " ".join(differences))
     startup = service.startup_report()
-    state = {
-        **args,
-        **limits,
-        "world_size": service.args.tp_size,
-        "effective_max_running_requests_per_dp": counters.get("num_slots"),
-        "last_gen_throughput": service.engine_numbers().get("last_gen_throughput", 0.0),
-        "memory_usage": _memory_usage(startup),
-        "avg_spec_accept_length": None,
-        **counters,
-    }
+    numbers = service.engine_numbers()
+    states = [
+        {
+            **args,
+            **limits,
+            **({"dp_rank": replica} if service.args.dp_size > 1 else {}),
+            "world_size": service.args.tp_size,
+            "effective_max_running_requests_per_dp": reply.values.get("num_slots"),
+            "last_gen_throughput": numbers.get(replica, {}).get("last_gen_throughput", 0.0),
+            "memory_usage": _memory_usage(startup, str(ReplicaLayout.of(service.args, replica).workers[0])),
+            "avg_spec_accept_length": None,
+            **reply.values,
+        }
+        for replica, reply in replies.items()
+    ]
     return {
         **args,
         **limits,
@@ -158,15 +165,15 @@ async def server_facts(service: Service, deep: bool = False) -> dict[str, Any]:
         "startup_time": service.startup_s,
         "startup": startup,
         "kv_events": None,
-        "internal_states": [state],
+        "internal_states": states,
         "frontend": {"index": service.index, **engine.stats()},
         "version": __version__,
     }
 
 
-def _memory_usage(startup: Any) -> dict[str, Any] | None:
-    """Return the first rank's memory in GB; the other ranks have the same share."""
-    facts = {} if startup is None else startup["children"].get("worker 0", {}).get("values", {})
+def _memory_usage(startup: Any, worker: str) -> dict[str, Any] | None:
+    """Return a worker's memory in GB; the other ranks of its replica have the same share."""
+    facts = {} if startup is None else startup["children"].get(worker, {}).get("values", {})
     if "weight_bytes" not in facts:
         return None
     return {

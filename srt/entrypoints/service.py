@@ -15,7 +15,8 @@ from srt.entrypoints.live_feed import LiveFeed, Snapshot, memory_shares
 from srt.entrypoints.openai.responses.store import ResponseStore
 from srt.entrypoints.profiler import Profiler
 from srt.managers.process.heartbeats import STUCK_S, HeartbeatReader, ProcessStatus
-from srt.managers.process.run_files import ENGINE_STATE_FILE
+from srt.managers.process.replica_layout import ReplicaLayout, layouts_of
+from srt.managers.process.run_files import ENGINE_STATE_PREFIX
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.startup_report import STARTUP_FILE
 from srt.managers.process.tracer import Tracer
@@ -44,7 +45,7 @@ class Service:
         self.metrics = FrontendMetrics(run_dir, index)
         self.control = ControlWords.open(run_dir or "", args)
         self._frontend_files = None if run_dir is None else NumberFiles(run_dir, FRONTEND_PREFIX)
-        self._engine_files = None if run_dir is None else NumberFiles(run_dir, ENGINE_STATE_FILE)
+        self._engine_files = None if run_dir is None else NumberFiles(run_dir, ENGINE_STATE_PREFIX)
         self._heartbeats = None if run_dir is None else HeartbeatReader(run_dir, longest_step_s(args) * 2 / 3)
         self.status = STARTING
         self.startup_s: float | None = None
@@ -90,9 +91,18 @@ class Service:
             return self._why_lost
         if self._heartbeats is None:
             return None
-        workers = [f"worker {rank}" for rank in range(self.args.tp_size)]
-        expected = [] if self.status == STARTING else ["supervisor", "scheduler 0", *workers]
-        return self._heartbeats.trouble(statuses, f"frontend {self.index}", expected)
+        troubles = [self._trouble_with(layout, self._heartbeats, statuses) for layout in layouts_of(self.args)]
+        return None if None in troubles else troubles[0]  # one replica that works is enough
+
+    def _trouble_with(
+        self, layout: ReplicaLayout, heartbeats: HeartbeatReader, statuses: list[ProcessStatus]
+    ) -> str | None:
+        """Return why the server cannot serve now if this replica must do it; None if no trouble is known."""
+        members = [str(layout.scheduler), *map(str, layout.workers)]
+        others = ("scheduler", "worker")
+        own = [one for one in statuses if one.process in members or not one.process.startswith(others)]
+        expected = [] if self.status == STARTING else ["supervisor", *members]
+        return heartbeats.trouble(own, f"frontend {self.index}", expected)
 
     def process_trouble(self, status: ProcessStatus) -> str | None:
         """Return why one process, of this frontend's siblings too, cannot serve now; None if no trouble is known."""
@@ -107,10 +117,10 @@ class Service:
         all_of_them = self._frontend_files.read().values()
         return {name: sum(one.get(name, 0.0) for one in all_of_them) for name in NAMES}
 
-    def engine_numbers(self) -> dict[str, float]:
-        """Return the counters that the scheduler published last; empty before the first time."""
+    def engine_numbers(self) -> dict[int, dict[str, float]]:
+        """Return the counters that each replica's scheduler published last; nothing of those that have published none."""
         found = {} if self._engine_files is None else self._engine_files.read()
-        return next(iter(found.values()), {})
+        return {int(replica): numbers for replica, numbers in found.items()}
 
     @property
     def is_ready(self) -> bool:

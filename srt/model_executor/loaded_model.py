@@ -246,16 +246,17 @@ def resolve_dtype(args: ServerArgs, config: ModelConfig) -> torch.dtype:
     return dtype
 
 
-def resolve_device(args: ServerArgs, rank: int) -> torch.device:
-    """Return this rank's device; StartError if it does not exist."""
+def resolve_device(args: ServerArgs, worker: int) -> torch.device:
+    """Return the device of the server's worker with this number; StartError if it does not exist."""
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    index = args.base_gpu_id + rank
+    index = args.base_gpu_id + worker
     if index >= count:
+        sizes = f"--tp {args.tp_size}" + (f" and --dp-size {args.dp_size}" if args.dp_size > 1 else "")
         raise StartError(
-            f"--tp {args.tp_size} with --base-gpu-id {args.base_gpu_id} needs CUDA device {index}, but only {count} are visible:"
+            f"{sizes} with --base-gpu-id {args.base_gpu_id} needs CUDA device {index}, but only {count} are visible:"
             " choose a smaller --tp or --base-gpu-id, or check CUDA_VISIBLE_DEVICES."
         )
     return torch.device("cuda", index)

@@ -441,7 +441,7 @@ class ChildStart(Wire, frozen=True, tag=80):
     """A child's first message: its role and where its links are."""
 
     role: str  # frontend, scheduler or worker
-    index: int  # frontend number, or rank
+    index: int  # its number among the processes of this role
     generation: int
     run_dir: str  # private folder of this server: sockets and rendezvous files
     model_folder: str  # the resolved checkpoint
@@ -449,6 +449,8 @@ class ChildStart(Wire, frozen=True, tag=80):
     args: ServerArgs
     num_tokens: int = 0  # KV tokens that a replaced worker must hold, as its predecessor did; 0: as the options say
     checkpoint_version: str = ""  # the version that the server's first processes read: a changed checkpoint is refused
+    replica: int = 0  # that it is a part of; 0 for a frontend
+    engines: list[int] = []  # for a frontend: the generation of each replica's present engine
 
 
 class ServerReady(Wire, frozen=True, tag=81):
@@ -468,7 +470,7 @@ class Stop(Wire, frozen=True, tag=82):
 
 
 class EngineReplaced(Wire, frozen=True, tag=83):
-    """Notice to frontends and a Runtime that the scheduler ended and a new one is starting, on the links of `generation`.
+    """Notice to frontends and a Runtime that a replica's scheduler ended and a new one is starting, on the links of `generation`.
 
     The new one knows nothing, so unfinished requests are sent to it again. `by_request`: a request may have caused the death, rather
     than a signal from outside the server.
@@ -476,6 +478,19 @@ class EngineReplaced(Wire, frozen=True, tag=83):
 
     generation: int
     by_request: bool
+    replica: int = 0
+
+
+class EngineLost(Wire, frozen=True, tag=84):
+    """Notice to frontends and a Runtime that a replica has died while others serve: these take its requests over at once.
+
+    It comes as soon as the cause is certain, and EngineReplaced follows when all processes of the replica have ended. `by_request` is
+    as in EngineReplaced. `is_final`: the server is shutting down, so no new engine will come.
+    """
+
+    replica: int
+    by_request: bool
+    is_final: bool = False
 
 
 # ---- Child -> supervisor
@@ -512,7 +527,7 @@ class Failed(Wire, frozen=True, tag=93):
     is_final: bool = False  # a replacement would end for the same reason
 
 
-# ---- Runtime <-> supervisor, on the lifeline, whose end-of-file ends the engine. Stop, ServerReady, EngineReplaced and Failed use it too
+# ---- Runtime <-> supervisor, on the lifeline, whose end-of-file ends the engine. ToRuntime has the other messages that use it
 
 
 class EngineStart(Wire, frozen=True, tag=100):
@@ -526,51 +541,12 @@ class EngineStarted(Wire, frozen=True, tag=101):
     """Notice that the processes are starting: where the Runtime's frontend finds the scheduler, and its frontend number."""
 
     run_dir: str
-    generation: int
+    engines: list[int]  # the generation of each replica's engine
     model_folder: str
     frontend: int
     url: str | None
 
 
-Message = (
-    FrontendHello
-    | GenerateRequest
-    | Abort
-    | AbortLabel
-    | AckBatch
-    | AskRange
-    | FlushCache
-    | GetState
-    | PauseGeneration
-    | ContinueGeneration
-    | SchedulerHello
-    | TokenBatch
-    | Refused
-    | Rejected
-    | ControlReply
-    | Load
-    | LastWord
-    | StepPlan
-    | WorkPlan
-    | Prepare
-    | Release
-    | WorkerHello
-    | StepResult
-    | StepAck
-    | WorkDone
-    | Prepared
-    | WorkerFault
-    | ChildStart
-    | ServerReady
-    | EngineReplaced
-    | Stop
-    | Progress
-    | Ready
-    | Heartbeat
-    | Failed
-    | EngineStart
-    | EngineStarted
-)
 FromFrontend = (
     FrontendHello
     | GenerateRequest
@@ -586,9 +562,10 @@ FromFrontend = (
 ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load | LastWord | AbortLabel
 ToWorker = StepPlan | WorkPlan | Prepare | Release
 FromWorker = WorkerHello | StepResult | StepAck | WorkDone | Prepared | WorkerFault
-ToChild = ChildStart | ServerReady | EngineReplaced | Stop
+ToChild = ChildStart | ServerReady | EngineReplaced | EngineLost | Stop
 FromChild = Progress | Ready | Heartbeat | Failed
 FromRuntime = EngineStart | Stop
-ToRuntime = EngineStarted | ServerReady | EngineReplaced | Failed
+ToRuntime = EngineStarted | ServerReady | EngineReplaced | EngineLost | Failed
+Message = FromFrontend | ToFrontend | ToWorker | FromWorker | ToChild | FromChild | FromRuntime | ToRuntime
 
 MESSAGE_TYPES: dict[int, type[Message]] = {cls.__struct_config__.tag: cls for cls in get_args(Message)}

@@ -62,4 +62,4 @@ def test_a_start_that_fails_while_the_program_connects_leaves_no_open_socket(
     with pytest.raises(StartError, match="has ended"):
         engine.start()
     engine.shutdown()
-    assert not managers[0]._link.is_open
+    assert not managers[0]._replicas[0]._link.is_open

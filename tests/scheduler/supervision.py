@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from srt.managers.process.child_process import ChildKey, children_of
+from srt.managers.process.child_process import ChildKey
+from srt.managers.process.replica_layout import children_of
 from srt.managers.process.watchdog import longest_step_s
 from srt.managers.supervisor.replacer import (
     ChildExited,

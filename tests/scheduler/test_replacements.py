@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from srt.managers.process.child_process import ChildKey, children_of
+from srt.managers.process.child_process import ChildKey
+from srt.managers.process.replica_layout import children_of
 from srt.managers.supervisor.replacer import (
     CALM_S,
     ENDING_S,
@@ -36,7 +37,7 @@ from srt.managers.supervisor.replacer import (
     Tell,
     TellRuntime,
 )
-from srt.protocol.messages import EngineReplaced, Failed, FromChild, Heartbeat, Ready, ServerReady, Stop
+from srt.protocol.messages import EngineLost, EngineReplaced, Failed, FromChild, Heartbeat, Ready, ServerReady, Stop
 
 NUM_STORIES = 1500
 KINDS = ("killed", "crashed", "ended", "failed", "unlinked", "gibberish", "silent", "stuck")
@@ -51,6 +52,7 @@ class Process:
     key: ChildKey
     number: int  # all that were ever started are numbered
     generation: int
+    engines: list[int]  # the generations of the engines at its start, by replica
     is_alive: bool = True
     is_ready: bool = False
     is_silent: bool = False
@@ -64,7 +66,9 @@ class Story:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.most = rng.choice((0, 1, 3, 10))
-        keys = children_of(rng.choice((1, 2, 3)), rng.choice((1, 2, 4)))
+        self.num_replicas = rng.choice((1, 1, 2))
+        ranks = rng.choice((1, 2, 4)) // self.num_replicas or 1
+        keys = children_of(rng.choice((1, 2, 3)), ranks, self.num_replicas)
         self.now = 0.0
         self._replacer = Replacer(keys, 0.0, STUCK_S, self.most)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -79,7 +83,7 @@ class Story:
         self.end: Finish | None = None
         self.statistics: Counter[str] = Counter()
         for key in keys:
-            self._start(key, 1)
+            self._start(key, 1 + key.replica)
 
     # ---- What happens
 
@@ -105,12 +109,20 @@ class Story:
         for process in self._processes.values():
             assert process.is_alive and process.is_ready, f"{process.key} is not there"
             assert process.greetings == 1, f"{process.key} was told {process.greetings} times that the server is ready"
-            assert process.generation == self._replacer.generation or process.key.role == "frontend"
-            newer = [g for g in process.told if g > process.generation]
-            is_latest = (process.told or [process.generation])[-1] == self._replacer.generation
-            assert newer == sorted(set(process.told)) and is_latest, f"{process.key} was told of {process.told}"
+            if process.key.role == "frontend":
+                self._check_told(process)
+            else:
+                assert process.generation == self._replacer.generations[process.key.replica]
         assert not any(self._words.values()), "something is wrong, and nothing follows"
         self.statistics["at rest again"] += bool(self._starts_s)
+
+    def _check_told(self, frontend: Process) -> None:
+        """It was told of each engine that began since its own start, once and in order."""
+        for replica, latest in enumerate(self._replacer.generations):
+            told = [generation for generation in frontend.told if (generation - 1) % self.num_replicas == replica]
+            first = frontend.engines[replica]
+            newer = list(range(first + self.num_replicas, latest + 1, self.num_replicas))
+            assert told == newer, f"{frontend.key} was told of {told}, not of {newer}"
 
     def _break(self, process: Process | None) -> None:
         if process is None or self.end is not None:
@@ -148,13 +160,16 @@ class Story:
     def _group_of(self, key: ChildKey) -> tuple[ChildKey, ...]:
         if key.role == "frontend":
             return (key,)
-        return tuple(other for other in self._processes if other.role != "frontend")
+        parts = (other for other in self._processes if other.role != "frontend")
+        return tuple(other for other in parts if other.replica == key.replica)
 
     # ---- Processes
 
     def _start(self, key: ChildKey, generation: int) -> None:
         self._num_started += 1
-        process = self._processes[key] = Process(key, self._num_started, generation, is_deaf=self.rng.random() < 0.1)
+        is_deaf = self.rng.random() < 0.1
+        engines = self._replacer.generations
+        process = self._processes[key] = Process(key, self._num_started, generation, engines, is_deaf=is_deaf)
         self._at(self.now + self.rng.random(), partial(self._get_ready, process))
 
     def _get_ready(self, process: Process) -> None:
@@ -204,14 +219,14 @@ class Story:
             self._apply(self._replacer.handle(event, self.now))
 
     def _apply(self, effects: list[Effect]) -> None:
-        replaced: list[EngineReplaced] = []
+        said: list[EngineReplaced | EngineLost] = []
         for effect in effects:
             match effect:
                 case Tell(child, message):
                     self._take(self._processes[child], message)
-                    replaced += [message] if isinstance(message, EngineReplaced) else []
+                    said += [message] if isinstance(message, EngineReplaced | EngineLost) else []
                 case TellRuntime(message):
-                    replaced.append(message)
+                    said.append(message)
                 case Kill(child):
                     process = self._processes[child]
                     self._check_may_end(process)
@@ -231,9 +246,11 @@ class Story:
                     self.end = effect
                 case _:
                     pass
-        assert len(set(replaced)) <= 1, f"one is told {replaced[0]}, others something else"
+        for kind in (EngineReplaced, EngineLost):
+            of_kind = {(message.replica, message.by_request) for message in said if isinstance(message, kind)}
+            assert len(of_kind) <= self.num_replicas, f"one is told otherwise than others: {of_kind}"
 
-    def _take(self, process: Process, message: ServerReady | EngineReplaced | Stop) -> None:
+    def _take(self, process: Process, message: ServerReady | EngineReplaced | EngineLost | Stop) -> None:
         match message:
             case ServerReady():
                 assert process.is_ready
@@ -241,10 +258,22 @@ class Story:
             case EngineReplaced(generation):
                 assert process.key.role == "frontend"
                 process.told.append(generation)
+            case EngineLost(replica, by_request, is_final):
+                self._check_lost(process, replica, by_request=by_request, is_final=is_final)
             case Stop(grace_s):
                 self._check_may_end(process)
                 if not process.is_deaf:
                     self._at(self.now + min(grace_s, 0.2) * self.rng.random(), partial(self._exit, process, 0))
+
+    def _check_lost(self, process: Process, replica: int, *, by_request: bool, is_final: bool) -> None:
+        """A replica is lost for a reason that there is, and others are left."""
+        assert process.key.role == "frontend" and self.num_replicas > 1
+        assert is_final == self._is_stopping
+        group = next(self._group_of(key) for key in self._processes if key.role == "worker" and key.replica == replica)
+        assert self._words.get(group) or self._is_stopping, f"replica {replica} is called lost, and is well"
+        if not is_final:
+            assert by_request or self._outside[group], "nobody from outside has killed one of it"
+        self.statistics["lost while others serve"] += 1
 
     def _check_may_end(self, process: Process) -> None:
         assert process.is_alive, f"{process.key} is to end, which has ended"
@@ -269,7 +298,8 @@ class Story:
         assert any(start.reason.startswith(one) for one in words), f"{start.reason!r} is said of {words}"
         is_engine = group[0].role != "frontend"
         assert (
-            start.generation == max(p.generation for p in self._processes.values() if p.key in group) + is_engine
+            start.generation
+            == max(p.generation for p in self._processes.values() if p.key in group) + self.num_replicas
             or not is_engine
         )
         starts_s = self._starts_s.setdefault(group, [])
@@ -308,6 +338,7 @@ def test_whatever_goes_wrong_again_and_again_only_what_must_be_is_replaced() -> 
         "ended in order",
         "at rest again",
         "serves again",
+        "lost while others serve",
         *(f"{k} {r}" for k in KINDS for r in roles),
     }
     assert statistics.keys() == expected

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
-from srt.managers.tokenizer_manager import tokenizer_manager
+from srt.managers.tokenizer_manager import replica_client
 from srt.managers.tokenizer_manager.deliveries import Deliveries
 from srt.managers.tokenizer_manager.model_facts import ModelFacts
 from srt.managers.tokenizer_manager.request_watch import RequestWatch
@@ -65,7 +65,7 @@ class ToyManager:
             template=None,
             new_seed=lambda: 0,
             connect=self._connect,
-            generation=1,
+            generations=[1],
             max_held=1 << 20,
             watch=watch,
         )
@@ -73,7 +73,7 @@ class ToyManager:
 
     @property
     def deliveries(self) -> Deliveries:
-        return self._manager._deliveries
+        return self._manager._replicas[0].deliveries
 
     def hear(self, message: Message) -> None:
         self._link.on_message(message)
@@ -100,7 +100,7 @@ class ToyManager:
         for number, word in enumerate(words):
             if number == lost_behind:
                 self._lose(old)
-            self._manager.engine_replaced(word)
+            self._manager.engine_changed(word)
         if lost_behind == len(words):
             self._lose(old)
         self._statistics["rule: frontends go to the next scheduler"] += 1
@@ -110,7 +110,7 @@ class ToyManager:
 
     def reject(self, reason: str) -> None:
         """The scheduler could not take a message."""
-        logger = logging.getLogger(tokenizer_manager.__name__)
+        logger = logging.getLogger(replica_client.__name__)
         logger.disabled = True
         try:
             self.hear(Rejected(reason))

@@ -30,6 +30,7 @@ from srt.managers.process.watchdog import OVERSLEPT_S
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import (
     ChildStart,
+    EngineLost,
     EngineReplaced,
     Failed,
     FromChild,
@@ -92,13 +93,13 @@ class Child:
         """Return a descriptor that is readable when a message has come; then call `receive` until it returns None."""
         return self._stream.fileno()
 
-    def receive(self) -> ServerReady | EngineReplaced | Stop | None:
+    def receive(self) -> ServerReady | EngineReplaced | EngineLost | Stop | None:
         """Return the supervisor's next message, or None, without waiting. SupervisorGone when it has ended."""
         try:
             message = self._stream.receive()
         except (PeerGone, LinkBroken) as error:
             raise SupervisorGone(str(error)) from error
-        if message is None or isinstance(message, (ServerReady, EngineReplaced, Stop)):
+        if message is None or isinstance(message, (ServerReady, EngineReplaced, EngineLost, Stop)):
             return message
         raise SupervisorGone(f"the supervisor sent an unexpected {type(message).__name__}")
 

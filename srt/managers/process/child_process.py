@@ -41,6 +41,7 @@ class ChildKey:
 
     role: str
     index: int
+    replica: int = 0  # that it is a part of; a frontend serves all of them, and has 0 here
 
     def __str__(self) -> str:
         return f"{self.role} {self.index}"
@@ -88,24 +89,18 @@ def spawn(key: ChildKey, module: str, environment: Mapping[str, str], listener: 
     return ChildProcess(key, popen, ours, spawned_s)
 
 
-def children_of(num_frontends: int, tp_size: int) -> list[ChildKey]:
-    """List all processes of a server but the supervisor. Workers come first: their imports take longest."""
-    workers = [ChildKey("worker", rank) for rank in range(tp_size)]
-    return [*workers, ChildKey("scheduler", 0), *(ChildKey("frontend", index) for index in range(num_frontends))]
-
-
 def _torch_threads(cores: int) -> int:
     """Return the number of torch threads for a rank with `cores` cores: one core stays free for other threads, if it can be spared."""
     return max(1, cores if cores < FEW_CORES else cores - 1)
 
 
-def environment_of(role: str, tp_size: int, num_processes: int, cores: int) -> dict[str, str]:
+def environment_of(role: str, num_workers: int, num_processes: int, cores: int) -> dict[str, str]:
     """Return the variables that must be set before the child's libraries are loaded, except those that the user has set."""
     wanted = {
         "OPENBLAS_NUM_THREADS": "1"
     }  # numpy's pool of threads costs start-up time, and we multiply nothing with it
     if role == "worker":
-        wanted["OMP_NUM_THREADS"] = str(_torch_threads(cores // tp_size))
+        wanted["OMP_NUM_THREADS"] = str(_torch_threads(cores // num_workers))
         if cores < num_processes + 2:
             wanted["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of a process that has work
     return {name: value for name, value in wanted.items() if name not in os.environ}

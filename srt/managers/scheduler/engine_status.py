@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from srt.managers.process.run_files import ENGINE_STATE_FILE
+from srt.managers.process.run_files import ENGINE_STATE_PREFIX
 from srt.managers.scheduler.counters import Histogram
 from srt.protocol.messages import Scalar
 from srt.utils.logs import fields
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 class EngineStatus:
     """Publishes the Scheduler's counters, at most every PUBLISH_S, and logs status lines."""
 
-    def __init__(self, run_dir: str | Path, decode_log_interval: int | None) -> None:
+    def __init__(self, run_dir: str | Path, decode_log_interval: int | None, replica: int = 0) -> None:
         """Log a line every `decode_log_interval` steps, if that is given, whatever --log-level says."""
         if decode_log_interval is not None:
             logger.setLevel(logging.INFO)
-        self._path = Path(run_dir) / ENGINE_STATE_FILE
+        self._path = Path(run_dir) / f"{ENGINE_STATE_PREFIX}{replica}"
         self._log_interval = decode_log_interval
         self._numbers: SharedNumbers | None = None
         self._published_s = float("-inf")

@@ -15,7 +15,7 @@ from typing import assert_never
 import zmq
 
 from srt.managers.process.child import Child
-from srt.managers.process.child_process import children_of
+from srt.managers.process.replica_layout import children_of, previous_generation
 from srt.managers.process.watchdog import OVERSLEPT_S
 from srt.managers.scheduler import scheduler as scheduler_state
 from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
@@ -28,6 +28,7 @@ from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_
 from srt.protocol.messages import (
     Abort,
     ChildStart,
+    EngineLost,
     EngineReplaced,
     FrontendHello,
     Message,
@@ -58,7 +59,7 @@ class Links:
     """The links on which a scheduler receives: its frontends, its workers, and the descriptor of its supervisor."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], start: ChildStart, supervisor: int) -> None:
-        remove_sockets(start.run_dir, start.generation - 1)
+        remove_sockets(start.run_dir, previous_generation(start.generation, start.args.dp_size))
         paths = frontend_path(start.run_dir, start.generation), worker_path(start.run_dir, start.generation)
         self.frontends = RouterLink(context, paths[0], start.generation, read=decode_view)
         self.workers = RouterLink(context, paths[1], start.generation)
@@ -99,7 +100,7 @@ class SchedulerProcess:
         self._stop_at: float | None = None
         self._is_lost = False  # True once the workers are lost
         self._busy_since: float | None = None
-        num_processes = len(children_of(start.num_frontends, start.args.tp_size)) + 1
+        num_processes = len(children_of(start.num_frontends, start.args.tp_size, start.args.dp_size)) + 1
         self._has_core = usable_cores() >= num_processes + SPARE_CORES  # so it may poll without sleep
         self._awake_until_s = 0.0  # it does not sleep before this time
 
@@ -177,7 +178,7 @@ class SchedulerProcess:
                     self._scheduler.drain()
                 case Stop():
                     self._is_lost = True
-                case ServerReady() | EngineReplaced():
+                case ServerReady() | EngineReplaced() | EngineLost():
                     pass
                 case _:
                     assert_never(message)
@@ -334,7 +335,7 @@ def main(child: Child) -> None:
         logger.info("The scheduler is not compiled and takes more than twice the time. `make compile` compiles it.")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     links = Links(context, child.start, child.fileno())
-    status = EngineStatus(child.start.run_dir, child.start.args.decode_log_interval)
+    status = EngineStatus(child.start.run_dir, child.start.args.decode_log_interval, child.start.replica)
     try:
         SchedulerProcess(child, links, status).run()
     finally:

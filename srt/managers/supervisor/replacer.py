@@ -3,8 +3,9 @@
     effects = replacer.handle(event, now_s)        now and then: effects = replacer.tick(now_s)
 
 Before the server is ready every process is needed. When the first one ends, the server ends, and gives that process's reason. Later,
-processes that cannot continue are ended and, once they are gone, replaced. A frontend is replaced alone. The scheduler and all workers,
-which form the engine, are replaced together by a new generation, to which frontends send their unfinished requests again.
+processes that cannot continue are ended and, once they are gone, replaced. A frontend is replaced alone. The scheduler and all workers
+of a replica, which form an engine, are replaced together by a new generation. Frontends send their unfinished requests to it again, or
+to the other replicas as soon as they hear EngineLost.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from enum import Enum, auto
 from typing import assert_never
 
 from srt.managers.process.child_process import ChildKey
-from srt.protocol.messages import EngineReplaced, Failed, FromChild, Heartbeat, Progress, Ready, ServerReady, Stop
+from srt.managers.process.replica_layout import first_generation, next_generation
+from srt.protocol.messages import (
+    EngineLost,
+    EngineReplaced,
+    Failed,
+    FromChild,
+    Heartbeat,
+    Progress,
+    Ready,
+    ServerReady,
+    Stop,
+)
 
 SILENT_S = 30.0  # a process without heartbeats for this long is ended
 SETTLE_S = 0.3  # one death causes others: listen this long before deciding which was first
@@ -67,14 +79,14 @@ Event = ChildSpoke | ChildExited | LinkLost | StopAsked
 @dataclass(frozen=True, slots=True)
 class Tell:
     child: ChildKey
-    message: ServerReady | EngineReplaced | Stop
+    message: ServerReady | EngineReplaced | EngineLost | Stop
 
 
 @dataclass(frozen=True, slots=True)
 class TellRuntime:
     """Tell the Runtime, if one started the server."""
 
-    message: EngineReplaced
+    message: EngineReplaced | EngineLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +191,18 @@ class _Group:
 
     members: tuple[ChildKey, ...]
     is_engine: bool
+    replica: int = 0  # of the engine
+    generation: int = 0  # of the engine
+    was_announced: bool = False  # frontends were told of the present loss by EngineLost
     lost: _Cause | None = None  # set until all members have ended
     absent_since_s: float | None = None  # set until all members are ready again
     start_by_s: float | None = None  # deadline for the restarted members to be ready
     losses_s: list[float] = field(default_factory=list)  # times of its losses in the last CALM_S
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all members were ready and none has been lost since."""
+        return self.lost is None and self.absent_since_s is None
 
 
 @dataclass(slots=True)
@@ -194,7 +214,6 @@ class Replacer:
     stuck_s: float  # a process without progress for this long counts as stuck
     most_replacements: int  # within CALM_S
     state: State = State.STARTING
-    generation: int = 1  # of the engine
     _alive: dict[ChildKey, _Life] = field(default_factory=dict)
     _last_words: dict[ChildKey, str] = field(default_factory=dict)
     _killed: set[ChildKey] = field(default_factory=set)
@@ -203,15 +222,29 @@ class Replacer:
     _stopping_role: str = ""  # the role being stopped now
     _deadlines: list[_Deadline] = field(default_factory=list)
     _groups: dict[ChildKey, _Group] = field(default_factory=dict)  # each child's group
+    _engines: list[_Group] = field(default_factory=list)  # by replica
     _startup_s: float = 0.0
     _past_replacements: str = ""  # a sentence that is added to the reason of the server's end
     _has_given_up: bool = False  # frontends were told, after a stop came, that running requests fail
 
     def __post_init__(self) -> None:
         self._alive = {key: _Life() for key in self.children}
-        engine = _Group(tuple(key for key in self._alive if key.role != "frontend"), is_engine=True)
+        parts = [key for key in self._alive if key.role != "frontend"]
+        for replica in sorted({key.replica for key in parts}):
+            members = tuple(key for key in parts if key.replica == replica)
+            generation = first_generation(replica)
+            self._engines.append(_Group(members, is_engine=True, replica=replica, generation=generation))
         for key in self._alive:
-            self._groups[key] = engine if key in engine.members else _Group((key,), is_engine=False)
+            self._groups[key] = self._engines[key.replica] if key in parts else _Group((key,), is_engine=False)
+
+    @property
+    def generations(self) -> list[int]:
+        """The generation of each replica's engine."""
+        return [engine.generation for engine in self._engines]
+
+    def generation_of(self, child: ChildKey) -> int:
+        """Return the generation of a child's engine; for a frontend, which serves all of them, that of the first replica's."""
+        return self._engines[child.replica].generation
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         match event:
@@ -381,12 +414,12 @@ class Replacer:
         """Give up this child's group, or the whole server if the group may not be replaced."""
         group = self._groups[child]
         if self.state is State.STOPPING:
-            return self._give_up_running(sentence) if group.is_engine else []
+            return self._lost_in_stop(group, sentence, number) if group.is_engine else []
         if self.state is not State.READY:
             return self._fail(sentence, number, now_s)
         if group.lost is not None:
             group.lost.hear(sentence, number)
-            return []
+            return self._announce_loss(group, group.lost)
         group.losses_s = [when_s for when_s in group.losses_s if now_s - when_s < CALM_S]
         self._past_replacements = _past_replacements_in_words(len(group.losses_s))
         if len(group.losses_s) >= self.most_replacements:
@@ -398,21 +431,34 @@ class Replacer:
         # One death causes others, and their last messages tell which was first.
         self._deadlines.append(_Deadline(now_s + SETTLE_S, group.members))
         # The scheduler can still tell frontends which requests its workers were computing (LastWord).
-        return [
+        last_words = [
             Tell(one, Stop(0.0, sentence)) for one in group.members if one.role == "scheduler" and one in self._alive
         ]
+        return [*self._announce_loss(group, group.lost), *last_words]
+
+    def _announce_loss(self, group: _Group, cause: _Cause) -> list[Effect]:
+        """Tell frontends that a replica is lost, once its cause is certain, so that the other replicas take over its requests.
+
+        A death by a signal is certain: nothing that is heard later replaces it as the cause.
+        """
+        if not group.is_engine or len(self._engines) == 1 or group.was_announced or not cause.signal:
+            return []
+        group.was_announced = True
+        return self._tell_frontends(EngineLost(group.replica, _is_by_request(cause)))
+
+    def _tell_frontends(self, message: EngineReplaced | EngineLost) -> list[Effect]:
+        return [TellRuntime(message), *(Tell(child, message) for child in self._of_role("frontend"))]
 
     def _start(self, group: _Group, cause: _Cause, now_s: float) -> list[Effect]:
         """Start a group again. All of its members have ended and freed what they held."""
-        group.lost = None
+        group.lost, group.was_announced = None, False
         group.start_by_s = now_s + START_S + 10 * self._startup_s
         self._alive |= {child: _Life() for child in group.members}
         if not group.is_engine:
-            return [Start(group.members, self.generation, cause.sentence)]
-        self.generation += 1
-        replaced = EngineReplaced(self.generation, by_request=cause.signal not in FROM_OUTSIDE)
-        others = [Tell(child, replaced) for child in self._of_role("frontend")]
-        return [Start(group.members, self.generation, cause.sentence), TellRuntime(replaced), *others]
+            return [Start(group.members, self.generation_of(group.members[0]), cause.sentence)]
+        group.generation = next_generation(group.generation, len(self._engines))
+        replaced = EngineReplaced(group.generation, _is_by_request(cause), group.replica)
+        return [Start(group.members, group.generation, cause.sentence), *self._tell_frontends(replaced)]
 
     # ---- How the server ends
 
@@ -443,10 +489,11 @@ class Replacer:
             self.state = State.STOPPING
             self._stages = [("frontend", grace_s), ("scheduler", ENDING_S), ("worker", ENDING_S)]
             effects = [Stopping(grace_s), *self._next_stage(now_s)]
-            engine = next(group for group in self._groups.values() if group.is_engine)
-            if engine.absent_since_s is not None:
+            absent = [engine for engine in self._engines if not engine.is_whole]
+            if len(absent) == len(self._engines):
                 effects += self._give_up_running("the server is shutting down, and its engine was being replaced")
-                effects += self._kill([child for child in engine.members if child in self._alive])
+            for engine in absent:
+                effects += self._end_without_engine(engine, by_request=True)
             return effects
         if self.state in (State.STARTING, State.READY):
             self.state = State.STOPPING
@@ -461,6 +508,28 @@ class Replacer:
         """
         was_told = child.role not in {role for role, _ in self._stages}
         return was_told and (returncode == 0 or (returncode > 0 and child.role == "worker"))
+
+    def _lost_in_stop(self, engine: _Group, sentence: str, number: int) -> list[Effect]:
+        """Let the other replicas finish the running requests of one that is lost during an orderly end, or give them up if it was the last.
+
+        While no frontend lives, there are none, and engines end because they were told to.
+        """
+        if not self._of_role("frontend"):
+            return []
+        was_whole = engine.is_whole
+        engine.lost = engine.lost or _Cause(sentence, number)
+        if not any(other.is_whole for other in self._engines):
+            return self._give_up_running(sentence)
+        return self._end_without_engine(engine, by_request=_is_by_request(engine.lost)) if was_whole else []
+
+    def _end_without_engine(self, engine: _Group, *, by_request: bool) -> list[Effect]:
+        """End the rest of an engine that is lost during an orderly end, and tell frontends that no other one comes."""
+        lost = (
+            self._tell_frontends(EngineLost(engine.replica, by_request, is_final=True))
+            if len(self._engines) > 1
+            else []
+        )
+        return [*lost, *self._kill([child for child in engine.members if child in self._alive])]
 
     def _give_up_running(self, sentence: str) -> list[Effect]:
         """Tell frontends that running requests fail: during an orderly end a lost engine is not replaced, so waiting is useless."""
@@ -502,6 +571,11 @@ def _past_replacements_in_words(num_losses: int) -> str:
         return ""
     times = f"{num_losses} times" if num_losses > 1 else "once"
     return f" It was replaced {times} within {CALM_S:.0f} s (see --max-replacements)."
+
+
+def _is_by_request(cause: _Cause) -> bool:
+    """Return whether a request may have caused this loss, rather than a signal from outside."""
+    return cause.signal not in FROM_OUTSIDE
 
 
 def _named(child: ChildKey) -> str:

@@ -46,6 +46,7 @@ from srt.managers.supervisor.systemd import ServiceManager
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import (
     ChildStart,
+    EngineLost,
     EngineReplaced,
     EngineStarted,
     Failed,
@@ -103,7 +104,7 @@ class Supervisor:
         self._exit_code: int | None = None
         self._runtime_asked_to_stop = False
         for child in children:
-            self._adopt(child, self._replacer.generation)
+            self._adopt(child, self._replacer.generation_of(child.key))
 
     def run(self) -> int:
         """Supervise the server until nothing of it is left. Returns the exit code."""
@@ -114,11 +115,11 @@ class Supervisor:
             with contextlib.suppress(OSError):  # without the file, `srt health` does not find this server
                 (self._run_dir.path / ADDRESS_FILE).write_text(self._plan.url, "ascii")
         for key in self._streams:
-            self._send_start(key, self._replacer.generation)
+            self._send_start(key, self._replacer.generation_of(key))
         self._notify_runtime(
             EngineStarted(
                 str(self._run_dir.path),
-                self._replacer.generation,
+                self._replacer.generations,
                 str(self._plan.model_folder),
                 self._plan.num_http_frontends,
                 self._plan.url,
@@ -149,6 +150,8 @@ class Supervisor:
             args=self._plan.args,
             num_tokens=self._num_tokens(key),
             checkpoint_version=self._checkpoint_version,
+            replica=key.replica,
+            engines=self._replacer.generations if key.role == "frontend" else [],
         )
         with contextlib.suppress(PeerGone):  # its exit is noticed like any other
             self._streams[key].send(start)
@@ -348,7 +351,7 @@ class Supervisor:
             self._display.error(reason)
         self._exit_code = exit_code
 
-    def _notify_runtime(self, message: EngineStarted | ServerReady | EngineReplaced | Failed) -> None:
+    def _notify_runtime(self, message: EngineStarted | ServerReady | EngineReplaced | EngineLost | Failed) -> None:
         if self._lifeline:
             with contextlib.suppress(PeerGone):
                 self._lifeline.send(message)

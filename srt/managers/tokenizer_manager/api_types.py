@@ -52,6 +52,7 @@ class GenerateInput:
     priority: int = 0  # higher runs first, if the server schedules by priority
     is_logged: bool = True  # False: not logged even if requests are
     is_counted: bool = True  # in /metrics
+    replica: int | None = None  # that begins to run it; None: the router chooses
     urgent: bool = False  # runs before all others: for health probes
     stream: bool = False  # tokens are shown as they come, so each should be in time
     wants_prompt_ids: bool = False
@@ -108,3 +109,6 @@ class ChoiceUpdate(Struct, frozen=True, gc=False):
     prompt_ids: tuple[int, ...] = ()  # with the first update of the choice, if asked for
     num_preempted: int = 0  # known with the finish
     times: ChoiceTimes | None = None  # with the finish
+    replica: int | None = (
+        None  # that runs the request, if the server has several; with the first update, logprobs and the finish
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from srt.protocol.messages import ControlReply, FromFrontend
 
@@ -21,8 +21,8 @@ class ControlCalls:
     def num_of_clients(self) -> int:
         return len(self._open) - self._num_own
 
-    async def call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> ControlReply:
-        """Send the message that `make` builds for a call number, and wait for the reply with that number.
+    def call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> Coroutine[None, None, ControlReply]:
+        """Send the message that `make` builds for a call number. The result, to be awaited, waits for the reply with that number.
 
         is_own: the frontend itself asks; no client waits for the reply.
         """
@@ -32,8 +32,11 @@ class ControlCalls:
         message = make(number)
         self._open[number] = message, answer
         self._num_own += is_own
+        self._send(message)
+        return self._answer(number, answer, is_own)
+
+    async def _answer(self, number: int, answer: asyncio.Future[ControlReply], is_own: bool) -> ControlReply:
         try:
-            self._send(message)
             return await answer
         finally:
             del self._open[number]
@@ -50,8 +53,8 @@ class ControlCalls:
         for message, _ in self._open.values():
             self._send(message)
 
-    def fail(self, error: Exception) -> None:
-        """Raise `error` in all open calls: no reply will come."""
-        for _, answer in self._open.values():
-            if not answer.done():
+    def fail(self, error: Exception, kinds: tuple[type, ...] = (object,)) -> None:
+        """Raise `error` in the open calls of these kinds: no reply will come."""
+        for message, answer in self._open.values():
+            if isinstance(message, kinds) and not answer.done():
                 answer.set_exception(error)

@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class Deliveries:
-    """Owner of the live requests and of the ledger of their tokens. Every end of a request passes through here."""
+    """Owner of a replica's live requests and of the ledger of their tokens. Every end of a request passes through here."""
 
-    def __init__(self, send: Callable[[FromFrontend], None], watch: RequestWatch) -> None:
+    def __init__(self, send: Callable[[FromFrontend], None], watch: RequestWatch, ledger: RequestLedger) -> None:
         self._send = send
         self._watch = watch
-        self._ledger = RequestLedger()
+        self._ledger = ledger
         self._live: dict[int, LiveRequest] = {}
         self._have_news: dict[int, LiveRequest] = {}  # to be notified after the current batch
         self._is_ending: set[int] = set()  # requests with a choice that ends in the current batch
@@ -84,6 +84,15 @@ class Deliveries:
             live.fail(error)
 
     @property
+    def num_requests(self) -> int:
+        return self._ledger.num_requests
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all live requests, prompts included."""
+        return self._ledger.num_tokens + sum(live.num_prompt_tokens for live in self._live.values())
+
+    @property
     def num_unsent(self) -> int:
         """Number of requests that wait for a scheduler and have been sent to none."""
         return self._ledger.num_unsent
@@ -98,7 +107,6 @@ class Deliveries:
             "live_ledger_choices": self._ledger.num_choices,
             "live_ledger_tokens": self._ledger.num_tokens,
             "live_unacknowledged": self._ledger.num_unacknowledged,
-            "live_watched": self._watch.num_watched,
             "num_refused": self._num_refused,
             "num_output_tokens": self._num_tokens,
             "num_batches": self._ledger.num_batches,
@@ -135,6 +143,28 @@ class Deliveries:
         self._is_ending = set()
         self._apply(self._ledger.resume())
         self._notify_readers()
+
+    def record_cause(self, *, by_request: bool) -> None:
+        """Record whether a request may have caused the scheduler's end, as soon as that is known."""
+        self._ledger.record_cause(by_request=by_request)
+
+    def movable(self) -> list[int]:
+        """Return the requests that another replica may continue, because they cannot have caused the scheduler's end."""
+        return self._ledger.movable()
+
+    def request(self, rid: int) -> GenerateRequest:
+        """Return a live request as it was submitted."""
+        return self._ledger.request(rid)
+
+    def move(self, rid: int, other: Deliveries, replica: int) -> None:
+        """Let another replica, with this number, continue a request."""
+        entry, live = self._ledger.withdraw(rid), self._live.pop(rid)
+        live.replica = replica
+        other._live[rid] = live
+        other._received_s = self._watch.now()
+        other._is_ending = set()
+        other._apply(other._ledger.adopt(entry))
+        other._notify_readers()
 
     def acknowledge(self) -> None:
         """Acknowledge all batches received so far."""

@@ -72,6 +72,7 @@ class LiveRequest:
             "_wants_all",
             "_error",
             "_wake",
+            "replica",
         ),
         "_reader",
     )
@@ -92,6 +93,7 @@ class LiveRequest:
         arrived_s, sent_s: clock times at which the request reached this process and is sent to the scheduler.
         """
         self.rid = request.rid
+        self.replica: int | None = None  # that runs it, if the server has several
         self.label = request.label
         self.seed = request.seed
         self._prompt_ids = request.prompt_ids
@@ -163,6 +165,10 @@ class LiveRequest:
     @property
     def prompt_ids(self) -> tuple[int, ...]:
         return tuple(self._prompt_ids.tolist())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._num_prompt
 
     @property
     def has_begun(self) -> bool:
@@ -291,6 +297,7 @@ class LiveRequest:
             prompt_ids=self._told_prompt_ids if choice.is_first else (),
             num_preempted=choice.num_preempted,
             times=times,
+            replica=self.replica,
         )
 
 

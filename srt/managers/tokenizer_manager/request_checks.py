@@ -53,6 +53,14 @@ def check_form(request: GenerateInput) -> None:
         raise bad("truncate_prompt_tokens", f"must be {allowed}, not {show(most)}")
 
 
+def check_replica(request: GenerateInput, num_replicas: int) -> None:
+    """Check that the replica asked for is one of the server's."""
+    asked = request.replica
+    if asked is not None and (type(asked) is not int or not 0 <= asked < num_replicas):
+        allowed = f"an integer from 0 to {num_replicas - 1}" if num_replicas > 1 else "0, as the server has one replica"
+        raise bad("routed_dp_rank", f"must be {allowed} (see --dp-size), not {show(asked)}")
+
+
 def check_text(parameter: str, text: object) -> None:
     if not isinstance(text, str):
         raise bad(parameter, f"must be a string, not {kind_of(text)}")

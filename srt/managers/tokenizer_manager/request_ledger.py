@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -114,13 +114,20 @@ class _Choice:
             self.died_at = self.num_released
 
     @property
+    def is_suspect(self) -> bool:
+        """True if it may have caused an engine's death and has not got past that token since."""
+        return self.num_deaths > 0 and self.num_released <= self.died_at + TRIAL_TOKENS
+
+    @property
     def has_ended(self) -> bool:
         """True if the end and every token before it have come."""
         return self.done is not None and len(self.ids) >= self.done.num_output
 
 
 @dataclass(slots=True)
-class _Entry:
+class LedgerEntry:
+    """A live request. Only ledgers read or write its fields."""
+
     request: GenerateRequest
     choices: dict[int, _Choice]
     has_logprobs: bool  # logprobs were asked for
@@ -149,17 +156,45 @@ class _Entry:
         return min(len(choice.ids), choice.num_logprobs) if self.request.logprobs.output else len(choice.ids)
 
 
-class RequestLedger:
-    """Owner of every live request's tokens on the frontend's side. Requests that ended, were refused or were aborted are forgotten."""
+class Conviction(NamedTuple):
+    """What is remembered of a convicted request."""
+
+    died_at: int  # tokens that were released at the engine's death
+    replica: int  # whose engines died
+
+
+class Convictions:
+    """The latest requests that killed two engines, by their digests. Clients may submit the same again."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
+        self._by_digest: dict[bytes, Conviction] = {}
+
+    def find(self, request: GenerateRequest) -> Conviction | None:
+        return self._by_digest.get(digest_of(request)) if self._by_digest else None
+
+    def add(self, request: GenerateRequest, conviction: Conviction) -> None:
+        self._by_digest[digest_of(request)] = conviction
+        if len(self._by_digest) > MOST_CONVICTED:
+            del self._by_digest[next(iter(self._by_digest))]
+
+
+class RequestLedger:
+    """Owner of the tokens of every live request of one replica, on the frontend's side.
+
+    Requests that ended, were refused or were aborted are forgotten.
+    """
+
+    def __init__(self, convictions: Convictions | None = None, replica: int = 0) -> None:
+        """Create an empty ledger. The ledgers of all replicas share their convictions."""
+        self._entries: dict[int, LedgerEntry] = {}
         self._labels: set[str] = set()
         self._last_batch = -1
         self._last_acknowledged = -1
         self._has_scheduler = True
-        # By the digest of a convicted request: how many tokens were released at the engine's death. Clients may submit the same again.
-        self._convicted: dict[bytes, int] = {}
+        self._convictions = Convictions() if convictions is None else convictions
+        self._replica = replica
+        self._has_last_word = False  # the last scheduler said what was in flight at its end
+        self._by_request: bool | None = None  # whether a request may be the cause of that end; None: unknown
         self._was_alone = False  # only one choice was in flight at the last scheduler's end
         self.num_batches = 0
         self.num_gaps = 0
@@ -202,7 +237,7 @@ class RequestLedger:
         assert request.rid not in self._entries, f"request {request.rid} is live"
         assert request.label not in self._labels, f"the label {request.label} is live"
         choices = {choice: _Choice() for choice in request.choices.tolist()}
-        self._entries[request.rid] = _Entry(
+        self._entries[request.rid] = LedgerEntry(
             request,
             choices,
             has_logprobs=request.logprobs.output or request.logprobs.prompt_start >= 0,
@@ -210,10 +245,10 @@ class RequestLedger:
             only=choices.get(0) if len(choices) == 1 else None,
             was_sent=self._has_scheduler,
         )
-        died_at = self._convicted.get(digest_of(request)) if self._convicted else None
-        if died_at is not None:
+        conviction = self._convictions.find(request)
+        if conviction is not None:
             for choice in choices.values():
-                choice.num_deaths, choice.num_lone_deaths, choice.died_at = SUSPECTED, CONVICTED - 1, died_at
+                choice.num_deaths, choice.num_lone_deaths, choice.died_at = SUSPECTED, CONVICTED - 1, conviction.died_at
             request = self._entries[request.rid].request = replace(request, suspect=True)
         self._labels.add(request.label)
         return [Send(request)]
@@ -272,7 +307,7 @@ class RequestLedger:
 
     def record_last_word(self, word: LastWord) -> None:
         """Record the choices that were in flight when a scheduler came to its end."""
-        self._was_alone = word.is_alone
+        self._was_alone, self._has_last_word = word.is_alone, True
         for rid, index in zip(word.rids.tolist(), word.choices.tolist(), strict=True):
             choice = self._choice(rid, index)
             if choice is not None:
@@ -282,8 +317,13 @@ class RequestLedger:
         """Record that the scheduler is unreachable. New requests wait until `resume`."""
         self._has_scheduler = False
 
+    def record_cause(self, *, by_request: bool) -> None:
+        """Record whether a request may have caused the scheduler's death, before all of its engine has ended."""
+        self._by_request = by_request
+
     def record_death(self, *, by_request: bool) -> None:
         """Record the cause of the scheduler's death. If a request may be the cause, choices in flight become suspects."""
+        self._by_request = by_request
         for entry in self._entries.values():
             for choice in entry.choices.values():
                 choice.record_death(is_suspected=choice.was_in_flight and by_request, is_alone=self._was_alone)
@@ -296,6 +336,7 @@ class RequestLedger:
         """
         self._last_batch = self._last_acknowledged = -1
         self._has_scheduler = True
+        self._has_last_word, self._by_request = False, None
         for entry in list(self._entries.values()):
             for index, choice in list(entry.choices.items()):
                 if index not in entry.choices:
@@ -308,6 +349,43 @@ class RequestLedger:
                 again = _resubmission(entry)
                 entry.was_sent = True
                 yield Send(again)
+
+    # ---- From one replica to another
+
+    def movable(self) -> list[int]:
+        """Return the requests that another replica may continue after the scheduler's end: those that cannot have caused it."""
+        return [rid for rid, entry in self._entries.items() if self._may_move(entry)]
+
+    def request(self, rid: int) -> GenerateRequest:
+        """Return a live request as it was submitted."""
+        return self._entries[rid].request
+
+    def withdraw(self, rid: int) -> LedgerEntry:
+        """Give up a request without telling the scheduler, which is gone. Pass the result to another ledger's `adopt`."""
+        entry = self._entries.pop(rid)
+        self._labels.remove(entry.request.label)
+        return entry
+
+    def adopt(self, entry: LedgerEntry) -> Iterator[Effect]:
+        """Yield the effects by which this ledger's scheduler continues a request of another replica. Iterate to the end."""
+        assert entry.request.rid not in self._entries, f"request {entry.request.rid} is live"
+        self._entries[entry.request.rid] = entry
+        self._labels.add(entry.request.label)
+        for index, choice in list(entry.choices.items()):
+            choice.was_in_flight = False
+            choice.num_deaths = choice.num_lone_deaths = 0
+            yield from self._rewind(entry, index, choice)
+        if entry.choices:
+            again = _resubmission(entry)
+            entry.was_sent = entry.was_sent or self._has_scheduler
+            yield Send(again)
+
+    def _may_move(self, entry: LedgerEntry) -> bool:
+        if any(choice.is_suspect for choice in entry.choices.values()):
+            return False
+        if not entry.was_sent or self._by_request is False:
+            return True
+        return self._has_last_word and not any(choice.was_in_flight for choice in entry.choices.values())
 
     # ---- What a batch brings
 
@@ -385,7 +463,7 @@ class RequestLedger:
         choice.is_gap = False
         return effects
 
-    def _release(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
+    def _release(self, entry: LedgerEntry, index: int, choice: _Choice) -> list[Effect]:
         end = entry.num_complete(choice)
         if end <= choice.num_released:
             return []
@@ -406,17 +484,15 @@ class RequestLedger:
 
     # ---- Beginnings and ends
 
-    def _convict(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
+    def _convict(self, entry: LedgerEntry, index: int, choice: _Choice) -> list[Effect]:
         """End a choice that killed two engines, and remember its request: a second try is convicted by one more death at that token."""
-        self._convicted[digest_of(entry.request)] = choice.died_at
-        if len(self._convicted) > MOST_CONVICTED:
-            del self._convicted[next(iter(self._convicted))]
+        self._convictions.add(entry.request, Conviction(choice.died_at, self._replica))
         cached, num_output = choice.cached, len(choice.ids)
         done = RequestDone(entry.request.rid, index, "error", -1, num_output, cached, status=500, message=CONVICTION)
         self._forget(entry.request.rid, index)
         return [ChoiceEnded(entry.request.rid, index, done)]
 
-    def _rewind(self, entry: _Entry, index: int, choice: _Choice) -> list[Effect]:
+    def _rewind(self, entry: LedgerEntry, index: int, choice: _Choice) -> list[Effect]:
         """Drop tokens whose logprobs the old scheduler had not sent. End the choice if it was aborted or if its tokens are complete."""
         if entry.request.logprobs.output:
             del choice.ids[choice.num_logprobs :]
@@ -439,7 +515,7 @@ class RequestLedger:
             self._labels.remove(entry.request.label)
 
 
-def _resubmission(entry: _Entry) -> GenerateRequest:
+def _resubmission(entry: LedgerEntry) -> GenerateRequest:
     request = entry.request
     start = -1 if entry.has_prompt_logprobs else entry.next_prompt_logprob
     return replace(

@@ -9,10 +9,11 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import astuple
 
 from srt.constrained.compiler import Compiler, CompilerBusy
 from srt.constrained.constraint import Constraint
@@ -20,14 +21,23 @@ from srt.constrained.resource import resource_of
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.tracer import Tracer
 from srt.managers.tokenizer_manager.api_types import EngineDied, GenerateInput, RequestError
-from srt.managers.tokenizer_manager.control_calls import ControlCalls
-from srt.managers.tokenizer_manager.deliveries import Deliveries
 from srt.managers.tokenizer_manager.frontend_metrics import FrontendMetrics
 from srt.managers.tokenizer_manager.live_request import LiveRequest
 from srt.managers.tokenizer_manager.live_request import RequestHandle as RequestHandle
 from srt.managers.tokenizer_manager.model_facts import ModelFacts as ModelFacts
 from srt.managers.tokenizer_manager.model_facts import read_model_facts
-from srt.managers.tokenizer_manager.request_checks import bad, build_request, check_form, check_text, num_kept_tokens
+from srt.managers.tokenizer_manager.replica_client import ReplicaClient
+from srt.managers.tokenizer_manager.replica_counters import combined
+from srt.managers.tokenizer_manager.replica_router import ReplicaRouter
+from srt.managers.tokenizer_manager.request_checks import (
+    bad,
+    build_request,
+    check_form,
+    check_replica,
+    check_text,
+    num_kept_tokens,
+)
+from srt.managers.tokenizer_manager.request_ledger import Convictions
 from srt.managers.tokenizer_manager.request_watch import RequestWatch
 from srt.managers.tokenizer_manager.scheduler_link import SchedulerLink
 from srt.managers.tokenizer_manager.text_codec import TextCodec, load_text_files
@@ -36,23 +46,19 @@ from srt.protocol.messages import (
     AbortLabel,
     ContinueGeneration,
     ControlReply,
+    EngineLost,
     EngineReplaced,
     FlushCache,
     FromFrontend,
     GenerateRequest,
     GetState,
     Int32Array,
-    LastWord,
     Load,
-    Message,
     PauseGeneration,
-    Refused,
-    Rejected,
     RequestDone,
     Resource,
     Scalar,
     SchedulerHello,
-    TokenBatch,
 )
 from srt.sampling.parameter_checks import ParameterError
 from srt.sampling.sampling_params import DEFAULT_MAX_NEW_TOKENS, SamplingParams
@@ -66,7 +72,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenizerManager:
-    """Owner of the link to the scheduler and, through its parts, of this frontend's texts and live requests.
+    """Owner of this frontend's texts and, through its replicas, of the links to their schedulers and of the live requests.
 
     Use it from one event loop only.
     """
@@ -79,14 +85,16 @@ class TokenizerManager:
         template: ChatTemplate | ChatTemplateError | None,
         new_seed: Callable[[], int],
         connect: Callable[..., SchedulerLink],
-        generation: int,
+        generations: Sequence[int],
         max_held: int,
         watch: RequestWatch | None = None,
         compiler: Compiler | None = None,
+        router: ReplicaRouter | None = None,
     ) -> None:
-        """Link to the scheduler of `generation`. Programs use `TokenizerManager.connect` instead.
+        """Link to the schedulers of all replicas. Programs use `TokenizerManager.connect` instead.
 
         connect: makes a SchedulerLink from a generation and the link's callbacks.
+        generations: the present generation of each replica.
         max_held: number of requests that may wait while there is no scheduler.
         compiler: None refuses constraints.
         """
@@ -96,29 +104,25 @@ class TokenizerManager:
         self._compiler = compiler
         self._compiler_start: asyncio.Task[None] | None = None
         self._new_seed = new_seed
-        self._deliveries = Deliveries(self._send, self._watch)
-        self._calls = ControlCalls(self._send)
+        self._router = router or ReplicaRouter()
         # Labels of requests that are not sent yet. True: aborted in the meantime.
         self._labels_on_the_way: dict[str, bool] = {}
         self._num_requests = 0
-        self._num_rejected = 0
-        self._limits: SchedulerHello | None = None
-        self._load: Load | None = None
         self._death: str | None = None
-        self._next: EngineReplaced | None = None  # how to reach the next scheduler
-        self._is_greeted = False  # the present scheduler has answered; before that nothing is sent to it
         self._max_held = max_held
-        self._connect = connect
-        self._answered = asyncio.Event()  # set when the scheduler has answered, or never will
+        self._answered = asyncio.Event()  # set when a scheduler has answered, or none ever will
         self._broken = asyncio.Event()
-        self._link = self._link_to(generation)
+        self._replicas: list[ReplicaClient] = []
+        self._convictions = Convictions()
+        for number, generation in enumerate(generations):
+            self._replicas.append(ReplicaClient(number, generation, connect, self._watch, self._convictions, self))
 
     @classmethod
     async def connect(
         cls,
         *,
         index: int,
-        generation: int,
+        generations: Sequence[int],
         run_dir: str,
         model_folder: str,
         args: ServerArgs,
@@ -137,7 +141,8 @@ class TokenizerManager:
             template=template,
             new_seed=seed_source(args.random_seed, index),
             connect=connect,
-            generation=generation,
+            generations=generations,
+            router=ReplicaRouter(args.load_balance_method),
             max_held=args.max_queued_requests,
             compiler=None
             if args.grammar_backend == "none"
@@ -164,19 +169,25 @@ class TokenizerManager:
 
     @property
     def limits(self) -> SchedulerHello:
-        """The scheduler's limits, which requests are checked against. Available after `wait_ready`."""
-        assert self._limits is not None, "the scheduler has not answered yet"
-        return self._limits
+        """The least limits of all schedulers, which requests are checked against. Available after `wait_ready`."""
+        limits = [replica.limits for replica in self._replicas if replica.limits is not None]
+        assert limits, "no scheduler has answered yet"
+        return min(limits, key=lambda one: one.max_request_tokens)
 
     @property
     def load(self) -> Load | None:
-        """The load that the scheduler reported last."""
-        return self._load
+        """The load of all replicas, as their schedulers reported it last."""
+        loads = [replica.load for replica in self._replicas if replica.load is not None]
+        return sum_of_loads(loads) if loads else None
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._replicas)
 
     @property
     def is_ready(self) -> bool:
-        """True if the scheduler has answered and its link is up."""
-        return self._is_greeted and self._death is None
+        """True if a scheduler has answered and its link is up."""
+        return self._death is None and any(replica.is_greeted for replica in self._replicas)
 
     @property
     def is_dead(self) -> bool:
@@ -184,7 +195,7 @@ class TokenizerManager:
         return self._death is not None
 
     async def wait_ready(self) -> None:
-        """Wait until the scheduler accepts requests; raise EngineDied if it never will."""
+        """Wait until a scheduler accepts requests; raise EngineDied if it never will."""
         await self._answered.wait()
         if self._death is not None:
             raise EngineDied(self._death)
@@ -200,55 +211,66 @@ class TokenizerManager:
         if self._death is not None:
             return
         self._death = f"The engine has ended: {reason.rstrip('.')}."
-        self._link.close()
-        self._deliveries.fail_all(EngineDied(self._death))
-        self._calls.fail(EngineDied(self._death))
+        for replica in self._replicas:
+            replica.fail(EngineDied(self._death))
         self._answered.set()
         self._broken.set()
 
-    def engine_replaced(self, replaced: EngineReplaced) -> None:
-        """Move to the next scheduler, because this one has ended. Unanswered requests and calls are sent to the next one when it is
-        there; readers only notice a pause."""
-        # If two messages come before the link's end is noticed, the first gives the cause of death of this link's scheduler.
-        self._next = replaced if self._next is None else replace(replaced, by_request=self._next.by_request)
-        if not self._is_greeted:  # otherwise its last messages may still come, and the link's end follows them
-            self._go_to_next()
+    def engine_changed(self, news: EngineReplaced | EngineLost) -> None:
+        """Handle the supervisor's notice that a replica's engine has ended, or that the next one is starting."""
+        if self._death is not None:
+            return
+        replica = self._replicas[news.replica]
+        if isinstance(news, EngineReplaced):
+            replica.replaced(news)
+        else:
+            replica.lost(news)
 
-    def _engine_lost(self) -> None:
-        """Handle the end of the link. The supervisor notices the death too, and replaces the engine or ends everything."""
-        self._is_greeted = False
-        self._deliveries.record_lost()
-        self._go_to_next()
+    def replica_changed(self, changed: ReplicaClient) -> None:
+        """Move requests from replicas that have ended to those that serve, because one of either kind is new."""
+        if changed.is_greeted:
+            self._answered.set()
+            self._router.forget(changed)
+        elif self.num_replicas > 1:
+            changed.calls.fail(_being_replaced(changed), kinds=(FlushCache, GetState, AbortLabel))
+        for replica in self._replicas:
+            if not replica.is_greeted:
+                self._move_requests(replica)
+        if changed.is_final:
+            changed.fail(EngineDied("The engine has ended: the server is shutting down."))
 
-    def _go_to_next(self) -> None:
-        replaced, self._next = self._next, None
-        if replaced is not None and self._death is None:
-            self._deliveries.record_death(by_request=replaced.by_request)
-            self._link.drop()
-            self._link = self._link_to(replaced.generation)
+    def _move_requests(self, replica: ReplicaClient) -> None:
+        """Let other replicas continue what a replica that has ended may give away."""
+        others = self._serving()
+        if not others:
+            return
+        for rid in replica.deliveries.movable():
+            other = self._router.choose(replica.deliveries.request(rid), others)
+            replica.deliveries.move(rid, other.deliveries, other.number)
+            other.num_sent += 1
 
-    def _link_to(self, generation: int) -> SchedulerLink:
-        return self._connect(
-            generation,
-            on_message=self._handle,
-            on_idle=self._deliveries.acknowledge,
-            on_lost=self._engine_lost,
-            on_broken=self.engine_died,
-        )
+    def _serving(self) -> list[ReplicaClient]:
+        """Return the replicas whose schedulers have answered and whose links are up."""
+        return [replica for replica in self._replicas if replica.is_greeted]
 
     def stats(self) -> dict[str, Scalar]:
         """Return counters for /server_info and leak checks. All that begin with `live_` are 0 when nothing runs."""
+        counts: Counter[str] = Counter()
+        for replica in self._replicas:
+            counts.update(replica.deliveries.stats())
         return {
-            **self._deliveries.stats(),
+            **counts,
+            "live_watched": self._watch.num_watched,
             "live_labels": len(self._labels_on_the_way),
-            "live_calls": self._calls.num_of_clients,
+            "live_calls": sum(replica.calls.num_of_clients for replica in self._replicas),
             "num_requests": self._num_requests,
-            "num_rejected": self._num_rejected,
+            "num_rejected": sum(replica.num_rejected for replica in self._replicas),
         }
 
     async def close(self) -> None:
         """Abort everything and close the link."""
-        self._deliveries.abort_all()
+        for replica in self._replicas:
+            replica.deliveries.abort_all()
         self.engine_died("it was shut down")
         self.text.close()
         await self.stop_compiler()
@@ -294,8 +316,9 @@ class TokenizerManager:
         labels: dict[str, bool] = {}
         for request in requests:
             check_form(request)
+            check_replica(request, self.num_replicas)
             label = secrets.token_hex(16) if request.rid is None else request.rid
-            if label in labels or label in self._labels_on_the_way or self._deliveries.has_label(label):
+            if label in labels or label in self._labels_on_the_way or self._is_live(label):
                 raise bad("rid", f"{label!r} is already the name of another request")
             labels[label] = False
         self._labels_on_the_way |= labels
@@ -308,7 +331,7 @@ class TokenizerManager:
         resource = None if request.params.constraint is None else await self._grammar(request.params.constraint)
         is_aborted = self._labels_on_the_way.pop(label)
         self._check_alive()  # the engine may have died in the meantime
-        if not self._is_greeted:
+        if not self.is_ready:
             self._check_room()
         tokenized_s = self._watch.now()
         message = build_request(
@@ -328,10 +351,31 @@ class TokenizerManager:
             for choice in message.choices.tolist():
                 live.end_choice(choice, RequestDone(message.rid, choice, "abort", -1, 0, 0))
         else:
+            replica = self._choose_replica(request, message)
+            live.replica = replica.number if self.num_replicas > 1 else None
             live.watched = self._watch.began(request, message, arrived_s)
-            self._deliveries.begin(live, message)
+            replica.deliveries.begin(live, message)
+            replica.num_sent += 1
             self._watch.sent(message, tokenized_s)
-        return RequestHandle(live, self._deliveries.abort)
+        return RequestHandle(live, self._abort)
+
+    def _choose_replica(self, request: GenerateInput, message: GenerateRequest) -> ReplicaClient:
+        """Return the replica that begins to run a request: one that serves or, if there is none, one that will serve again."""
+        conviction = self._convictions.find(message)
+        if conviction is not None:  # it does not get a chance to kill another replica
+            return self._replicas[conviction.replica]
+        asked = request.replica
+        if asked is not None and self._replicas[asked].is_greeted:
+            return self._replicas[asked]
+        return self._router.choose(message, self._serving() or [one for one in self._replicas if not one.is_final])
+
+    def _abort(self, rid: int) -> None:
+        """End a request from this side, whichever replica runs it."""
+        for replica in self._replicas:
+            replica.deliveries.abort(rid)
+
+    def _is_live(self, label: str) -> bool:
+        return any(replica.deliveries.has_label(label) for replica in self._replicas)
 
     async def _grammar(self, constraint: Constraint) -> Resource:
         """Return what workers need to follow a constraint; raise RequestError if it cannot be followed, or not now."""
@@ -359,12 +403,12 @@ class TokenizerManager:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDied(self._death)
-        if self._limits is None:
+        if not any(replica.limits for replica in self._replicas):
             raise RequestError(503, "The server is starting.", retry_after_s=_RETRY_AFTER_S)
 
     def _check_room(self) -> None:
         """Refuse the request if `max_held` requests already wait for the engine to be replaced."""
-        num_held = self._deliveries.num_unsent
+        num_held = sum(replica.deliveries.num_unsent for replica in self._replicas)
         if num_held >= self._max_held:
             sentence = f"The engine is being replaced, and {num_held} requests, the limit, already wait for it."
             raise RequestError(503, sentence, retry_after_s=_RETRY_AFTER_S)
@@ -383,71 +427,33 @@ class TokenizerManager:
             sent_s=sent_s,
         )
 
-    # ---- What the scheduler says
-
-    def _handle(self, message: Message) -> None:
-        match message:
-            case TokenBatch() | Refused():
-                self._deliveries.handle(message)
-            case ControlReply():
-                self._calls.handle(message)
-            case Load():
-                self._load = message
-            case AbortLabel():
-                self._abort_named(message.label)
-            case SchedulerHello():
-                self._greeted(message)
-            case LastWord():
-                self._deliveries.record_last_word(message)
-            case Rejected():
-                self._handle_rejection(message.reason)
-            case _:
-                logger.error("The scheduler sent a %s message, which frontends do not handle.", type(message).__name__)
-
-    def _greeted(self, hello: SchedulerHello) -> None:
-        self._limits = hello
-        self._is_greeted = True
-        self._answered.set()
-        self._deliveries.resume()
-        self._calls.send_again()
-
-    def _handle_rejection(self, reason: str) -> None:
-        """Handle the scheduler's report that it dropped a message of this frontend, which is a defect.
-
-        The message can have been any request without an answer yet, so all of those fail instead of hanging.
-        """
-        logger.error("The scheduler rejected a message of this frontend: %s.", reason)
-        self._num_rejected += 1
-        if not self._is_greeted:
-            self.engine_died(f"it does not understand this process ({reason})")
-            return
-        self._deliveries.fail_unbegun(
-            RequestError(500, f"The engine rejected a message, perhaps this request: {reason}.")
-        )
-
     # ---- Control
 
     async def flush_cache(self) -> tuple[bool, str]:
-        """Empty the prefix cache; return (done?, sentence)."""
-        reply = await self._call(FlushCache)
-        return reply.ok, reply.message
+        """Empty the prefix caches of all replicas; return (done?, sentence)."""
+        return _whether_all(await self._call(FlushCache))
 
     async def pause(self, mode: str) -> tuple[bool, str]:
         """Pause generation; return (done?, sentence). On return no step is in flight; requests wait until `resume`."""
-        reply = await self._call(lambda call: PauseGeneration(call, mode))
-        return reply.ok, reply.message
+        self._check_all_serve()
+        return _whether_all(await self._call(lambda call: PauseGeneration(call, mode)))
 
     async def resume(self) -> None:
+        self._check_all_serve()
         await self._call(ContinueGeneration)
 
     async def get_state(self, deep: bool = False, is_own: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
-        """Return (ok?, sentence, the scheduler's counters).
+        """Return (ok?, sentence, the schedulers' counters), added up over the replicas that serve.
 
         deep: compare the workers' tables too.
         is_own: the frontend itself asks, not a client.
         """
-        reply = await self._call(lambda call: GetState(call, deep), is_own)
-        return reply.ok, reply.message, reply.values
+        states = await self.get_states(deep, is_own)
+        return *_whether_all(states), combined([one.values for one in states.values()])
+
+    async def get_states(self, deep: bool = False, is_own: bool = False) -> dict[int, ControlReply]:
+        """Return the state of every replica that serves."""
+        return await self._call(lambda call: GetState(call, deep), is_own)
 
     async def abort_label(self, label: str) -> int:
         """Abort the live requests that match `label` in all frontends, and return their number.
@@ -456,16 +462,24 @@ class TokenizerManager:
         """
         check_text("rid", label)
         on_the_way = self._mark_on_the_way(label)
-        named = self._deliveries.named(label)  # taken now: requests sent after this call are not aborted
-        reply = await self._call(lambda call: AbortLabel(call, label))
-        self._deliveries.record_aborted(named)
-        count = reply.values.get("num_aborted", 0)
-        return on_the_way + (count if isinstance(count, int) else 0)
+        # Taken now: requests sent after this call are not aborted.
+        named = [(replica, rid) for replica in self._replicas for rid in replica.deliveries.named(label)]
+        if self.num_replicas > 1:  # another replica may have to take one over before the answers come
+            self._record_aborted(named)
+        replies = await self._call(lambda call: AbortLabel(call, label))
+        self._record_aborted(named)
+        counts = [reply.values.get("num_aborted", 0) for reply in replies.values()]
+        return on_the_way + sum(count for count in counts if isinstance(count, int))
 
-    def _abort_named(self, label: str) -> None:
-        """Abort the requests that match `label`, at another frontend's request. The scheduler has ended those it knew already."""
+    def _record_aborted(self, named: Iterable[tuple[ReplicaClient, int]]) -> None:
+        for replica, rid in named:
+            replica.deliveries.record_aborted([rid])
+
+    def abort_named(self, label: str) -> None:
+        """Abort the requests that match `label`, at another frontend's request. The schedulers have ended those they knew already."""
         self._mark_on_the_way(label)
-        self._deliveries.abort_named(label)
+        for replica in self._replicas:
+            replica.deliveries.abort_named(label)
 
     def _mark_on_the_way(self, label: str) -> int:
         """Mark matching requests that are not sent yet: they are aborted when they would be sent. Return their number."""
@@ -473,16 +487,44 @@ class TokenizerManager:
         self._labels_on_the_way.update(dict.fromkeys(named, True))
         return len(named)
 
-    async def _call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> ControlReply:
+    def _check_all_serve(self) -> None:
+        """Raise RequestError if a replica is being replaced: it would not learn what holds for all of them."""
         self._check_alive()
-        if not self._is_greeted:
-            raise RequestError(503, "The engine is being replaced.", retry_after_s=_RETRY_AFTER_S)
-        return await self._calls.call(make, is_own)
+        for replica in self._replicas:
+            if self.num_replicas > 1 and not replica.is_greeted:
+                raise _being_replaced(replica)
 
-    def _send(self, message: FromFrontend) -> None:
-        """Send a message if the scheduler has answered. Otherwise drop it: a new scheduler is sent all live requests and calls anyway."""
-        if self._is_greeted:
-            self._link.send(message)
+    async def _call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> dict[int, ControlReply]:
+        """Send a call to all replicas that serve, and return their answers. One that ends meanwhile is left out, unless it was the last."""
+        self._check_alive()
+        replicas = self._serving()
+        if not replicas:
+            raise RequestError(503, "The engine is being replaced.", retry_after_s=_RETRY_AFTER_S)
+        calls = [replica.calls.call(make, is_own) for replica in replicas]
+        if len(calls) == 1:
+            return {replicas[0].number: await calls[0]}
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        replies = {r.number: a for r, a in zip(replicas, answers, strict=True) if isinstance(a, ControlReply)}
+        if not replies:
+            raise next(answer for answer in answers if isinstance(answer, BaseException))
+        return replies
+
+
+def sum_of_loads(loads: Iterable[Load]) -> Load:
+    """Return the load of several replicas together."""
+    columns = zip(*(astuple(one) for one in loads), strict=True)
+    return Load(*(sum(column) for column in columns))
+
+
+def _whether_all(replies: Mapping[int, ControlReply]) -> tuple[bool, str]:
+    """Return whether all replies are positive, and the sentences of those that are not, or of all."""
+    refusals = [reply for reply in replies.values() if not reply.ok]
+    sentences = dict.fromkeys(reply.message for reply in refusals or replies.values())
+    return not refusals, " ".join(sentence for sentence in sentences if sentence)
+
+
+def _being_replaced(replica: ReplicaClient) -> RequestError:
+    return RequestError(503, f"Replica {replica.number} is being replaced.", retry_after_s=_RETRY_AFTER_S)
 
 
 async def _start(compiler: Compiler) -> None:

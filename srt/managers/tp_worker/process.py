@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 from srt.distributed.errors import CollectiveError
 from srt.managers.process.child import Child, SupervisorGone
+from srt.managers.process.replica_layout import ReplicaLayout, previous_generation
 from srt.managers.process.tracer import DEVICE, STEP, Tracer
 from srt.managers.tp_worker.constrained_rows import ConstrainedRows, GrammarLoader, SamplingRow, without_least_length
 from srt.managers.tp_worker.resources import Loader, ResourceThreads
@@ -230,7 +231,8 @@ def main(child: Child) -> None:
         child.report_phase("warm-up")
         warm_up(runner)
     link = WorkerLink(child)
-    rank, args = child.start.index, child.start.args
+    args = child.start.args
+    rank = ReplicaLayout.of(args, child.start.replica).rank_of(child.start.index)
     worker = TpWorker(rank, runner, link, args.window, child.tracer, args.tp_size, _grammar_loader(child, runner))
     link.send(hello_of(rank, args.page_size, runner))
     gc.collect()
@@ -244,7 +246,9 @@ def main(child: Child) -> None:
     except SupervisorGone:
         raise
     except Exception as error:
-        sentence = " ".join(f"Worker {rank} failed in step {worker.step}: {type(error).__name__}: {error}".split())
+        sentence = " ".join(
+            f"Worker {child.start.index} failed in step {worker.step}: {type(error).__name__}: {error}".split()
+        )
         link.send(WorkerFault(rank, worker.step, sentence))
         link.close()
         if isinstance(error, CollectiveError):  # usually another rank's fault, so this rank's traceback would not help
@@ -280,18 +284,21 @@ def load_runner(child: Child) -> ModelRunner:
     # A worker's operations run one after the other, so threads that run several at once would only take cores. The number of threads
     # in one operation is OMP_NUM_THREADS, which child_process.py sets.
     torch.set_num_interop_threads(1)
-    args, rank = start.args, start.index
+    args = start.args
+    layout = ReplicaLayout.of(args, start.replica)
+    rank = layout.rank_of(start.index)
     config = ModelConfig.served_from(start.model_folder, args)
-    device = resolve_device(args, rank)
+    device = resolve_device(args, start.index)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         threading.Thread(target=_hash_compiler, name="compiler's hash", daemon=True).start()
     child.report_phase("communicator")
-    rendezvous, before = (Path(start.run_dir) / f"rendezvous-{start.generation - back}" for back in (0, 1))
-    before.unlink(missing_ok=True)
+    rendezvous = Path(start.run_dir) / f"rendezvous-{start.generation}"
+    before = previous_generation(start.generation, args.dp_size)
+    Path(start.run_dir, f"rendezvous-{before}").unlink(missing_ok=True)
     tp = init_tensor_parallel(
         rank,
-        args.tp_size,
+        layout.num_ranks,
         str(rendezvous),
         "gloo" if device.type == "cpu" else "nccl",
         device,

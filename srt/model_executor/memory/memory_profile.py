@@ -41,10 +41,10 @@ def profile_max_num_token(
     spare = 0  # tokens by which a later measurement may be smaller than the first
     if device.type == "cpu":
         available = available_memory_bytes()
-        unasked = min(available // CPU_SHARE, CPU_MOST_BYTES)
+        unasked = min(available // (CPU_SHARE * args.dp_size), CPU_MOST_BYTES)
         is_asked = num_tokens or args.max_total_tokens is not None
         # The kernel provides pages at first use, so the ranks do not see each other's yet.
-        fits = shares.tokens_in(available // args.tp_size if is_asked else unasked)
+        fits = shares.tokens_in(available // (args.tp_size * args.dp_size) if is_asked else unasked)
     else:
         free, total = torch.cuda.mem_get_info(device)
         fits = shares.tokens_in(kv_bytes(args, free, total, other_bytes))

@@ -33,7 +33,7 @@ from srt.managers.tokenizer_manager.request_checks import (
     num_kept_tokens,
 )
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
-from srt.protocol.messages import EngineReplaced, Load, Scalar, SchedulerHello
+from srt.protocol.messages import ControlReply, EngineLost, EngineReplaced, Load, Scalar, SchedulerHello
 from srt.sampling.sampling_params import SamplingParams
 from srt.server_args import ServerArgs
 from srt.utils.text_stream import TextStream
@@ -250,6 +250,10 @@ class FakeEngine:
             return False, "2 requests are running."
         return True, "Cache flushed."
 
+    async def get_states(self, deep: bool = False, is_own: bool = False) -> dict[int, ControlReply]:
+        ok, message, values = await self.get_state(deep, is_own)
+        return {0: ControlReply(0, ok, message, values)}
+
     async def get_state(self, deep: bool = False, is_own: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
         return not (deep and self.difference), self.difference, dict(self.counters)
 
@@ -271,8 +275,9 @@ class FakeEngine:
         for handle in self.handles:
             handle.fail(EngineDied(f"The engine has ended: {reason}."))
 
-    def engine_replaced(self, replaced: EngineReplaced) -> None:
-        self.generations.append(replaced.generation)
+    def engine_changed(self, news: EngineReplaced | EngineLost) -> None:
+        assert isinstance(news, EngineReplaced)
+        self.generations.append(news.generation)
 
     async def close(self) -> None:
         self.is_closed = True

@@ -15,7 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from srt.managers.process.child import AwakeTime
-from srt.managers.process.child_process import CHILD_FD, PARENT_PID, ChildKey, children_of, environment_of, spawn
+from srt.managers.process.child_process import CHILD_FD, PARENT_PID, ChildKey, environment_of, spawn
+from srt.managers.process.replica_layout import children_of
 from srt.protocol.link_errors import PeerGone
 from srt.protocol.messages import ChildStart, Failed, Heartbeat, Message, Progress, Ready, ServerReady, Stop
 from srt.protocol.stream import MessageStream
@@ -177,8 +178,8 @@ def test_workers_are_started_first() -> None:
 def test_workers_share_the_cores_and_do_not_spin_where_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    assert environment_of("worker", tp_size=2, num_processes=5, cores=64)["OMP_NUM_THREADS"] == "31"  # one to spare
-    assert environment_of("worker", tp_size=1, num_processes=4, cores=3)["OMP_NUM_THREADS"] == "3"
+    assert environment_of("worker", num_workers=2, num_processes=5, cores=64)["OMP_NUM_THREADS"] == "31"  # one to spare
+    assert environment_of("worker", num_workers=1, num_processes=4, cores=3)["OMP_NUM_THREADS"] == "3"
     assert "OMP_WAIT_POLICY" not in environment_of("worker", 2, 5, 64)
     few = environment_of("worker", 2, 5, 2)
     assert (few["OMP_NUM_THREADS"], few["OMP_WAIT_POLICY"]) == ("1", "PASSIVE")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from srt.managers.process.run_files import ENGINE_STATE_FILE
+from srt.managers.process.run_files import ENGINE_STATE_PREFIX
 from srt.managers.scheduler.engine_status import PUBLISH_S, STATUS_S, EngineStatus
 from srt.protocol.messages import Scalar
 from srt.utils.shared_numbers import SharedNumbers
@@ -19,7 +19,7 @@ class World:
     """An engine that makes a step of 10 ms with one token each time `run` counts one."""
 
     def __init__(self, run_dir: Path, interval: int | None = None) -> None:
-        self.path = run_dir / ENGINE_STATE_FILE
+        self.path = run_dir / f"{ENGINE_STATE_PREFIX}0"
         self.status = EngineStatus(run_dir, interval)
         counters = Host().scheduler.counters()
         assert counters is not None
@@ -65,7 +65,7 @@ def test_a_scheduler_that_takes_the_place_of_another_is_seen_on_a_full_disk_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     World(tmp_path).run(3)
-    seen = SharedNumbers.open(tmp_path / ENGINE_STATE_FILE)
+    seen = SharedNumbers.open(tmp_path / f"{ENGINE_STATE_PREFIX}0")
     assert seen is not None
     fill_disk(monkeypatch)
     World(tmp_path).run(1)

@@ -80,7 +80,7 @@ async def connected(folder: Path, **options: Any) -> AsyncIterator[tuple[Tokeniz
         scheduler = FakeScheduler(run_dir)
         args = ServerArgs(model_path=str(folder), **options)
         manager = await TokenizerManager.connect(
-            index=0, generation=1, run_dir=run_dir, model_folder=str(folder), args=args
+            index=0, generations=[1], run_dir=run_dir, model_folder=str(folder), args=args
         )
         try:
             yield manager, scheduler
@@ -462,7 +462,7 @@ def test_when_the_engine_ends_every_pending_call_says_so(qwen3_checkpoint: Path)
                     await asyncio.wait_for(pending, PATIENCE_S)
             assert "Worker 0 ended" in await manager.wait_broken()
             assert manager.is_dead
-            manager.engine_replaced(EngineReplaced(2, by_request=True))  # too late
+            manager.engine_changed(EngineReplaced(2, by_request=True))  # too late
             with pytest.raises(EngineDied):
                 await manager.submit(ask(manager))
             await nothing_left(manager)
@@ -479,7 +479,7 @@ async def replaced(manager: TokenizerManager, scheduler: FakeScheduler) -> Async
     scheduler.close()
     successor = scheduler.successor()
     try:
-        manager.engine_replaced(EngineReplaced(2, by_request=True))
+        manager.engine_changed(EngineReplaced(2, by_request=True))
         await until(lambda: not manager.is_ready)
         yield successor
     finally:
@@ -529,7 +529,7 @@ def test_a_scheduler_that_ends_before_it_is_ready_is_replaced_like_any_other(pla
             await second.expect(FrontendHello)
             second.close()
             third = second.successor()
-            manager.engine_replaced(EngineReplaced(3, by_request=True))
+            manager.engine_changed(EngineReplaced(3, by_request=True))
             await third.welcome()
             again = await third.expect(GenerateRequest)
             third.send_tokens(again.rid, [5], done=ended(again.rid, 1))
@@ -549,7 +549,7 @@ def test_a_request_that_was_alone_when_engines_died_gets_an_error_and_others_the
         other, second = await begin(manager, scheduler, ask(manager))
         for generation in (2, 3):
             scheduler.send(LastWord(np.array([first.rid]), int32_array([0]), is_alone=True))
-            manager.engine_replaced(EngineReplaced(generation, by_request=True))  # before these words have arrived
+            manager.engine_changed(EngineReplaced(generation, by_request=True))  # before these words have arrived
             scheduler.close()
             scheduler = scheduler.successor()
             await scheduler.welcome()
@@ -616,7 +616,7 @@ def test_who_comes_before_it_is_known_that_the_engine_is_replaced_waits_as_a_new
         with pytest.raises(RequestError, match="1 requests, the limit, already wait for it"):
             await manager.submit(ask(manager))
         successor = scheduler.successor()
-        manager.engine_replaced(EngineReplaced(2, by_request=True))
+        manager.engine_changed(EngineReplaced(2, by_request=True))
         with pytest.raises(RequestError, match="1 requests, the limit, already wait for it"):
             await manager.submit(ask(manager))
         await successor.welcome()

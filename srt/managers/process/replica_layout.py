@@ -1,0 +1,79 @@
+"""The layout of a replica: how many ranks it has, which processes it consists of, and how its engines are numbered.
+
+A server has `--dp-size` replicas, each a whole copy of the model: a scheduler and one worker for each rank. All of a server's workers
+are numbered from 0, the first replica's before the second's, and so are its schedulers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from srt.managers.process.child_process import ChildKey
+from srt.server_args import ServerArgs
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLayout:
+    """The layout of one replica of a server."""
+
+    tp: int  # ranks that share each layer
+    replica: int = 0  # its number
+
+    @classmethod
+    def of(cls, args: ServerArgs, replica: int = 0) -> ReplicaLayout:
+        return cls(args.tp_size, replica)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp
+
+    @property
+    def scheduler(self) -> ChildKey:
+        return ChildKey("scheduler", self.replica, self.replica)
+
+    @property
+    def workers(self) -> tuple[ChildKey, ...]:
+        """The workers, in the order of their ranks."""
+        first = self.replica * self.num_ranks
+        return tuple(ChildKey("worker", first + rank, self.replica) for rank in range(self.num_ranks))
+
+    @property
+    def members(self) -> tuple[ChildKey, ...]:
+        """All processes that end and are replaced together."""
+        return (*self.workers, self.scheduler)
+
+    def rank_of(self, worker: int) -> int:
+        """Return the rank of the worker with this number."""
+        return worker - self.replica * self.num_ranks
+
+
+def layouts_of(args: ServerArgs) -> list[ReplicaLayout]:
+    """Return the layout of every replica of a server."""
+    return [ReplicaLayout.of(args, replica) for replica in range(args.dp_size)]
+
+
+# The generations of one replica are as far apart as there are replicas. So no two engines of a server have the same number, and files
+# that are named after it do not collide.
+
+
+def first_generation(replica: int) -> int:
+    """Return the generation of the first engine of a replica."""
+    return 1 + replica
+
+
+def next_generation(generation: int, num_replicas: int) -> int:
+    """Return the generation of the engine that replaces this one."""
+    return generation + num_replicas
+
+
+def previous_generation(generation: int, num_replicas: int) -> int:
+    """Return the generation of the engine that this one replaced; a number below 1 if it was the first."""
+    return generation - num_replicas
+
+
+def children_of(num_frontends: int, tp_size: int, dp_size: int = 1) -> list[ChildKey]:
+    """List all processes of a server but the supervisor. Workers come first: their imports take longest."""
+    layouts = [ReplicaLayout(tp_size, replica) for replica in range(dp_size)]
+    workers = [worker for layout in layouts for worker in layout.workers]
+    frontends = [ChildKey("frontend", index) for index in range(num_frontends)]
+    return [*workers, *(layout.scheduler for layout in layouts), *frontends]
