@@ -625,8 +625,8 @@ REPLACEMENT_MUTATIONS = tuple(
         ),
         (
             "an engine keeps its generation",
-            "self.generation += 1",
-            "self.generation += 0",
+            "group.generation = next_generation(group.generation, len(self._engines))",
+            "pass",
         ),
         (
             "what was replaced long ago still counts",
@@ -640,8 +640,8 @@ REPLACEMENT_MUTATIONS = tuple(
         ),
         (
             "frontends are not told of the next engine",
-            'others = [Tell(child, replaced) for child in self._of_role("frontend")]',
-            "others = []",
+            "cause.sentence), *self._tell_frontends(replaced)]",
+            "cause.sentence), TellRuntime(replaced)]",
         ),
         (
             "a frontend that was replaced is not told that the server is ready",
