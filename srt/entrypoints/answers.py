@@ -352,7 +352,7 @@ class MetaInfo(Times, Logprobs):
     reasoning_tokens: Annotated[Count, "Always 0."]
     weight_version: Annotated[str, "The version of the weights."]
     num_retractions: Annotated[Count, "Number of times the request lost its place to others, and was resumed."]
-    dp_rank: Annotated[None, "Always null."]
+    dp_rank: Annotated[Count | None, "The replica that runs the request, of a server with --dp-size; else null."]
     seed: Seed
 
 

@@ -23,6 +23,9 @@ from srt.entrypoints.request_schema import (
     NAME,
     NOT_EMPTY,
     PRIORITY,
+    REPLICA,
+    ROUTED_ALIAS_TEXT,
+    ROUTED_TEXT,
     TOKEN_ID,
     TRUNCATION,
     RequestBody,
@@ -31,6 +34,7 @@ from srt.entrypoints.request_schema import (
     cache_namespace,
     checked_sampling_params,
     described,
+    routed_replica,
 )
 from srt.managers.tokenizer_manager.api_types import (
     ChoiceTimes,
@@ -92,6 +96,8 @@ class GenerateBody(RequestBody):
     priority: int | list[int] = described(
         "Higher runs first, if the server schedules by priority.", 0, integer=PRIORITY
     )
+    routed_dp_rank: int | None = described(ROUTED_TEXT, integer=REPLICA)
+    data_parallel_rank: int | None = described(ROUTED_ALIAS_TEXT, integer=REPLICA)
     return_cached_tokens_details: bool = described("Without effect: meta_info always has cached_tokens_details.", False)
     truncate_prompt_tokens: int | None = described(
         "Number of tokens to keep at each prompt's end, including the special tokens around it; -1: as many as leave room for the"
@@ -137,6 +143,7 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
             logprobs=_logprob_request(wants_logprob[i], starts[i], tops[i], token_ids[i]),
             cache_salt=cache_namespace(salts[i], keys[i]),
             priority=priorities[i],
+            replica=routed_replica(given.routed_dp_rank, given.data_parallel_rank),
             stream=given.stream,
             is_logged=not given.no_logs,
             is_counted=given.log_metrics,
@@ -257,6 +264,7 @@ class _ChoiceSoFar:
     texts_sent: int = 0
     ids_sent: int = 0
     finished_at: float | None = None
+    replica: int | None = None
 
 
 class NativeAnswer:
@@ -292,6 +300,8 @@ class NativeAnswer:
         so_far.logprobs += update.output_logprobs
         so_far.prompt_logprobs = so_far.prompt_logprobs or update.prompt_logprobs
         so_far.prompt_ids = so_far.prompt_ids or update.prompt_ids
+        if update.replica is not None:  # most updates do not say it
+            so_far.replica = update.replica
         if update.finish is not None:
             so_far.finished_at = self._now()
         return index
@@ -336,7 +346,7 @@ class NativeAnswer:
             "reasoning_tokens": 0,
             "weight_version": WEIGHT_VERSION,
             "num_retractions": latest.num_preempted,
-            "dp_rank": None,
+            "dp_rank": so_far.replica,
             "seed": latest.seed,
         }
         if so_far.finished_at is not None and latest.times is not None:

@@ -276,6 +276,7 @@ def _values(service: Service) -> dict[str, dict[str, Any]]:
         known["num-tokens"] = {"maximum": most}
     if not service.args.uses_priorities:
         known["priority"] = {"minimum": 0, "maximum": 0}
+    known["replica"] = {"maximum": service.args.dp_size - 1}
     return known
 
 

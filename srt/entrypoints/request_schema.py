@@ -42,6 +42,7 @@ NAME: Mapping[str, Any] = MappingProxyType({"minLength": 1, "maxLength": MAX_LAB
 PRIORITY: Mapping[str, Any] = MappingProxyType(
     {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY, "format": "priority"}
 )
+REPLICA: Mapping[str, Any] = MappingProxyType({"minimum": 0, "format": "replica"})
 TRUNCATION: Mapping[str, Any] = MappingProxyType({"minimum": -1, "not": {"const": 0}})
 NOT_EMPTY: Mapping[str, Any] = MappingProxyType({"minItems": 1})
 
@@ -54,6 +55,13 @@ def described(text: str, default: Any = None, **schema: Any) -> Any:
     """
     leaf: Any = {kind: dict(schema.pop(kind)) for kind in ("string", "integer", "array", "object") if kind in schema}
     return Field(default, description=text, json_schema_extra={LEAF: leaf, **schema})
+
+
+ROUTED_TEXT = (
+    "The replica that begins to run the request, of a server with --dp-size; another one continues it if that one is being replaced."
+    " The server chooses if it is null."
+)
+ROUTED_ALIAS_TEXT = "An alias of routed_dp_rank."
 
 
 class RequestBody(BaseModel):
@@ -128,6 +136,13 @@ def renamed(error: RequestError, written_as: dict[str, str]) -> RequestError:
         message = re.sub(rf"\b{ours}\b" if "_" in ours else rf"^{ours}\b", theirs, message)
     parameter = None if error.parameter is None else written_as.get(error.parameter, error.parameter)
     return RequestError(error.status, message, parameter, error.retry_after_s)
+
+
+def routed_replica(routed_dp_rank: int | None, data_parallel_rank: int | None) -> int | None:
+    """Return the replica asked for by a parameter that has two names; None if it was not given."""
+    if None not in (routed_dp_rank, data_parallel_rank) and routed_dp_rank != data_parallel_rank:
+        raise bad_parameter("data_parallel_rank", "and routed_dp_rank are two names of one parameter: give one of them")
+    return data_parallel_rank if routed_dp_rank is None else routed_dp_rank
 
 
 def cache_namespace(salt: str, extra_key: str) -> str:

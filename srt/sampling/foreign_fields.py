@@ -49,14 +49,12 @@ NULL_ONLY = frozenset(
     " max_thinking_tokens reasoning_effort web_search_options truncate_prompt_tokens max_tokens input_ids".split()
 )
 
-# More off values. Some ask for what happens here anyway: one beam, chunks of one token, the only rank, text answers, prompts that
+# More off values. Some ask for what happens here anyway: one beam, chunks of one token, text answers, prompts that
 # lose their beginning. The others set up what another field would ask for.
 ALSO: Mapping[str, Values] = MappingProxyType(
     {
         "beam_width": (1,),
         "stream_interval": (1,),
-        "routed_dp_rank": (0,),
-        "data_parallel_rank": (0,),
         "tool_choice": ("none", "auto"),
         "return_flat_raw_top_logprobs_b64": (False,),  # only the format of what another field asks for
         "watermark": ({"enabled": False},),

@@ -124,6 +124,7 @@ def parse_input(
         logprobs=body.logprob_request(),
         cache_salt=body.salt,
         priority=body.priority,
+        replica=body.replica,
         stream=body.stream,
         is_logged=not body.no_logs,
         is_counted=body.log_metrics,

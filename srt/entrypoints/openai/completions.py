@@ -64,6 +64,7 @@ def parse_inputs(body: CompletionBody, identity: Identity, engine: TokenizerMana
             logprobs=logprobs,
             cache_salt=body.salt,
             priority=body.priority,
+            replica=body.replica,
             stream=body.stream,
             is_logged=not body.no_logs,
             is_counted=body.log_metrics,

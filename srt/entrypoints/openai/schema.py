@@ -17,12 +17,16 @@ from srt.entrypoints.request_schema import (
     NAME,
     NOT_EMPTY,
     PRIORITY,
+    REPLICA,
+    ROUTED_ALIAS_TEXT,
+    ROUTED_TEXT,
     TOKEN_ID,
     TRUNCATION,
     RequestBody,
     bad_parameter,
     cache_namespace,
     described,
+    routed_replica,
 )
 from srt.managers.tokenizer_manager.api_types import LogprobRequest
 from srt.sampling.parameter_checks import ParameterError
@@ -117,6 +121,8 @@ class OpenAIBody(RequestBody):
     cache_salt: str = described("Prefixes are shared only between requests with the same salt.", "", string=LABEL)
     extra_key: str = described("The same as cache_salt; both may be given.", "", string=LABEL)
     priority: int = described("Higher runs first, if the server schedules by priority.", 0, integer=PRIORITY)
+    routed_dp_rank: int | None = described(ROUTED_TEXT, integer=REPLICA)
+    data_parallel_rank: int | None = described(ROUTED_ALIAS_TEXT, integer=REPLICA)
     prompt_logprobs: int | None = described(
         "Return the log-probability of every prompt token, and of this number of likeliest tokens at each position. Not with stream.",
         integer=_TOP,
@@ -179,6 +185,10 @@ class OpenAIBody(RequestBody):
     @property
     def salt(self) -> str:
         return cache_namespace(self.cache_salt, self.extra_key)
+
+    @property
+    def replica(self) -> int | None:
+        return routed_replica(self.routed_dp_rank, self.data_parallel_rank)
 
     def check_prompt_logprobs(self) -> int:
         """Return the number of likeliest tokens to show at each position of the prompt; refuse values that cannot be served."""

@@ -174,7 +174,6 @@ def test_sampling_parameters_that_are_sent_whole_ask_for_the_defaults() -> None:
         ("chat", "thinking_token_budget", 0),
         ("chat", "web_search_options", {}),
         ("chat", "allowed_token_ids", []),
-        ("chat", "routed_dp_rank", 1),
         ("chat", "bootstrap_room", 0),
         ("native", "max_thinking_tokens", 0),
         ("native", "return_flat_raw_top_logprobs_b64", True),

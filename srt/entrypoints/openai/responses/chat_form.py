@@ -18,7 +18,7 @@ _SAME = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p", "frequency_penalty"),
     *("presence_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "include_stop_str_in_output"),
     *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "seed", "cache_salt", "extra_key"),
-    *("priority", "chat_template_kwargs"),
+    *("priority", "routed_dp_rank", "data_parallel_rank", "chat_template_kwargs"),
 )
 # Names in refusals of chats -> names here, the first that fits. A name that is a common word is one only at the beginning.
 _NAMES = (

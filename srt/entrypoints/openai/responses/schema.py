@@ -19,6 +19,9 @@ from srt.entrypoints.request_schema import (
     MODEL_NAME,
     NAME,
     PRIORITY,
+    REPLICA,
+    ROUTED_ALIAS_TEXT,
+    ROUTED_TEXT,
     RequestBody,
     bad_parameter,
     cache_namespace,
@@ -156,6 +159,8 @@ class ResponsesBody(RequestBody):
     cache_salt: str = described("Prefixes are shared only between requests with the same salt.", "", string=LABEL)
     extra_key: str = described("The same as cache_salt; both may be given.", "", string=LABEL)
     priority: int = described("Higher runs first, if the server schedules by priority.", 0, integer=PRIORITY)
+    routed_dp_rank: int | None = described(ROUTED_TEXT, integer=REPLICA)
+    data_parallel_rank: int | None = described(ROUTED_ALIAS_TEXT, integer=REPLICA)
     chat_template_kwargs: dict[str, Any] = described("Variables for the model's chat template.", {})
 
     def check(self) -> None:
