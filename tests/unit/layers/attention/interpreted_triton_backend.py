@@ -27,8 +27,18 @@ def make_world(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("group", "page_size"), [(1, 1), (1, 16), (2, 16), (4, 1), (5, 16)])
+@pytest.mark.parametrize(
+    ("group", "page_size", "dtype"),
+    [
+        (1, 1, torch.float32),
+        (1, 16, torch.float32),
+        (5, 16, torch.float32),
+        (4, 1, torch.float16),
+        (2, 16, torch.float16),
+        (4, 1, torch.bfloat16),
+        (5, 16, torch.bfloat16),
+    ],
+)
 def test_requests_grow_through_every_kind_of_step(group: int, page_size: int, dtype: torch.dtype) -> None:
     world = make_world(group=group, page_size=page_size, dtype=dtype)
     errors = [
