@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.embedding import ParallelLMHead
+from srt.layers.moe.mixture import find_stacked_experts
 from srt.layers.ops import LayerOps
 from srt.layers.pooler import ScoreHead
 from srt.layers.quantization.formats import use_formats
@@ -49,6 +50,7 @@ class CausalLM(nn.Module):
 
     def weight_pieces(self, stored: Collection[str] | None) -> list[WeightPiece]:
         """Return the pieces of all parameters. A checkpoint saved without its head has `stored` them without the decoder's prefix."""
+        find_stacked_experts(self, stored or ())
         pieces = model_weight_pieces(self)
         if not self._pools or stored is None or any(name.startswith(PREFIX) for name in stored):
             return pieces

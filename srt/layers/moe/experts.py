@@ -29,6 +29,8 @@ class RouterWeight(WeightedModule):
         """`name` is the router's name in the checkpoint, beside the experts."""
         super().__init__()
         self._name = name
+        self.mixture_path: str | None = None
+        """Path of the mixture in the checkpoint, if it differs from that in the model."""
         self._routing = routing
         self._ops = ops
         self.weight = _empty(routing.num_experts, hidden_size)
@@ -40,7 +42,7 @@ class RouterWeight(WeightedModule):
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         num_experts, hidden_size = self.weight.shape
-        name = f"{path.rpartition('.')[0]}.{self._name}"
+        name = f"{self.mixture_path or path.rpartition('.')[0]}.{self._name}"
         yield WeightPiece(f"{name}.weight", (num_experts, hidden_size), self, "weight", 0, 0, num_experts, 0)
         if self.bias is not None:
             yield WeightPiece(f"{name}.bias", (num_experts,), self, "bias", 0, 0, num_experts, 0)
@@ -57,6 +59,8 @@ class ExpertLayers(WeightedModule):
         # The configuration was checked (ModelConfig.check_tp) before any layer was built.
         assert spec.size % tp.size == 0, f"{spec.size} features of experts over {tp.size} ranks"
         self._spec = spec
+        self.stacked_path: str | None = None
+        """Path of the experts in the checkpoint, if it stacks all gates and ups, and all downs, whatever the family's layout says."""
         self._ops = ops
         self._size = spec.size // tp.size
         self._start = tp.rank * self._size
@@ -120,10 +124,18 @@ class ExpertLayers(WeightedModule):
             return
         yield from self._plain_pieces(path)
 
+    @property
+    def can_be_stacked(self) -> bool:
+        """Whether the family's checkpoints name each expert's matrices, which transformers 5 can stack when it saves a model."""
+        return self._spec.layout in _MATRICES
+
     def _plain_pieces(self, path: str) -> Iterator[WeightPiece]:
+        if self.stacked_path is not None:
+            return self._stacked_pieces(f"{self.stacked_path}.gate_up_proj", f"{self.stacked_path}.down_proj")
         match self._spec.layout:
             case "input_output":
-                return self._stacked_pieces(path.rpartition(".")[0])
+                parent = path.rpartition(".")[0]
+                return self._stacked_pieces(f"{parent}.input_linear.weight", f"{parent}.output_linear.weight")
             case "transposed":
                 return self._transposed_pieces(path)
             case named:
@@ -139,17 +151,15 @@ class ExpertLayers(WeightedModule):
             tensor = f"{path}.{index}.{down}.weight"
             yield WeightPiece(tensor, (hidden_size, whole), self, "down", 1, start, size, 0, index)
 
-    def _stacked_pieces(self, path: str) -> Iterator[WeightPiece]:
+    def _stacked_pieces(self, gate_up_name: str, down_name: str) -> Iterator[WeightPiece]:
         """Yield the pieces of a checkpoint with a tensor for all gates and ups, and one for all downs."""
         hidden_size, whole, start, size = self._hidden_size, self._spec.size, self._start, self._size
         num_experts = self._spec.routing.num_experts
         gate_up, down = (num_experts, 2 * whole, hidden_size), (num_experts, hidden_size, whole)
         for index in range(num_experts):
             for first, target_start in ((start, 0), (whole + start, size)):
-                tensor = f"{path}.input_linear.weight"
-                yield WeightPiece(tensor, gate_up, self, "gate_up", 0, first, size, target_start, index, index)
-            tensor = f"{path}.output_linear.weight"
-            yield WeightPiece(tensor, down, self, "down", 1, start, size, 0, index, index)
+                yield WeightPiece(gate_up_name, gate_up, self, "gate_up", 0, first, size, target_start, index, index)
+            yield WeightPiece(down_name, down, self, "down", 1, start, size, 0, index, index)
 
     def _transposed_pieces(self, path: str) -> Iterator[WeightPiece]:
         """Yield the pieces of gpt-oss: both tensors have inputs as rows, and gates and ups take turns among the outputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -47,6 +48,16 @@ class Mixture(nn.Module):
 
     def _part(self, name: str) -> nn.Module:
         return cast("nn.Module", self._modules[name])
+
+
+def find_stacked_experts(model: nn.Module, stored: Collection[str]) -> None:
+    """Let experts that a checkpoint with these tensors stacks be read so. It names a layer's mixture `mlp`, whatever the family does."""
+    for path, mixture in model.named_modules():
+        if not isinstance(mixture, Mixture) or not mixture.experts.can_be_stacked:
+            continue
+        stored_path = f"{path.rpartition('.')[0]}.mlp"
+        if f"{stored_path}.experts.gate_up_proj" in stored:
+            mixture.router.mixture_path, mixture.experts.stacked_path = stored_path, f"{stored_path}.experts"
 
 
 class SharedExpertLayers(nn.Module):

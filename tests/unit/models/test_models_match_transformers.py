@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from srt.distributed.parallel_state import TensorParallel
@@ -17,7 +18,7 @@ from srt.utils.model_config import ModelConfig
 from tests.support import random_checkpoint
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.dense_attention import dense_batch
-from tests.support.ranks import CPU, run_ranks, single_rank
+from tests.support.ranks import CPU, idle_rank, run_ranks, single_rank
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e6},
@@ -71,6 +72,28 @@ def test_families_without_resident_layers_match_tied_and_untied(checkpoint: Chec
     """Four layers: among so many are all kinds. The tokens fill the windows twice."""
     for tied in (True, False):
         assert_same_logits(checkpoint(family, num_layers=4, tied=tied), f"{family}, tied: {tied}")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3"])
+def test_stacked_experts_are_those_that_are_stored_one_by_one(
+    checkpoint: CheckpointFactory, tmp_path: Path, family: str
+) -> None:
+    """transformers 5 stacks them when it saves a model without converting it back."""
+    from transformers import AutoModelForCausalLM
+
+    single, stacked = checkpoint(family, num_layers=3, tied=False), tmp_path / family
+    AutoModelForCausalLM.from_pretrained(single).save_pretrained(stacked, save_original_format=False)
+    names = load_file(stacked / "model.safetensors")
+    assert "model.layers.2.mlp.experts.gate_up_proj" in names
+    assert not any(".experts.0." in name for name in names)
+    for rank in range(2):
+        assert_same_parameters(load(stacked, idle_rank(rank, 2)), load(single, idle_rank(rank, 2)))
+
+
+def assert_same_parameters(ours: Any, others: Any) -> None:
+    expected = dict(others.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
 
 
 def test_biases_of_families_without_fast_paths_match(checkpoint: CheckpointFactory) -> None:
