@@ -84,7 +84,7 @@ class DummyWeights:
         key = (scale, target.dtype, target.device)
         if key not in self._scaled:
             # Any bits are packed numbers: those of the noise, without signs and exponents.
-            is_packed = target.dtype in (torch.int32, torch.uint8)
+            is_packed = target.dtype in (torch.int32, torch.uint8, torch.int8)
             noise = (self._noise * PERIOD).int() * -1640531535 if is_packed else self._noise * scale
             self._scaled[key] = noise.to(target.dtype).to(target.device)
         return self._scaled[key]

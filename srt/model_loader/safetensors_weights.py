@@ -57,8 +57,8 @@ def _is_readable(piece: WeightPiece, header: TensorHeader) -> bool:
     dtype = piece.parameter.dtype
     if dtype is torch.float8_e4m3fn and piece.quantise is None:
         return header.dtype == "F8_E4M3"
-    if dtype is torch.uint8:
-        return header.dtype == "U8"
+    if dtype in (torch.uint8, torch.int8):
+        return header.dtype == ("U8" if dtype is torch.uint8 else "I8")
     return header.dtype in ("I32", "I64") if dtype is torch.int32 else header.dtype in FLOATS
 
 

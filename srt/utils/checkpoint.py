@@ -37,7 +37,7 @@ HUB_PATTERNS = (
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Element types, by their safetensors name, that are converted to the model's."""
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 """Sizes of the loadable element types."""
 
 _QUANTISED = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "_linear.weight")

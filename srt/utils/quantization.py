@@ -13,13 +13,13 @@ from typing import Any, Final, Literal
 from srt.utils.config_values import flag, mapping, names, positive_int, shown
 from srt.utils.model_error import ModelError
 
-Layout = Literal["plain", "fp8", "compressed", "gptq", "awq", "mxfp4"]
+Layout = Literal["plain", "fp8", "compressed", "gptq", "awq", "mxfp4", "int8"]
 """The names and shapes of a layer's tensors: "plain" is one matrix that is quantised while it is loaded."""
 ScaleShape = Literal["tensor", "channel", "block", "group"]
 Activations = Literal["none", "static", "token", "group"]
 
 WHAT_WORKS: Final = (
-    "choose a checkpoint in fp8, compressed-tensors (float-quantized or pack-quantized), gptq, awq or mxfp4, or the"
+    "choose a checkpoint in fp8, compressed-tensors (float-, int- or pack-quantized), gptq, awq or mxfp4, or the"
     " unquantised one, which --quantization fp8 quantises while it is loaded"
 )
 LEAST_GROUP: Final = 32
@@ -221,6 +221,8 @@ def _compressed_group(group: Mapping[str, Any], layout: object) -> WeightFormat:
             return _compressed_float(weights, inputs)
         case "pack-quantized", "int":
             return _compressed_int(weights, inputs)
+        case "int-quantized", "int":
+            return _compressed_int8(weights, inputs)
     raise ModelError(
         f"config.json: config_groups with format {shown(layout)} and weights of type {shown(weights.get('type'))} in"
         f" quantization_config are not supported: {WHAT_WORKS}."
@@ -257,7 +259,7 @@ def _compressed_float(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> 
 
 def _compressed_int(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> WeightFormat:
     if inputs:
-        raise _refused("input_activations", dict(inputs), "with integer weights, only null")
+        raise _refused("input_activations", dict(inputs), "with packed integers, only null")
     num_bits = _bits(weights, "num_bits")
     strategy = _one_of(weights, "strategy", ("channel", "group"))
     order = weights.get("actorder")
@@ -271,6 +273,23 @@ def _compressed_int(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> We
         has_zeros=weights.get("symmetric") is False,
         has_order=order in (True, "group"),
     )
+
+
+def _compressed_int8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> WeightFormat:
+    _bits(weights, "num_bits", (8,))
+    _only(weights, "symmetric", True)
+    _one_of(weights, "strategy", ("channel",))
+    form = WeightFormat("int8", 8, "channel")
+    if not inputs:
+        return form
+    _bits(inputs, "num_bits", (8,))
+    _only(inputs, "type", "int")
+    _only(inputs, "symmetric", True)
+    if inputs.get("strategy") != "token" or not inputs.get("dynamic"):
+        raise _refused(
+            "input_activations", dict(inputs), "with 8-bit integers, only strategy 'token' with dynamic true"
+        )
+    return replace(form, activations="token")
 
 
 def _check_kv_scheme(scheme: Mapping[str, Any]) -> None:

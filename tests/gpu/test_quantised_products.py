@@ -12,7 +12,10 @@ from srt.kernels.gemm.packed_gemm import MOST_ROWS, PackedTiles, packed_gemm
 from srt.layers.quantization import fp8_weight
 from srt.layers.quantization.fp8_weight import rounded_groups
 from srt.layers.quantization.gpu_products import PackedProduct
+from srt.layers.quantization.int8_weight import Int8Weight, quantise_tokens
 from srt.layers.quantization.int_weight import pack_halves
+from srt.layers.quantization.weight import Place
+from srt.utils.quantization import WeightFormat
 
 pytestmark = pytest.mark.gpu
 
@@ -95,6 +98,21 @@ def test_many_rows_are_multiplied_as_the_plain_path_does(n: int, k: int, num_row
         else:
             inputs = rounded_groups(x.float())
         assert error_of(got, inputs @ matrix.T + bias.float()) < 2 * MOST
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 100, 2048])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_integers_of_eight_bits_are_multiplied_as_the_plain_path_does(n: int, k: int, num_rows: int) -> None:
+    weight = Int8Weight(WeightFormat("int8", 8, "channel", activations="token"), n, k, [Place("x", n, k, 0, 0, n)])
+    weight.values.data = torch.randint(-128, 128, (n, k), device=CUDA).to(torch.int8)
+    weight.scales.data = (torch.rand(n, 1, device=CUDA) + 0.5) * (0.01 * k**-0.5)
+    weight.finish()
+    x = torch.randn(num_rows, k, device=CUDA, dtype=torch.bfloat16)
+    x[0] = 0
+    bias = torch.randn(n, device=CUDA, dtype=torch.bfloat16)
+    numbers, scale = quantise_tokens(x)
+    expected = (numbers.float() * scale) @ weight.dequantised(torch.float32).T + bias.float()
+    assert error_of(weight.multiply(x, bias), expected) < MOST
 
 
 def test_inputs_are_quantised_to_the_bit_as_the_plain_path_does() -> None:

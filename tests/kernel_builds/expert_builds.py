@@ -15,6 +15,7 @@ from srt.kernels.moe.expert_gemm import (
     sum_choices_kernel,
 )
 from srt.kernels.moe.expert_tiles import count_pairs_kernel, cut_tiles_kernel
+from srt.kernels.moe.packed_tiles import E4M3, INT4, INT8, MXFP4, PLAIN
 from srt.kernels.moe.route import choose_experts_kernel, router_logits_kernel
 from tests.kernel_builds.kernel_build import TYPE_NAMES, KernelBuild
 
@@ -120,13 +121,13 @@ def _downs(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles, kind: str = 
     return _product("expert_downs", expert_downs_kernel, dtype, tokens, tiles.block_m, tiles.downs, {}, kind)
 
 
-_PLAIN: dict[str, Any] = {"KIND": 0, "GROUP": 1 << 30, "HAS_ZEROS": False, "HOPPER": True}
+_PLAIN: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": 1 << 30, "HAS_ZEROS": False, "HOPPER": True}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "e4m3": ("*fp32", {"KIND": 1}),
-    "e4m3 by 128": ("*fp32", {"KIND": 1, "GROUP": 128}),
-    "int8": ("*bf16", {"KIND": 2, "GROUP": 128}),
-    "int4": ("*bf16", {"KIND": 3, "GROUP": 32, "HAS_ZEROS": True}),
-    "mxfp4": ("*u8", {"KIND": 4, "GROUP": 32}),
+    "e4m3": ("*fp32", {"KIND": E4M3.value}),
+    "e4m3 by 128": ("*fp32", {"KIND": E4M3.value, "GROUP": 128}),
+    "int8": ("*bf16", {"KIND": INT8.value, "GROUP": 128}),
+    "int4": ("*bf16", {"KIND": INT4.value, "GROUP": 32, "HAS_ZEROS": True}),
+    "mxfp4": ("*u8", {"KIND": MXFP4.value, "GROUP": 32}),
 }
 """The type of scales, and the constants of each form of quantised weights."""
 

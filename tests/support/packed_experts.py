@@ -11,6 +11,7 @@ from torch import Tensor
 from srt.layers.moe.packed_experts import PackedExperts
 from srt.layers.quantization.formats import new_weight
 from srt.layers.quantization.fp8_weight import Fp8Weight
+from srt.layers.quantization.int8_weight import Int8Weight
 from srt.layers.quantization.int_weight import IntWeight
 from srt.layers.quantization.mxfp4_weight import Mxfp4Weight
 from srt.layers.quantization.weight import LinearWeight, Place
@@ -24,6 +25,7 @@ PACKED_FORMS: Mapping[str, WeightFormat] = {
     "int4 by output": WeightFormat("compressed", 4, "group"),
     "int8 by 32 with zeros": WeightFormat("compressed", 8, "group", 32, has_zeros=True),
     "int8 by output": WeightFormat("compressed", 8, "group"),
+    "signed int8": WeightFormat("int8", 8, "channel"),
 }
 
 
@@ -48,7 +50,7 @@ def meant_by(experts: PackedExperts) -> Tensor:
     """Return the matrices [experts, outputs, inputs] f32."""
     matrices = []
     for weight in experts.weights:
-        assert isinstance(weight, Fp8Weight | IntWeight | Mxfp4Weight)
+        assert isinstance(weight, Fp8Weight | Int8Weight | IntWeight | Mxfp4Weight)
         matrices.append(weight.dequantised(torch.float32))
     return torch.stack(matrices)
 
@@ -64,6 +66,8 @@ def _drawn(name: str, like: Tensor, generator: torch.Generator, inputs: int) -> 
             return torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
         case "scales", _:
             return (torch.rand(like.shape, generator=generator, device=like.device) + 0.5) * float(0.3 * inputs**-0.5)
+        case _, torch.int8:
+            return integers(-128, 128).to(torch.int8)
         case _, torch.uint8:
             return integers(0, 256).to(torch.uint8)
         case _:

@@ -117,6 +117,12 @@ def store_fp8_block(matrix: Tensor, scale_name: str = "weight_scale_inv") -> tup
     return {"weight": numbers, scale_name: scales}, meant
 
 
+def store_int8(matrix: Tensor) -> tuple[Tensors, Tensor]:
+    scale = matrix.abs().amax(1, keepdim=True) / 127
+    numbers = (matrix / scale).round().to(torch.int8)
+    return {"weight": numbers, "weight_scale": scale}, numbers * scale
+
+
 @dataclass(frozen=True, slots=True)
 class IntStore:
     """Stores matrices as integers; `layout` is "pack", "gptq" or "awq"."""
@@ -204,6 +210,7 @@ def compressed(weights: Mapping[str, Any], layout: str, inputs: Mapping[str, Any
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 _TOKEN = {**_FP8, "strategy": "token", "dynamic": True}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+_INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "group_size": None, "symmetric": True, "dynamic": False}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
@@ -220,6 +227,7 @@ WEIGHT_ONLY: Mapping[str, Quantisation] = {
         compressed({**_INT4, "num_bits": 8, "strategy": "channel", "group_size": None}, "pack-quantized"),
         IntStore("pack", num_bits=8, group_size=-1),
     ),
+    "int8 weights": Quantisation(compressed(_INT8, "int-quantized"), store_int8),
     "gptq": Quantisation(_GPTQ, IntStore("gptq", zero_offset=1)),
     "gptq without order": Quantisation(_GPTQ, IntStore("gptq", zero_offset=1, writes_order=False)),
     "gptq by channel": Quantisation({**_GPTQ, "group_size": -1}, IntStore("gptq", group_size=-1, zero_offset=1)),
@@ -254,6 +262,9 @@ WITH_INPUTS: Mapping[str, Quantisation] = {
         compressed({**_FP8, "strategy": "tensor"}, "float-quantized", {**_FP8, "strategy": "tensor"}),
         store_fp8_tensor,
         0.02,
+    ),
+    "int8 channels and tokens": Quantisation(
+        compressed(_INT8, "int-quantized", {**_INT8, "strategy": "token", "dynamic": True}), store_int8
     ),
     "fp8 channels and tokens": Quantisation(
         compressed({**_FP8, "strategy": "channel"}, "float-quantized", _TOKEN), store_fp8_channel

@@ -16,7 +16,7 @@ import triton.language as tl
 from srt.kernels.build.jit import dot_dtype, kernel
 from srt.kernels.gemm.packed_gemm import is_hopper
 from srt.kernels.moe.expert_tiles import ExpertTiles
-from srt.kernels.moe.packed_tiles import E4M3, INT4, INT8, MXFP4, PLAIN, add_bytes, add_halves
+from srt.kernels.moe.packed_tiles import E4M3, INT4, INT8, MXFP4, PLAIN, SIGNED8, add_bytes, add_halves
 
 if TYPE_CHECKING:
     from srt.layers.moe.expert_ops import ExpertMatrices, ExpertWeights
@@ -240,7 +240,7 @@ def sum_choices_kernel(
     tl.store(out_ptr + token * HIDDEN + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-_KINDS: Final = {"e4m3": E4M3, "int8": INT8, "int4": INT4, "mxfp4": MXFP4}
+_KINDS: Final = {"e4m3": E4M3, "int8": INT8, "signed8": SIGNED8, "int4": INT4, "mxfp4": MXFP4}
 _ONE_GROUP: Final = 1 << 30
 
 

@@ -14,8 +14,9 @@ from srt.kernels.gemm.conversions import e4m3_to, e4m3_to_bf16, mxfp4_to
 PLAIN = tl.constexpr(0)
 E4M3 = tl.constexpr(1)
 INT8 = tl.constexpr(2)
-INT4 = tl.constexpr(3)  # from here on there are two numbers in a byte
-MXFP4 = tl.constexpr(4)
+SIGNED8 = tl.constexpr(3)
+INT4 = tl.constexpr(4)  # from here on there are two numbers in a byte
+MXFP4 = tl.constexpr(5)
 
 
 @jit
@@ -66,7 +67,9 @@ def add_bytes(
         weight = e4m3_to_bf16(numbers) if HOPPER else e4m3_to(numbers, DOT)
         return acc + tl.dot(x, weight, input_precision="ieee") * scale
     else:
-        if HAS_ZEROS:
+        if KIND == SIGNED8:
+            values = numbers.to(tl.int8, bitcast=True).to(tl.float32) * scale
+        elif HAS_ZEROS:
             zeros = of_groups(zeros_at, is_column, first, K, N, GROUP, 1, BLOCK_K).to(tl.float32)
             values = (numbers.to(tl.float32) - zeros) * scale
         else:

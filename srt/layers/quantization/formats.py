@@ -11,6 +11,7 @@ from srt.layers.linear import LinearLayer
 from srt.layers.moe.experts import ExpertLayers
 from srt.layers.moe.packed_experts import PackedExperts
 from srt.layers.quantization.fp8_weight import Fp8Weight
+from srt.layers.quantization.int8_weight import Int8Weight
 from srt.layers.quantization.int_weight import IntWeight
 from srt.layers.quantization.mxfp4_weight import Mxfp4Weight
 from srt.layers.quantization.weight import LinearWeight, Place
@@ -61,5 +62,13 @@ def new_weight(form: WeightFormat, places: Sequence[Place]) -> LinearWeight:
     by_outputs = places[0].dim == 0
     num_outputs = sum(at.size for at in places) if by_outputs else places[0].num_outputs
     num_inputs = places[0].num_inputs if by_outputs else places[0].size
-    kind = Mxfp4Weight if form.layout == "mxfp4" else Fp8Weight if form.is_float else IntWeight
-    return kind(form, num_outputs, num_inputs, places)
+    return _kind_of(form)(form, num_outputs, num_inputs, places)
+
+
+def _kind_of(form: WeightFormat) -> type[Fp8Weight | Int8Weight | IntWeight | Mxfp4Weight]:
+    match form.layout:
+        case "mxfp4":
+            return Mxfp4Weight
+        case "int8":
+            return Int8Weight
+    return Fp8Weight if form.is_float else IntWeight

@@ -44,7 +44,7 @@ class Place:
         return shape if self.stack is None else (self.stack[1], *shape)
 
 
-NumberKind = Literal["e4m3", "mxfp4", "int4", "int8"]
+NumberKind = Literal["e4m3", "mxfp4", "int4", "int8", "signed8"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def experts_of(model: Any) -> Any:
     return next(module for module in model.modules() if isinstance(module, ExpertLayers))
 
 
-@pytest.mark.parametrize("name", ["fp8 weights", "packed int4 ordered", "gptq v2 of 8 bits", "awq", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8 weights", "packed int4 ordered", "int8 weights", "awq", "mxfp4"])
 def test_stored_experts_multiply_like_those_that_they_stand_for(
     name: str, checkpoint: CheckpointFactory, tmp_path: Path
 ) -> None:
@@ -122,11 +122,13 @@ def test_every_e4m3_number_is_converted_exactly() -> None:
 
 
 class RoundedInputs(LinearWeight):
-    """A matrix whose inputs are rounded to e4m3 in the obvious way."""
+    """A matrix whose inputs are rounded in the obvious way, to e4m3 or to integers of 8 bits."""
 
-    def __init__(self, matrix: Tensor, block: int | None, scale: float | None) -> None:
+    def __init__(self, matrix: Tensor, block: int | None, scale: float | None, *, to_integers: bool) -> None:
         super().__init__()
         self._matrix, self._block, self._scale = matrix, block, scale
+        self._round = _integers if to_integers else _e4m3
+        self._largest = 127 if to_integers else 448
 
     def pieces(self, places: Sequence[Place]) -> Iterator[WeightPiece]:
         return iter(())
@@ -136,16 +138,25 @@ class RoundedInputs(LinearWeight):
         for row in range(len(x)):
             for first in range(0, x.shape[1], self._block or x.shape[1]):
                 part = slice(first, first + (self._block or x.shape[1]))
-                scale = self._scale or float(x[row, part].abs().max()) / 448
-                rounded[row, part] = (x[row, part] / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+                scale = self._scale or float(x[row, part].abs().max()) / self._largest
+                rounded[row, part] = self._round((x[row, part] / scale).clamp(-self._largest, self._largest)) * scale
         return torch.nn.functional.linear(rounded, self._matrix, bias)
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn).float()
+
+
+def _integers(x: Tensor) -> Tensor:
+    return x.round()
 
 
 def round_inputs(model: Any, how: Quantisation, block: int | None) -> None:
     for layer in model.modules():
         if isinstance(layer, LinearLayer):
             assert isinstance(layer.weight, PlainWeight)
-            layer.weight = RoundedInputs(layer.weight.matrix, block, how.static_scale)
+            to_integers = how.config.get("format") == "int-quantized"
+            layer.weight = RoundedInputs(layer.weight.matrix, block, how.static_scale, to_integers=to_integers)
 
 
 @pytest.mark.parametrize("name", WITH_INPUTS)
@@ -183,7 +194,7 @@ def test_a_plain_checkpoint_is_quantised_while_it_is_loaded(checkpoint: Checkpoi
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8 static", "fp8 blocks", "gptq", "awq", "packed int4 with zeros", "packed int4 ordered"]
+    "name", ["fp8 static", "fp8 blocks", "int8 weights", "gptq", "awq", "packed int4 with zeros", "packed int4 ordered"]
 )
 def test_dummy_weights_of_every_format_give_finite_logits(
     name: str, checkpoint: CheckpointFactory, tmp_path: Path

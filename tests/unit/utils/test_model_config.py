@@ -225,6 +225,14 @@ INT4: dict[str, Any] = {
 }
 
 
+INT8: dict[str, Any] = {
+    "targets": ["Linear"],
+    "format": "int-quantized",
+    "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+}
+STATIC_INT8 = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+
+
 def test_a_layer_has_the_format_of_its_group_unless_it_is_ignored(tmp_path: Path) -> None:
     eight = {**INT4, "targets": ["re:.*down_proj"], "weights": {**INT4["weights"], "num_bits": 8}}
     quantization = {
@@ -264,7 +272,16 @@ def test_a_quantization_of_keys_and_values_alone_is_let_through(tmp_path: Path) 
     [
         ({"quant_method": "hqq"}, "quantization_config 'hqq'"),
         ({"config_groups": {"group_0": {"targets": ["Linear"]}}}, "config_groups"),
-        ({"config_groups": {"group_0": INT4 | {"format": "int-quantized"}}}, "'int-quantized'"),
+        ({"config_groups": {"group_0": INT4 | {"format": "nvfp4-pack-quantized"}}}, "'nvfp4-pack-quantized'"),
+        ({"config_groups": {"group_0": INT4 | {"format": "int-quantized"}}}, "num_bits 4 in"),
+        (
+            {"config_groups": {"group_0": INT8 | {"weights": {**INT8["weights"], "symmetric": False}}}},
+            "symmetric False in",
+        ),
+        (
+            {"config_groups": {"group_0": INT8 | {"input_activations": STATIC_INT8}}},
+            "with 8-bit integers, only strategy",
+        ),
         ({"config_groups": {"group_0": INT4 | {"input_activations": {"num_bits": 8}}}}, "input_activations"),
         ({"ignore": ["re:("], "config_groups": {"group_0": INT4}}, "'re:(' in"),
         ({**GPTQ, "bits": 3}, "bits 3 in"),
