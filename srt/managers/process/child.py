@@ -64,7 +64,7 @@ class Child:
         self.http_fd = http_fd
         self._stream = stream
         self.control = ControlWords.open(start.run_dir, start.args)
-        self.tracer = Tracer(self.name, start.run_dir, self.control)
+        self.tracer = Tracer(self.name, start.run_dir, self.control, replica=start.replica)
 
     @classmethod
     def from_environment(cls) -> Child:

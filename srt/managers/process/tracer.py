@@ -23,6 +23,7 @@ PART_PREFIX = "trace-part-"
 MAIN, DEVICE = 1, 2  # a process's rows in the trace
 
 # Kinds of the numbers that identify arrows and spans.
+_REPLICA_BITS = 48  # steps and batches are numbered by replica: its number stands above these bits
 REQUEST, STATE, STEP, BATCH, HTTP = "request", "state", "step", "batch", "http"
 
 Event = dict[str, Any]
@@ -47,13 +48,15 @@ class Tracer:
         control: ControlWords | None = None,
         now_s: Callable[[], float] = time.monotonic,
         pid: int = 0,
+        replica: int = 0,
     ) -> None:
-        """Without `control` the tracer is never on."""
+        """Without `control` the tracer is never on. `replica`: the one that the process is a part of."""
         self._process = process
         self._run_dir = Path(run_dir)
         self._control = control
         self._switch = NO_SWITCH if control is None else control.trace_switch
         self._now_s = now_s
+        self._replica = replica
         self._pid = pid or os.getpid()
         self._recordings: dict[int, _Recording] = {}  # by trace number: a new one may begin before the last is written
         self._written = 0 if control is None else _last_ended(control)
@@ -80,6 +83,8 @@ class Tracer:
 
     def arrow(self, phase: str, kind: str, number: int, at_s: float, row: int = MAIN) -> None:
         """Record that an arrow starts (`s`), passes (`t`) or ends (`f`) at the slice that contains this moment."""
+        if kind in (STEP, BATCH):
+            number |= self._replica << _REPLICA_BITS
         event = {"ph": phase, "cat": kind, "name": kind, "id": number, "ts": at_s, "tid": row}
         self._add(event | ({"bp": "e"} if phase == "f" else {}))
 
@@ -143,5 +148,6 @@ def request_number(frontend: int, rid: int) -> int:
     return ((frontend + 1) << 40) | rid
 
 
-def batch_number(frontend: int, number: int) -> int:
-    return ((frontend + 1) << 40) | number
+def batch_number(frontend: int, number: int, replica: int = 0) -> int:
+    """Return the number that identifies a batch in the traces of all processes; schedulers need not give their replica."""
+    return (replica << _REPLICA_BITS) | ((frontend + 1) << 40) | number

@@ -123,7 +123,7 @@ class Deliveries:
             self._is_ending = {done.rid for done in message.done}
         self._apply(self._ledger.effects_of(message))
         self._notify_readers()
-        self._watch.received(message, received_s)
+        self._watch.received(message, received_s, self._ledger.replica)
 
     def record_last_word(self, word: LastWord) -> None:
         """Record what was in flight when the scheduler came to an early end."""
@@ -156,10 +156,10 @@ class Deliveries:
         """Return a live request as it was submitted."""
         return self._ledger.request(rid)
 
-    def move(self, rid: int, other: Deliveries, replica: int) -> None:
-        """Let another replica, with this number, continue a request."""
+    def move(self, rid: int, other: Deliveries) -> None:
+        """Let another replica continue a request."""
         entry, live = self._ledger.withdraw(rid), self._live.pop(rid)
-        live.replica = replica
+        live.replica = other._ledger.replica
         other._live[rid] = live
         other._received_s = self._watch.now()
         other._is_ending = set()

@@ -20,10 +20,12 @@ MOST_MORE = 8
 class ReplicaRouter:
     """Chooses one of the replicas that serve at the moment."""
 
-    def __init__(self, method: str = "auto", draw: random.Random | None = None) -> None:
+    def __init__(
+        self, method: str = "auto", draw: random.Random | None = None, *, has_prefix_cache: bool = True
+    ) -> None:
         """Choose by the --load-balance-method with this name."""
         self._method: Callable[[GenerateRequest, Sequence[ReplicaClient]], ReplicaClient] = {
-            "auto": self._by_prefix,
+            "auto": self._by_prefix if has_prefix_cache else self._by_requests,
             "round_robin": self._in_turn,
             "total_requests": self._by_requests,
             "total_tokens": self._by_tokens,

@@ -192,7 +192,7 @@ class RequestLedger:
         self._last_acknowledged = -1
         self._has_scheduler = True
         self._convictions = Convictions() if convictions is None else convictions
-        self._replica = replica
+        self.replica = replica
         self._has_last_word = False  # the last scheduler said what was in flight at its end
         self._by_request: bool | None = None  # whether a request may be the cause of that end; None: unknown
         self._was_alone = False  # only one choice was in flight at the last scheduler's end
@@ -486,7 +486,7 @@ class RequestLedger:
 
     def _convict(self, entry: LedgerEntry, index: int, choice: _Choice) -> list[Effect]:
         """End a choice that killed two engines, and remember its request: a second try is convicted by one more death at that token."""
-        self._convictions.add(entry.request, Conviction(choice.died_at, self._replica))
+        self._convictions.add(entry.request, Conviction(choice.died_at, self.replica))
         cached, num_output = choice.cached, len(choice.ids)
         done = RequestDone(entry.request.rid, index, "error", -1, num_output, cached, status=500, message=CONVICTION)
         self._forget(entry.request.rid, index)

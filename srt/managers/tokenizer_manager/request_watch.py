@@ -98,8 +98,8 @@ class RequestWatch:
             self._tracer.slice("submit", tokenized_s, request=label, prompt_tokens=one.num_prompt)
             self._tracer.arrow("s", REQUEST, number, tokenized_s)
 
-    def received(self, message: TokenBatch | Refused, received_s: float) -> None:
-        """Record that a message has been handled: its tokens are text now. Handling began at `received_s`."""
+    def received(self, message: TokenBatch | Refused, received_s: float, replica: int = 0) -> None:
+        """Record that a message of this replica has been handled: its tokens are text now. Handling began at `received_s`."""
         if self._num_new_tokens:
             self._metrics.add("generation_tokens", self._num_new_tokens)
             self._num_new_tokens = 0
@@ -108,7 +108,7 @@ class RequestWatch:
             self._new_gaps.clear()
         if self._tracer.is_on and isinstance(message, TokenBatch):
             self._tracer.slice("detokenize", received_s, batch=message.number, num_tokens=len(message.ids))
-            self._tracer.arrow("f", BATCH, batch_number(self._frontend, message.number), received_s)
+            self._tracer.arrow("f", BATCH, batch_number(self._frontend, message.number, replica), received_s)
 
     def tokens(self, one: Watched, choice: int, ids: list[int], now: float) -> None:
         """Record tokens that came at `now`. A call of `received` for their message follows."""

@@ -142,7 +142,7 @@ class TokenizerManager:
             new_seed=seed_source(args.random_seed, index),
             connect=connect,
             generations=generations,
-            router=ReplicaRouter(args.load_balance_method),
+            router=ReplicaRouter(args.load_balance_method, has_prefix_cache=not args.disable_radix_cache),
             max_held=args.max_queued_requests,
             compiler=None
             if args.grammar_backend == "none"
@@ -246,7 +246,7 @@ class TokenizerManager:
             return
         for rid in replica.deliveries.movable():
             other = self._router.choose(replica.deliveries.request(rid), others)
-            replica.deliveries.move(rid, other.deliveries, other.number)
+            replica.deliveries.move(rid, other.deliveries)
             other.num_sent += 1
 
     def _serving(self) -> list[ReplicaClient]:
