@@ -86,10 +86,10 @@ class LiveFeed:
 
 
 def difference(before: Snapshot, now: Snapshot) -> Point | None:
-    """Return the rates between two observations of one engine; None if they are of different engines or no time has passed."""
+    """Return the rates between two observations of the same engines; None if they are of others or no time has passed."""
     seconds = now["time"] - before["time"]
     old, new = before["engine"], now["engine"]
-    if seconds <= 0 or new["num_steps"] < old["num_steps"]:
+    if seconds <= 0 or new["num_steps"] < old["num_steps"] or before.get("replicas") != now.get("replicas"):
         return None
 
     def added(name: str) -> float:

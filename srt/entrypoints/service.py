@@ -23,6 +23,7 @@ from srt.managers.process.tracer import Tracer
 from srt.managers.process.watchdog import longest_step_s
 from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.managers.tokenizer_manager.frontend_metrics import FRONTEND_PREFIX, NAMES, FrontendMetrics
+from srt.managers.tokenizer_manager.replica_counters import combined
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
 from srt.server_args import ServerArgs
 from srt.utils.shared_numbers import NumberFiles
@@ -189,10 +190,12 @@ async def _engine_values(engine: TokenizerManager, frontend: int) -> Snapshot:
         values |= {"num_running": engine.load.num_running, "num_waiting": engine.load.num_waiting}
     try:
         async with asyncio.timeout(ANSWER_S):
-            _, _, counters = await engine.get_state(is_own=True)
+            states = await engine.get_states(is_own=True)
     except (TimeoutError, RequestError):
         return values | {"health": "not answering"}
+    counters = combined([one.values for one in states.values()])
     return values | {
+        **({"replicas": list(states)} if len(states) > 1 else {}),
         "is_paused": counters.get("is_paused", False),
         "num_running": counters["num_running"],
         "num_waiting": counters["num_waiting"],
