@@ -1,6 +1,6 @@
 """Kill processes of a server with two replicas under load, again and again, and count the requests that are lost.
 
-python -m tests.faults.kill_replicas --kills 100 [--model MODEL] [--seed 0]
+python -m tests.faults.kill_replicas --kills 100 [--seconds 3600] [--model MODEL] [--seed 0]
 
 Each kill (SIGKILL) hits a worker, a scheduler, a frontend or all processes of a replica, drawn by the seed. The next one comes when the
 server is whole again. A request counts as lost if it ends otherwise than it would have undisturbed, unless its connection was that of
@@ -119,9 +119,13 @@ async def whole_report(url: str, server: ServerProcess, num_replaced: int) -> di
                 await asyncio.sleep(0.1)
 
 
-async def kill_often(url: str, server: ServerProcess, num_kills: int, tally: Tally, draw: random.Random) -> None:
+async def kill_often(
+    url: str, server: ServerProcess, num_kills: int, end_s: float, tally: Tally, draw: random.Random
+) -> None:
     for count in range(num_kills):
         report = await whole_report(url, server, count)
+        if time.monotonic() > end_s:
+            return
         await asyncio.sleep(1.0 + draw.random())
         target, number = draw.choice(TARGETS), draw.randrange(2)
         tally.kills.append((time.monotonic(), target, -1 if target == "frontend" else number))
@@ -131,7 +135,7 @@ async def kill_often(url: str, server: ServerProcess, num_kills: int, tally: Tal
     await whole_report(url, server, num_kills)
 
 
-async def run(url: str, server: ServerProcess, num_kills: int, seed: int) -> Tally:
+async def run(url: str, server: ServerProcess, num_kills: int, end_s: float, seed: int) -> Tally:
     draw, tally, over = random.Random(seed), Tally(), asyncio.Event()
     async with httpx.AsyncClient(timeout=WHOLE_S) as client:
         for prompt in range(NUM_PROMPTS):
@@ -141,7 +145,7 @@ async def run(url: str, server: ServerProcess, num_kills: int, seed: int) -> Tal
     try:
         while sum(tally.ends.values()) < NUM_PROMPTS + QUIET_STREAMS:  # noqa: ASYNC110 - the streams say it
             await asyncio.sleep(0.1)
-        await kill_often(url, server, num_kills, tally, draw)
+        await kill_often(url, server, num_kills, end_s, tally, draw)
     finally:
         over.set()
         await asyncio.gather(*streams)
@@ -151,6 +155,7 @@ async def run(url: str, server: ServerProcess, num_kills: int, seed: int) -> Tal
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kill after so long")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
@@ -160,7 +165,8 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         ServerProcess("srt.launch_server", words, Path(folder)) as server,
     ):
-        tally = asyncio.run(run(server.wait_ready(), server, given.kills, given.seed))
+        end_s = time.monotonic() + given.seconds
+        tally = asyncio.run(run(server.wait_ready(), server, given.kills, end_s, given.seed))
         server.send(signal.SIGTERM)
         code = server.wait()
     print(f"{len(tally.kills)} kills: {dict(Counter(what for _, what, _ in tally.kills))}")

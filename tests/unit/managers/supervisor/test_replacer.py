@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 
 import pytest
 
 from srt.managers.process.child_process import ChildKey
+from srt.managers.process.replica_layout import ReplicaLayout
 from srt.managers.supervisor.replacer import (
     CALM_S,
     ENDING_S,
@@ -31,7 +33,7 @@ from srt.managers.supervisor.replacer import (
     Tell,
     TellRuntime,
 )
-from srt.protocol.messages import EngineReplaced, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
+from srt.protocol.messages import EngineLost, EngineReplaced, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
 
 WORKERS = [ChildKey("worker", 0), ChildKey("worker", 1)]
 SCHEDULER = ChildKey("scheduler", 0)
@@ -426,3 +428,59 @@ def test_a_stop_while_the_engine_is_replaced_is_in_order_and_clients_are_told() 
     assert killed(effects) == list(ENGINE)
     assert exits(replacer, list(ENGINE), 6.1, -9) == []
     assert exits(replacer, FRONTENDS, 7.0) == [Finish(0, None)]
+
+
+# ---- Several replicas
+
+FRONTEND = FRONTENDS[0]
+FIRST, SECOND = (ReplicaLayout(1, replica).members for replica in (0, 1))
+
+
+def ready_replicas(most_replacements: int = 1) -> Replacer:
+    children = [*FIRST, *SECOND, FRONTEND]
+    replacer = Replacer(children, 0.0, 60.0, most_replacements)
+    gets_ready(replacer, children, 1.0)
+    return replacer
+
+
+def test_a_killed_replica_is_announced_at_once_and_replaced_while_the_other_serves() -> None:
+    replacer = ready_replicas()
+    effects = replacer.handle(ChildExited(SECOND[0], -signal.SIGKILL), 5.0)
+    lost = EngineLost(1, by_request=False)
+    assert effects[:2] == [TellRuntime(lost), Tell(FRONTEND, lost)]
+    effects = replacer.handle(ChildExited(SECOND[1], 1), 5.1)
+    replaced = EngineReplaced(4, by_request=False, replica=1)
+    assert [effect.children for effect in effects if isinstance(effect, Start)] == [SECOND]
+    assert Tell(FRONTEND, replaced) in effects
+    assert replacer.generations == [1, 4]
+    assert isinstance(gets_ready(replacer, SECOND, 6.0)[-1], ServesAgain)
+
+
+def test_a_cause_is_announced_when_it_is_certain_and_only_once() -> None:
+    replacer = ready_replicas()
+    assert told(replacer.handle(ChildSpoke(SECOND[1], Failed("Worker 1 is gone.")), 5.0)) == [SECOND[1]]
+    effects = replacer.handle(ChildExited(SECOND[0], -signal.SIGSEGV), 5.1)
+    assert effects == [TellRuntime(EngineLost(1, by_request=True)), Tell(FRONTEND, EngineLost(1, by_request=True))]
+    assert told(replacer.handle(ChildExited(SECOND[1], 1), 5.2)) == [FRONTEND]  # of the replacement
+
+
+def test_replacements_are_counted_by_replica() -> None:
+    replacer = ready_replicas(most_replacements=1)
+    for members in (FIRST, SECOND):
+        exits(replacer, list(members), 5.0, -signal.SIGKILL)
+        gets_ready(replacer, members, 6.0)
+    assert replacer.state is State.READY
+    exits(replacer, [FIRST[0]], 7.0, -signal.SIGKILL)
+    assert replacer.state is State.FAILING
+
+
+def test_a_replica_that_dies_while_the_server_stops_leaves_its_requests_to_the_other() -> None:
+    replacer = ready_replicas()
+    replacer.handle(StopAsked(25.0), 5.0)
+    effects = replacer.handle(ChildExited(FIRST[0], -signal.SIGKILL), 6.0)
+    lost = EngineLost(0, by_request=False, is_final=True)
+    assert effects == [TellRuntime(lost), Tell(FRONTEND, lost), Kill(FIRST[1])]
+    effects = replacer.handle(ChildExited(SECOND[0], -signal.SIGKILL), 7.0)
+    assert [
+        effect.message.reason for effect in effects if isinstance(effect, Tell) and isinstance(effect.message, Stop)
+    ]
