@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from srt.utils.quantization import QUANTIZATIONS
+from srt.utils.speculation import DEFAULT_DRAFT_TOKENS, SPECULATIVE_ALGORITHMS, speculation_obstacle
 from srt.version import __version__
 
 
@@ -36,8 +37,6 @@ TOOL_CALL_PARSERS = tuple(
 MODEL_IMPLS = ("auto", "srt", "transformers")
 GRAMMAR_BACKENDS = ("llguidance", "none")
 TOOL_STRICT_LEVELS = ("auto", "function", "parameter")
-SPECULATIVE_ALGORITHMS = ("NGRAM",)
-DEFAULT_DRAFT_TOKENS = 8
 REASONING_PARSERS = tuple("qwen3 deepseek-r1 deepseek_r1 deepseek-v3 glm45 kimi gpt-oss openai_gptoss minimax".split())
 
 MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "Devices and kernels", "Logging"
@@ -209,13 +208,22 @@ class ServerArgs:
 
     speculative_algorithm: str | None = option(
         None,
-        "draft several tokens and verify them in one step, on a CPU; NGRAM: what followed the same tokens earlier in the request",
+        "draft several tokens and verify them in one step, on a CPU; NGRAM: what followed the same tokens earlier in the request;"
+        " STANDALONE: what a smaller model draws",
         group=SPECULATION,
         choices=SPECULATIVE_ALGORITHMS,
     )
+    speculative_draft_model_path: str | None = option(
+        None,
+        "checkpoint of the smaller model, with the same vocabulary: an existing folder, a shipped name, or a hub id",
+        group=SPECULATION,
+    )
+    speculative_num_steps: int | None = option(
+        None, "tokens that the smaller model draws for each request in a step", group=SPECULATION
+    )
     speculative_num_draft_tokens: int | None = option(
         None,
-        "tokens that a step verifies of each request, the one that is no draft included (default: 8)",
+        "tokens that a step verifies of each request, the one that is no draft included (default: 8; STANDALONE: 5)",
         group=SPECULATION,
     )
     speculative_ngram_min_match_window_size: int = option(
@@ -387,16 +395,23 @@ class ServerArgs:
         self.model_overrides()
 
     def _check_speculation(self) -> None:
-        least, longest = self.speculative_ngram_min_match_window_size, self.speculative_ngram_max_match_window_size
-        self._at_least("speculative_ngram_min_match_window_size", 1)
-        if longest < least:
-            raise ArgumentError(
-                f"--speculative-ngram-max-match-window-size {longest} is less than --speculative-ngram-min-match-window-size {least}."
-            )
-        if self.speculative_num_draft_tokens is not None:
-            if self.speculative_algorithm is None:
-                raise ArgumentError("--speculative-num-draft-tokens needs --speculative-algorithm.")
-            self._at_least("speculative_num_draft_tokens", 2)
+        for name, least in (
+            ("speculative_num_steps", 1),
+            ("speculative_num_draft_tokens", 2),
+            ("speculative_ngram_min_match_window_size", 1),
+        ):
+            if getattr(self, name) is not None:
+                self._at_least(name, least)
+        obstacle = speculation_obstacle(
+            self.speculative_algorithm,
+            self.speculative_draft_model_path,
+            self.speculative_num_steps,
+            self.speculative_num_draft_tokens,
+            self.speculative_ngram_min_match_window_size,
+            self.speculative_ngram_max_match_window_size,
+        )
+        if obstacle is not None:
+            raise ArgumentError(obstacle)
 
     def _check_http(self) -> None:
         for name in ("api_key", "admin_api_key"):
@@ -461,7 +476,9 @@ class ServerArgs:
         """Most drafts of a row in one step; 0 without speculative decoding."""
         if self.speculative_algorithm is None:
             return 0
-        return (self.speculative_num_draft_tokens or DEFAULT_DRAFT_TOKENS) - 1
+        if self.speculative_num_steps is not None:
+            return self.speculative_num_steps
+        return (self.speculative_num_draft_tokens or DEFAULT_DRAFT_TOKENS[self.speculative_algorithm]) - 1
 
     @property
     def uses_priorities(self) -> bool:
@@ -479,7 +496,7 @@ UNSUPPORTED = frozenset(
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend"
     " enable_memory_saver enable_deterministic_inference"
-    " speculative_draft_model_path speculative_num_steps speculative_eagle_topk enable_lora lora_paths"
+    " speculative_eagle_topk enable_lora lora_paths"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
     " detokenizer_worker_num quantization_param_path skip_server_warmup".split()
 )

@@ -19,8 +19,10 @@ from srt.model_executor.step.plan_arrays import PlanArrays, write_tables
 from srt.model_executor.step.step_output import StepOutput
 from srt.model_executor.step.step_planner import DecodeStep, HostStep, StepPlanner
 from srt.model_executor.step.step_sampler import LogprobParts, StepSampler
-from srt.protocol.messages import PlanSection, Scalar
+from srt.protocol.messages import PlanSection, Scalar, int32_array
 from srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+NO_SLOTS = int32_array()
 
 
 class ModelRunner:
@@ -42,6 +44,16 @@ class ModelRunner:
     def _new_planner(self) -> StepPlanner:
         state = self.state
         return StepPlanner(state.num_slots, state.num_pages, state.page_size, state.windows, state.window_pages)
+
+    @property
+    def planner(self) -> StepPlanner:
+        """The host's record of the slots."""
+        return self._planner
+
+    def write_changes(self, section: PlanSection) -> None:
+        """Write a section's admissions and pages into the tables. Its rows, if it has any, are not run."""
+        changes = PlanSection(section.admissions, section.pages, *[NO_SLOTS] * 5)
+        write_tables(self.loaded.staging.copy(self._planner.plan(changes).arrays), self.state.req_to_token_pool)
 
     def launch(self, section: PlanSection) -> StepOutput:
         """Run both halves of a step. The caller must be in inference mode.

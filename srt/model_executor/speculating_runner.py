@@ -19,10 +19,9 @@ from srt.layers.sampler import Draws
 from srt.layers.token_masks import TokenMasks
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.step.executed_step import DecodeOutput, ModelRunnerOutput
-from srt.model_executor.step.plan_arrays import write_tables
 from srt.model_executor.step.slot_mirror import Ints
 from srt.model_executor.step.step_output import StepOutput, VerifiedOutput
-from srt.protocol.messages import Int32Array, PlanSection, int32_array
+from srt.protocol.messages import Int32Array, PlanSection
 from srt.speculative.acceptance import count_accepted
 from srt.speculative.drafter import Drafter, DraftLimits
 
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from srt.model_executor.loaded_model import LoadedModel
     from srt.model_executor.memory.device_state import DeviceState
     from srt.model_executor.step.step_sampler import StepSampler
-
-NO_SLOTS = int32_array()
 
 
 class SpeculatingRunner(ModelRunner):
@@ -58,8 +55,12 @@ class SpeculatingRunner(ModelRunner):
     def max_row_tokens(self) -> int:
         return 1 + self._most_drafts
 
+    def reset(self) -> None:
+        super().reset()
+        self._drafter.reset()
+
     def _execute(self, section: PlanSection) -> ModelRunnerOutput | DecodeOutput:
-        self._write_changes(section)
+        self._enter_changes(section)
         rows = structs.replace(section, admissions=[], pages=[])
         if len(rows.extend_slots):
             self._drafter.read_prompts(rows)
@@ -68,14 +69,13 @@ class SpeculatingRunner(ModelRunner):
             return super()._execute(rows)
         return self._execute_planned(self._planner.plan(rows, num_drafts))
 
-    def _write_changes(self, section: PlanSection) -> None:
+    def _enter_changes(self, section: PlanSection) -> None:
         """Write the section's admissions and pages into the tables, so that drafts find them there."""
         for admission in section.admissions:
             self._limits.admit(admission)
         if section.admissions or any(len(delta.slots) for delta in section.pages):
-            changes = PlanSection(section.admissions, section.pages, *[NO_SLOTS] * 5)
-            plan = self.loaded.staging.copy(self._planner.plan(changes).arrays)
-            write_tables(plan, self.state.req_to_token_pool)
+            self.write_changes(section)
+            self._drafter.enter_changes(section)
 
     def _draft(self, slots: Ints) -> Ints:
         if not len(slots):

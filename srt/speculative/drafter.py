@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from srt.protocol.messages import Admission, PlanSection
 
 Ints = NDArray[np.int64]
-FIRST_REST = 8  # verifications for which a row rests after its guesses were wrong
-LONGEST_REST = 128
+FIRST_REST = 8  # steps for which a row rests after its guesses were wrong
+MOST_DOUBLINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,14 @@ class DraftRows:
 class Drafter(Protocol):
     """Guesses tokens. All ranks must guess the same, from the same tables."""
 
+    def reset(self) -> None:
+        """Forget all rows, whose tables were emptied."""
+
+    def enter_changes(self, changes: PlanSection) -> None:
+        """Note the admissions and pages of a step, which the tables have already. Its rows come afterwards."""
+
     def read_prompts(self, section: PlanSection) -> None:
-        """Compute what later guesses need of the step's chunks of prompts. The tables have the step's pages and ids already."""
+        """Compute what later guesses need of the step's chunks of prompts. The section has nothing else."""
 
     def draft(self, rows: DraftRows) -> Ints:
         """Write up to `most` drafts of each row into the token table, behind its last known token. Return how many each has got."""
@@ -41,7 +47,8 @@ class DraftLimits:
     """How many drafts each row may have, by slot.
 
     A row never computes a position that its request cannot use. It drafts one token more after all its drafts were right, and as many
-    as were right after one was wrong. If the first was wrong the row rests, each time twice as long, until a first draft is right again.
+    as were right after one was wrong, but at least one. Where the first one is wrong twice in a row, the row rests, each time twice as
+    long, until a first draft is right again.
     """
 
     def __init__(self, num_slots: int, most: int) -> None:
@@ -49,7 +56,9 @@ class DraftLimits:
         self._end: Ints = np.zeros(num_slots, np.int64)  # positions that the request computes at most
         self._now: Ints = np.zeros(num_slots, np.int64)  # drafts of the row's next step, when it does not rest
         self._rest: Ints = np.zeros(num_slots, np.int64)  # steps without drafts that are left
-        self._next_rest: Ints = np.zeros(num_slots, np.int64)
+        self._num_misses: Ints = np.zeros(
+            num_slots, np.int64
+        )  # latest verifications whose first draft was wrong, one after the other
 
     def admit(self, admission: Admission) -> None:
         """Begin a slot anew. Rows that need a mask for each token do not draft, because masks are made one token at a time."""
@@ -57,7 +66,7 @@ class DraftLimits:
         self._end[slot] = admission.prompt_len + admission.sampling.max_new_tokens - 1
         self._now[slot] = 0 if admission.resource else self._most
         self._rest[slot] = 0
-        self._next_rest[slot] = FIRST_REST
+        self._num_misses[slot] = 0
 
     def rows(self, slots: Ints, lengths: Ints, room: Ints) -> DraftRows:
         """Return how many drafts these rows may have now. `room` is the number of positions in their pages."""
@@ -71,8 +80,6 @@ class DraftLimits:
         """Note how many drafts of each row were right, of rows that had some."""
         now = np.where(num_right == num_drafts, num_drafts + 1, np.maximum(num_right, 1))
         self._now[slots] = np.minimum(now, self._most)
-        is_wrong = num_right == 0
-        wrong, right = slots[is_wrong], slots[~is_wrong]
-        self._rest[wrong] = self._next_rest[wrong]
-        self._next_rest[wrong] = np.minimum(2 * self._next_rest[wrong], LONGEST_REST)
-        self._next_rest[right] = FIRST_REST
+        misses = self._num_misses[slots] = np.where(num_right == 0, self._num_misses[slots] + 1, 0)
+        rest = FIRST_REST << np.clip(misses - 2, 0, MOST_DOUBLINGS)
+        self._rest[slots] = np.where(misses > 1, rest, 0)

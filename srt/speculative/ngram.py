@@ -21,6 +21,12 @@ class NgramDrafter:
         self._least = least
         self._longest = longest
 
+    def reset(self) -> None:
+        """Do nothing: the token table is all that is read."""
+
+    def enter_changes(self, changes: PlanSection) -> None:
+        """Do nothing, for the same reason."""
+
     def read_prompts(self, section: PlanSection) -> None:
         """Do nothing: the token table has all ids of a prompt from its admission on."""
 

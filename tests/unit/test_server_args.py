@@ -75,6 +75,9 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
             [*MODEL, "--speculative-num-draft-tokens", "4"],
             "--speculative-num-draft-tokens needs --speculative-algorithm",
         ),
+        ([*MODEL, "--speculative-algorithm", "STANDALONE"], "needs --speculative-draft-model-path"),
+        ([*MODEL, "--speculative-num-steps", "4"], "--speculative-num-steps needs --speculative-algorithm STANDALONE"),
+        ([*MODEL, "--speculative-draft-model-path", "d"], "needs --speculative-algorithm STANDALONE"),
         (
             [*MODEL, "--speculative-ngram-max-match-window-size", "1"],
             "is less than --speculative-ngram-min-match-window",

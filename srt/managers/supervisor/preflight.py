@@ -13,11 +13,13 @@ from srt.sampling.draw_checks import DRAW_CHECKS
 from srt.sampling.parameter_checks import ParameterError
 from srt.server_args import GPU_CHUNKS, ServerArgs
 from srt.utils.checkpoint import estimate_weight_bytes, is_copy, read_headers, resolve_model_path
+from srt.utils.draft_model import draft_model_args
 from srt.utils.errors import StartError
 from srt.utils.gpus import gpu_memory
 from srt.utils.host import available_memory_bytes, raise_descriptor_limit
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
+from srt.utils.page_groups import PageGroups
 
 BACKLOG = 4096  # connections that may wait while frontends start or are replaced; the kernel may cap it
 LEAST_DESCRIPTORS = 256  # a few dozen for links and libraries, the rest for clients
@@ -53,7 +55,8 @@ def check_and_listen(args: ServerArgs, *, http: bool) -> ServerPlan:
         if listener:
             args = replace(args, port=listener.getsockname()[1])
         folder = check_model(args)
-        return ServerPlan(with_model_defaults(with_device_defaults(args), folder), folder, listener)
+        args = with_draft_model(with_model_defaults(with_device_defaults(args), folder), folder)
+        return ServerPlan(args, folder, listener)
     except BaseException:
         if listener:
             listener.close()
@@ -205,6 +208,34 @@ def check_speculation(args: ServerArgs, config: ModelConfig) -> None:
         raise StartError(f"{option} works on a CPU only: leave it out, or serve with --device cpu.")
     if config.pooling is not None:
         raise StartError(f"{option} speeds up the generation of text, which this model does not do: leave it out.")
+
+
+def with_draft_model(args: ServerArgs, folder: Path) -> ServerArgs:
+    """Return the options with the folder of the smaller model that drafts, if there is one. StartError if it does not fit the model."""
+    path = args.speculative_draft_model_path
+    if path is None:
+        return args
+    draft_folder = resolve_model_path(path, None, args.download_dir).resolve()
+    args = replace(args, speculative_draft_model_path=str(draft_folder))
+    config, draft = ModelConfig.served_from(folder, args), ModelConfig.served_from(draft_folder, draft_model_args(args))
+    draft.check_tp(args.tp_size)
+    option = f"--speculative-draft-model-path {path}"
+    if draft.pooling is not None:
+        raise StartError(f"{option} does not generate text: choose another model.")
+    if draft.vocab_size != config.vocab_size:
+        raise StartError(
+            f"{option} has a vocabulary of {draft.vocab_size} tokens and the model one of {config.vocab_size}: choose a model with"
+            " the same vocabulary."
+        )
+    if draft.max_position_embeddings < config.context_length:
+        raise StartError(
+            f"{option} knows {draft.max_position_embeddings} positions, fewer than the {config.context_length} that are served:"
+            f" add --context-length {draft.max_position_embeddings}."
+        )
+    if PageGroups.of(draft.layers).num > 1:
+        raise StartError(f"{option} has layers with windows and without: choose a model whose layers are alike.")
+    check_memory(draft_folder, draft, draft_model_args(args))
+    return args
 
 
 def check_sampling_defaults(config: ModelConfig) -> None:

@@ -19,10 +19,10 @@ from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.speculating_runner import SpeculatingRunner
 from srt.model_executor.startup.precompile import precompile
 from srt.model_executor.startup.profile_pages import profile_num_pages
+from srt.model_executor.startup.start_drafter import start_drafter
 from srt.model_executor.step.step_pooler import StepPooler
 from srt.model_executor.step.step_sampler import RowSampler, StepSampler
 from srt.server_args import ServerArgs
-from srt.speculative.ngram import NgramDrafter
 from srt.utils.model_config import ModelConfig
 
 
@@ -80,18 +80,9 @@ def build_runner(
     sampler = RowSampler(loaded, state, decodes) if draws_by_row else StepSampler(loaded, state)
     step_graphs = StepGraphs(loaded, decodes, pieces, kernels)
     if args.speculative_algorithm is not None:
-        return _build_speculating_runner(loaded, state, sampler, step_graphs)
+        drafter = start_drafter(loaded, state)
+        return SpeculatingRunner(loaded, state, sampler, step_graphs, drafter, args.num_drafts)
     return ModelRunner(loaded, state, sampler, step_graphs)
-
-
-def _build_speculating_runner(
-    loaded: LoadedModel, state: DeviceState, sampler: StepSampler, graphs: StepGraphs
-) -> ModelRunner:
-    """Create the runner of a server that drafts."""
-    args, tables = loaded.args, state.req_to_token_pool
-    least, longest = args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
-    drafter = NgramDrafter(tables.token_table, least, longest)
-    return SpeculatingRunner(loaded, state, sampler, graphs, drafter, args.num_drafts)
 
 
 def _build_pooling_runner(

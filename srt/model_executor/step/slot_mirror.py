@@ -176,6 +176,7 @@ class SlotMirror:
 
     def set_lengths(self, slots: Ints, lengths: Ints) -> None:
         """Correct the lengths of slots whose step has computed positions that do not count."""
+        self.catch_up()
         self._lengths[slots] = lengths
 
     def advance(self, section: PlanSection, decode_counts: Ints | int = 1) -> Ints:

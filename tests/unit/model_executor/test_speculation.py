@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from srt.model_executor.speculating_runner import SpeculatingRunner
 from srt.protocol.messages import GenerateRequest, LogprobSpec, PlanSection, int32_array
@@ -19,6 +22,7 @@ from tests.support.whole_engine import Answer, WholeEngine
 
 VOCAB = 512
 MOST_DRAFTS = 4
+NOISE = 0.15
 PARAMETERS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -41,6 +45,12 @@ class ToldDrafter:
         self.num_right = [0] * (
             MOST_DRAFTS + 1
         )  # rows by the number of drafts that are right before the first wrong one
+
+    def reset(self) -> None:
+        pass
+
+    def enter_changes(self, changes: PlanSection) -> None:
+        pass
 
     def read_prompts(self, section: PlanSection) -> None:
         pass
@@ -173,6 +183,48 @@ def test_drafts_right_and_wrong_at_each_place_change_no_answer(
     assert (counters.num_preempted > 0) == (num_tokens < 1000)
     assert counters.num_cached_tokens > 0
     engine.core.memory.check([])
+
+
+def noisy(folder: Path, target: Path, noise: float) -> Path:
+    """The checkpoint with random numbers added to its weights, in proportion to their size."""
+    shutil.copytree(folder, target)
+    generator = torch.Generator().manual_seed(3)
+    weights = load_file(target / "model.safetensors")
+    for name, weight in weights.items():
+        weights[name] = weight + noise * weight.std() * torch.randn(weight.shape, generator=generator)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 0.99, 1.0), (NOISE, 0.2, 0.8)])
+def test_a_model_that_draws_alike_is_right_as_often(
+    checkpoint: CheckpointFactory, expected: Answers, tmp_path: Path, noise: float, least: float, most: float
+) -> None:
+    """The model drafts for itself: each draft is right, whatever the parameters, behind cached prefixes too."""
+    folder = checkpoint("qwen3")
+    engine, runner = engine_of(
+        folder,
+        4,
+        chunked_prefill_size=7,
+        max_total_tokens=200,
+        max_running_requests=6,
+        schedule_conservativeness=0.01,
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=str(noisy(folder, tmp_path / "noisy", noise)),
+        speculative_num_draft_tokens=1 + MOST_DRAFTS,
+    )
+    rights: list[int] = []  # of each first draft, whether it was right
+    note = runner._limits.note
+
+    def noted(slots: Ints, num_drafts: Ints, num_right: Ints) -> None:
+        rights.extend((num_right > 0).tolist())
+        note(slots, num_drafts, num_right)
+
+    runner._limits.note = noted
+    check_equal(answers_of(engine, requests_of(7, 24)), expected)
+    assert len(rights) > 40
+    assert least <= np.mean(rights) <= most
+    assert engine.core.counters.num_cached_tokens > 0
 
 
 def test_layers_with_windows_verify_drafts_too(checkpoint: CheckpointFactory) -> None:

@@ -222,6 +222,19 @@ def test_weights_larger_than_a_gpu_are_refused_before_anything_starts(
         check_and_listen(replace(args_for(qwen3_checkpoint), device="cuda"), http=False)
 
 
+def test_a_drafting_model_that_does_not_fit_is_refused(
+    qwen3_checkpoint: Path, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    short = shutil.copytree(qwen3_checkpoint, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    for draft, reason in ((checkpoint("qwen3", vocab_size=511), "a vocabulary of 511"), (short, "--context-length 16")):
+        args = args_for(qwen3_checkpoint)
+        args = replace(args, speculative_algorithm="STANDALONE", speculative_draft_model_path=str(draft))
+        with pytest.raises(StartError, match=reason):
+            check_and_listen(args, http=False)
+
+
 def test_drafts_are_refused_on_a_gpu(qwen3_checkpoint: Path) -> None:
     args = replace(args_for(qwen3_checkpoint), device="cuda", speculative_algorithm="NGRAM")
     with pytest.raises(StartError, match="--speculative-algorithm NGRAM works on a CPU only"):

@@ -1,0 +1,76 @@
+"""Guess with a smaller model, which runs beside the model on the same tables and page numbers.
+
+It draws with the request's own noise, temperature, filters, penalties and biases. So its guess is the model's own draw as often as
+the two distributions allow. Its keys and values lie in pages of the same numbers, so a cached prefix has them as well; they are only
+missing behind tokens that a row computed while it drafted nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec import structs
+
+from srt.layers.sampler import Sampler
+from srt.mem_cache.memory_pool import MHATokenToKVPool
+from srt.model_executor.memory.device_state import DeviceState
+from srt.model_executor.model_runner import ModelRunner
+from srt.protocol.messages import LogprobSpec, PlanSection, int32_array
+from srt.speculative.drafter import DraftRows, Ints
+
+if TYPE_CHECKING:
+    from srt.model_executor.loaded_model import LoadedModel
+
+NO_SLOTS = int32_array()
+IDLE = PlanSection([], [], *[NO_SLOTS] * 5)
+
+
+def drafting_state(loaded: LoadedModel, state: DeviceState) -> DeviceState:
+    """Create a smaller model's state beside `state`: with its tables, but lengths and KV memory of its own."""
+    tables = copy.copy(state.req_to_token_pool)
+    tables.seq_lens = tables.seq_lens.clone()
+    tables.windows, tables.window_pages = (), ()
+    kv_pool = MHATokenToKVPool(state.num_pages, state.page_size, loaded.kv_heads, loaded.kv_dtype, loaded.device)
+    sampler = Sampler(loaded.tp, loaded.config.vocab_size, loaded.model.lm_head.shard_start, tables)
+    return DeviceState(tables, kv_pool, sampler, state.max_request_tokens)
+
+
+class ModelDrafter:
+    """Runs a model's steps as its own scheduler would plan them: chunks of prompts, then several tokens of each row that drafts."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        """`runner` has a state made by `drafting_state`."""
+        self._runner = runner
+        self._computed: Ints = (
+            runner.state.req_to_token_pool.seq_lens.numpy()
+        )  # positions computed by the smaller model
+
+    def reset(self) -> None:
+        self._runner.reset()
+
+    def enter_changes(self, changes: PlanSection) -> None:
+        admissions = [structs.replace(a, logprobs=LogprobSpec(), resource="") for a in changes.admissions]
+        self._runner.write_changes(structs.replace(changes, admissions=admissions, pages=changes.pages[:1]))
+
+    def read_prompts(self, section: PlanSection) -> None:
+        none = np.zeros_like(section.extend_samples)
+        self._runner.launch(structs.replace(section, extend_samples=none, decode_slots=NO_SLOTS))
+
+    def draft(self, rows: DraftRows) -> Ints:
+        drafting = rows.most > 0
+        slots, most = rows.slots[drafting].astype(np.int32), rows.most[drafting]
+        starts = self._computed[slots]
+        counts = rows.lengths[drafting] + 1 - starts
+        ones = np.ones(len(slots), np.int32)
+        first = PlanSection([], [], slots, starts.astype(np.int32), counts.astype(np.int32), ones, NO_SLOTS)
+        self._runner.launch(first)
+        for num_drafts in range(1, int(most.max())):
+            self._runner.launch(structs.replace(IDLE, decode_slots=slots[most > num_drafts]))
+        return rows.most
+
+    def note_lengths(self, slots: Ints, lengths: Ints) -> None:
+        right = np.minimum(self._computed[slots], lengths)
+        self._computed[slots] = right
+        self._runner.planner.slots.set_lengths(slots, right)
