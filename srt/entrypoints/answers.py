@@ -340,7 +340,13 @@ class Logprobs(TypedDict, total=False):
     ]
 
 
-class MetaInfo(Times, Logprobs):
+class Speculation(TypedDict, total=False):
+    spec_verify_ct: Annotated[Count, "Steps that verified drafts, at the end of an answer of a server that drafts."]
+    spec_accept_length: Annotated[float, "Tokens that such a step brought, on average."]
+    spec_accept_rate: Annotated[float, "Share of the drafts that a step may have that were right."]
+
+
+class MetaInfo(Times, Logprobs, Speculation):
     id: Annotated[str, "The request's rid, or a random name."]
     finish_reason: Annotated[FinishReason | None, "Why the output ended; null while it runs."]
     prompt_tokens: Annotated[Count, "Tokens of the prompt."]

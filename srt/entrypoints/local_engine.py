@@ -145,7 +145,7 @@ class LocalEngine:
         engine = self._service.engine()
         check_served(GENERATE, engine.model)
         call = parse_generate(body, engine.sampling_params)
-        answer = NativeAnswer(call, engine.text.token_text)
+        answer = NativeAnswer(call, engine.text.token_text, num_drafts=self._args.num_drafts)
 
         async def collect(prompt: int, handle: RequestHandle) -> None:
             for update in await handle.collect():
@@ -188,7 +188,12 @@ class LocalEngine:
         engine = self._service.engine()
         check_served(GENERATE, engine.model)
         call = parse_generate({**body, "stream": True}, engine.sampling_params)
-        answer = NativeAnswer(call, engine.text.token_text, incremental=self._args.incremental_streaming_output)
+        answer = NativeAnswer(
+            call,
+            engine.text.token_text,
+            incremental=self._args.incremental_streaming_output,
+            num_drafts=self._args.num_drafts,
+        )
         return Chunks(await engine.submit_all(call.inputs), answer, Pacer(self._args.stream_interval))
 
     async def flush_cache(self) -> bool:

@@ -169,6 +169,13 @@ def _engines(page: Page, engines: Sequence[tuple[Labels, Numbers]]) -> None:
     """Add the metrics of each replica, with its labels."""
     for name, text, value in _ENGINE_GAUGES:
         page.gauge(name, text, [(labels, value(engine)) for labels, engine in engines])
+    lengths = [
+        (labels, engine["num_verified_ids"] / engine["num_verified_rows"])
+        for labels, engine in engines
+        if engine["num_verified_rows"]
+    ]
+    if lengths:
+        page.gauge("sglang:spec_accept_length", "Tokens that a row with drafts gets in a step, on average.", lengths)
     states = [({**labels, "state": state}, num) for labels, engine in engines for state, num in _pages(engine).items()]
     page.gauge("srt:kv_pages", "Pages of KV memory by state.", states)
     page.counter(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -18,6 +19,7 @@ from srt.entrypoints.streaming import DONE, answer_call, event
 from srt.managers.process.replica_layout import ReplicaLayout
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, RequestError
 from srt.managers.tokenizer_manager.request_checks import check_label
+from srt.protocol.messages import Scalar
 from srt.sampling.parameter_checks import show
 from srt.version import __version__
 
@@ -84,7 +86,12 @@ async def generate(exchange: Exchange, service: Service) -> None:
     body = await exchange.read_json()
     engine = service.engine()
     call = parse_generate(body, engine.sampling_params)
-    answer = NativeAnswer(call, engine.text.token_text, incremental=service.args.incremental_streaming_output)
+    answer = NativeAnswer(
+        call,
+        engine.text.token_text,
+        incremental=service.args.incremental_streaming_output,
+        num_drafts=service.args.num_drafts,
+    )
     await answer_call(
         exchange,
         engine,
@@ -151,7 +158,7 @@ async def server_facts(service: Service, deep: bool = False) -> dict[str, Any]:
             "effective_max_running_requests_per_dp": reply.values.get("num_slots"),
             "last_gen_throughput": numbers.get(replica, {}).get("last_gen_throughput", 0.0),
             "memory_usage": _memory_usage(startup, str(ReplicaLayout.of(service.args, replica).workers[0])),
-            "avg_spec_accept_length": None,
+            "avg_spec_accept_length": _spec_accept_length(reply.values),
             **reply.values,
         }
         for replica, reply in replies.items()
@@ -169,6 +176,12 @@ async def server_facts(service: Service, deep: bool = False) -> dict[str, Any]:
         "frontend": {"index": service.index, **engine.stats()},
         "version": __version__,
     }
+
+
+def _spec_accept_length(counters: Mapping[str, Scalar]) -> float | None:
+    """Return the tokens that a row with drafts gets in a step, on average; None if there were none."""
+    num_ids, num_rows = counters.get("num_verified_ids"), counters.get("num_verified_rows")
+    return num_ids / num_rows if isinstance(num_ids, int) and isinstance(num_rows, int) and num_rows else None
 
 
 def _memory_usage(startup: Any, worker: str) -> dict[str, Any] | None:

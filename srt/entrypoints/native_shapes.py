@@ -16,6 +16,7 @@ from srt.entrypoints.answers import (
     Logprobs,
     MetaInfo,
     Row,
+    Speculation,
     Times,
 )
 from srt.entrypoints.request_schema import (
@@ -276,11 +277,13 @@ class NativeAnswer:
         token_text: TokenText,
         *,
         incremental: bool = False,
+        num_drafts: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._call = call
         self._token_text = token_text
         self._incremental = incremental
+        self._num_drafts = num_drafts  # most drafts of a step, if the server drafts
         self._now = now
         self._began = now()
         self._epoch = time.time() - self._began  # add it to a time of `now` to get seconds since the epoch
@@ -333,6 +336,14 @@ class NativeAnswer:
             written["prompt_token_ids"] = list(so_far.prompt_ids)
         return written
 
+    def _speculation(self, update: ChoiceUpdate) -> Speculation:
+        num_steps, num_ids = update.num_verified, update.num_verified_ids
+        return {
+            "spec_verify_ct": num_steps,
+            "spec_accept_length": num_ids / num_steps,
+            "spec_accept_rate": (num_ids - num_steps) / (num_steps * self._num_drafts),
+        }
+
     def _meta_info(self, so_far: _ChoiceSoFar, first_id: int) -> MetaInfo:
         latest = so_far.latest
         assert latest is not None, "a choice is written only after its first update"
@@ -351,6 +362,8 @@ class NativeAnswer:
         }
         if so_far.finished_at is not None and latest.times is not None:
             meta = {**meta, **self._times(latest.completion_tokens, latest.times, so_far.finished_at)}
+        if latest.num_verified:
+            meta = {**meta, **self._speculation(latest)}
         asked = self._call.inputs[so_far.prompt].logprobs
         if asked.output:
             meta = {**meta, **self._logprobs(asked, so_far, first_id)}

@@ -211,6 +211,8 @@ class RequestDone(Wire, frozen=True):
     num_preempted: int = 0  # times that it lost its slot to another request
     retry_after_s: int = 0  # for a 503: when to try again
     queue_s: float = -1.0  # from its arrival to its slot; negative if it never had one
+    num_verified: int = 0  # steps that verified drafts of it, if the engine drafts
+    num_verified_ids: int = 0  # output tokens that these steps brought
 
 
 class TokenBatch(Wire, frozen=True, tag=21):

@@ -29,7 +29,12 @@ PARAMETERS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[srt.Runtime]:
-    options = {**OPTIONS, "tp_size": 2, "speculative_algorithm": "NGRAM", "speculative_ngram_min_match_window_size": 1}
+    options = {
+        **OPTIONS,
+        "tp_size": 2,
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": "tiny-draft",
+    }
     with srt.Runtime(**options) as runtime:
         yield runtime
 
@@ -66,6 +71,16 @@ def _numbers(entry: Any) -> list[float]:
     if isinstance(entry, list):
         return [number for part in entry for number in _numbers(part)]
     return [entry] if isinstance(entry, float) else []
+
+
+def test_the_server_tells_how_many_drafts_were_right(drafting: srt.Runtime) -> None:
+    answer = drafting.generate(PROMPTS[0], {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True})
+    meta = answer["meta_info"]
+    assert 29 / 5 <= meta["spec_verify_ct"] < 29
+    assert meta["spec_accept_length"] == pytest.approx(29 / meta["spec_verify_ct"])
+    assert 0 < meta["spec_accept_rate"] < 1
+    state = drafting.get_server_info()["internal_states"][0]
+    assert 1 < state["avg_spec_accept_length"] <= 5
 
 
 def test_a_stream_goes_on_after_its_worker_was_killed(drafting: srt.Runtime, plain: srt.Runtime) -> None:

@@ -55,6 +55,8 @@ class Counters:
     prompt_step_us: int = 0  # the part of steps with prompt tokens
     num_prompt_steps: int = 0
     num_computed_prompt_tokens: int = 0  # in these steps
+    num_verified_rows: int = 0  # decode rows of steps that may bring several ids, if the engine drafts
+    num_verified_ids: int = 0  # that these rows brought
     rows_per_step: Histogram = field(default_factory=lambda: Histogram(1, 4, 16, 64, 256))
     queue_ms: Histogram = field(default_factory=lambda: Histogram(1, 10, 100, 1000, 10_000))
 

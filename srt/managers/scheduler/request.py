@@ -48,6 +48,7 @@ class Progress:
         "slot",
         "started_s",
         "status",
+        "verified",
     )
 
     def __init__(self, id_bytes: bytes, outputs: bytes, logprobs: LogprobView) -> None:
@@ -62,6 +63,7 @@ class Progress:
         self.slot = -1
         self.incarnation = 0
         self.num_preempted = 0
+        self.verified = (0, 0)  # steps that verified drafts of it, if the engine drafts, and the ids that they brought
         self.started_s: float | None = None  # first admission
 
     @property
@@ -77,6 +79,10 @@ class Progress:
         if self.prompt_start >= 0:
             tokens = min(tokens, max(self.prompt_start - 1, 0))
         return tokens // page_size
+
+    def count_verified(self, num_ids: int) -> None:
+        num_steps, num_all = self.verified
+        self.verified = num_steps + 1, num_all + num_ids
 
     def lose_slot(self, computed: int, prompt_len: int) -> None:
         """Wait again after a preemption. Prompt logprobs that the workers already owe are not requested again."""

@@ -92,6 +92,8 @@ class ResultReader:
         decoding[: planned.num_prompt_ends] = False
         missing = self._max_row_tokens - counts[decoding]
         self._slots.computed[rows[decoding]] -= missing
+        if self._max_row_tokens > 1:
+            self._count_verified(rows[decoding], counts[decoding])
         ends: list[End] = []
         for round_ in range(int(counts.max(initial=0))):
             going = np.flatnonzero(alive & (counts > round_))
@@ -100,6 +102,12 @@ class ResultReader:
             alive[going] = [slot not in ended for slot in rows[going].tolist()]
             ends += news
         return ends
+
+    def _count_verified(self, slots: Int64Array, counts: Int32Array) -> None:
+        self._counters.num_verified_rows += len(slots)
+        self._counters.num_verified_ids += int(counts.sum())
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            self._planner.request_in(slot).progress.count_verified(count)
 
     def _append_late(self, planned: Planned, result: StepResult) -> tuple[list[Request], list[End]]:
         """Append the tokens of requests that were preempted while this step was in flight."""

@@ -387,6 +387,7 @@ class Scheduler:
             request.progress.num_preempted,
             self._retry_after_s(self._core) if status == 503 else 0,
             -1.0 if started_s is None else started_s - request.arrived_s,
+            *request.progress.verified,
         )
         self._clients[request.frontend].outbox.add_end(request, done)
 
@@ -591,8 +592,7 @@ class Scheduler:
 
     def _state(self, core: SchedulerCore, call: int, findings: list[str]) -> ControlReply:
         values = core.state()
-        values["is_draining"] = self._is_draining
-        values["is_paused"] = bool(self._paused_by)
+        values |= {"is_draining": self._is_draining, "is_paused": bool(self._paused_by)}
         for number, client in self._clients.items():
             values[f"live_requests_of_frontend_{number}"] = client.num_known
             values[f"unacknowledged_batches_of_frontend_{number}"] = client.outbox.num_unacknowledged

@@ -108,6 +108,8 @@ class ChoiceUpdate(Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # all of them, with the first update of the choice, if asked for
     prompt_ids: tuple[int, ...] = ()  # with the first update of the choice, if asked for
     num_preempted: int = 0  # known with the finish
+    num_verified: int = 0  # steps that verified drafts, known with the finish
+    num_verified_ids: int = 0  # that these steps brought
     times: ChoiceTimes | None = None  # with the finish
     replica: int | None = (
         None  # that runs the request, if the server has several; with the first update, logprobs and the finish

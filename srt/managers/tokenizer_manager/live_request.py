@@ -47,6 +47,8 @@ class _Choice:
     queue_s: float | None = None
     cached_tokens: int = 0
     num_preempted: int = 0
+    num_verified: int = 0
+    num_verified_ids: int = 0
     finish: Finish | None = None
     is_news: bool = False  # there is something to fetch
     is_first: bool = True  # no update has been fetched yet
@@ -147,6 +149,7 @@ class LiveRequest:
             return
         choice.cached_tokens = done.cached_tokens
         choice.num_preempted = done.num_preempted
+        choice.num_verified, choice.num_verified_ids = done.num_verified, done.num_verified_ids
         choice.queue_s = None if done.queue_s < 0 else done.queue_s
         if done.reason == "error":
             message = done.message or "The engine failed on this request."
@@ -296,6 +299,8 @@ class LiveRequest:
             prompt_logprobs=choice.prompt_logprobs if choice.is_first else (),
             prompt_ids=self._told_prompt_ids if choice.is_first else (),
             num_preempted=choice.num_preempted,
+            num_verified=choice.num_verified,
+            num_verified_ids=choice.num_verified_ids,
             times=times,
             replica=self.replica,
         )

@@ -31,7 +31,10 @@ def test_a_row_may_bring_several_ids_or_none() -> None:
     for row in ([10], [11, 12, 13], [], [14, 15, 16, 17]):
         host.bring(row)
     assert host.ids(1) == [10, 11, 12, 13, 14, 15, 16, 17]
-    assert host.ends()[1, 0].reason == "length"
+    done = host.ends()[1, 0]
+    assert done.reason == "length"
+    assert (done.num_verified, done.num_verified_ids) == (3, 7)
+    assert (host.value("num_verified_rows"), host.value("num_verified_ids")) == (3, 7)
     assert host.fatal is None
 
 
