@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from srt.layers.logits_processor import LogitsProcessorOutput, Logprobs
+from srt.layers.moe.expert_load import pop_expert_loads
 from srt.layers.token_masks import MaskBuffers, TokenMasks
 from srt.mem_cache.tables_hash import tables_hash
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -102,7 +103,18 @@ class ModelRunner:
         values: dict[str, Scalar] = {"tables_hash": tables_hash(pages), "num_slots_seen": len(pages)}
         if self._decode_runner is not None and self._decode_runner.compiled is not None:
             values["num_compiled_steps"] = self._decode_runner.compiled.num_steps
-        return values
+        return values | self._expert_values()
+
+    def _expert_values(self) -> dict[str, Scalar]:
+        """Return, for models with experts, what its layers took since the last inspection: means of steps, layer after layer."""
+        loads = pop_expert_loads(self.loaded.model)
+        if not loads:
+            return {}
+        return {
+            "distinct_experts": round(sum(load.distinct for load in loads) / len(loads), 2),
+            "distinct_experts_of_layers": " ".join(f"{load.distinct:.2f}" for load in loads),
+            "peak_loads_of_layers": " ".join(f"{load.peak:.2f}" for load in loads),
+        }
 
     # ---- The model
 

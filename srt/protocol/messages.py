@@ -412,8 +412,9 @@ class WorkDone(Wire, frozen=True, tag=63):
 
     `inspect` reports `tables_hash`, the hex of an 8-byte blake2b. It covers every slot admitted since the last reset, in ascending
     order: slot, page count and the pages of its latest admission, group after group, as little-endian int32, read back from the
-    device's tables. The scheduler computes the same from what it sent. `num_slots_seen` counts those slots. `capture` reports
-    `num_left`, unchanged while code for the next graph is still being compiled.
+    device's tables. The scheduler computes the same from what it sent. `num_slots_seen` counts those slots. Models with experts
+    add how many of them steps took since the last inspection. `capture` reports `num_left`, unchanged while code for the next graph is
+    still being compiled.
     """
 
     step: int

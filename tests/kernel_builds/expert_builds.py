@@ -98,7 +98,8 @@ def _tables() -> list[KernelBuild]:
     for kernel in (count_pairs_kernel, cut_tiles_kernel):
         types = {name: kind for name, kind in _TABLE.items() if name in kernel.arg_names}
         types |= {name: "i32" for name in ("num_pairs", "most") if name in kernel.arg_names}
-        constants = {"NUM_EXPERTS": EXPERTS, "BLOCK_E": 128, "BLOCK_M": 16, "BLOCK": 32, "CHUNK": 128}
+        types |= {"load_ptr": "*i64"} if "load_ptr" in kernel.arg_names else {}
+        constants = {"HAS_LOAD": True, "NUM_EXPERTS": EXPERTS, "BLOCK_E": 128, "BLOCK_M": 16, "BLOCK": 32, "CHUNK": 128}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         builds.append(KernelBuild(f"{kernel.__name__.removesuffix('_kernel')}[]", kernel, types, constants))
     return builds

@@ -291,7 +291,7 @@ def multiply_experts(
     """
     num_experts, hidden, size = weights.down.shape
     tiles = tiles or ExpertGemmTiles.choose(ids.numel(), num_experts, x.itemsize)
-    table = ExpertTiles.sort(ids, num_experts, tiles.block_m)
+    table = ExpertTiles.sort(ids, num_experts, tiles.block_m, weights.load)
     activated = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
     results = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
     rows = (table.pairs, table.experts, table.firsts, table.ends)

@@ -33,8 +33,8 @@ class ExpertTiles:
     block_m: int
 
     @classmethod
-    def sort(cls, ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
-        """Sort the pairs by their experts, ids [tokens, top_k] i32. Never waits for the device."""
+    def sort(cls, ids: torch.Tensor, num_experts: int, block_m: int, load: torch.Tensor | None = None) -> ExpertTiles:
+        """Sort the pairs by their experts, ids [tokens, top_k] i32, and add them to the load. Never waits for the device."""
         num_pairs, device = ids.numel(), ids.device
         most = num_pairs // block_m + min(num_pairs, num_experts)
         experts, firsts, ends = (torch.empty(most, dtype=torch.int32, device=device) for _ in range(3))
@@ -43,15 +43,25 @@ class ExpertTiles:
         if num_pairs <= MOST_COUNTED_PAIRS:
             pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
             count_pairs_kernel[(triton.cdiv(num_pairs, _BLOCK) + triton.cdiv(most, _BLOCK),)](
-                ids, pairs, experts, firsts, ends, num_pairs, most, CHUNK=_CHUNK, num_warps=8, **sizes
-            )
+                ids, pairs, experts, firsts, ends, ids if load is None else load, num_pairs, most,
+                HAS_LOAD=load is not None, CHUNK=_CHUNK, num_warps=8, **sizes
+            )  # fmt: skip
         else:
             ordered, by_expert = torch.sort(ids.flatten(), stable=True)
             pairs = by_expert.to(torch.int32)
             starts = torch.searchsorted(
                 ordered, torch.arange(num_experts + 1, dtype=torch.int32, device=device), out_int32=True
             )
-            cut_tiles_kernel[(triton.cdiv(most, _BLOCK),)](starts, experts, firsts, ends, most, **sizes)
+            cut_tiles_kernel[(triton.cdiv(most, _BLOCK),)](
+                starts,
+                experts,
+                firsts,
+                ends,
+                starts if load is None else load,
+                most,
+                HAS_LOAD=load is not None,
+                **sizes,
+            )
         return cls(pairs, experts, firsts, ends, block_m)
 
 
@@ -84,6 +94,17 @@ def _write_tiles(
     tl.store(ends_ptr + tiles, end, mask=inside)
 
 
+@jit
+def _add_load(counts: tl.tensor, load_ptr: tl.tensor, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr) -> None:
+    """Do what `srt.layers.moe.expert_ops.add_load` does. Only one program of a launch may, because there are no atomics."""
+    experts = tl.arange(0, BLOCK_E)
+    before = tl.load(load_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+    tl.store(load_ptr + experts, before + counts, mask=experts < NUM_EXPERTS)
+    num_distinct = tl.sum((counts > 0).to(tl.int32), axis=0)
+    tl.store(load_ptr + NUM_EXPERTS, tl.load(load_ptr + NUM_EXPERTS) + num_distinct)
+    tl.store(load_ptr + NUM_EXPERTS + 1, tl.load(load_ptr + NUM_EXPERTS + 1) + 1)
+
+
 @kernel(one_variant_for=("num_pairs", "most"))
 def count_pairs_kernel(
     ids_ptr: tl.tensor,
@@ -91,15 +112,20 @@ def count_pairs_kernel(
     experts_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
     ends_ptr: tl.tensor,
+    load_ptr: tl.tensor,
     num_pairs: int,
     most: int,
+    HAS_LOAD: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """The first programs find the places of BLOCK pairs each, by counting the pairs before each. The others write BLOCK tiles each."""
+    """The first programs find the places of BLOCK pairs each, by counting the pairs before each. The others write BLOCK tiles each.
+
+    The first of those adds to the load.
+    """
     if tl.program_id(0) < tl.cdiv(num_pairs, BLOCK):
         pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         own = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=NUM_EXPERTS)[:, None]
@@ -119,7 +145,11 @@ def count_pairs_kernel(
             counts += tl.sum((expert[None, :] == experts[:, None]).to(tl.int32), axis=1)
         counts = tl.where(experts < NUM_EXPERTS, counts, 0)  # beyond the pairs the number is that of no expert
         starts = tl.cumsum(counts, axis=0) - counts
-        tiles = (tl.program_id(0) - tl.cdiv(num_pairs, BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+        place = tl.program_id(0) - tl.cdiv(num_pairs, BLOCK)
+        if HAS_LOAD:
+            if place == 0:
+                _add_load(counts, load_ptr, NUM_EXPERTS, BLOCK_E)
+        tiles = place * BLOCK + tl.arange(0, BLOCK)
         _write_tiles(starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)
 
 
@@ -129,7 +159,9 @@ def cut_tiles_kernel(
     experts_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
     ends_ptr: tl.tensor,
+    load_ptr: tl.tensor,
     most: int,
+    HAS_LOAD: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -139,5 +171,8 @@ def cut_tiles_kernel(
     experts = tl.arange(0, BLOCK_E)
     starts = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
     ends = tl.load(starts_ptr + experts + 1, mask=experts < NUM_EXPERTS, other=0)
+    if HAS_LOAD:
+        if tl.program_id(0) == 0:
+            _add_load(ends - starts, load_ptr, NUM_EXPERTS, BLOCK_E)
     tiles = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _write_tiles(starts, ends - starts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)

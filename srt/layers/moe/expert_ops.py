@@ -60,6 +60,7 @@ class ExpertWeights:
     gate_up_bias: Tensor | None = None  # [experts, 2 * size]
     down_bias: Tensor | None = None  # [experts, hidden_size]; on one rank only, because the ranks' results are added
     limit: float | None = None  # None: silu(gate) * up; else gpt-oss's activation
+    load: Tensor | None = None  # [experts + 2] i64: what `add_load` adds up
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,9 @@ class ExpertOps:
         flat = choice.ids.flatten()
         sorted_pairs = flat.argsort(stable=True)
         results = x.new_empty(len(flat), weights.down.shape[1])
-        first = 0
-        for expert, count in enumerate(torch.bincount(flat, minlength=weights.down.shape[0]).tolist()):
+        first, counts = 0, torch.bincount(flat, minlength=weights.down.shape[0])
+        add_load(weights.load, counts)
+        for expert, count in enumerate(counts.tolist()):
             if not count:
                 continue
             pairs = sorted_pairs[first : first + count]
@@ -104,6 +106,15 @@ class ExpertOps:
 
 
 TORCH_EXPERT_OPS: Final = ExpertOps()
+
+
+def add_load(load: Tensor | None, counts: Tensor) -> None:
+    """Add a step's choices of each expert to the load, then the number of experts that were chosen, and 1 for the step."""
+    if load is None:
+        return
+    load[:-2] += counts
+    load[-2] += counts.count_nonzero()
+    load[-1] += 1
 
 
 def activate(gate_up: Tensor, limit: float | None) -> Tensor:

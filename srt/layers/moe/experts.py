@@ -71,11 +71,15 @@ class ExpertLayers(WeightedModule):
         self.gate_up_bias = _empty(num_experts, 2 * self._size) if spec.bias else None
         self.down_bias = _empty(num_experts, hidden_size) if spec.bias else None
         self._adds_bias = tp.rank == 0  # the ranks' results are added, so one of them adds it
+        self.load: Tensor
+        # On the CPU even while the model is built on the meta device, because it is not read from a checkpoint.
+        self.register_buffer("load", torch.zeros(num_experts + 2, dtype=torch.int64, device="cpu"), persistent=False)
 
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """Return what this rank adds to the weighted sum of the chosen experts' results."""
         biases = self.gate_up_bias, self.down_bias if self._adds_bias else None
-        return self._ops.multiply(x, choice, ExpertWeights(self.gate_up, self.down, *biases, self._spec.limit))
+        weights = ExpertWeights(self.gate_up, self.down, *biases, self._spec.limit, self.load)
+        return self._ops.multiply(x, choice, weights)
 
     def places(self, path: str) -> tuple[list[list[Place]], list[list[Place]]]:
         """Return the checkpoint's layers that make up each expert's gates and ups, and its downs, if these are not plain matrices."""

@@ -54,7 +54,10 @@ def test_tiles_hold_every_pair_once_beside_those_of_its_expert(
     """Experts 0 and 4 have no tokens, and expert 2 has most."""
     monkeypatch.setattr(expert_tiles, "MOST_COUNTED_PAIRS", most_counted)
     ids = torch.tensor([1, 2, 2, 3, 2, 5, 6])[torch.randint(7, (num_tokens, 2))].int()
-    tiles = ExpertTiles.sort(ids, 7, block_m=16)
+    load = torch.tensor([5] * 7 + [1, 1])
+    tiles = ExpertTiles.sort(ids, 7, 16, load)
+    counts = torch.bincount(ids.flatten(), minlength=7)
+    assert load.tolist() == [*(5 + counts).tolist(), 1 + int((counts > 0).sum()), 2]
     assert tiles.pairs.tolist() == ids.flatten().argsort(stable=True).tolist()
     covered: list[int] = []
     for expert, first, end in zip(*(part.tolist() for part in (tiles.experts, tiles.firsts, tiles.ends)), strict=True):
