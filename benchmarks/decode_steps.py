@@ -41,14 +41,14 @@ E4M3_BELOW_2 = 0xBF  # bits of a number, of which others may be none
 class Steps:
     """A runner whose slots all hold a request that never ends."""
 
-    def __init__(self, runner: ModelRunner, lengths: list[int], most_steps: int) -> None:
+    def __init__(self, runner: ModelRunner, lengths: list[int], most_steps: int, temperature: float = 0.6) -> None:
         self._runner = runner
         self.lengths = np.array(lengths)
         empty, ones, slots = int32_array(), np.ones(len(lengths), np.int32), int32_array(range(len(lengths)))
         rng = np.random.default_rng(0)
         num_pages = -(-(self.lengths + most_steps + 1) // runner.state.page_size)
         pages = int32_array(rng.permutation(int(num_pages.sum())))  # anywhere
-        spec = SamplingSpec(max_new_tokens=most_steps + 2, temperature=0.6)
+        spec = SamplingSpec(max_new_tokens=most_steps + 2, temperature=temperature)
         admissions = [
             Admission(slot, int32_array(rng.integers(0, 100, length)), length, length - 1, slot, spec, LogprobSpec())
             for slot, length in enumerate(lengths)
