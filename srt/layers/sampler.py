@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.kernels.cpu.row_operations import row_operations
 from srt.kernels.sampling.draw_rows import DrawRows
 from srt.layers.logit_adjustments import adjust_logits
 from srt.layers.logits_processor import gather_vocabulary
@@ -58,6 +59,8 @@ class Sampler:
             pdl = has_pdl(tables.seq_lens.device)
             self._draw_from_shard = partial(draw, pdl=pdl)
             self._thresholds = partial(kernel_thresholds, pdl=pdl)
+        elif (compiled := row_operations()) is not None:
+            self._draw_from_shard = compiled.draw
 
     def prepare(self, logits: torch.Tensor) -> None:
         """Allocate the memory that draws from logits of this shape need."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import platform
-from ctypes import c_int, c_void_p
+from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -63,4 +63,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.srt_new_runner.restype, library.srt_new_runner.argtypes = c_void_p, (c_void_p, c_int)
     library.srt_delete_runner.restype, library.srt_delete_runner.argtypes = None, (c_void_p,)
     library.srt_run.restype, library.srt_run.argtypes = None, (c_void_p, c_void_p)
+    library.srt_draw.restype, library.srt_draw.argtypes = None, (c_void_p, c_int)
+    library.srt_gather.restype, library.srt_gather.argtypes = None, (c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
+    library.srt_store_draws.restype, library.srt_store_draws.argtypes = None, (c_void_p,)
     return library

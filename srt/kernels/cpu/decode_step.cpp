@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "products.h"
+#include "rows.h"
 #include "team.h"
 
 namespace srt {
@@ -270,7 +271,12 @@ struct Runner {
     std::vector<Own> own;
 };
 
-// The threads of all runners of this process, of which one runs at a time.
+std::mutex& one_at_a_time() {
+    static std::mutex& mutex = *new std::mutex;
+    return mutex;
+}
+
+// The threads of this process, which run one job at a time.
 Team& team_of(int num_threads) {
     static std::map<int, std::unique_ptr<Team>>& teams = *new std::map<int, std::unique_ptr<Team>>;
     std::unique_ptr<Team>& team = teams[num_threads];
@@ -286,12 +292,19 @@ void run_step(Runner& runner, const Rows& rows) {
     team.run(step);
 }
 
+template <class Stored>
+void draw(const Draws& draws, int num_threads) {
+    DrawJob<Stored> job(draws);
+    if (draws.num_rows > 1 && draws.num_rows * draws.num_columns > SHARED_COLUMNS) {
+        const std::lock_guard<std::mutex> lock(one_at_a_time());
+        return team_of(num_threads).run(job);
+    }
+    for (int row = 0; row < draws.num_rows; row++) job.run(0, row, 0);
+}
+
 }  // namespace srt
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
-
-// Changes with the layout of the structs.
-EXPORTED int srt_version() { return 1; }
 
 // The layers and all tensors must outlive the runner. Null: the model has too many layers.
 EXPORTED srt::Runner* srt_new_runner(const srt::Model* model, int num_threads) {
@@ -302,8 +315,18 @@ EXPORTED srt::Runner* srt_new_runner(const srt::Model* model, int num_threads) {
 EXPORTED void srt_delete_runner(srt::Runner* runner) { delete runner; }
 
 EXPORTED void srt_run(srt::Runner* runner, const srt::Rows* rows) {
-    static std::mutex one_at_a_time;
-    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    const std::lock_guard<std::mutex> lock(srt::one_at_a_time());
     if (runner->model.kind == srt::Kind::FLOAT32) srt::run_step<float>(*runner, *rows);
     else srt::run_step<srt::BFloat16>(*runner, *rows);
 }
+
+EXPORTED void srt_draw(const srt::Draws* draws, int num_threads) {
+    if (draws->is_bfloat16) srt::draw<srt::BFloat16>(*draws, num_threads);
+    else srt::draw<float>(*draws, num_threads);
+}
+
+EXPORTED void srt_gather(const int64_t* slots, int64_t num_rows, const srt::Mail* mail, const srt::Tables* tables, const srt::Gathered* out) {
+    srt::gather(slots, num_rows, *mail, *tables, *out);
+}
+
+EXPORTED void srt_store_draws(const srt::Store* store) { srt::store_draws(*store); }

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from srt.kernels.cpu.row_operations import row_operations
 from srt.layers.sampler import Draws
 from srt.model_executor.graphs.cuda_graph_runner import Work
 from srt.protocol.messages import Int32Array
@@ -58,7 +59,8 @@ class DrawStore:
         words = torch.zeros((RING, max_rows), dtype=torch.int64, pin_memory=is_cuda)
         last = torch.zeros(1, dtype=torch.int64, device=device)
         if not is_cuda:
-            return cls(words, last, store_draws_reference, lambda: True)
+            compiled = row_operations()
+            return cls(words, last, store_draws_reference if compiled is None else compiled.store, lambda: True)
         return cls(words, last, cuda_launch(), torch.cuda.current_stream(device).query)
 
     def store(self, draws: Draws, row_slots: torch.Tensor, positions: torch.Tensor, token_table: torch.Tensor) -> None:

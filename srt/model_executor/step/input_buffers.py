@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from srt.kernels.cpu.row_operations import row_operations
 from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 from srt.model_executor.step.draw_store import DrawStore
 from srt.model_executor.step.page_mailbox import NUMBER_BITS, PAGE_BITS, PageMailbox
@@ -130,7 +131,8 @@ class _Staging:
 
 def _gather_operations(device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:
     if device.type != "cuda":
-        return gather_decode_reference, gather_window_reference
+        compiled = row_operations()
+        return gather_decode_reference if compiled is None else compiled.gather, gather_window_reference
     # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.kernels.elementwise.gather_decode import gather_decode
     from srt.kernels.elementwise.gather_window import gather_window

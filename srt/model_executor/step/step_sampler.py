@@ -50,9 +50,8 @@ class StepSampler:
         return self._logits_processor.logits(hidden, self._lm_head)
 
     def draws_by_row(self, kind: SamplingKind) -> bool:
-        """Return whether rows of this kind can be drawn with the parameters in the device's tables alone."""
-        del kind
-        return False
+        """Return whether decode rows of this kind are drawn from the decodes' logits, with the parameters in the device's tables alone."""
+        return kind is SamplingKind.PLAIN
 
     def mask(self, logits: torch.Tensor, masks: TokenMasks | None) -> None:
         """Forbid in these logits, which are overwritten, what the masks forbid."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.compile_cpu_kernels import compile_library
 from srt.kernels.build import cpu_library
 from srt.kernels.cpu.decode_step import CpuDecodeStep
 from srt.model_executor.forward_batch_info import ForwardBatch
@@ -35,14 +34,9 @@ CLOSE = {"float32": 2e-5, "bfloat16": 4e-2}  # relative to the largest logit
 
 
 @pytest.fixture(scope="module", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What an installation has built of these sources, or else what is built now."""
-    path = cpu_library.built_library()
-    if not path.is_file():
-        path = tmp_path_factory.mktemp("compiled") / cpu_library.NAME
-        compile_library(path)
+def library(cpu_kernels: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("srt.kernels.cpu.decode_step.load_library", lambda: cpu_library.open_library(path))
+        patch.setattr("srt.kernels.cpu.decode_step.load_library", lambda: cpu_library.open_library(cpu_kernels))
         yield
 
 
