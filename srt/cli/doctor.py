@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import srt
+from srt.kernels.build import cpu_library
 from srt.managers.process.heartbeats import HeartbeatReader
 from srt.managers.scheduler import scheduler as scheduler_state
 from srt.managers.supervisor.preflight import check_model, check_surroundings, listen, runs_on_cpu
@@ -142,12 +143,21 @@ def _versions(torch: dict[str, Any] | str) -> Iterator[Line]:
         "scheduler",
         "compiled" if is_compiled(scheduler_state) else "plain Python (run `make compile` to make it quicker)",
     )
+    yield "steps on a CPU", _cpu_steps()
     yield "Python", f"{platform.python_version()} at {sys.executable}"
     for name in [*_required(), *USEFUL]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(name)
     if isinstance(torch, dict):
         yield "CUDA of PyTorch", str(torch["cuda"])
+
+
+def _cpu_steps() -> str:
+    if not cpu_library.is_supported():
+        return "by PyTorch's operations, as this processor has no AVX2"
+    if cpu_library.built_library().is_file():
+        return "compiled"
+    return "by PyTorch's operations (install a C++ compiler and srt again to make them quicker)"
 
 
 def _machine(torch: dict[str, Any] | str) -> Iterator[Line]:
