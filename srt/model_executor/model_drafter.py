@@ -14,8 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from srt.layers.sampler import Sampler
-from srt.mem_cache.memory_pool import MHATokenToKVPool
-from srt.model_executor.memory.device_state import DeviceState
+from srt.model_executor.memory.device_state import DeviceState, init_kv_pool
 from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.messages import LogprobSpec, PlanSection, int32_array
 from srt.speculative.drafter import DraftRows, Ints
@@ -32,7 +31,7 @@ def drafting_state(loaded: LoadedModel, state: DeviceState) -> DeviceState:
     tables = copy.copy(state.req_to_token_pool)
     tables.seq_lens = tables.seq_lens.clone()
     tables.windows, tables.window_pages = (), ()
-    kv_pool = MHATokenToKVPool(state.num_pages, state.page_size, loaded.kv_heads, loaded.kv_dtype, loaded.device)
+    kv_pool = init_kv_pool(loaded, state.num_pages, [])
     sampler = Sampler(loaded.tp, loaded.config.vocab_size, loaded.model.lm_head.shard_start, tables)
     return DeviceState(tables, kv_pool, sampler, state.max_request_tokens)
 

@@ -59,12 +59,13 @@ def init_memory_pool(loaded: LoadedModel, nums_pages: list[int], max_request_tok
     tables = ReqToTokenPool(
         args.max_running_requests, max_request_tokens, num_pages, args.page_size, device, groups.windows, window_pages
     )
-    kv_pool = _kv_pool(loaded, num_pages, window_pages)
+    kv_pool = init_kv_pool(loaded, num_pages, window_pages)
     sampler = Sampler(loaded.tp, config.vocab_size, loaded.model.lm_head.shard_start, tables)
     return DeviceState(tables, kv_pool, sampler, max_request_tokens)
 
 
-def _kv_pool(loaded: LoadedModel, num_pages: int, window_pages: list[int]) -> MHATokenToKVPool:
+def init_kv_pool(loaded: LoadedModel, num_pages: int, window_pages: list[int]) -> MHATokenToKVPool:
+    """Allocate the KV memory of a model's layers, with so many pages in the first group and in each of the others."""
     page_size, latents = loaded.args.page_size, loaded.attention_spec.latents
     if latents is not None:
         dims = [latents.dim] * loaded.config.num_layers

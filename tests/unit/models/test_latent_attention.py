@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,9 +18,11 @@ from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig, ModelError
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.dense_attention import dense_batch
+from tests.support.plan_driver import token_ids
 from tests.support.quantised_checkpoint import WEIGHT_ONLY, write_quantised
 from tests.support.ranks import CPU, single_rank
 from tests.support.runners import make_runner
+from tests.support.whole_engine import WholeEngine
 
 DENSE = {"first_k_dense_replace": 2}
 
@@ -63,3 +66,20 @@ def test_layers_for_the_prediction_of_several_tokens_are_left_out(
 def test_latents_are_not_stored_in_eight_bits(checkpoint: CheckpointFactory) -> None:
     with pytest.raises(StartError, match="fp8_e4m3 is not supported for latents"):
         make_runner(checkpoint("deepseek_v3", config=DENSE), 16, kv_cache_dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
+def test_drafts_change_no_token(algorithm: str, checkpoint: CheckpointFactory) -> None:
+    """Also those of a smaller model that has latents itself."""
+    folder = checkpoint("deepseek_v3", num_layers=3, tied=False)
+    rng = np.random.default_rng(4)
+    prompts = [token_ids(rng, 11, 512) * 2, token_ids(rng, 7, 512)]
+    draft = {"speculative_draft_model_path": str(checkpoint("deepseek_v3", config=DENSE))}
+    options = draft if algorithm == "STANDALONE" else {}
+
+    def outputs_with(**options: Any) -> list[list[int]]:
+        runner = make_runner(folder, 4, chunked_prefill_size=9, **options)
+        return WholeEngine(runner.loaded.args, runner).run(prompts, 12)
+
+    drafted = outputs_with(speculative_algorithm=algorithm, speculative_num_draft_tokens=4, **options)
+    assert drafted == outputs_with()
