@@ -277,6 +277,9 @@ class ServerArgs:
         group=DEVICE,
         choices=("auto", "fp8_e4m3"),
     )
+    quantization_param_path: str | None = option(
+        None, "JSON file with the scales of an fp8 KV memory, instead of the checkpoint's", group=DEVICE
+    )
     disable_cuda_graph: bool = option(
         False, "launch each kernel of every decode step, without CUDA graphs: much slower", group=DEVICE
     )
@@ -498,7 +501,7 @@ UNSUPPORTED = frozenset(
     " enable_memory_saver enable_deterministic_inference"
     " speculative_eagle_topk enable_lora lora_paths"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
-    " detokenizer_worker_num quantization_param_path skip_server_warmup".split()
+    " detokenizer_worker_num skip_server_warmup".split()
 )
 
 

@@ -26,6 +26,7 @@ from srt.models.library.encoder import LibraryEncoder
 from srt.models.library.library_model import LibraryCausalLM
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from srt.utils.kv_scales_file import read_scales_file
 from srt.utils.layer_spec import AttentionKind, LatentAttention, SelfAttention
 from srt.utils.model_config import ModelConfig
 from srt.utils.page_groups import MemoryShares, PageGroups
@@ -123,7 +124,7 @@ def load_model(
         draw_store = DrawStore.allocate(device, args.max_running_requests, args.window)
     # Each rank finds out by itself whether its kernels run, but all ranks must capture the same graphs.
     captures_prompts = bool(tp.min_int(int(attn_backend.prompt_graphs is not None)))
-    kv_scales = None if kv_dtype == dtype else _read_kv_scales(args, config, folder)
+    kv_scales = None if kv_dtype == dtype else _read_kv_scales(args, config, folder, tp)
     with torch.inference_mode(), memory.region("weights"):
         loader = get_model_loader(LoadConfig(load_format=args.load_format))  # type: ignore[arg-type]  # a checked choice
         model = loader.load_model(
@@ -226,7 +227,10 @@ def _kv_heads(attention: AttentionKind, tp_size: int) -> KVHeads:
     return KVHeads(attention.kv_heads_per_rank(tp_size), attention.head_dim)
 
 
-def _read_kv_scales(args: ServerArgs, config: ModelConfig, folder: str) -> KVScales | None:
+def _read_kv_scales(args: ServerArgs, config: ModelConfig, folder: str, tp: TensorParallel) -> KVScales | None:
+    if args.quantization_param_path is not None:
+        factors = read_scales_file(args.quantization_param_path, config.model_type, config.num_layers, tp.size)
+        return factors[tp.rank], factors[tp.rank]
     scales = None
     if args.load_format != "dummy":
         scales = read_kv_scales(folder, config.num_layers)

@@ -17,6 +17,7 @@ from srt.utils.draft_model import draft_model_args
 from srt.utils.errors import StartError
 from srt.utils.gpus import gpu_memory
 from srt.utils.host import available_memory_bytes, raise_descriptor_limit
+from srt.utils.kv_scales_file import read_scales_file
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 from srt.utils.page_groups import PageGroups
@@ -132,6 +133,8 @@ def check_model(args: ServerArgs) -> Path:
             f"--enable-torch-compile cannot compile the{'' if config.weight_formats.is_plain else ' quantised'} layers of"
             f" {config.architecture}: leave the option out."
         )
+    if args.quantization_param_path is not None:
+        check_kv_scales(args.quantization_param_path, args, config)
     if args.speculative_algorithm is not None:
         check_speculation(args, config)
     if args.sampling_defaults == "model":
@@ -140,6 +143,16 @@ def check_model(args: ServerArgs) -> Path:
         check_memory(folder, config, args)
         check_tied_head(folder, config)
     return folder
+
+
+def check_kv_scales(path: str, args: ServerArgs, config: ModelConfig) -> None:
+    """Raise StartError if the file of scales is wrong, or has no effect. The layers of the library are not known yet."""
+    if args.kv_cache_dtype == "auto":
+        raise StartError(
+            "--quantization-param-path has the scales of an fp8 KV memory: use it with --kv-cache-dtype fp8_e4m3."
+        )
+    if config.layers:
+        read_scales_file(path, config.model_type, config.num_layers, args.tp_size)
 
 
 def check_encoder(args: ServerArgs, config: ModelConfig) -> None:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from srt.utils.kv_scales_file import read_scales_file
+from srt.utils.model_error import ModelError
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
 from tests.support.runners import make_runner
@@ -112,3 +114,52 @@ def test_a_checkpoint_that_quantizes_keys_and_values_alone_brings_their_scales(
     for runner, job in zip((own, plain), jobs, strict=True):
         PlanDriver(runner, 16).run([job])
     assert jobs[0].outputs == jobs[1].outputs
+
+
+def scales_file(folder: Path, scales: dict[str, dict[str, float]], **more: str) -> Path:
+    content = {"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": scales}, **more}
+    path = folder / "scales.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_file_of_scales_serves_keys_and_values_alike(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    path = scales_file(tmp_path, {"0": {"0": 0.25, "1": 2}}, model_type="qwen3")
+    folder = checkpoint("qwen3")
+    runner = make_runner(folder, 16, kv_cache_dtype="fp8_e4m3", quantization_param_path=str(path))
+    memory = runner.state.token_to_kv_pool
+    assert memory.k_scales == memory.v_scales == [0.25, 2.0]
+    job = Job(token_ids(np.random.default_rng(1), 40, 512), greedy(3))
+    PlanDriver(runner, 16).run([job])
+    assert len(job.outputs) == 3
+
+
+def test_each_rank_has_its_scales(tmp_path: Path) -> None:
+    path = scales_file(tmp_path, {"0": {"0": 0.5, "1": 1.0}, "1": {"0": 0.25, "1": 4.0}})
+    assert read_scales_file(path, "llama", 2, 2) == [[0.5, 1.0], [0.25, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("scales", "more", "words"),
+    [
+        ({"0": {"0": 1.0, "1": 1.0}}, {"model_type": "llama"}, "is for a model of type 'llama', not 'qwen3'"),
+        ({"0": {"0": 1.0, "1": 1.0}, "1": {}}, {}, "has factors for 2 ranks, but --tp is 1"),
+        ({"0": {"0": 1.0}}, {}, "has factors for 1 layers of rank 0, but the model has 2"),
+        ({"0": {"0": 1.0, "2": 1.0}}, {}, "the factor of layer 1 of rank 0 must be positive, not None"),
+        ({"0": {"0": 1.0, "1": -1.0}}, {}, "the factor of layer 1 of rank 0 must be positive, not -1.0"),
+        ({"0": {"0": 1.0, "1": 1.0}}, {"kv_cache": "none"}, "it has no kv_cache with a scaling_factor"),
+    ],
+)
+def test_a_wrong_file_of_scales_is_refused_in_a_sentence(
+    scales: dict[str, dict[str, float]], more: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    path = scales_file(tmp_path, scales, **more)
+    with pytest.raises(ModelError) as caught:
+        read_scales_file(path, "qwen3", 2, 1)
+    assert str(caught.value).startswith(f"--quantization-param-path {path}: ")
+    assert words in str(caught.value)
+
+
+def test_a_file_of_scales_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"missing\.json: it cannot be read: No such file"):
+        read_scales_file(tmp_path / "missing.json", "qwen3", 2, 1)

@@ -239,3 +239,13 @@ def test_drafts_are_refused_on_a_gpu(qwen3_checkpoint: Path) -> None:
     args = replace(args_for(qwen3_checkpoint), device="cuda", speculative_algorithm="NGRAM")
     with pytest.raises(StartError, match="--speculative-algorithm NGRAM works on a CPU only"):
         check_and_listen(args, http=False)
+
+
+def test_scales_without_an_fp8_memory_or_for_another_model_are_refused(qwen3_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "scales.json"
+    path.write_text('{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 1.0}}}}')
+    args = replace(args_for(qwen3_checkpoint), quantization_param_path=str(path))
+    with pytest.raises(StartError, match="use it with --kv-cache-dtype fp8_e4m3"):
+        preflight.check_model(args)
+    with pytest.raises(StartError, match="factors for 1 layers of rank 0, but the model has"):
+        preflight.check_model(replace(args, kv_cache_dtype="fp8_e4m3"))
