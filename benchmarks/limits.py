@@ -48,6 +48,7 @@ class Shape:
     num_experts: int = 0
     top_k: int = 0  # experts that a token takes
     linear_bytes: float = BYTES  # of one of the linear weights, without scales
+    expert_bytes: float = BYTES  # of a weight of an expert, likewise
 
     @classmethod
     def of(
@@ -80,7 +81,8 @@ class Shape:
             expert_weights=experts,
             num_experts=0 if routing is None else routing.num_experts,
             top_k=0 if routing is None else routing.top_k,
-            linear_bytes=max((form.num_bits / 8 for _, form in config.weight_formats.groups), default=BYTES),
+            linear_bytes=_bytes_of(config, "self_attn.o_proj"),
+            expert_bytes=_bytes_of(config, "mlp.experts.0.up_proj"),
         )
 
     def distinct_experts(self, rows: int) -> float:
@@ -93,7 +95,7 @@ class Shape:
 
     def read_s(self, device: Device, rows: int, context: float) -> float:
         experts = self.expert_weights * self.distinct_experts(rows)
-        weights = self.linear_weights * self.linear_bytes + (self.head_weights + experts) * BYTES
+        weights = self.linear_weights * self.linear_bytes + self.head_weights * BYTES + experts * self.expert_bytes
         return (weights + rows * context * self.kv_bytes_per_token) / device.read_bytes_s
 
     def products_s(self, device: Device, rows: int) -> float:
@@ -107,6 +109,11 @@ class Shape:
         """Prompts of `length` tokens, causal."""
         linear = 2 * (rows * length * self._weights_of_a_token + rows * self.head_weights)
         return (linear + rows * length * length / 2 * self.attention_flops_per_pair) / device.matmul_flops_s
+
+
+def _bytes_of(config: ModelConfig, layer: str) -> float:
+    form = config.weight_formats.format_of(f"model.layers.{config.num_layers - 1}.{layer}")
+    return BYTES if form is None else form.num_bits / 8
 
 
 def measured() -> Device:

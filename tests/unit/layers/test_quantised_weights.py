@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -257,6 +259,32 @@ def test_what_ranks_cannot_split_is_refused_in_a_sentence(checkpoint: Checkpoint
     wide = replace(WEIGHT_ONLY["gptq"], config={**WEIGHT_ONLY["gptq"].config, "group_size": 64})
     stored, _ = write_quantised(narrow, tmp_path / "wide", wide)
     assert "Groups of 64 weights do not divide the 96 inputs of model.layers.0.mlp.down_proj" in refusal(stored)
+
+
+def test_experts_that_cannot_be_read_or_split_are_refused_in_a_sentence(
+    checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    stored, _ = write_mxfp4(checkpoint("gpt_oss", intermediate_size=96), tmp_path / "mxfp4")
+    down = "model.layers.0.mlp.experts.down_proj"
+    assert f"--tp cuts a group of 32 weights of {down}" in refusal(stored, idle_rank(0, 2))
+    scales = load_file(stored / "model.safetensors")[f"{down}_scales"]
+    changed_tensors(stored, lambda tensors: tensors.update({f"{down}_scales": torch.full_like(scales, 255)}))
+    assert f"a scale of {down} that is not a number" in refusal(stored)
+    changed_tensors(stored, lambda tensors: tensors.pop(f"{down}_scales"))
+    assert f"it lacks {down}_scales" in refusal(stored)
+    plain = checkpoint("gpt_oss", intermediate_size=80)
+    config = json.loads((plain / "config.json").read_text())
+    uneven = shutil.copytree(plain, tmp_path / "uneven")
+    (uneven / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    assert f"Groups of 32 weights do not divide the 80 inputs of {down}" in refusal(uneven)
+    moe = checkpoint("qwen3_moe", num_heads=8, config={"moe_intermediate_size": 128, "decoder_sparse_step": 1})
+    stored, _ = write_quantised(moe, tmp_path / "blocks", WITH_INPUTS["fp8 blocks"])
+    assert "--tp cuts a block of 128 inputs of model.layers.0.mlp.experts.0.down_proj" in refusal(
+        stored, idle_rank(0, 2)
+    )
+    scale = "model.layers.0.mlp.experts.5.up_proj.weight_scale_inv"
+    changed_tensors(stored, lambda tensors: tensors.update({scale: -tensors[scale]}))
+    assert "scale of model.layers.0.mlp.experts.5.gate_proj that is negative" in refusal(stored)
 
 
 def test_merged_layers_in_different_formats_are_refused(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
