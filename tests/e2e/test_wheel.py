@@ -101,7 +101,7 @@ def test_a_wheel_serves_the_shipped_model_with_the_compiled_scheduler(
         packages = python.parents[1] / f"lib/python3.{sys.version_info.minor}/site-packages"
         assert any(Path(name).name == GROUP + SUFFIX for name in loaded)
         assert loaded <= {str(packages / name) for name in compiled}
-        assert {Path(name).name for name in compiled_files_of(server, "srt.managers.tp_worker")} == {NAME}
+        assert NAME in {Path(name).name for name in compiled_files_of(server, "srt.managers.tp_worker")}
         server.send(signal.SIGTERM)
         assert server.wait() == 0, server.lines
 
