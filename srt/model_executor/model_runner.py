@@ -131,7 +131,7 @@ class ModelRunner:
         batch = ForwardBatch.init_new(
             host.rows, plan.rows, state.req_to_token_pool, state.token_to_kv_pool, self.loaded.attn_backend
         )
-        info = _sampling_info(plan, batch)
+        info = sampling_info(plan, batch)
         samplers = self._sampler.padded(plan.sample_tokens)
         if not (len(plan.prompt_logprobs.rows) or self._sampler.reads_all_tokens):
             batch.output_tokens = samplers
@@ -218,7 +218,8 @@ class ModelRunner:
         return StepOutput(loaded.draw_store.latest(num_rows), logprobs, loaded.device)
 
 
-def _sampling_info(plan: PlanArrays[torch.Tensor], batch: ForwardBatch) -> SamplingBatchInfo:
+def sampling_info(plan: PlanArrays[torch.Tensor], batch: ForwardBatch) -> SamplingBatchInfo:
+    """Return the rows that sample in a step of this plan."""
     return SamplingBatchInfo(
         num_rows=len(plan.sample_rows),
         slots=plan.rows.slots[plan.sample_rows],

@@ -15,9 +15,12 @@ import numpy as np
 import torch
 from msgspec import structs
 
+from srt.kernels.cpu.decode_step import MOST_ROWS
+from srt.layers.logits_processor import LogitsProcessorOutput
 from srt.layers.sampler import Draws
 from srt.layers.token_masks import TokenMasks
-from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.forward_batch_info import ForwardBatch
+from srt.model_executor.model_runner import ModelRunner, sampling_info
 from srt.model_executor.step.executed_step import DecodeOutput, ModelRunnerOutput
 from srt.model_executor.step.slot_mirror import Ints
 from srt.model_executor.step.step_output import StepOutput, VerifiedOutput
@@ -26,9 +29,11 @@ from srt.speculative.acceptance import count_accepted
 from srt.speculative.drafter import Drafter, DraftLimits
 
 if TYPE_CHECKING:
+    from srt.kernels.cpu.decode_step import CpuDecodeStep
     from srt.model_executor.graphs.step_graphs import StepGraphs
     from srt.model_executor.loaded_model import LoadedModel
     from srt.model_executor.memory.device_state import DeviceState
+    from srt.model_executor.step.step_planner import HostStep
     from srt.model_executor.step.step_sampler import StepSampler
 
 
@@ -67,7 +72,19 @@ class SpeculatingRunner(ModelRunner):
         num_drafts = self._draft(rows.decode_slots.astype(np.int64))
         if not num_drafts.any():
             return super()._execute(rows)
-        return self._execute_planned(self._planner.plan(rows, num_drafts))
+        host = self._planner.plan(rows, num_drafts)
+        step = None if self._decode_runner is None else self._decode_runner.cpu_step
+        if step is None or len(rows.extend_slots) or len(host.arrays.sample_tokens) > MOST_ROWS:
+            return self._execute_planned(host)
+        return self._verify(host, step)
+
+    def _verify(self, host: HostStep, step: CpuDecodeStep) -> ModelRunnerOutput:
+        """Run a step in which every token draws by the compiled code, so that drafts change no bit of a row's logits."""
+        state, plan = self.state, self.loaded.staging.copy(host.arrays)
+        tables = state.req_to_token_pool
+        batch = ForwardBatch.init_new(host.rows, plan.rows, tables, state.token_to_kv_pool, self.loaded.attn_backend)
+        logits = step.logits_of(batch, plan.rows.token_slots)
+        return ModelRunnerOutput(sampling_info(plan, batch), host, plan, LogitsProcessorOutput(logits, None))
 
     def _enter_changes(self, section: PlanSection) -> None:
         """Write the section's admissions and pages into the tables, so that drafts find them there."""

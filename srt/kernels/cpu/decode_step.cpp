@@ -62,7 +62,7 @@ struct Rows {
 
 constexpr int64_t CHUNK_BYTES = 64 << 10;  // of weights, unless there are too few of them for all threads
 
-enum Part { NORM, QKV, ATTENTION, O, POST_NORM, GATE_UP, DOWN, NUM_PARTS };
+enum Part { NORM, QKV, KEYS, ATTENTION, O, POST_NORM, GATE_UP, DOWN, NUM_PARTS };
 
 // Memory for the activations of a step.
 struct Buffers {
@@ -99,7 +99,9 @@ template <class Stored>
 class Step final : public Job {
 public:
     Step(const Model& model, const Rows& rows, Buffers& buffers, std::vector<Own>& own, int num_threads)
-        : model_(model), rows_(rows), buffers_(buffers), own_(own), num_threads_(num_threads) {}
+        : model_(model), rows_(rows), buffers_(buffers), own_(own), num_threads_(num_threads) {
+        for (int64_t row = 1; row < rows.num_rows; row++) shares_slots_ |= rows.slots[row] == rows.slots[row - 1];
+    }
 
     // Embedding, then the parts of each layer, then the last norm and the head.
     int num_phases() const override { return 3 + NUM_PARTS * int(model_.num_layers); }
@@ -110,6 +112,7 @@ public:
         const Layer& layer = model_.layers[(phase - 1) / NUM_PARTS];
         switch ((phase - 1) % NUM_PARTS) {
             case QKV: return chunks_of(layer.qkv);
+            case KEYS: return shares_slots_ ? int(rows_.num_rows * model_.heads.num_kv_heads) : 0;
             case ATTENTION: return int(rows_.num_rows * model_.heads.num_kv_heads);
             case O: return chunks_of(layer.o);
             case GATE_UP: return chunks_of(half_of(layer.gate_up));
@@ -126,6 +129,7 @@ public:
         switch ((phase - 1) % NUM_PARTS) {
             case NORM: return norm_row(chunk, layer.input_norm);
             case QKV: return project(layer.qkv, chunk);
+            case KEYS: return store_chunk(layer, chunk);
             case ATTENTION: return attend_chunk(layer, chunk, own_[thread]);
             case O: return add(layer.o, buffers_.attended.data(), chunk);
             case POST_NORM: return norm_row(chunk, layer.post_norm);
@@ -225,17 +229,13 @@ private:
         });
     }
 
-    // Norm and rotate one key head of one row and its queries, store the key and the value, and attend.
-    void attend_chunk(const Layer& layer, int chunk, Own& own) {
+    // Norm and rotate one key head of one row, and store the key and the value.
+    void store_chunk(const Layer& layer, int chunk) {
         const Heads& heads = model_.heads;
         const int64_t row = chunk / heads.num_kv_heads, kv_head = chunk % heads.num_kv_heads, size = heads.head_dim;
-        const int64_t group = heads.num_heads / heads.num_kv_heads;
-        float* queries = &buffers_.wide[row * layer.qkv.num_outputs + kv_head * group * size];
         float* key = &buffers_.wide[row * layer.qkv.num_outputs + (heads.num_heads + kv_head) * size];
         const float* value = key + heads.num_kv_heads * size;
-        for (int64_t g = 0; g < group; g++) turn(queries + g * size, layer.q_norm, row);
         turn(key, layer.k_norm, row);
-
         const PageTable& table = rows_.tables[layer.group];
         const int64_t at = (table.locations[row] * heads.num_kv_heads + kv_head) * size;
         Stored *keys = static_cast<Stored*>(layer.keys), *values = static_cast<Stored*>(layer.values);
@@ -243,6 +243,20 @@ private:
             put(keys + at + d, key[d]);
             put(values + at + d, value[d]);
         }
+    }
+
+    // Norm and rotate the queries of one key head of one row, and attend. Rows of one slot see each other's keys, so these are stored in
+    // a phase before this one; the key of a row that is alone is stored here.
+    void attend_chunk(const Layer& layer, int chunk, Own& own) {
+        const Heads& heads = model_.heads;
+        const int64_t row = chunk / heads.num_kv_heads, kv_head = chunk % heads.num_kv_heads, size = heads.head_dim;
+        const int64_t group = heads.num_heads / heads.num_kv_heads;
+        float* queries = &buffers_.wide[row * layer.qkv.num_outputs + kv_head * group * size];
+        for (int64_t g = 0; g < group; g++) turn(queries + g * size, layer.q_norm, row);
+        if (!shares_slots_) store_chunk(layer, chunk);
+
+        const PageTable& table = rows_.tables[layer.group];
+        const Stored *keys = static_cast<const Stored*>(layer.keys), *values = static_cast<const Stored*>(layer.values);
         const int64_t end = rows_.positions[row] + 1, begin = layer.window ? std::max<int64_t>(0, end - layer.window) : 0;
         const Pages pages{table.pages + rows_.slots[row] * table.stride, model_.page_size, begin, end};
         float* out = &buffers_.attended[(row * heads.num_heads + kv_head * group) * size];
@@ -260,6 +274,7 @@ private:
     Buffers& buffers_;
     std::vector<Own>& own_;
     const int num_threads_;
+    bool shares_slots_ = false;  // some rows are tokens of one slot, one behind the other
 };
 
 // What is kept from one step to the next.

@@ -110,6 +110,7 @@ class CpuDecodeStep:
             angle_factor=rope.attention_factor,
             kind=KINDS[pool.dtype],
         )
+        self._dtype = pool.dtype
         self._run = library.srt_run
         self._runner = library.srt_new_runner(ctypes.byref(self._model), torch.get_num_threads())
         weakref.finalize(self, library.srt_delete_runner, self._runner)
@@ -131,6 +132,17 @@ class CpuDecodeStep:
         rows, known, _ = self._rows[num_rows]
         assert known is batch, f"another batch of {num_rows} rows has the addresses that were looked up"
         self._run(self._runner, ctypes.byref(rows))
+
+    def logits_of(self, batch: ForwardBatch, slots: Tensor) -> Tensor:
+        """Run a batch of several tokens a row, with the slot of each token. Return the logits [tokens, vocabulary] of all tokens.
+
+        Each token gets what a step of its own would give it, bit for bit. Tokens of a slot follow each other.
+        """
+        out = torch.empty((len(slots), self._model.head.num_outputs), dtype=self._dtype)
+        rows = _rows_of(batch, out)
+        rows.num_rows, rows.slots = len(slots), _pointer(slots)
+        self._run(self._runner, ctypes.byref(rows))
+        return out
 
     def _layer_of(self, index: int, layer: DecoderLayer, pool: MHATokenToKVPool) -> _Layer:
         attention, mlp = layer.self_attn, layer.gated_mlp

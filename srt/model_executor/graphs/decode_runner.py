@@ -151,6 +151,11 @@ class DecodeRunner:
             capture=capture,
         )
 
+    @property
+    def cpu_step(self) -> CpuDecodeStep | None:
+        """The compiled step of a CPU, for up to MOST_ROWS tokens."""
+        return self._parts.cpu_step
+
     def _graph_sizes(self, pads: bool) -> dict[Reading, tuple[int, ...]]:
         sizes = self._sizes
         wanted = {Reading.BY_ROW: sizes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from srt.protocol.messages import SamplingSpec
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver
 from tests.support.runners import decodes_of, make_runner
+from tests.support.whole_engine import WholeEngine
 
 pytestmark = pytest.mark.skipif(
     not cpu_library.is_supported(), reason="this processor has no AVX2, so PyTorch runs the steps"
@@ -130,3 +132,18 @@ def test_without_a_library_pytorch_runs_the_step(qwen3_checkpoint: Path, monkeyp
 def test_experts_are_left_to_pytorch(checkpoint: CheckpointFactory) -> None:
     runner = make_runner(checkpoint("qwen3_moe"), PAGE_SIZE, dtype="float32")
     assert CpuDecodeStep.of(runner.loaded.our_model, runner.loaded.config, runner.state.token_to_kv_pool) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_several_tokens_of_a_row_are_computed_as_one_by_one(checkpoint: CheckpointFactory, dtype: str) -> None:
+    """A server that drafts verifies by the same code: even in bfloat16 it says what it says without drafts."""
+    folder = checkpoint("qwen3")
+    outputs = []
+    drafts: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
+    for options in ({}, drafts):
+        runner = make_runner(folder, PAGE_SIZE, dtype=dtype, **options)
+        engine = WholeEngine(runner.loaded.args, runner)
+        outputs.append([engine.run([job.prompt], 40) for job in jobs(3)])
+        num_steps = engine.core.counters.num_steps
+    assert outputs[0] == outputs[1]
+    assert num_steps < 3 * 20, "most drafts are right"
