@@ -14,6 +14,7 @@ from srt.layers.moe.packed_experts import PackedExperts
 from srt.layers.quantization.weight import Place
 from srt.layers.weights import WeightedModule, WeightPiece
 from srt.utils.layer_spec import Experts, Routing
+from srt.utils.model_error import ModelError
 
 _MATRICES = {"gate_up_down": ("gate_proj", "up_proj", "down_proj"), "w1_w3_w2": ("w1", "w3", "w2")}
 """The names of gate, up and down, if the checkpoint has a tensor for each matrix of each expert."""
@@ -122,6 +123,11 @@ class ExpertLayers(WeightedModule):
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         if isinstance(self.gate_up, PackedExperts) and isinstance(self.down, PackedExperts):
+            if self.stacked_path is not None:
+                raise ModelError(
+                    f"The checkpoint stacks the experts of {self.stacked_path} in one tensor, which is supported without"
+                    " quantisation only: leave --quantization out, or choose a checkpoint with a tensor for each expert."
+                )
             yield from self.gate_up.pieces()
             yield from self.down.pieces()
             yield from self._bias_pieces(path)

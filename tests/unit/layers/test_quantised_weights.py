@@ -287,6 +287,16 @@ def test_experts_that_cannot_be_read_or_split_are_refused_in_a_sentence(
     assert "scale of model.layers.0.mlp.experts.5.gate_proj that is negative" in refusal(stored)
 
 
+def test_stacked_experts_are_not_quantised_while_they_are_loaded(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    plain = checkpoint("qwen3_moe", config={"moe_intermediate_size": 128, "decoder_sparse_step": 1})
+    experts = "model.layers.0.mlp.experts"
+    folder = changed_tensors(
+        shutil.copytree(plain, tmp_path / "stacked"),
+        lambda tensors: tensors.update({f"{experts}.gate_up_proj": torch.zeros(8, 256, 64)}),
+    )
+    assert f"stacks the experts of {experts} in one tensor" in refusal(folder, quantization="fp8")
+
+
 def test_merged_layers_in_different_formats_are_refused(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
     how = WEIGHT_ONLY["gptq"]
     mixed = replace(how, config={**how.config, "dynamic": {"-:.*k_proj": {}}}, skip=("k_proj",))
