@@ -111,7 +111,12 @@ def test_pause_and_abort_hold_for_both_replicas(url: str, server: ServerProcess)
 
 
 @pytest.mark.parametrize(
-    "modules", [(WORKER,), pytest.param((SCHEDULER,), marks=pytest.mark.full), (WORKER, SCHEDULER)]
+    "modules",
+    [
+        pytest.param((WORKER,), id="worker"),
+        pytest.param((SCHEDULER,), id="scheduler", marks=pytest.mark.full),
+        pytest.param((WORKER, SCHEDULER), id="both"),
+    ],
 )
 def test_the_other_replica_goes_on_with_what_a_killed_one_had(
     url: str, server: ServerProcess, undisturbed: list[Chunks], modules: tuple[str, ...]
