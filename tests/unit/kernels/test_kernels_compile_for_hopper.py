@@ -35,6 +35,7 @@ def printed(build: Callable[..., subprocess.CompletedProcess[str]]) -> str:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kernel", ["write_kv", "decode_attention", "extend"])
 def test_a_kernel_becomes_a_hopper_binary_that_fits_into_shared_memory(
@@ -49,6 +50,7 @@ def test_a_kernel_becomes_a_hopper_binary_that_fits_into_shared_memory(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 def test_no_kernel_is_missing_from_the_list_of_builds(printed: str) -> None:
     defined = {
         name for file in KERNELS.rglob("*.py") for name in re.findall(r"^def (\w+)_kernel\(", file.read_text(), re.M)
