@@ -27,8 +27,7 @@ or refused by name at the start.
 | latent attention on GPUs | not tried; a Triton kernel serves prompts and decodes, and graphs capture decodes |
 | real checkpoints | not tried, for families without fused kernels |
 
-Layers with a window keep only what it shows, if other layers of the model have none
-([how](decisions/page-groups.md)).
+Layers with a window keep only what it shows ([how](decisions/page-groups.md)).
 
 | models | architecture | what its layers have | fused kernels |
 |---|---|---|---|

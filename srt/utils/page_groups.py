@@ -1,7 +1,7 @@
 """Page groups: layers that keep the same tokens of a request share pages, and the KV memory is divided between the groups. No torch.
 
-The first group keeps all tokens. Layers with a window keep only the last tokens, and have a group of their own for each window. A model
-in which every layer, or none, has a window has one group, which keeps everything.
+The first group keeps all tokens. Layers with a window keep only the last tokens, and have a group of their own for each window. If every
+layer has one, no memory belongs to the pages of the first group: they only number the tokens that the prefix cache knows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ class PageGroups:
     @classmethod
     def of(cls, layers: Sequence[LayerSpec]) -> PageGroups:
         windows = [layer.attention.window for layer in layers]
-        if None not in windows:
-            return cls((), (0,) * len(layers))
         sizes = tuple(sorted({window for window in windows if window is not None}))
         return cls(sizes, tuple(0 if window is None else 1 + sizes.index(window) for window in windows))
 
@@ -71,7 +69,9 @@ class MemoryShares:
         """Return the largest number of tokens whose pages fit into these bytes."""
         if not self.windows:
             return num_bytes // self.bytes_per_token[0]
-        low, high = 0, max(0, num_bytes // self.bytes_per_token[0])
+        low, high = 0, 1
+        while self.bytes_of(high) <= num_bytes:
+            low, high = high, 2 * high
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.bytes_of(middle) <= num_bytes else (low, middle - 1)

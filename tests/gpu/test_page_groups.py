@@ -14,6 +14,8 @@ from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import token_ids
 from tests.support.runners import make_runner
 from tests.support.whole_engine import WholeEngine
+from tests.unit.model_executor.test_page_groups import MISTRAL
+from tests.unit.model_executor.test_windows_and_fp8 import changed
 
 pytestmark = pytest.mark.gpu
 
@@ -36,12 +38,16 @@ def answers(folder: str, prompts: list[list[int]], options: dict[str, Any]) -> t
     return first + engine.run([a + b for a, b in zip(prompts, first, strict=True)], ANSWER), engine
 
 
+@pytest.mark.parametrize("family", ["olmo3", "mistral"])
 @pytest.mark.parametrize("backend", ["triton", "torch_native"])
 @pytest.mark.parametrize("disable_cuda_graph", [False, True])
 def test_little_room_for_windows_changes_no_answer(
-    backend: str, disable_cuda_graph: bool, checkpoint: CheckpointFactory
+    family: str, backend: str, disable_cuda_graph: bool, checkpoint: CheckpointFactory, tmp_path: Path
 ) -> None:
-    folder = str(checkpoint("olmo3", num_layers=4))
+    if family == "mistral":  # all of its layers have a window
+        folder = str(changed(checkpoint("llama", num_layers=4), tmp_path / "mistral", MISTRAL))
+    else:
+        folder = str(checkpoint("olmo3", num_layers=4))
     rng = np.random.default_rng(5)
     prompts = [token_ids(rng, length, 512) for length in (5, 40, 130, 200)]
     given = {"attention_backend": backend, "disable_cuda_graph": disable_cuda_graph, "dtype": "float32", **GRAPHS}

@@ -38,18 +38,20 @@ def profile_max_num_token(
     On a GPU `other_bytes` are kept free for tables, graphs and the largest step. `num_tokens`, unless 0, is the number that the worker
     before this one had; it must fit again. StartError if the tokens asked for do not fit.
     """
-    spare = 0  # tokens by which a later measurement may be smaller than the first
     if device.type == "cpu":
         available = available_memory_bytes()
         unasked = min(available // (CPU_SHARE * args.dp_size), CPU_MOST_BYTES)
         is_asked = num_tokens or args.max_total_tokens is not None
         # The kernel provides pages at first use, so the ranks do not see each other's yet.
         fits = shares.tokens_in(available // (args.tp_size * args.dp_size) if is_asked else unasked)
+        fitted_before = fits
     else:
         free, total = torch.cuda.mem_get_info(device)
-        fits = shares.tokens_in(kv_bytes(args, free, total, other_bytes))
-        spare = int(total * CUDA_SLACK / 2) // sum(shares.bytes_per_token)
-    if num_tokens > fits + spare:
+        left = kv_bytes(args, free, total, other_bytes)
+        fits = shares.tokens_in(left)
+        # A later measurement may be a little smaller than the first.
+        fitted_before = shares.tokens_in(left + int(total * CUDA_SLACK / 2))
+    if num_tokens > fitted_before:
         raise StartError(
             f"The replaced worker had KV memory for {num_tokens} tokens, but only {max(0, fits)} fit now: another process has taken"
             " memory of this device. End that process, and start the server anew."

@@ -14,6 +14,7 @@ from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import token_ids
 from tests.support.runners import make_runner
 from tests.support.whole_engine import WholeEngine
+from tests.unit.model_executor.test_windows_and_fp8 import changed
 
 PAGE_SIZE = 4
 OPTIONS: dict[str, Any] = {
@@ -22,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "chunked_prefill_size": 16,
     "schedule_conservativeness": 0.01,
 }
+MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
 
 
 def transformers_outputs(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -38,10 +40,15 @@ def transformers_outputs(folder: Path, prompts: list[list[int]], count: int) -> 
     return outputs
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo3", "cohere2"])
-def test_chunked_cached_and_preempted_requests_match_transformers(family: str, checkpoint: CheckpointFactory) -> None:
-    """The window's pages suffice for one request and a chunk, and several requests run at a time."""
-    folder = checkpoint(family, num_layers=4)
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo3", "cohere2", "mistral"])
+def test_chunked_cached_and_preempted_requests_match_transformers(
+    family: str, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    """The window's pages suffice for one request and a chunk, and several requests run at a time. All of Mistral's layers have a window."""
+    if family == "mistral":
+        folder = changed(checkpoint("llama", num_layers=4), tmp_path / "mistral", MISTRAL)
+    else:
+        folder = checkpoint(family, num_layers=4)
     rng = np.random.default_rng(3)
     first = token_ids(rng, 90, 512)
     runner = make_runner(folder, PAGE_SIZE, **OPTIONS)

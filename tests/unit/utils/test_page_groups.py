@@ -33,9 +33,8 @@ def test_a_memory_holds_4_5_times_the_tokens_of_gemma_3_4b() -> None:
     print(f"\n{tokens / without:.2f} times as many tokens, {16 * window / without:.2f} in the window group")
 
 
-@pytest.mark.parametrize("windows", [[None, None], [1024, 1024], [512, 1024]])
-def test_layers_that_are_alike_in_having_a_window_share_one_group(windows: list[int | None]) -> None:
-    shares = shares_of(windows)
+def test_layers_without_windows_share_one_group() -> None:
+    shares = shares_of([None, None])
     assert shares.windows == ()
     assert shares.tokens_in(MEMORY) == MEMORY // (2 * BYTES_PER_LAYER)
     assert shares.pages(1600) == [100]
@@ -45,6 +44,20 @@ def test_a_window_group_has_room_for_a_window_and_a_chunk_but_no_more_than_the_f
     shares = replace(shares_of(GEMMA_3_4B), chunk=256)
     assert shares.pages(8_000) == [500, (1024 + 256) // 16 + 2]
     assert shares.pages(1_000) == [62, 62]
+
+
+@pytest.mark.parametrize("windows", [[4096] * 32, [512, 1024]])
+def test_a_model_with_windows_alone_holds_as_many_windows_as_before_and_longer_requests(
+    windows: list[int | None],
+) -> None:
+    shares, most = shares_of(windows), max(window or 0 for window in windows)
+    before = MEMORY // (len(windows) * BYTES_PER_LAYER)
+    tokens = shares.tokens_in(MEMORY)
+    first, *others = shares.pages(tokens)
+    assert tokens > 8 * before
+    assert 16 * others[-1] > 0.6 * before
+    assert first * most <= 12 * most * others[-1], "requests of twelve windows fill both groups"
+    assert 0.99 * MEMORY < shares.bytes_of(tokens) <= MEMORY
 
 
 def test_groups_are_ordered_by_window() -> None:
