@@ -16,7 +16,7 @@ from msgspec import structs
 from srt.layers.sampler import Sampler
 from srt.model_executor.memory.device_state import DeviceState, init_kv_pool
 from srt.model_executor.model_runner import ModelRunner
-from srt.protocol.messages import LogprobSpec, PlanSection, int32_array
+from srt.protocol.messages import Int32Array, LogprobSpec, PlanSection, int32_array
 from srt.speculative.drafter import DraftRows, Ints
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class ModelDrafter:
             runner.state.req_to_token_pool.seq_lens.numpy()
         )  # positions computed by the smaller model
 
+        self._tokens = runner.state.req_to_token_pool.token_table.numpy()
+
     def reset(self) -> None:
         self._runner.reset()
 
@@ -60,16 +62,28 @@ class ModelDrafter:
     def draft(self, rows: DraftRows) -> Ints:
         drafting = rows.most > 0
         slots, most = rows.slots[drafting].astype(np.int32), rows.most[drafting]
-        starts = self._computed[slots]
-        counts = rows.lengths[drafting] + 1 - starts
-        ones = np.ones(len(slots), np.int32)
-        first = PlanSection([], [], slots, starts.astype(np.int32), counts.astype(np.int32), ones, NO_SLOTS)
-        self._runner.launch(first)
-        for num_drafts in range(1, int(most.max())):
+        self._catch_up(slots, rows.lengths[drafting])
+        for num_drafts in range(int(most.max())):
             self._runner.launch(structs.replace(IDLE, decode_slots=slots[most > num_drafts]))
         return rows.most
+
+    def _catch_up(self, slots: Int32Array, lengths: Ints) -> None:
+        """Compute the tokens that rows lack before their last known one. After drafts that were all right it is one."""
+        starts = self._computed[slots]
+        counts = lengths - starts
+        late = counts > 0
+        if not late.any():
+            return
+        behind, ones = slots[late], np.ones(int(late.sum()), np.int32)
+        if counts.max() > 1:
+            chunks = starts[late].astype(np.int32), counts[late].astype(np.int32), 0 * ones
+            self._runner.launch(PlanSection([], [], behind, *chunks, NO_SLOTS))
+            return
+        known = self._tokens[behind, lengths[late]]
+        self._runner.launch(structs.replace(IDLE, decode_slots=behind))
+        self._tokens[behind, lengths[late]] = known  # which the step's draws have replaced
 
     def note_lengths(self, slots: Ints, lengths: Ints) -> None:
         right = np.minimum(self._computed[slots], lengths)
         self._computed[slots] = right
-        self._runner.planner.slots.set_lengths(slots, right)
+        self._runner.planner.set_lengths(slots, right)

@@ -127,7 +127,7 @@ class SpeculatingRunner(ModelRunner):
         tokens[slots[kept], positions[kept]] = ids[kept]
         row_slots, lengths = slots[firsts], positions[firsts] - 1 + known
         self._lengths[row_slots] = lengths
-        self._planner.slots.set_lengths(row_slots, lengths)
+        self._planner.set_lengths(row_slots, lengths)
         self._drafter.note_lengths(row_slots, lengths)
         has_drafts = num_draws > 1
         self._limits.note(row_slots[has_drafts], num_draws[has_drafts] - 1, known[has_drafts] - 1)

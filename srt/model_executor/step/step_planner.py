@@ -95,6 +95,11 @@ class StepPlanner:
         self._sampling = SamplingTable(num_slots)
         self._standing: _Standing | None = None  # the rows of the last step, if all of them decoded
 
+    def set_lengths(self, slots: Ints, lengths: Ints) -> None:
+        """Correct the lengths of slots whose step has computed positions that do not count."""
+        self._standing = None
+        self.slots.set_lengths(slots, lengths)
+
     def plan_decodes(self, section: PlanSection) -> DecodeStep | None:
         """Plan a section that admits no request and in which every row decodes. For any other section return None and change nothing."""
         if section.admissions or len(section.extend_slots) or not len(section.decode_slots):
