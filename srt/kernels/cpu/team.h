@@ -50,9 +50,10 @@ public:
         const uint32_t number = number_.load(std::memory_order_relaxed) + 1;
         const int num_phases = job.num_phases();
         for (int phase = 0; phase < num_phases; phase++) {
-            phases_[phase].num_done.store(0, std::memory_order_relaxed);
-            phases_[phase].num_chunks.store(job.num_chunks(phase), std::memory_order_relaxed);
+            // A late helper of the job before must not claim a chunk of this one: it sees the new number before the new count.
             phases_[phase].claims.store(uint64_t(number) << 32, std::memory_order_relaxed);
+            phases_[phase].num_done.store(0, std::memory_order_relaxed);
+            phases_[phase].num_chunks.store(job.num_chunks(phase), std::memory_order_release);
         }
         job_.store(&job, std::memory_order_relaxed);
         num_phases_.store(num_phases, std::memory_order_relaxed);
@@ -84,7 +85,7 @@ private:
         const int num_phases = num_phases_.load(std::memory_order_relaxed);
         for (int index = 0; index < num_phases; index++) {
             Phase& phase = phases_[index];
-            const int num_chunks = phase.num_chunks.load(std::memory_order_relaxed);
+            const int num_chunks = phase.num_chunks.load(std::memory_order_acquire);
             for (int chunk = claim(phase, number, num_chunks); chunk >= 0; chunk = claim(phase, number, num_chunks)) {
                 job_.load(std::memory_order_relaxed)->run(index, chunk, thread);
                 phase.num_done.fetch_add(1, std::memory_order_release);
