@@ -67,6 +67,7 @@ TYPED = (
     "srt.utils.errors",
     "srt.utils.model_error",
     "srt.utils.quantization",
+    "srt.utils.speculation",
     "srt.version",
 )
 

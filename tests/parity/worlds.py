@@ -72,8 +72,8 @@ async def send_at_random(cases: list[Case], stream: Stream, rng: np.random.Gener
 
     tasks: list[asyncio.Task[Answer]] = []
     while len(tasks) < len(cases):
-        wave = cases[len(tasks) : len(tasks) + int(rng.integers(8, 33))]
-        goal = heard + int(rng.integers(1, 2 * len(wave)))  # each answer brings at least two updates
+        wave = cases[len(tasks) : len(tasks) + int(rng.integers(12, 40))]
+        goal = heard + int(rng.integers(1, len(wave) + 1))  # each answer brings at least one update
         tasks += [asyncio.create_task(one(case)) for case in wave]
         async with news:
             while heard < goal and not any(task.done() and task.exception() for task in tasks):

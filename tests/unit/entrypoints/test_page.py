@@ -180,13 +180,13 @@ def test_an_engine_that_does_not_answer_is_told_as_that(is_dead: bool, monkeypat
     async def go() -> None:
         world = World()
 
-        async def get_state(is_own: bool) -> Any:
+        async def get_states(is_own: bool) -> Any:
             if is_dead:
                 raise EngineDied
             await asyncio.Event().wait()
 
         monkeypatch.setattr("srt.entrypoints.service.ANSWER_S", 0.01)
-        monkeypatch.setattr(world.engine, "get_state", get_state)
+        monkeypatch.setattr(world.engine, "get_states", get_states)
         world.engine.load = Load(3, 4, 0, 10)
         watcher = Watcher(world)
         await watcher.until(lambda: len(watcher.events) >= 1)
