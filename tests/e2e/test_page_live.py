@@ -155,11 +155,11 @@ def test_an_engine_that_does_not_answer_is_told_as_that(
     monkeypatch.setattr(service, "ANSWER_S", 0.02)
     with browser.page(fake.url) as page:
         page.wait(CONNECTED)
-        answering = fake.world.engine.get_state
-        fake.do(lambda: setattr(fake.world.engine, "get_state", hang))
+        answering = fake.world.engine.get_states
+        fake.do(lambda: setattr(fake.world.engine, "get_states", hang))
         page.wait(health("not answering"))
         assert "does not answer" in page.text("#trouble")
-        fake.do(lambda: setattr(fake.world.engine, "get_state", answering))
+        fake.do(lambda: setattr(fake.world.engine, "get_states", answering))
         page.wait(f"{CONNECTED} && document.querySelector('#trouble').hidden")
 
 

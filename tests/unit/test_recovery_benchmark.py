@@ -11,7 +11,7 @@ import pytest
 from benchmarks import recovery
 from benchmarks.recovery import Answer, Figures, Load
 
-NUM_REQUESTS, LENGTH = 6, 300
+NUM_REQUESTS, LENGTH = 6, 1200
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

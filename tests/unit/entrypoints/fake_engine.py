@@ -29,6 +29,7 @@ from srt.managers.tokenizer_manager.request_checks import (
     build_request,
     check_form,
     check_ids,
+    check_replica,
     check_text,
     num_kept_tokens,
 )
@@ -178,6 +179,7 @@ class FakeEngine:
 
     def _check(self, request: GenerateInput) -> None:
         check_form(request)
+        check_replica(request, 1)
         if request.priority and not self.uses_priorities:
             raise RequestError(400, "priority needs the server option --enable-priority-scheduling.")
         build_request(request, self._prompt_ids(request), rid=0, label="", seed=0, model=self.model, limits=self.limits)

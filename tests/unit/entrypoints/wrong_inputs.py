@@ -60,6 +60,7 @@ KINDS: list[Any] = [
 # Right in type, wrong in value; by the engine's name. Every parameter is here or in UNBOUNDED.
 LONG_ID, HUGE = 1 << 40, 10**9
 OUT_OF_RANGE: dict[str, list[Any]] = {
+    "routed_dp_rank": [-1, 1, HUGE],
     "max_new_tokens": [-1, HUGE, 1 << 62],
     "min_new_tokens": [-1, HUGE, 1 << 62],
     "temperature": [-0.1, 1e9, 1e300],
@@ -158,8 +159,10 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "reasoning": [{"effort": "a lot"}, {"effort": 7}, {"summary": "auto"}, {"bogus": 1}],
 }
 UNBOUNDED = frozenset(
+    # Refused as routed_dp_rank, of which it is another name.
+    "data_parallel_rank"
     # Switches, and what is checked as a whole.
-    "ignore_eos no_logs log_metrics skip_special_tokens spaces_between_special_tokens no_stop_trim"
+    " ignore_eos no_logs log_metrics skip_special_tokens spaces_between_special_tokens no_stop_trim"
     " include_stop_str_in_output add_special_tokens return_token_ids"
     " return_tokens_as_token_ids return_cached_tokens_details may_shorten stream return_logprob"
     " return_text_in_logprobs return_prompt_token_ids echo add_generation_prompt chat_template_kwargs sampling_params"
