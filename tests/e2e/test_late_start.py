@@ -51,7 +51,7 @@ def test_a_start_that_fails_while_the_program_connects_leaves_no_open_socket(
     connect = TokenizerManager.connect
 
     async def connect_and_fail(**words: Any) -> TokenizerManager:
-        managers.append(await connect(**words | {"generation": 2}))  # nobody is there, so nobody hangs up
+        managers.append(await connect(**words | {"generations": [2]}))  # nobody is there, so nobody hangs up
         (await starts.get()).set_exception(StartError("The engine has ended."))
         return managers[0]
 
