@@ -141,7 +141,7 @@ def _run(
         cases = _draw(operation, mode, min(left, 250), seed * _MAX_ROUNDS + number)
         if mode is GenerationMode.POSITIVE:
             for case in cases:
-                case.body = _with_integers(case.body)
+                case.body = _of_the_one_replica(_with_integers(case.body))
         with ThreadPoolExecutor(NUM_CLIENTS) as clients:
             for answer in clients.map(partial(_call, url), cases):
                 _judge(answer, mode, document, report)
@@ -223,6 +223,13 @@ def _with_integers(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _with_integers(one) for name, one in value.items()}
     return value
+
+
+def _of_the_one_replica(body: Any) -> Any:
+    """The description allows the replicas of any server. This one has a single one, and would refuse most cases for nothing else."""
+    if not isinstance(body, dict):
+        return body
+    return {name: 0 if name in ("routed_dp_rank", "data_parallel_rank") else value for name, value in body.items()}
 
 
 # ---- Raw bytes

@@ -72,8 +72,8 @@ async def send_at_random(cases: list[Case], stream: Stream, rng: np.random.Gener
 
     tasks: list[asyncio.Task[Answer]] = []
     while len(tasks) < len(cases):
-        wave = cases[len(tasks) : len(tasks) + int(rng.integers(12, 40))]
-        goal = heard + int(rng.integers(1, 9))  # so few that quick answers, of one update each, leave many at work
+        wave = cases[len(tasks) : len(tasks) + int(rng.integers(24, 41))]
+        goal = heard + int(rng.integers(1, 9))  # a quick answer brings one update
         tasks += [asyncio.create_task(one(case)) for case in wave]
         async with news:
             while heard < goal and not any(task.done() and task.exception() for task in tasks):
