@@ -155,7 +155,7 @@ def _versions(torch: dict[str, Any] | str) -> Iterator[Line]:
 def _cpu_steps() -> str:
     if not cpu_library.is_supported():
         return "by PyTorch's operations, as this processor has no AVX2"
-    if cpu_library.built_library().is_file():
+    if cpu_library.load_library() is not None:
         return "compiled"
     return "by PyTorch's operations (install a C++ compiler and srt again to make them quicker)"
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import platform
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Final
 
+logger = logging.getLogger(__name__)
 SOURCES: Final = Path(__file__).parents[1] / "cpu"
 SOURCE: Final = SOURCES / "decode_step.cpp"
 NAME: Final = "decode_step.so"
@@ -50,11 +52,15 @@ def processor_features() -> set[str]:
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the library; None if it was not built, or if this processor cannot run it."""
+    """Return the library; None if it was not built, or if this processor or this system cannot load it."""
     path = built_library()
     if not is_supported() or not path.is_file():
         return None
-    return open_library(path)
+    try:
+        return open_library(path)
+    except OSError as error:
+        logger.warning("PyTorch's operations run the steps, because their compiled code cannot be loaded: %s", error)
+        return None
 
 
 def open_library(path: Path) -> ctypes.CDLL:

@@ -129,6 +129,16 @@ def test_without_a_library_pytorch_runs_the_step(qwen3_checkpoint: Path, monkeyp
     PlanDriver(runner, PAGE_SIZE).run(jobs(2))
 
 
+def test_a_library_that_this_system_cannot_load_is_left_out_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / cpu_library.NAME
+    broken.write_bytes(b"for another system")
+    monkeypatch.setattr(cpu_library, "built_library", lambda: broken)
+    assert cpu_library.load_library.__wrapped__() is None
+    assert str(broken) in caplog.text
+
+
 def test_experts_are_left_to_pytorch(checkpoint: CheckpointFactory) -> None:
     runner = make_runner(checkpoint("qwen3_moe"), PAGE_SIZE, dtype="float32")
     assert CpuDecodeStep.of(runner.loaded.our_model, runner.loaded.config, runner.state.token_to_kv_pool) is None
