@@ -112,7 +112,7 @@ class CpuDecodeStep:
         )
         self._dtype = pool.dtype
         self._run = library.srt_run
-        self._runner = library.srt_new_runner(ctypes.byref(self._model), torch.get_num_threads())
+        self._runner: int | None = library.srt_new_runner(ctypes.byref(self._model), torch.get_num_threads())
         weakref.finalize(self, library.srt_delete_runner, self._runner)
         self._rows: dict[
             int, tuple[_Rows, ForwardBatch, Tensor]
@@ -122,7 +122,8 @@ class CpuDecodeStep:
     def of(cls, model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> CpuDecodeStep | None:
         """Return the step, or None if the library is not there or cannot run this model."""
         library = load_library() if can_run(model, config, pool) else None
-        return None if library is None else cls(library, model, config, pool)
+        step = None if library is None else cls(library, model, config, pool)
+        return None if step is None or step._runner is None else step  # no runner: the model has too many layers
 
     def logits_into(self, batch: ForwardBatch, out: Tensor) -> None:
         """Run the step of a batch in which every row decodes, and write its logits [rows, vocabulary]."""

@@ -139,6 +139,16 @@ def test_a_library_that_this_system_cannot_load_is_left_out_with_a_warning(
     assert str(broken) in caplog.text
 
 
+def test_a_model_of_too_many_layers_is_left_to_pytorch(qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(qwen3_checkpoint, PAGE_SIZE, dtype="float32")
+    model, config, pool = runner.loaded.our_model, runner.loaded.config, runner.state.token_to_kv_pool
+    assert CpuDecodeStep.of(model, config, pool) is not None
+    monkeypatch.setattr("srt.kernels.cpu.decode_step._layers_of", lambda decoder: [*decoder.layers] * 512)
+    monkeypatch.setattr(pool, "get_kv", lambda index, get=pool.get_kv: get(0))
+    monkeypatch.setattr(pool, "group_of", [0] * 4096)
+    assert CpuDecodeStep.of(model, config, pool) is None
+
+
 def test_experts_are_left_to_pytorch(checkpoint: CheckpointFactory) -> None:
     runner = make_runner(checkpoint("qwen3_moe"), PAGE_SIZE, dtype="float32")
     assert CpuDecodeStep.of(runner.loaded.our_model, runner.loaded.config, runner.state.token_to_kv_pool) is None
