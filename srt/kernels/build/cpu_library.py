@@ -21,9 +21,9 @@ SOURCES: Final = Path(__file__).parents[1] / "cpu"
 SOURCE: Final = SOURCES / "decode_step.cpp"
 NAME: Final = "decode_step.so"
 OPTIONS: Final = (
-    "-std=c++17", "-O3", "-mavx2", "-mfma", "-mf16c", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wno-psabi",
+    "-std=c++17", "-O3", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wno-psabi",
 )  # fmt: skip
-FEATURES: Final = {"avx2", "fma", "f16c"}
+FEATURES: Final = {"avx2", "fma"}
 """What a processor must support; every x86 processor since 2015 does. Others use PyTorch's operations."""
 
 

@@ -148,8 +148,7 @@ private:
 
     // Tiles of outputs in a chunk: enough chunks for all threads, and few enough that claiming them costs nothing.
     int64_t tiles_in_chunk(const Matrix& matrix) const {
-        static const int64_t BYTES[] = {4, 2, 1};
-        const int64_t tile_bytes = OUTPUTS * matrix.num_inputs * BYTES[int(matrix.kind)];
+        const int64_t tile_bytes = OUTPUTS * matrix.num_inputs * (matrix.kind == Kind::FLOAT32 ? 4 : 2);
         const int64_t share = tiles_of(matrix) / (3 * num_threads_);
         const int64_t tiles = std::max<int64_t>(1, std::min(share, CHUNK_BYTES / tile_bytes));
         return (tiles + 1) / 2 * 2;  // whole vectors, for `gate`
@@ -277,7 +276,7 @@ private:
     bool shares_slots_ = false;  // some rows are tokens of one slot, one behind the other
 };
 
-// What is kept from one step to the next.
+// A model, and the memory that its steps use again.
 struct Runner {
     Runner(const Model& model, int num_threads) : model(model), own(num_threads) {}
 

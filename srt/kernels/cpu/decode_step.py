@@ -36,7 +36,6 @@ _LANES: Final = 8
 class _Matrix(Structure):
     _fields_ = (
         ("values", c_void_p),
-        ("scales", c_void_p),
         ("bias", c_void_p),
         ("num_outputs", c_int64),
         ("num_inputs", c_int64),
@@ -211,7 +210,7 @@ def _is_regular(matrix: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _matrix(matrix: Tensor, bias: int | None) -> _Matrix:
-    return _Matrix(_pointer(matrix), None, bias, *matrix.shape, KINDS[matrix.dtype])
+    return _Matrix(_pointer(matrix), bias, *matrix.shape, KINDS[matrix.dtype])
 
 
 def _rows_of(batch: ForwardBatch, out: Tensor) -> _Rows:

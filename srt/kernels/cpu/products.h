@@ -8,12 +8,11 @@
 
 namespace srt {
 
-enum class Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+enum class Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
 
 struct Matrix {
-    const void* values;   // [outputs, inputs]
-    const float* scales;  // [outputs], the factors of an INT8 matrix; null for other kinds
-    const float* bias;    // [outputs], or null
+    const void* values;  // [outputs, inputs]
+    const float* bias;   // [outputs], or null
     int64_t num_outputs;
     int64_t num_inputs;  // a multiple of LANES
     Kind kind;
@@ -52,8 +51,7 @@ inline void multiply_outputs(const Matrix& matrix, int64_t begin, const float* x
         else multiply_tile<1, NUM_OUTPUTS>(weight, from, n, out);
         for (int64_t r = 0; r < count; r++) {
             for (int64_t o = 0; o < NUM_OUTPUTS; o++) {
-                const float scaled = matrix.scales ? out[r][o] * matrix.scales[begin + o] : out[r][o];
-                use(row + r, begin + o, matrix.bias ? scaled + matrix.bias[begin + o] : scaled);
+                use(row + r, begin + o, matrix.bias ? out[r][o] + matrix.bias[begin + o] : out[r][o]);
             }
         }
     }
@@ -70,11 +68,8 @@ inline void multiply_some(const Matrix& matrix, int64_t begin, const float* x, i
 
 template <class Use>
 inline void multiply(const Matrix& matrix, int64_t begin, const float* x, int64_t num_rows, Use use) {
-    switch (matrix.kind) {
-        case Kind::FLOAT32: return multiply_some<float>(matrix, begin, x, num_rows, use);
-        case Kind::BFLOAT16: return multiply_some<BFloat16>(matrix, begin, x, num_rows, use);
-        case Kind::INT8: return multiply_some<int8_t>(matrix, begin, x, num_rows, use);
-    }
+    if (matrix.kind == Kind::FLOAT32) return multiply_some<float>(matrix, begin, x, num_rows, use);
+    multiply_some<BFloat16>(matrix, begin, x, num_rows, use);
 }
 
 }  // namespace srt

@@ -11,7 +11,6 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 // A number of type bfloat16: the upper half of a float.
 struct BFloat16 {
@@ -32,12 +31,6 @@ inline Floats load(const BFloat16* from) {
     Halves halves;
     std::memcpy(&halves, from, sizeof halves);
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
-}
-
-inline Floats load(const int8_t* from) {
-    Bytes bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
 }
 
 inline void store(float* to, Floats values) {
