@@ -159,11 +159,7 @@ class StepPlanner:
             if self._sampling.admit(admission):
                 adjusted.append(admission.slot)
         page_groups, page_slots, page_columns, pages = self._append_pages(section.pages)
-        num_draws = None
-        if num_drafts is None:
-            rows = self._advance(section)
-        else:
-            rows, num_draws = self._advance_drafts(section, 1 + num_drafts)
+        rows, num_draws = self._advance(section, num_drafts)
         rows_of_device = row_arrays(rows)
         prompt_logprobs, output_logprobs = self._plan_logprobs(rows, rows_of_device.extend_first, num_draws)
         num_extends = len(rows.extend_lens)
@@ -218,31 +214,29 @@ class StepPlanner:
         is_right = len(deltas) in (0, self._num_groups)
         assert is_right, f"the plan has {len(deltas)} page groups, but the layers have {self._num_groups}"
 
-    def _advance(self, section: PlanSection) -> HostRows:
-        seq_lens = self.slots.advance(section)
-        num_extends = len(section.extend_slots)
-        sampling_extends = np.flatnonzero(section.extend_samples)
-        return HostRows(
-            slots=np.concatenate((section.extend_slots, section.decode_slots)).astype(np.int64),
-            seq_lens=seq_lens,
-            prefix_lens=section.extend_starts.astype(np.int64),
-            extend_lens=section.extend_counts.astype(np.int64),
-            sample_rows=np.concatenate((sampling_extends, np.arange(num_extends, len(seq_lens)))),
-        )
+    def _advance(self, section: PlanSection, num_drafts: Ints | None) -> tuple[HostRows, Ints | None]:
+        """Advance all rows. Return them, and how often each row that samples draws; None: once each.
 
-    def _advance_drafts(self, section: PlanSection, counts: Ints) -> tuple[HostRows, Ints]:
-        """Advance all rows, the decode rows by so many tokens each. Return the rows, and the draws of those that sample."""
+        Decode rows that may have drafts are computed like the next chunks of prompts.
+        """
+        counts: Ints | int = 1 if num_drafts is None else 1 + num_drafts
         seq_lens = self.slots.advance(section, counts)
         num_extends = len(section.extend_slots)
         sampling_extends = np.flatnonzero(section.extend_samples)
+        starts, lens = section.extend_starts.astype(np.int64), section.extend_counts.astype(np.int64)
+        num_draws = None
+        if num_drafts is not None:
+            starts = np.concatenate((starts, seq_lens[num_extends:] - counts))
+            lens = np.concatenate((lens, 1 + num_drafts))
+            num_draws = np.concatenate((np.ones(len(sampling_extends), np.int64), 1 + num_drafts))
         rows = HostRows(
             slots=np.concatenate((section.extend_slots, section.decode_slots)).astype(np.int64),
             seq_lens=seq_lens,
-            prefix_lens=np.concatenate((section.extend_starts.astype(np.int64), seq_lens[num_extends:] - counts)),
-            extend_lens=np.concatenate((section.extend_counts.astype(np.int64), counts)),
+            prefix_lens=starts,
+            extend_lens=lens,
             sample_rows=np.concatenate((sampling_extends, np.arange(num_extends, len(seq_lens)))),
         )
-        return rows, np.concatenate((np.ones(len(sampling_extends), np.int64), counts))
+        return rows, num_draws
 
     def _plan_logprobs(
         self, rows: HostRows, first_tokens: Ints, num_draws: Ints | None
