@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,13 +22,13 @@ def compile_library(path: Path) -> None:
 
     if platform.machine() != "x86_64":
         raise RuntimeError("the code for steps on a CPU serves x86-64 processors only")
-    compiler = os.environ.get("CXX") or "c++"
-    if shutil.which(compiler) is None:
-        raise RuntimeError(f"there is no C++ compiler {compiler!r}: install g++, or name another one with CXX")
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    if shutil.which(compiler[0]) is None:
+        raise RuntimeError(f"there is no C++ compiler {compiler[0]!r}: install g++, or name another one with CXX")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         new = Path(scratch, path.name)
-        command = [compiler, *OPTIONS, "-o", str(new), str(SOURCE)]
+        command = [*compiler, *OPTIONS, "-o", str(new), str(SOURCE)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.strip()[-2000:])
