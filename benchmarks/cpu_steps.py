@@ -1,4 +1,4 @@
-"""Where a decode step goes on a CPU, and tokens/s of a server beside those of transformers' `generate`, for 1 and 16 users.
+"""The parts of a decode step on a CPU, and tokens/s of a server beside those of transformers' `generate`, for 1 and 16 users.
 
     python -m benchmarks.cpu_steps [--model-path tiny] [--dtype float32] [--temperature 0] [any option of the server]
 
@@ -10,11 +10,7 @@ on the machine can only add time.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks import models
-from benchmarks.serving import Call, run_client, step_ms
-from benchmarks.startup import wait_for_url
+from benchmarks.serving import Call, run_client, running_server, step_ms
 from srt.managers.process.child_process import environment_of
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.start_runner import start_runner
@@ -132,11 +127,7 @@ class Reference:
 def served_tokens_s(url: str, prompts: np.ndarray, count: int, temperature: float) -> float:
     address = urlsplit(url)
     assert address.hostname is not None and address.port is not None
-    sampling = {"temperature": temperature, "max_new_tokens": count, "ignore_eos": True}
-    calls = [
-        Call(0.0, json.dumps({"input_ids": one, "sampling_params": sampling, "stream": True}).encode(), count)
-        for one in prompts.tolist()
-    ]
+    calls = [Call.of(0.0, one, count, temperature) for one in prompts.tolist()]
     timings = run_client(address.hostname, address.port, time.monotonic(), calls)
     seconds = max(one.chunks_s[-1] for one in timings) - min(one.sent_s for one in timings)
     return len(prompts) * count / seconds
@@ -192,20 +183,8 @@ def main() -> int:
     args = parse_args(["--model-path", folder, *given])
     config = ModelConfig.served_from(folder, args)
     dtype = getattr(torch, config.torch_dtype if options.dtype == "auto" else options.dtype)
-    words = ["--model-path", folder, "--port", "0", "--device", "cpu", "--incremental-streaming-output", *given]
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "srt.launch_server", *words],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": scratch},
-        )
-        try:
-            url = wait_for_url(server)
-            compare(url, Reference(folder, dtype, options.temperature), options, config.context_length)
-        finally:
-            server.terminate()
-            server.wait()
+    with running_server(["--model-path", folder, "--device", "cpu", *given]) as url:
+        compare(url, Reference(folder, dtype, options.temperature), options, config.context_length)
     return 0
 
 

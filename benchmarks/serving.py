@@ -21,7 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
@@ -43,6 +45,12 @@ class Call:
     at_s: float
     body: bytes
     new_tokens: int
+
+    @classmethod
+    def of(cls, at_s: float, prompt: list[int], new_tokens: int, temperature: float) -> Call:
+        sampling = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
+        body = json.dumps({"input_ids": prompt, "sampling_params": sampling, "stream": True}).encode()
+        return cls(at_s, body, new_tokens)
 
 
 @dataclass(slots=True)
@@ -119,10 +127,7 @@ def make_calls(requests: int, rate: float, least: int, most: int, temperature: f
     calls, at_s = [], 0.0
     for length_in, length_out, gap in zip(lengths_in, lengths_out, gaps, strict=True):
         at_s += gap
-        sampling = {"temperature": temperature, "max_new_tokens": length_out, "ignore_eos": True}
-        prompt = fresh.integers(300, 1000, length_in).tolist()
-        body = json.dumps({"input_ids": prompt, "sampling_params": sampling, "stream": True}).encode()
-        calls.append(Call(at_s, body, length_out))
+        calls.append(Call.of(at_s, fresh.integers(300, 1000, length_in).tolist(), length_out, temperature))
     return calls
 
 
@@ -178,21 +183,10 @@ def main() -> int:
     if options.url is not None:
         figures = measure(options.url, options)
     else:
-        words = ["--model-path", models.folder_of(options.model_path), "--port", "0"]
-        words += ["--incremental-streaming-output", *server_options]
+        words = ["--model-path", models.folder_of(options.model_path), *server_options]
         limit = None if options.rate else limit_of(parse_args(words), options)
-        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            server = subprocess.Popen(
-                [sys.executable, "-m", "srt.launch_server", *words],
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "TMPDIR": folder},
-            )
-            try:
-                figures = measure(wait_for_url(server), options)
-            finally:
-                server.terminate()
-                server.wait()
+        with running_server(words) as url:
+            figures = measure(url, options)
         if limit is not None:
             figures |= {"limit_tokens_s": limit, "ratio": limit / figures["output_tokens_s"]}
     print(f"{options.model_path}, {options.requests} requests, {options.rate or 'all at once'}: {limits.versions()}")
@@ -203,6 +197,19 @@ def main() -> int:
         {"benchmark": "serving", "model": options.model_path, **chosen, "versions": limits.versions(), **figures},
     )
     return 0
+
+
+@contextmanager
+def running_server(words: list[str]) -> Iterator[str]:
+    """Run a server with these options inside the block, at the address that it yields."""
+    command = [sys.executable, "-m", "srt.launch_server", "--port", "0", "--incremental-streaming-output", *words]
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": folder})
+        try:
+            yield wait_for_url(server)
+        finally:
+            server.terminate()
+            server.wait()
 
 
 def limit_of(args: ServerArgs, options: argparse.Namespace) -> float:
